@@ -1,1 +1,1 @@
-"""What a run costs, measured. Behind tools/bench.py."""
+"""Benchmarks of a run's costs, behind tools/bench.py."""

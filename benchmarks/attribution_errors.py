@@ -1,11 +1,10 @@
-"""How often attribution is wrong: examinations of healthy windows and of planted ones, on states of real small runs.
+"""Measure the error rates of attribution on healthy and on planted windows, on states of real small runs.
 
     found = measure(text, seed=1, windows=24, planted=2, folder=folder, settings=AttributionConfig())
 
-A run of 3 layers of 128 trains on a text, and stops at `STATES`. On each of these states windows of samples that it has
-not met yet are examined, as after a rewind to it: whoever is convicted in a healthy one is innocent. The texts are the
-caller's, so that they can be others than those that constants were chosen on. What is planted replaces samples in
-memory; the state is the same for all.
+A run of 3 layers of 128 trains on a text, and stops at `STATES`. On each of these states windows of unseen samples are
+examined, as after a rewind to it: any conviction in a healthy window is wrong. The caller chooses the texts, which can
+differ from those that constants were tuned on. Planted text replaces samples in memory; the state is the same for all.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ REACH = 30  # batches of a planted text at most, ahead of its first one
 
 @dataclass(frozen=True)
 class Plant:
-    """samples: of a text, in one piece, or so `of_each` of the batches. window: batches that are examined: all, or the
-    first ones of a region that goes on."""
+    """samples: of a text, in one piece, or `of_each` in each batch. window: batches to examine: all, or the
+    first ones of a longer region."""
 
     text: corrupt_texts.Text
     samples: int = 40
@@ -59,7 +58,7 @@ class Plant:
     window: int = 3
 
     def places(self, random: np.random.Generator) -> Int64s:
-        """Which samples from the first of the window on are bad: ascending."""
+        """Indexes of the bad samples from the first of the window on, ascending."""
         if self.of_each is None:
             return 4 + np.arange(self.samples)
         batches = range(-(-self.samples // self.of_each))
@@ -81,9 +80,11 @@ PLANTS = {
 
 @dataclass
 class Found:
-    """Of the windows of one kind on one text: how many there were, in how many an innocent sample was convicted, and
-    how many these were; the mean of the shares of innocent ones among the convicted; bad samples, and those of them
-    that were convicted. reasons: of the convictions of innocents, with their log10 odds."""
+    """Results for the windows of one kind on one text: their number, the number with a wrong conviction, and the number
+    of
+    wrongly convicted samples; the mean share of innocent ones among the convicted; bad samples, and convicted ones
+    among
+    them. reasons: of wrong convictions, with their log10 odds."""
 
     text: str
     kind: str
@@ -108,7 +109,7 @@ class Found:
 
 
 def pooled(found: Sequence[Found]) -> list[Found]:
-    """Of all runs on a text together."""
+    """The results of all runs on a text together."""
     together = dict[tuple[str, str], Found]()
     for f in found:
         sum_ = together.setdefault((f.text, f.kind), Found(f.text, f.kind))
@@ -118,7 +119,7 @@ def pooled(found: Sequence[Found]) -> list[Found]:
 
 
 class Planted(Source):
-    """A source of which some samples are other text. instead: tokens by position."""
+    """A source with some samples replaced. instead: tokens by position."""
 
     def __init__(self, of: Source) -> None:
         super().__init__(of.order, of.streams, of.eod)
@@ -128,13 +129,13 @@ class Planted(Source):
         found = super().samples(positions)
         for row, position in zip(found, positions.tolist(), strict=True):
             if position in self.instead:
-                # The first one is the last label of another sample.
+                # The first token is the last label of another sample.
                 row[1:] = np.where(row[1:] == self.eod, self.eod, self.instead[position])
         return found
 
 
 class Remembering(Laboratory):
-    """Measures the gradient of a batch once: a window is examined in several ways."""
+    """Caches the gradient norm of a batch: a window is examined in several ways."""
 
     def forget(self) -> None:
         self._norms: dict[bytes, float] = {}
@@ -158,7 +159,7 @@ def parse(text: str) -> list[tuple[Path, float]]:
 
 
 def prepare(text: str, folder: Path) -> list[dict[str, Any]]:
-    """The corpora of a text, with one tokenizer: `data.corpora` of a recipe. Raises DataError."""
+    """The corpora of a text, with one tokenizer, as `data.corpora` of a recipe. Raises DataError."""
     corpora, cuts = parse(text), list[Path]()
     with tempfile.TemporaryDirectory() as temporary:
         for number, (path, _) in enumerate(corpora):
@@ -184,8 +185,8 @@ def measure(
     settings: AttributionConfig,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Found]:
-    """On one text, one run; in a process group of one. windows, planted: of healthy ones, and of each kind of planted
-    ones, on each state. Raises DataError."""
+    """One run on one text; in a process group of one. windows, planted: number of healthy ones, and of each kind of
+    planted ones, per state. Raises DataError."""
     model = {**RECIPE["model"], "layers": LAYERS, "vocab_size": VOCABULARY}
     given = {
         **RECIPE, "precision": {"kind": "fp32"}, "model": model, "run": {"seed": seed, "dir": folder / "run"},
@@ -237,15 +238,16 @@ class Bench:
     ) -> None:
         self.text, self.laboratory, self.source, self.tokenizer = text, laboratory, source, tokenizer
         self.history, self.cursor, self.found = list(history), cursor, found
-        # What comes after is read for the second time, of one corpus at least.
+        # Later samples repeat an epoch, for at least one corpus.
         order = source.order
         self.end = min(int(order.positions_at(i, np.array([n]))[0]) for i, n in enumerate(order.sequences))
         self.random = np.random.default_rng((seed, cursor))
         laboratory.forget()
 
     def healthy(self, count: int) -> Iterator[None]:
-        """Windows side by side, none of them met before, examined as they are, and as if they lay next to what was just
-        skipped; and the batches that a detector would trip at, the highest tenth."""
+        """Examine consecutive unseen windows, as they are, and as if they were next to skipped samples; and the tenth
+        of the
+        batches with the highest losses, where a detector would trip."""
         last = (self.end - self.cursor) // BATCH * BATCH + self.cursor
         batches = np.arange(self.cursor, last).reshape(-1, BATCH)
         first = 0
@@ -262,7 +264,7 @@ class Bench:
             self._examine("healthy, the highest tenth", batch[None])
 
     def planted(self, count: int) -> Iterator[None]:
-        """So many windows of each kind, at random places."""
+        """Examine `count` windows of each kind, at random places."""
         for kind, plant in PLANTS.items():
             for number in range(count):
                 places = plant.places(self.random)

@@ -1,11 +1,11 @@
-"""What checkpoints cost: how long the steps wait, what happens behind them, and how long it takes to go on from one.
+"""Measure the cost of checkpoints: pauses of training, background work, and the time to resume.
 
     found = measure_all({"125m": config}, None, rounds=5)    # in this process; CPU or GPU
 
-Every round saves once while the steps wait, once behind real steps, copies the same bytes as `cp` would and with fsync,
-and goes on from what was saved, in random order: whatever else the machine does falls on all of them alike. Stopwatches
-in the saver tell what the steps waited for. Data are random tokens, and the steps are as small as the recipe's batch;
-the state is that of the recipe's model. On a GPU the steps also wait, there, for the copy: see "steps, added up".
+Every round saves once synchronously, once behind real steps, copies the same bytes like `cp` with fsync,
+and resumes from the checkpoint, in random order, so that the machine's other load affects all alike. Stopwatches
+in the saver show what the steps waited for. Data are random tokens, and the steps are as small as the recipe's batch;
+the state is that of the recipe's model. On a GPU the steps also wait there for the copy: see "steps, added up".
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.run import directory
 
-VOCABULARY = 32_000  # where the recipe leaves it to the tokenizer
+VOCABULARY = 32_000  # if the recipe leaves it to the tokenizer
 RATE = 1e-9  # the weights stay about as they are
-STEPS = 2  # with nothing behind them, before a save and after it
+STEPS = 2  # without a save in the background, before a save and after it
 WAYS = ("waiting", "behind", "copy", "resume")
-BLOCK = 1 << 22  # bytes that are copied at a time
+BLOCK = 1 << 22  # bytes copied at a time
 
 
 def measure(
     config: RunConfig, folder: Path, rounds: int, say: Callable[[str], None] = lambda _: None
 ) -> Measurement:
-    """Costs of a checkpoint of this config's model. The process group, of one rank, exists already; `folder` is empty.
+    """Costs of a checkpoint of this config's model. The process group, of one rank, already exists; `folder` is empty.
 
-    Raises ConfigError for a layout that needs more ranks, CheckpointError when a save fails.
+    Raises ConfigError for a layout that needs more ranks, CheckpointError if a save fails.
     """
     deepspeed_json.build(config, 1)
     tree = config.model_dump()
@@ -74,8 +74,8 @@ def measure_all(
     rounds: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """One config after the other, in a process group that is started here. disk: a folder on the disk to measure,
-    which is left as it was; None = that of temporary files. Raises ConfigError, CheckpointError."""
+    """All configs in turn, in a process group started here. disk: a folder on the disk to measure, restored afterwards;
+    None = that of temporary files. Raises ConfigError, CheckpointError."""
     found: dict[str, Measurement] = {}
     distributed.start_distributed(max(c.run.timeout for c in configs.values()))
     about = machine(distributed.device())
@@ -95,7 +95,7 @@ def measure_all(
 
 
 class Bench:
-    """An engine and two savers: one for whose saves the steps wait, one that saves behind them."""
+    """An engine and two savers, one synchronous, one asynchronous."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         c, layout = config, Layout(1, 1, 1)
@@ -130,7 +130,7 @@ class Bench:
         return MicroBatch(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), positions, None)
 
     def measure(self, rounds: int, say: Callable[[str], None]) -> Measurement:
-        """Warm up, with the first save behind the steps, then so many rounds."""
+        """Warm up, including the first asynchronous save, then run `rounds` rounds."""
         self.behind.prepare()
         for _ in range(2):
             self._step()
@@ -151,7 +151,7 @@ class Bench:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Stop all writing."""
         for saver in (self.waiting, self.behind):
             saver._thread.shutdown()
 
@@ -203,10 +203,10 @@ class Bench:
         self.samples["writing"].append(watch.seconds["write"])
 
     def _behind(self) -> None:
-        """Some steps, a save, steps until it stands, and some steps."""
+        """Some steps, a save, steps until it is complete, and some steps."""
         saver, calls = self.behind, Stopwatch(torch.device("cpu"))
         thread = Stopwatch(torch.device("cpu"))
-        self._step()  # the first one after something else is slower
+        self._step()  # the first step after other work is slower
         alone = [self._step()[0] for _ in range(STEPS)]
         steps: list[float] = []
         outcome = None
@@ -227,7 +227,7 @@ class Bench:
         self._stood(outcome)
         alone += [self._step()[0] for _ in range(STEPS)]
         self.samples["step"].append(statistics.median(alone))
-        # The first update waits for what is left of the copy.
+        # The first update waits for the rest of the copy.
         update = max(0.0, outcome.blocked - begin - heard)
         found = {
             "blocked": begin + heard + update,
@@ -264,7 +264,7 @@ class Bench:
         target.rmdir()
 
     def _resume(self) -> None:
-        """As a start does it: every checksum, then what is in the file cache by now."""
+        """Resume as a start does: verify every checksum, then load from the file cache."""
         checkpoint = self._saved()
         for path in checkpoint.iterdir():
             with path.open("rb") as file:
@@ -281,7 +281,7 @@ class Bench:
     # Numbers
 
     def _conclude(self) -> None:
-        """What is computed from the seconds of a round."""
+        """Derived numbers of a round."""
         s = self.samples
 
         def each(name: str, of: Callable[..., float], *names: str) -> None:
@@ -306,7 +306,7 @@ Calls = list[tuple[str, Any, str]]  # name, owner, attribute
 
 
 def _face_of(saver: Saver, held: Engine) -> Calls:
-    """What the steps wait for."""
+    """Calls that the steps wait for."""
     return [
         ("buffers by name", held, "optimizer_state"), ("room", saver, "_has_room"), ("state", RunState, "model_copy"),
         ("copy", saver._host, "copy"), ("random states", saving, "rng_state"), ("recipe", saver, "recipe"),
@@ -316,7 +316,7 @@ def _face_of(saver: Saver, held: Engine) -> Calls:
 
 
 def _thread_of(saver: Saver) -> Calls:
-    """What its thread does."""
+    """Calls in the saver's thread."""
     return [
         ("write", saving, "write_part"), ("  statistics", parts, "statistics_of"),
         ("  tensors", TensorFile, "write"), ("  fsync of them", TensorFile, "close"),

@@ -1,4 +1,4 @@
-"""What every benchmark needs: data that nobody must prepare, a stopwatch, and a description of the machine."""
+"""Shared parts of the benchmarks: random data, a stopwatch, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megastable.data.shards import ShardWriter
 
 
 def random_corpus(folder: Path, vocabulary: int, tokens: int) -> None:
-    """A corpus of at least so many random tokens, in documents of 500 on average."""
+    """A corpus of at least `tokens` random tokens, in documents of 500 on average."""
     folder.mkdir(parents=True)
     drawn = np.random.default_rng(0)
     with ShardWriter(folder / "part-0", vocabulary) as writer:
@@ -32,7 +32,7 @@ def random_corpus(folder: Path, vocabulary: int, tokens: int) -> None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Where and with what something was measured."""
+    """Hardware and software of a measurement."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),

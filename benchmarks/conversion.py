@@ -1,9 +1,9 @@
-"""What a conversion to and from Hugging Face costs: time beside `cp` of the same bytes, memory beside the file cache.
+"""Measure conversion to and from Hugging Face: time relative to `cp` of the same bytes, and memory.
 
     python -m benchmarks.conversion /scratch/conversion --size 7b
 
-writes a checkpoint of random weights (without optimizer state) into the new folder, converts it, copies what came out
-with cp and fsync, converts back, and removes all of it. What is read lies on the disk, not in the file cache.
+writes a checkpoint of random weights (without optimizer state) to the new folder, converts it, copies the result
+with cp and fsync, converts back, and removes all of it. Input is read from the disk, not from the file cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VOCABULARY = 32_000
 
 @dataclass
 class Step:
-    """bytes: written; rate: of them, MB/s; anonymous: the most memory beside the file cache that was taken, in MB."""
+    """bytes: written; rate: of them, MB/s; anonymous: peak memory without the file cache, in MB."""
 
     what: str
     seconds: float
@@ -56,7 +56,7 @@ class Step:
 
 
 class Watch:
-    """The most anonymous memory of this process (RssAnon of /proc/self/status), in bytes, looked at all the time."""
+    """The peak of anonymous memory of this process (RssAnon of /proc/self/status), in bytes, sampled continuously."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -85,7 +85,7 @@ def anonymous() -> int:
 
 
 def measure(folder: Path, size: str, dtype: Dtype, check: bool, say: Callable[[str], None]) -> list[Step]:
-    """All steps; `folder` is made, and removed at the end."""
+    """All steps; `folder` is created, and removed at the end."""
     folder.mkdir(parents=True)
     try:
         return list(_steps(folder, size, dtype, check, say))
@@ -176,7 +176,7 @@ def bytes_of(folder: Path) -> int:
 
 
 def forget(folder: Path) -> None:
-    """Have the file cache drop what lies below a folder."""
+    """Drop the content of a folder from the file cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

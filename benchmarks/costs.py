@@ -1,4 +1,5 @@
-"""From measured seconds to the costs of the stability system as shares of a step. Pure: numbers in, a table out."""
+"""Compute the costs of the stability system as shares of a step, from measured seconds. Pure: numbers in, a table
+out."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from rich import box
 from rich.table import Table
 
 Floats = npt.NDArray[np.float64]
-Term = tuple[Floats, float]  # values [rounds], and what their median counts
+Term = tuple[Floats, float]  # values [rounds], and the weight of their median
 
-# Of a step: the gate with its NaN checks; what judges a step, samples included; and everything.
+# Limits as shares of a step: the gate with its NaN checks; all judgement of a step, samples included; everything.
 GATE_LIMIT, GUARD_LIMIT, LIMIT = 0.005, 0.005, 0.02
 RESAMPLES = 2000
 
-# By component: the stopwatches whose sum it is, and the two kinds of step whose difference it is.
+# By component: the stopwatches to sum, and the two kinds of step to subtract.
 COMPONENTS: dict[str, tuple[tuple[str, ...], tuple[str, str] | None]] = {
     "gate": (("norm", "collect", "finite", "losses", "counters", "rest"), ("gate", "bare")),
     "guard": (("judge", "samples", "kinds", "signs", "settle"), ("guard", "gate")),
@@ -40,7 +41,7 @@ MEANING = {
     "kinds": "looks for new kinds",
     "signs": "signs of the start",
     "settle": "record, carrying out",
-    "snapshot": "rewind point in memory",
+    "snapshot": "snapshot in memory",
     "norms": "weight, moment norms",
     "layers": "look into every layer",
     "look": "activations, gradients",
@@ -61,9 +62,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Cost:
-    """A component: milliseconds each time it happens, and share of a bare step, spread over `every` steps.
+    """A component: milliseconds per occurrence, and share of a bare step, spread over `every` steps.
 
-    parts: of `direct_ms`, medians. Of what is only measured directly, both figures are the same.
+    parts: of `direct_ms`, medians. For a component only measured directly, both figures are the same.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Total:
-    """Shares of a bare step, and what they should stay below."""
+    """Shares of a bare step, with their limits."""
 
     direct: Estimate
     paired: Estimate
@@ -105,10 +106,10 @@ def estimate(terms: Sequence[Term], factor: float) -> Estimate:
 def assess(
     samples: Mapping[str, Sequence[float]], kinds: Sequence[str], intervals: Mapping[str, int]
 ) -> Costs:
-    """Costs of what was measured.
+    """Costs from measurements.
 
-    samples: seconds [rounds], by kind of step (`kinds`) and by stopwatch. intervals: steps between two of a
-    component, for those that do not happen at every step; 0 = never.
+    samples: seconds [rounds], by kind of step (`kinds`) and by stopwatch. intervals: steps between two occurrences of a
+    component that does not run at every step; 0 = never.
     """
     seconds = {name: np.asarray(values, dtype=np.float64) for name, values in samples.items()}
     of_step = 1 / float(np.median(seconds["bare"]))
@@ -144,7 +145,7 @@ def assess(
 
 
 def table(costs: Costs) -> Table:
-    """For a person: what, how long, how often, which share of a step; sums and limits at the end."""
+    """A table: component, duration, frequency, share of a step; sums and limits at the end."""
     bare = costs.steps_ms["bare"].median
     shown = Table(
         title=f"Of a step of {bare:,.1f} ms without any of it; ± half of a 95% interval",
@@ -175,5 +176,5 @@ def table(costs: Costs) -> Table:
 
 def _with_width(e: Estimate, factor: float, digits: int) -> str:
     middle, width = factor * e.median, factor * (e.high - e.low) / 2
-    digits = digits if width < 10 else 0  # what such a width leaves of them
+    digits = digits if width < 10 else 0  # digits beyond that width mean nothing
     return f"{middle:.{digits}f}±{width:.{digits}f}"

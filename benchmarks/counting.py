@@ -1,7 +1,7 @@
-"""Every collective of a training step, counted on this rank.
+"""Count every collective of a training step on this rank.
 
-torch hands what is said between ranks to its process groups by operators of its own (`c10d::...`), whoever asked:
-`Count` stands before them. That it misses none is checked by the groups' sequence numbers.
+torch passes communication between ranks to its process groups by operators of its own (`c10d::...`), for any caller:
+`Count` intercepts them. The groups' sequence numbers verify that it misses none.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megastable.config.tree import RunConfig
 
 Message = tuple[
     str, str, int
-]  # kind of group, collective, bytes that a rank gives to one call (of a receive: gets)
+]  # kind of group, collective, bytes that a rank gives to one call (for a receive: gets)
 
 NAMES = {
     "allreduce_": "all-reduce", "_allgather_base_": "all-gather", "allgather_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_": "reduce-scatter", "broadcast_": "broadcast",
     "send": "send", "recv_": "receive", "reduce_": "reduce", "alltoall_base_": "all-to-all",
 }  # fmt: skip
-# What these are given is their first argument; of all others it is the second.
+# For these operators the tensor is the first argument; for all others it is the second.
 IN_PLACE = (
     "allreduce_",
     "allreduce_coalesced_",
@@ -40,7 +40,7 @@ IN_PLACE = (
 
 
 class Count(TorchDispatchMode):
-    """Between entering and leaving: what was said, by (name of the group, operation, bytes)."""
+    """Counts communication while entered, by (name of the group, operation, bytes)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _bytes(given: Any) -> int:
 
 
 def numbers() -> dict[str, int]:
-    """How many collectives every group of this rank has seen."""
+    """Number of collectives that every group of this rank has seen."""
     return {
         group.group_name: group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         for group in _world.pg_map
@@ -72,7 +72,7 @@ def numbers() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Counted:
-    """One step on one rank. missed: calls that the groups know of, and `Count` does not."""
+    """One step on one rank. missed: calls that the groups counted, but `Count` did not."""
 
     stage: int
     messages: dict[Message, int]
@@ -82,7 +82,7 @@ class Counted:
 def count(config: RunConfig, world: int, zero: dict[str, Any], warm: int = 2) -> Counted:
     """Train `warm` steps on random tokens, and count the next one. Collective, in a process group of `world` ranks.
 
-    zero: goes over the section `zero_optimization` of DeepSpeed's configuration.
+    zero: overrides for the section `zero_optimization` of DeepSpeed's configuration.
     """
     from megastable.config import deepspeed_json
     from megastable.data.loader import MicroBatch
@@ -121,14 +121,14 @@ def count(config: RunConfig, world: int, zero: dict[str, Any], warm: int = 2) ->
     kinds = _kinds(engine)
     messages: Counter[Message] = Counter()
     for (group, collective, size), calls in counter.calls.items():
-        # DeepSpeed's stages write to one another through the world's group.
+        # DeepSpeed's stages communicate through the world's group.
         kind = "pipeline" if collective in ("send", "receive") else kinds.get(group, f"group {group}")
         messages[kind, collective, size] += calls
     return Counted(topology.stage, dict(messages), missed)
 
 
 def _kinds(engine: Any) -> dict[str, str]:
-    """What the groups of this rank are for, by name."""
+    """The purpose of each group of this rank, by name."""
     t = engine.topology
     groups = {"tensor": [t.tensor_group], "data": [t.data_group], "context": [t.context_group]}
     if t.layout.pipeline > 1:

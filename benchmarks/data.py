@@ -1,9 +1,9 @@
-"""What a scan costs: tokens per second of one core, and memory, for two sizes of a corpus.
+"""Measure the cost of a scan: tokens per second of one core, and memory, for two sizes of a corpus.
 
     cost = scan_cost(Path("data/stdlib"))
 
-The shards are the real documents of a corpus, over and over. Every measurement is a process of its own with one thread:
-the seconds are of its CPU, whatever else the machine does, and its peak is of nothing else.
+The shards repeat the real documents of a corpus. Every measurement is a separate process with one thread:
+the seconds are its CPU time, independent of other load, and its peak memory includes nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = (20_000_000, 80_000_000)  # tokens
 
 @dataclass(frozen=True)
 class Run:
-    """One scan by one process. seconds: of the clock; cpu_seconds: of the CPU; peak_mib: of memory."""
+    """One scan by one process. seconds: wall clock; cpu_seconds: CPU time; peak_mib: memory."""
 
     tokens: int
     documents: int
@@ -49,10 +49,11 @@ class Run:
 
 @dataclass(frozen=True)
 class ScanCost:
-    """learning: first scans of each size, with what is usual to be learnt; scanning: with that known.
+    """learning: first scans of each size, which learn the baseline; scanning: with a known baseline.
 
-    growth, memory: how many times longer the largest takes per token than the smallest, and how many times the memory
-    it takes (1: linear time, constant memory).
+    growth, memory: time per token of the largest size over the smallest, and the same for memory (1: linear time,
+    constant
+    memory).
     """
 
     learning: list[Run]
@@ -82,9 +83,10 @@ def scan_cost(
     near: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> ScanCost:
-    """Scan shards of about so many tokens each, made of the documents of `corpus`; needs 2 or 4 bytes of disk for each.
+    """Scan shards of about `tokens` tokens each, made of the documents of `corpus`; needs 2 or 4 bytes of disk per
+    token.
 
-    Raises DataError for a corpus that cannot be read, MegastableError when a process fails.
+    Raises DataError for a corpus that cannot be read, MegastableError if a process fails.
     """
     shelf = open_shelf([corpus])
     learning, scanning = [], []
@@ -95,7 +97,7 @@ def scan_cost(
             say(f"{size:,} tokens")
             _repeat(shelf, folder / "repeated", size)
             learning.append(_measured(folder, shelf, near))
-            # The yardstick stays, the rows go.
+            # The baseline stays, the rows go.
             (folder / "scan" / workplace.RESULT).unlink()
             for name in (workplace.PARTS, workplace.NEAR):
                 shutil.rmtree(folder / "scan" / name)
@@ -106,7 +108,7 @@ def scan_cost(
 
 
 def _repeat(shelf: Shelf, prefix: Path, size: int) -> None:
-    """A shard of at least `size` tokens: all documents of the shelf, again and again."""
+    """A shard of at least `size` tokens: all documents of the shelf, repeated."""
     vocabulary = shelf.vocab_size or (1 << 16 if shelf.shards[0].dtype == "uint16" else 1 << 31)
     with ShardWriter(prefix, vocabulary) as writer:
         while writer.tokens < size:
@@ -118,7 +120,7 @@ def _repeat(shelf: Shelf, prefix: Path, size: int) -> None:
 
 
 def _measured(folder: Path, shelf: Shelf, near: bool) -> Run:
-    """A scan in a process of its own."""
+    """A scan in a separate process."""
     tokenizer = str(shelf.tokenizer.file) if shelf.tokenizer else ""
     command = [sys.executable, "-m", "benchmarks.data", str(folder), tokenizer, str(int(near))]
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")

@@ -1,11 +1,11 @@
-"""Memory that a training step takes, measured on every rank of real engines and held against plan/memory.py.
+"""Measure the memory of a training step on every rank of real engines, and compare it with plan/memory.py.
 
     python -m benchmarks.footprint --layout "TP2" --layout "PP2" --output footprint.json
 
-Every layout trains a small model on processes of this machine (gloo): what is there between two steps, by kind, and the
-most that a step allocates beside it (`bench/train.py`: torch.profiler on a CPU, without scratch space of oneDNN), also
-one that the probe looks at, and a diagnosis (nan_locator.py); and the most while the engine is built. On a GPU (one
-process) all are those of torch's allocator.
+Every layout trains a small model on processes of this machine (gloo). Measured are the memory held between two steps,
+by kind; the peak that a step allocates on top (`train_speed.py`: torch.profiler on a CPU, without scratch space of
+oneDNN), also for a watched step and for a NaN location (nan_locator.py); and the peak while the engine is built. On
+a GPU (one process) all are those of torch's allocator.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megastable.parallel.layout import Layout
 from megastable.plan import memory
 from megastable.plan.volume import bounds
 
-WARM = 2  # steps before the measured one: moments, tables and scratch are there, ZeRO 3 knows its order
+WARM = 2  # steps before the measured one: moments, tables and scratch exist, ZeRO 3 knows its order
 MIB = 2**20
 PROFILED = 2
 
 MODEL = dict(
     layers=4, hidden=256, heads=8, kv_heads=4, ffn=640, sequence_length=256, vocab_size=2000, vocab_multiple=128,
 )  # fmt: skip
-# DeepSpeed takes the memory of a whole bucket: of the usual size it would hide all that a small model has.
+# DeepSpeed allocates a whole bucket: the default size would hide everything else in a small model.
 SMALL_BUCKETS = {
     "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000, "stage3_prefetch_bucket_size": 1_000_000,
 }  # fmt: skip
@@ -46,7 +46,8 @@ SMALL_BUCKETS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of so many ranks, and what else it trains with; a section over that of `MODEL` and the defaults here."""
+    """A layout with its number of ranks, and other settings; a section overrides that of `MODEL` and the defaults
+    here."""
 
     world: int = 1
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -130,9 +131,10 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes. held: between two steps, by kind ("other" is the rest); step: the most beside it; watched,
-    located: the same of a step that `probe.watch` looks at, and of `diagnose.locate`; building: the most before the
-    first step, device and host together where they are one."""
+    """One rank's bytes. held: between two steps, by kind ("other" is the rest); step: the peak on top; watched,
+    located: the same for a step that `probe.watch` examines, and for `nan_locator.locate`; building: the peak before
+    the
+    first step, device and host together if they are the same."""
 
     stage: int
     held: dict[str, int]
@@ -149,8 +151,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A rank's, measured and by the formulas, in bytes. held: weights, gradients, master weights and moments. total,
-    watched, located: the peak of a step, of one that is looked at, of a diagnosis."""
+    """A rank, measured and by the formulas, in bytes. held: weights, gradients, master weights and moments. total,
+    watched, located: the peak of a step, of a watched one, of a NaN location."""
 
     layout: str
     stage: int
@@ -168,14 +170,14 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Of the formula from what was measured, as a share."""
+        """Relative difference of the formula from the measurement."""
         return self.total_expected / self.total - 1
 
 
 def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """Measure the layouts of these names (of `LAYOUTS`; none: all) in processes of their own; a row for every rank.
+    """Measure the layouts of these names (of `LAYOUTS`; none: all) in separate processes; a row for every rank.
 
-    Raises ConfigError on an unknown name, MegastableError when a rank fails.
+    Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
     for name in names:
         if name not in LAYOUTS:
@@ -191,7 +193,7 @@ STATE = ("weights", "gradients", "master", "moments")
 
 
 def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
-    """What every rank measured, beside the formulas."""
+    """Every rank's measurement beside the formulas."""
     cut = bounds(case.config)
     rows = []
     for rank, measured in enumerate(ranks):
@@ -220,7 +222,7 @@ def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
                 expected.peak,
                 {str(kind): size for kind, size in expected.kinds.items()},
                 measured.building,
-                # The copies that may be made on the host are made on the device, where there is room.
+                # The optional host copies are made on the device if there is space.
                 max(expected.host.building, expected.building),
             )
         )
@@ -228,7 +230,7 @@ def compare(name: str, case: Case, ranks: Sequence[Measured]) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """One row for every rank that differs from its neighbours of the same stage, otherwise one for a stage."""
+    """One row for every rank that differs from its neighbours of the same stage, otherwise one per stage."""
     made = Table("layout", "stage", title="Memory of one rank in a training step, MiB")
     names = (
         "building",
@@ -262,7 +264,7 @@ def table(rows: Iterable[Row]) -> Table:
 
 
 def measure_joined(case: Case) -> Measured:
-    """On a rank of a process group."""
+    """Measure on a rank of a process group."""
     import torch
     import torch.distributed as dist
 
@@ -340,7 +342,7 @@ def _batches(case: Case, sample_rank: int) -> list[Any]:
     assert m.vocab_size is not None
     found = []
     for number in range(case.accumulation):
-        # A rank of a context has a part of the tokens.
+        # A context-parallel rank has a part of the tokens.
         length = m.sequence_length // case.config.parallel.context
         tokens = torch.randint(0, m.vocab_size, (t.micro_batch, length + 1), generator=drawn)
         segments = None
@@ -352,7 +354,7 @@ def _batches(case: Case, sample_rank: int) -> list[Any]:
 
 
 def _kinds(engine: Any) -> dict[str, int]:
-    """Bytes of what an engine holds between two steps, by kind; every storage once."""
+    """Bytes that an engine holds between two steps, by kind; every storage once."""
     from megastable.engine.zero import Bf16, Zero3
 
     o = engine.optimizer
@@ -389,7 +391,7 @@ def main(
     layout: Annotated[list[str] | None, typer.Option(help="One of the layouts; all when left out.")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the rows there, as JSON.")] = None,
 ) -> None:
-    """Measure the memory of training steps and hold it against the formulas of the planner.
+    """Measure the memory of training steps and compare it with the planner's formulas.
 
     Examples:
 
@@ -400,7 +402,7 @@ def main(
     with user_errors():
         console = Console()
         if output is not None and not output.absolute().parent.is_dir():
-            raise ConfigError(f"--output {output}: there is no such folder; make it, or name another one")
+            raise ConfigError(f"--output {output}: no such folder; create it, or name another one")
         rows = measure(layout or (), lambda name: Console(stderr=True).print(name, style="dim"))
         console.print(table(rows))
         if output is not None:

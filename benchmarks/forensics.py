@@ -1,4 +1,4 @@
-"""How well a scan finds corrupt documents: each kind planted in a real corpus, found again by its score."""
+"""Measure how well a scan finds corrupt documents: plant each kind in a real corpus, and find it by its score."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megastable.forensics.scanning.score_threshold import advised, excess, ordin
 Ids = npt.NDArray[np.int64]
 Row = dict[str, Any]
 
-SHORTEST, LONGEST = 200, 2000  # tokens of the documents that long ones are cut into
+SHORTEST, LONGEST = 200, 2000  # tokens of the pieces of long documents
 PRECISION = 0.9
 SPAN = 600  # tokens of a document that are corrupt, for `span`
 LEAST_PLANTED = 20
@@ -44,13 +44,14 @@ class Scanned:
 def evaluate(corpus: Path, seed: int = 0, share: float = 0.005) -> list[Row]:
     """Plant each kind of corruption in `share` of the documents of a corpus, and scan it.
 
-    The corpus' documents are cut into ones of SHORTEST to LONGEST tokens. A row per kind and way: "alone", planted on
+    The corpus's documents are cut into ones of SHORTEST to LONGEST tokens. A row per kind and way: "alone", planted on
     its own; "together", all kinds in the same corpus, other planted documents left out of the ranking; "span", alone
     and only in SPAN tokens of a document. In a row: documents, planted; recall at precision PRECISION; precision at the
-    number planted; average precision; named: the share of those planted whose kind is named right, all of them whether
-    found or not; names: how many were given which; median_score; advised: the score that a scan advises, None where
-    none, with named_advised and false_advised, how many planted and other ones it names, and expected_false, how many
-    it expects to name wrongly. Raises DataError for a corpus that cannot be read.
+    number planted; average precision; named: the share of all planted documents with the right kind, found or
+    not; names: the count of each kind given; median_score; advised: the score that a scan advises, None if
+    there is none, with named_advised and false_advised, the planted and other documents above it, and expected_false,
+    the
+    expected false positives. Raises DataError for a corpus that cannot be read.
     """
     manifest = Manifest.load(corpus)
     tokenizer = load_tokenizer(corpus / manifest.tokenizer.file)
@@ -74,7 +75,7 @@ def evaluate_documents(
     share: float,
     kinds: Sequence[str] = tuple(PLANTED),
 ) -> list[Row]:
-    """As `evaluate`, of documents without their end-of-document tokens; kinds: those to plant."""
+    """As `evaluate`, for documents without their end-of-document tokens; kinds: those to plant."""
     count = max(round(share * len(documents)), min(LEAST_PLANTED, len(documents) // 60))
     rows: list[Row] = []
     random = np.random.default_rng(seed)
@@ -108,7 +109,7 @@ def evaluate_documents(
 
 
 def scan(documents: Sequence[Ids], tokenizer: Tokenizer) -> Scanned:
-    """Score documents by a yardstick made of themselves."""
+    """Score documents by a baseline learnt from themselves."""
     whole = [np.append(document, tokenizer.eod) for document in documents]
     tokens = np.concatenate(whole).astype(np.int32)
     edges = np.append(0, np.cumsum([len(document) for document in whole]))
@@ -122,8 +123,8 @@ def scan(documents: Sequence[Ids], tokenizer: Tokenizer) -> Scanned:
 
 
 def speed(yardstick: Yardstick, tokens: npt.NDArray[np.integer], length: int, repeats: int = 3) -> float:
-    """Tokens per second of one core's time: cutting, measuring and judging `tokens` as documents of `length` each; the
-    best of `repeats`. Reading is not in it."""
+    """Tokens per second of one core: cutting, measuring and judging `tokens` as documents of `length` each; the best of
+    `repeats`. Excludes reading."""
     edges = np.append(np.arange(0, len(tokens), length), len(tokens)).astype(np.int64)
     pieces, owner = cut(edges)
     keys = owner.astype(np.uint64)
@@ -139,13 +140,14 @@ def speed(yardstick: Yardstick, tokens: npt.NDArray[np.integer], length: int, re
 
 
 def line_ends(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:
-    """Which tokens hold the end of a line: bool [vocab_size]."""
+    """Which tokens contain the end of a line: bool [vocab_size]."""
     return np.array(["\n" in tokenizer.decode([token]) for token in range(tokenizer.vocab_size)])
 
 
 def cut_at_lines(ids: Ids, newline: npt.NDArray[np.bool_], seed: int) -> list[Ids]:
-    """A long document in parts of SHORTEST to about LONGEST tokens that end with a line, where lines do; its last part
-    is left out when it is shorter. newline: `line_ends`."""
+    """A long document in parts of SHORTEST to about LONGEST tokens that end at line ends, if there are any; a shorter
+    last
+    part is left out. newline: `line_ends`."""
     random = np.random.default_rng(seed)
     ends = np.flatnonzero(newline[ids]) + 1
     parts, begin = [], 0
@@ -201,7 +203,7 @@ def _row(way: str, kind: str, scanned: Scanned, where: Ids, left_out: Ids) -> Ro
 
 
 def _advice(scanned: Scanned) -> tuple[float | None, float]:
-    """The score that a scan of these documents advises, and how many false positives it expects there."""
+    """The score that a scan of these documents advises, and its expected number of false positives."""
     tally = ScanSummary(top=1)
     tally.documents[0] += np.bincount((scanned.score / STEP).astype(np.int64), minlength=BINS)
     tally.lengths += np.bincount(np.frexp(scanned.lengths.astype(np.float64))[1], minlength=LENGTHS)

@@ -1,4 +1,4 @@
-"""What it costs to hunt bad data, and how well it is found: all of `tools/bench.py data`."""
+"""Measure the cost and the accuracy of hunting bad data: all of `tools/bench.py data`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.prune_speed import prune_cost
 
 @dataclass
 class Hunt:
-    """Whatever was measured, as it goes into JSON: empty where it was not."""
+    """The measurements, as in the JSON: empty if not made."""
 
     inspect: dict[str, Any] = field(default_factory=dict)
     scan: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def hunt(corpus: Path, parts: tuple[str, ...], tokens: int, seeds: int, say: Cal
 
 
 def tables(hunted: Hunt) -> list[Table]:
-    """For a terminal."""
+    """The tables for a terminal."""
     costs = Table("what", "measured", "goal", title="What hunting costs")
     if i := hunted.inspect:
         whole = (
@@ -66,7 +66,7 @@ def tables(hunted: Hunt) -> list[Table]:
         first = s["learning"][-1]
         rate = first["tokens"] / first["cpu_seconds"] / 1e6
         costs.add_row(
-            f"  with learning what is usual, {first['tokens']:,} tokens", f"{rate:.1f} M tokens/s", ""
+            f"  with learning the baseline, {first['tokens']:,} tokens", f"{rate:.1f} M tokens/s", ""
         )
         costs.add_row("  four times the tokens: time per token", f"x {s['growth']:.2f}", "1")
         peaks = [run["peak_mib"] for run in s["scanning"]]

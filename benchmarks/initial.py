@@ -1,9 +1,9 @@
-"""How fast initial weights are drawn: blocks of a 7B model, in bf16, on so many threads.
+"""Measure the drawing of initial weights: blocks of a 7B model, in bf16, on a given number of threads.
 
     python -m benchmarks.initial --threads 1 --threads 2
 
-Beside the time that passes it tells a core's time for a parameter: that of a busy machine, and of more cores than there
-are here, where threads do not share what they compute with (a core's cache has room for a chunk).
+Beside wall time it reports core time per parameter, which applies to busy machines and to more cores than available
+here, as threads do not share resources (a chunk fits in a core's cache).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(
     ] = None,
     blocks: Annotated[int, typer.Option(help="0.2B parameters each.", min=1)] = 2,
 ) -> None:
-    """Draw the weights of some blocks on so many threads, and whole tensor by tensor."""
+    """Draw the weights of some blocks on this many threads, and whole tensor by tensor."""
     parts = [
         ParameterPart(
             Placement(f"blocks.{i}.{name}.weight"), shape, torch.zeros(math.prod(shape), dtype=torch.bfloat16)

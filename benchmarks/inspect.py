@@ -1,4 +1,4 @@
-"""What it costs to ask what was in a batch, of a run over 10^12 tokens: a process of its own, files that are holes."""
+"""Measure inspecting a step of a run over 10^12 tokens, in a separate process, on sparse files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.records import Recorder, StepRecord
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "inspect_data.py"
-# What the process says of itself at its end, beside what it prints: how long after the imports, how much memory.
+# The process's report at its end, beside its output: seconds after the imports, and memory.
 WATCH = """
 import runpy, sys, time
 from benchmarks.peak_memory import peak_mib
@@ -40,7 +40,7 @@ print(time.perf_counter() - begin, peak_mib(), file=sys.stderr)
 
 def sparse_corpus(folder: Path, shards: int, tokens: int, documents: int) -> Manifest:
     """A corpus of `shards` shards of `tokens` tokens, all of them 0, in `documents` documents each. Little is written:
-    the .bin files are holes."""
+    the .bin files are sparse."""
     folder.mkdir(parents=True)
     lengths = np.full(documents, tokens // documents, dtype="<i4")
     pointers = np.arange(documents, dtype="<i8") * (tokens // documents) * 4
@@ -65,7 +65,7 @@ def sparse_corpus(folder: Path, shards: int, tokens: int, documents: int) -> Man
 
 
 def recorded_run(root: Path, corpus: Path, steps: int, batch: int) -> RunDirectory:
-    """The directory of a run on `corpus` as if it had done so many steps."""
+    """The directory of a run on `corpus` as if it had done `steps` steps."""
     run = RunDirectory(root)
     run.steps.mkdir(parents=True)
     config = RunConfig.model_validate({
@@ -100,7 +100,8 @@ def recorded_run(root: Path, corpus: Path, steps: int, batch: int) -> RunDirecto
 def inspect_cost(
     folder: Path, shards: int = 1000, tokens: int = 10**9, steps: int = 20_000
 ) -> dict[str, float]:
-    """Seconds, whole and after the imports, and memory (MB) of `inspect_data.py step` on a run over shards * tokens."""
+    """Seconds, in all and after the imports, and memory (MB) of `inspect_data.py step` on a run over shards *
+    tokens."""
     sparse_corpus(folder / "corpus", shards, tokens, documents=1000)
     run = recorded_run(folder / "run", folder / "corpus", steps, batch=1024)
     command = [sys.executable, "-c", WATCH, str(TOOL), "step", str(run.root), str(steps - 7), "--json"]

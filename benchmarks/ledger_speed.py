@@ -1,4 +1,4 @@
-"""What a skip ledger of many entries costs: read on a start, read again with one line more, and per step.
+"""Measure the cost of a large skip ledger: reading it at a start, rereading it with one more line, and per step.
 
 python -m benchmarks.ledger_speed [--entries 1000000] [--rounds 5] [--threads 2] [--output FILE]
 """
@@ -30,7 +30,7 @@ AT_ONCE = 10_000  # lines written together
 
 
 def ledgers(order: Order, entries: int) -> Iterator[tuple[str, list[Any]]]:
-    """What is measured, by name: as many samples or positions each."""
+    """The kinds of ledgers, by name: each with the same number of samples or positions."""
     positions = np.random.default_rng(0).choice(order.sequences[0], entries, replace=False)
     yield "as the run writes them", [*sample_entries(order, positions, REASON, incident=1, step=100)]
     corpus, places = order.corpora[0], order.locate(positions).first_token.tolist()
@@ -49,7 +49,7 @@ def ledgers(order: Order, entries: int) -> Iterator[tuple[str, list[Any]]]:
 
 
 def measure(entries: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each kind of ledger: medians of `rounds` in seconds of wall time, `cpu` of all threads."""
+    """A row for each kind of ledger: medians over `rounds` in seconds of wall time, `cpu` of all threads."""
     order, rows = Order([OrderedCorpus("web", TOKENS, 1.0, "f" * 64)], LENGTH, seed=1), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "skips.jsonl"

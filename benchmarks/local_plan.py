@@ -1,12 +1,12 @@
-"""The machine that this runs on as a cluster of one CPU, measured; and its steps, measured, beside the prediction.
+"""Describe this machine as a cluster of one CPU, by measurement, and compare measured steps with the prediction.
 
     OMP_NUM_THREADS=1 python -m benchmarks.local_plan            # a table in Markdown
     cluster = measured_cpu(config)                               # for `time.step_time`
 
-Measured is what a step is made of, at the sizes of the model: matrix products forward and backward, the core of
-attention, what passes over memory (SwiGLU for blocks, long sums for the update), and the least time of an operation.
-Seconds are those that a processor worked for this process (`time.process_time`): on a machine that others use, too, a
-clock on the wall says what they do. With one thread and nobody else both are the same.
+It measures the parts of a step at the model's sizes: matrix products forward and backward, the core of
+attention, memory traffic (SwiGLU for blocks, long sums for the update), and the minimum time of an operation.
+Seconds are CPU time of this process (`time.process_time`), as wall time on a shared machine includes others' work.
+With one thread on an idle machine both are the same.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megastable.plan.time import StepTime, step_time
 
 CPU = torch.device("cpu")
 LEAST = 0.05  # seconds of one measurement
-RUNS = 5  # of which the median counts
+RUNS = 5  # the median counts
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Of the processor, a call: the median of several measurements, after a warm-up."""
+    """CPU seconds per call: the median of several measurements, after a warm-up."""
     run()
     begun = time.process_time()
     run()
@@ -56,8 +56,8 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def measured_cpu(config: RunConfig) -> ClusterConfig:
-    """What this machine reaches at the sizes of `config`, whose model.vocab_size must be known: as peaks, of which
-    everything is reached."""
+    """This machine's speed at the sizes of `config`, whose model.vocab_size must be known: as peaks with an efficiency
+    of 1."""
     z, dtype = work.sizes(config), DTYPES[config.precision.kind]
     tflops, rates = _products(z, dtype), (_memory(config, z, dtype), _stream())
     share = min(1.0, _attention(config, z, dtype) / tflops)
@@ -94,7 +94,7 @@ def _products(z: work.WorkSizes, dtype: torch.dtype) -> float:
 
 
 def _attention(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> float:
-    """TFLOP/s of what a causal model needs, forward and backward, as `work.block` counts them."""
+    """TFLOP/s of causal attention, forward and backward, counted as in `work.block`."""
     m, b = config.model, config.train.micro_batch
     core = CORES[choose(config, CPU).attention]
 
@@ -112,7 +112,7 @@ def _attention(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> floa
 
 
 def _memory(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> float:
-    """TB/s of what is read and written: SwiGLU with its gradient, as often as a block does it."""
+    """TB/s of reads and writes: SwiGLU with its gradient, as in a block."""
     both = torch.randn(int(z.tokens), int(2 * z.ffn)).to(dtype).requires_grad_()
     g = torch.randn(int(z.tokens), int(z.ffn)).to(dtype)
     run = torch.compile(swiglu) if choose(config, CPU).compile else swiglu
@@ -121,14 +121,14 @@ def _memory(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> float:
 
 
 def _stream() -> float:
-    """TB/s of vectors that no cache holds, in fp32."""
+    """TB/s of fp32 vectors that exceed every cache."""
     x, y = torch.zeros(2**24), torch.ones(2**24)
     return 12 * x.numel() / seconds_of(lambda: x.add_(y)) / 1e12
 
 
 def measured_step(config: RunConfig, rounds: int) -> list[float]:
-    """Seconds of the processor of so many steps by the engine, after three, on random tokens. The config is complete,
-    and the process group, of one rank, exists already."""
+    """CPU seconds of `rounds` steps by the engine, after three warm-up steps, on random tokens. The config is complete,
+    and the process group, of one rank, already exists."""
     from benchmarks.peers import OURS, PEERS, Task
     from benchmarks.train_speed import random_batches
 
@@ -164,7 +164,7 @@ CASES: Sequence[tuple[str, list[str]]] = (
 
 
 def compared(cases: Sequence[tuple[str, list[str]]], rounds: int) -> str:
-    """Markdown: predicted beside measured. cases: a recipe, and overrides."""
+    """Markdown table: predicted beside measured. cases: a recipe, and overrides."""
     from benchmarks.train_speed import resolve
 
     rows = [
@@ -174,7 +174,7 @@ def compared(cases: Sequence[tuple[str, list[str]]], rounds: int) -> str:
     errors = []
     for name, overrides in cases:
         config, _ = resolve(recipe.load(f"launch/recipes/{name}.yaml", overrides))
-        # Before and after: what the machine does beside may change.
+        # Before and after, as other load on the machine may change.
         before = step_time(config, Layout(), measured_cpu(config))
         found = measured_step(config, rounds)
         after = step_time(config, Layout(), measured_cpu(config))

@@ -1,7 +1,7 @@
-"""Per-sample losses of runs that never were, through the running test of single samples: mixtures of corpora with heavy
-tails, healthy, or with bad samples in them from some step on.
+"""Evaluate the running test of single samples on synthetic losses: mixtures of corpora with heavy tails, healthy or
+with bad samples from some step on.
 
-What is raised in a healthy one is a false alarm; how soon one is raised after the first bad sample is the power.
+An alarm in a healthy mixture is a false alarm; the delay from the first bad sample to an alarm is the power.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 NAMES = ("code", "prose", "rare")
 Draw = Callable[[np.random.Generator, int], Floats]
-Spoil = Callable[[np.random.Generator, int, Floats], None]  # changes the losses of a step in place
+Spoil = Callable[[np.random.Generator, int, Floats], None]  # modifies the losses of a step in place
 BEGIN = 400  # step of the first bad sample
 
 
 class Mixture(NamedTuple):
     """draw: scores of n healthy samples, about 1 sigma. shares: of the corpora at a step. level: nats above the trend
-    at a step, for all samples alike, from its random state; spread: nats per sigma at a step."""
+    at a step, for all samples, from its random state; spread: nats per sigma at a step."""
 
     draw: Draw
     shares: Callable[[int], tuple[float, ...]] = lambda step: (1.0,)
@@ -55,7 +55,7 @@ def skewed(random: np.random.Generator, n: int) -> Floats:
 
 
 def autoregressive(by: float) -> Callable[[np.random.Generator, int, float], float]:
-    """Of the mean loss: 0.03 nats."""
+    """Autoregressive level of the mean loss: 0.03 nats."""
     return lambda random, step, before: (
         by * before + 0.03 * math.sqrt(1 - by**2) * float(random.standard_normal())
     )
@@ -90,11 +90,11 @@ def steps(mixture: Mixture, count: int, seed: int) -> Iterator[tuple[Floats, Int
 
 
 def clean(random: np.random.Generator, step: int, losses: Floats) -> None:
-    """Nobody is bad."""
+    """No sample is bad."""
 
 
 def trickle(of_each: int, above: float, begin: int, count: int) -> Spoil:
-    """So many of each step are `above` nats higher."""
+    """`of_each` samples of each step are `above` nats higher."""
 
     def spoil(random: np.random.Generator, step: int, losses: Floats) -> None:
         if begin <= step < begin + count:
@@ -133,7 +133,7 @@ TAILS = {
 def alarms(
     mixture: Mixture, count: int, seed: int, spoil: Spoil = clean, config: SampleConfig | None = None
 ) -> Iterator[tuple[int, str, int]]:
-    """(step, kind, onset) of each."""
+    """(step, kind, onset) of each alarm."""
     test, random = SampleTest(config or SampleConfig()), np.random.default_rng(seed + 1)
     for step, (losses, corpora) in enumerate(steps(mixture, count, seed), start=1):
         spoil(random, step, losses)
@@ -145,7 +145,7 @@ def alarms(
 
 @dataclass(frozen=True)
 class FalseAlarms:
-    """Of one mixture, by kind."""
+    """False alarms of one mixture, by kind."""
 
     mixture: str
     steps: int
@@ -162,7 +162,7 @@ def false_alarms(name: str, steps: int, seeds: Iterable[int], config: SampleConf
 
 @dataclass(frozen=True)
 class Delay:
-    """delays: steps from the first bad sample to the first alarm, that step included, for each seed; None: not within
+    """delays: steps from the first bad sample to the first alarm, inclusive, for each seed; None: not within
     300 steps, or a false alarm before."""
 
     tails: str
@@ -171,7 +171,7 @@ class Delay:
 
 
 def delay(tails: str, bad: str, seeds: Iterable[int], config: SampleConfig) -> Delay:
-    """How soon bad samples are noticed. Raises KeyError for what is not in TAILS and BAD."""
+    """The delay of an alarm after bad samples. Raises KeyError for an unknown name in TAILS and BAD."""
     found = list[int | None]()
     for seed in seeds:
         first = next(alarms(Mixture(TAILS[tails]), BEGIN + 299, seed, BAD[bad], config), None)

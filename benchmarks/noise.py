@@ -1,9 +1,9 @@
-"""Healthy runs whose noise is not white, through detector and policy: what is done about them is a false alarm.
+"""Evaluate detector and policy on healthy runs with coloured noise: every action is a false alarm.
 
-Every kind has a power law for its loss, noise of 0.03 nats about it, and gradient norms with a heavy tail. What a kind
-adds is what real losses have: neighbours that hang together, levels that change with the data, tails, a width that
-changes, and a norm that moves with the loss. What is done about faults that are planted into them is the other half:
-whoever does nothing raises no false alarm.
+Every kind has a power law for its loss, noise of 0.03 nats about it, and gradient norms with a heavy tail. The kinds
+add features of real losses: autocorrelation, levels that change with the data, tails, a changing width, and a norm
+correlated with the loss. The other half of the benchmark measures the response to planted faults: a detector that never
+acts raises no false alarm.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megastable.stability.signals import Signals, Verdict
 Series = npt.NDArray[np.float64]
 Draw = Callable[[int, np.random.Generator], Series]
 SIGMA = 0.03  # nats
-LINKED = 0.8  # correlation of loss and log norm where they are linked
+LINKED = 0.8  # correlation of loss and log norm in linked kinds
 REVERSIBLE = (Action.APPLY, Action.DISCARD, Action.REWIND, Action.ALERT)
 
 
 def autoregressive(rho: float) -> Draw:
-    """Of order 1, in sigma: every value keeps `rho` of the one before."""
+    """AR(1) noise, in sigma: every value keeps `rho` of the one before."""
 
     def draw(steps: int, rng: np.random.Generator) -> Series:
         fresh = math.sqrt(1.0 - rho**2) * rng.standard_normal(steps)
@@ -43,7 +43,7 @@ def autoregressive(rho: float) -> Draw:
 
 
 def levels(every: int, drawn: Callable[[int, np.random.Generator], Series]) -> Draw:
-    """White noise on levels that change every so many steps."""
+    """White noise on levels that change every `every` steps."""
 
     def draw(steps: int, rng: np.random.Generator) -> Series:
         white = rng.standard_normal(steps)
@@ -77,14 +77,14 @@ def changes(rho: float) -> Draw:
 
 
 def swelling(steps: int, rng: np.random.Generator) -> Series:
-    """A width between a half and twice the usual one, over and over in 700 steps."""
+    """A width that oscillates between half and twice the usual one, every 700 steps."""
     waves: Series = np.sin(2 * math.pi * np.arange(steps) / 700)
     fresh: Series = rng.standard_normal(steps) * 2.0**waves
     return fresh
 
 
 def bursts(steps: int, rng: np.random.Generator) -> Series:
-    """Three times as wide for 50 steps, now and then."""
+    """Occasional bursts of three times the width for 50 steps."""
     white = rng.standard_normal(steps)
     return white * np.where(np.repeat(rng.random(-(-steps // 50)) < 0.15, 50)[:steps], 3.0, 1.0)
 
@@ -119,8 +119,9 @@ def healthy(kind: str, steps: int, seed: int, norms: bool = True, sigma: float =
 
 @dataclass(frozen=True)
 class FalseAlarms:
-    """Of one kind. irreversible: cuts of the rate, swaps, hand-overs, stops, ... watched: changes of level that were
-    let pass; resets: after which what is usual was learnt anew."""
+    """Actions on one kind. irreversible: cuts of the rate, swaps, hand-overs, stops, ... watched: changes of level
+    without
+    an action; resets: of the detector's baseline."""
 
     kind: str
     steps: int
@@ -139,7 +140,7 @@ class FalseAlarms:
 def count(
     kind: str, steps: int, seeds: Iterable[int], config: StabilityConfig, norms: bool = True
 ) -> FalseAlarms:
-    """What would be done in `steps` healthy steps with each of the seeds."""
+    """The actions in `steps` healthy steps with each of the seeds."""
     done, total = Counter[str](), 0
     for seed in seeds:
         before = Verdict.HEALTHY
@@ -164,8 +165,8 @@ def count(
 
 @dataclass(frozen=True)
 class Fault:
-    """What a fault adds: to the loss, in standard deviations of the healthy noise, and the factor of the norm; and
-    within how many steps it should be acted on."""
+    """A fault's addition to the loss, in standard deviations of the healthy noise, and its factor on the norm; and
+    the number of steps within which it should be acted on."""
 
     loss: Series
     norm: Series
@@ -173,14 +174,14 @@ class Fault:
 
 
 def spike(height: float) -> Fault:
-    """The norm leads by two steps; the loss is up in three more, stays for ten, and heals in twenty."""
+    """The norm leads by two steps; the loss rises in three more, stays for ten, and recovers in twenty."""
     loss = np.concatenate([[0.0, 0.0], np.linspace(height / 3, height, 3), np.full(10, height)])
     loss = np.concatenate([loss, np.linspace(height, 0.0, 20)])
     return Fault(loss, np.where(loss > height / 2, 3.0, 1.7), within=5 + 2)
 
 
 def climb(slope: float) -> Fault:
-    """Of the loss alone, by so much a step: a divergence."""
+    """A linear rise of the loss alone, per step: a divergence."""
     return Fault(slope * np.arange(120.0), np.ones(120), within=60)
 
 
@@ -190,8 +191,8 @@ FIRST, APART = 600, 150  # steps: of the first fault in a run, and between two
 
 @dataclass(frozen=True)
 class Delays:
-    """Of one fault in the noise of one kind: planted so often, of which acted on in time, and the steps that all took,
-    ascending; what was never acted on is not among them."""
+    """One fault in the noise of one kind: number planted, number acted on in time, and all delays in steps,
+    ascending; faults without an action have no delay."""
 
     kind: str
     fault: str
@@ -201,13 +202,13 @@ class Delays:
 
     @property
     def median(self) -> int | None:
-        """Of all that were planted; None where half of them were never acted on."""
+        """Median delay of all planted faults; None if half of them were never acted on."""
         half = self.planted // 2
         return self.steps[half] if half < len(self.steps) else None
 
 
 def delays(kind: str, planted: int, seed: int, config: StabilityConfig, norms: bool = True) -> list[Delays]:
-    """Every fault is planted so often into one healthy run, which goes on as if it had not been."""
+    """Plant every fault `planted` times into one healthy run, which continues unaffected."""
     longest = max(len(fault.loss) for fault in FAULTS.values())
     steps = FIRST + APART * (planted - 1) + longest
     rows = list(healthy(kind, steps, seed, norms))

@@ -1,4 +1,4 @@
-"""How much memory a process took."""
+"""Peak memory of a process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def peak_mib() -> float:
-    """The most that this program ever held, in MiB. `getrusage` would count what its parent held before it, too."""
+    """The peak memory of this program, in MiB. `getrusage` would include its parent's before exec."""
     found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
     assert found is not None
     return int(found[1]) / 1024

@@ -1,8 +1,8 @@
-"""Where a step's time goes, by category, from torch.profiler's events.
+"""Break down a step's time by category, from torch.profiler's events.
 
     found = profile(contestant.step, device, folder)    # writes trace.json (or .gz) and table.txt
 
-On a CPU the time of an operation is its own, without what it calls; on a GPU it is that of the kernels it launched.
+On a CPU the time of an operation excludes its callees; on a GPU it is that of the kernels it launched.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity
 
 STEPS = 2
-LARGE = 20 << 20  # bytes, from which a trace is written compressed
+LARGE = 20 << 20  # bytes above which a trace is compressed
 ELEMENTWISE, COPIES, OTHER, IDLE = "norms and elementwise", "copies", "other", "none of it"
 
-# By any name on the way from the outermost operation to the kernel; the first that matches.
+# By any name on the path from the outermost operation to the kernel; the first match wins.
 OUTSIDE = (
     ("optimizer", r"Optimizer\.|adam|multi_tensor|clip_grad|_foreach_norm|LpNorm"),
     ("communication", r"c10d::|nccl|gloo|all_?reduce|all_?gather|reduce_scatter|broadcast_"),
@@ -64,9 +64,9 @@ CATEGORIES = (
 
 
 def category(path: Sequence[str]) -> str:
-    """Of an operation by its names: path, from the outermost that called it to itself (or its kernel).
+    """The category of an operation by its path: from the outermost caller to itself (or its kernel).
 
-    The products of a loss that projects by itself are matrix products, as those of a head beside a loss are.
+    The products of a loss that includes the projection are matrix products, like those of a separate head.
     """
     for name, pattern in OUTSIDE:
         if any(re.search(pattern, part, re.IGNORECASE) for part in path):

@@ -1,4 +1,4 @@
-"""What it costs to make a corpus without some documents, beside a plain copy of its files on the same disk."""
+"""Measure pruning of a corpus relative to a plain copy of its files on the same disk."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SHARDS = 2
 def prune_cost(
     folder: Path, tokens: int = 500_000_000, share: float = 0.01, rounds: int = 5
 ) -> dict[str, Any]:
-    """Seconds of `cp` and of `apply` on a corpus of `tokens` uint16 tokens below `folder`, which must be there.
+    """Seconds of `cp` and of `apply` on a corpus of `tokens` uint16 tokens below `folder`, which must exist.
 
-    share: of the documents that are left out. Copies wait for the disk, as `apply` does. The rounds alternate: after
-    one of each that is not counted, `rounds` of each, in the page cache if it is large enough. ratio: speed of `apply`
+    share: of the documents to prune. Copies wait for the disk, as `apply` does. The rounds alternate: after
+    one uncounted round of each, `rounds` of each, in the page cache if it is large enough. ratio: speed of `apply`
     over that of `cp` by round, both in bytes of the original.
     """
     with TemporaryDirectory(dir=folder, prefix="prune-cost-") as place:
@@ -92,7 +92,7 @@ def _choose(manifest: Manifest, share: float) -> list[Removal]:
 
 
 def _copy(corpus: Path, to: Path) -> None:
-    """With `cp`, and on the disk."""
+    """Copy with `cp`, durably."""
     subprocess.run(["cp", "-r", str(corpus), str(to)], check=True)
     for path in to.iterdir():
         with path.open("rb") as file:

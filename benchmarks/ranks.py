@@ -1,4 +1,4 @@
-"""A function on every rank of a process group of this machine: for what is counted or measured in real layouts."""
+"""Run a function on every rank of a local process group, to count or measure in real layouts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TIMEOUT = 240.0  # seconds
 
 
 def launch(world: int, function: Callable[[Any], Any], argument: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """`function(argument)` on every rank of a process group of `world` processes on this machine; by rank.
+    """Run `function(argument)` on every rank of a process group of `world` local processes; results by rank.
 
-    function: of a module. Raises MegastableError when a rank fails.
+    function: a module-level one. Raises MegastableError if a rank fails.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     context = multiprocessing.get_context("forkserver")
-    # Once, not by every rank: torch and DeepSpeed, and what DeepSpeed imports with its first engine.
+    # Import once instead of on every rank: torch and DeepSpeed, and the imports of DeepSpeed's first engine.
     context.set_forkserver_preload(
         [
             "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -72,7 +72,7 @@ def _rank(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is there already
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store already exists
     )  # fmt: skip
     if world > torch.cuda.device_count():
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the numbers of `bench/checkpoint.py`, and their table. Pure."""
+"""Results of `checkpoint_speed.py`, and their table. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megastable.base.text import size
 
-LIMIT = 0.05  # of a save for which the steps wait: what they may wait for one behind them
+LIMIT = 0.05  # maximum pause of an asynchronous save, relative to a synchronous one
 MEANING = {
     "waiting": "a save that the steps wait for, s",
     "blocked": "one behind them: what they wait, s",
@@ -38,7 +38,7 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the rounds: the middle, the least and the most."""
+    """Over the rounds: median, minimum and maximum."""
 
     median: float
     low: float
@@ -51,11 +51,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one recipe. run: what was trained; bytes: of a checkpoint. values: in the units of MEANING.
+    """One recipe. run: its settings; bytes: of a checkpoint. values: in the units of MEANING.
 
-    waited, behind: the seconds of what the steps wait for, and of what the thread does, in a save behind the steps
-    (medians; "  " before the name: part of what stands before it). first: seconds, of the first save behind the steps,
-    for which memory is fetched: what the steps wait, and of that the copy.
+    waited, behind: seconds of the pauses, and of the thread's work, in an asynchronous save
+    (medians; "  " before the name: part of the line above). first: seconds, of the first asynchronous save,
+    which allocates memory: the pause, and the copy as a part of it.
     """
 
     run: dict[str, Any]
@@ -68,13 +68,13 @@ class Measurement:
 
     @property
     def within(self) -> bool:
-        """Whether the steps wait as little as they should."""
+        """Whether the steps wait no longer than the limit."""
         return self.values["share"].median <= 100 * LIMIT
 
 
 @dataclass(frozen=True)
 class Found:
-    """machine: where and with what; of: by recipe."""
+    """machine: hardware and software; of: by recipe."""
 
     machine: dict[str, Any]
     of: dict[str, Measurement]

@@ -1,8 +1,7 @@
-"""How much the ranks say to one another: collectives of real training steps, counted and held against formulas.
+"""Count the collectives of real training steps, and compare them with the formulas.
 
-No cluster is at hand, and none is needed for this: how often ranks talk, and how many bytes they give, does not depend
-on the link. Every layout trains a tiny model on processes of this machine (gloo); the formulas are `volume.py`'s, the
-counting is `counting.py`'s.
+This needs no cluster: the number of messages and their bytes do not depend on the link. Every layout trains a tiny
+model on processes of this machine (gloo); the formulas are in `plan/volume.py`, the counting in `counting.py`.
 
     measure(["TP2", "PP4"]) -> Found, table(found)           `tools/bench.py scaling --layout TP2 --layout PP4`
     predict(config, world) -> Forecast, forecast_table(...)  `tools/bench.py scaling --recipe PATH --ranks N`
@@ -25,7 +24,7 @@ from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import volume
 
-# Every size is another one, so that no two kinds of messages look alike.
+# All sizes differ, so that no two kinds of messages look alike.
 MODEL = dict(
     layers=4, hidden=40, heads=8, kv_heads=4, head_dim=6, ffn=56, sequence_length=32, vocab_size=250, vocab_multiple=64,
 )  # fmt: skip
@@ -38,7 +37,7 @@ TO_OWNER = {"use_multi_rank_bucket_allreduce": False}
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of so many ranks, and what else it trains with. Accumulation is what the global batch leaves."""
+    """A layout with its number of ranks, and other settings. Accumulation follows from the global batch."""
 
     world: int
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class Case:
     micro_batch: int = 2
     global_batch: int = 8
     apart: bool = False
-    zero: dict[str, Any] = field(default_factory=dict)  # over DeepSpeed's section zero_optimization
+    zero: dict[str, Any] = field(default_factory=dict)  # overrides for DeepSpeed's section zero_optimization
     elements: int = 3000  # logits of a chunk
 
     @property
@@ -115,7 +114,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What a rank of some stages gives to one collective of one group in a step; counted, and by the formulas."""
+    """One collective of one group by a rank of some stages in a step; counted, and by the formulas."""
 
     stages: str
     group: str
@@ -128,7 +127,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Held:
-    """A layout, counted and held against the formulas. differences: in words, of single messages."""
+    """A layout, counted and compared with the formulas. differences: in words, of single messages."""
 
     name: str
     world: int
@@ -148,9 +147,9 @@ class Found:
 
 
 def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: None) -> Found:
-    """Count the layouts of these names (of `LAYOUTS`; none: all) in processes of their own.
+    """Count the layouts of these names (of `LAYOUTS`; none: all) in separate processes.
 
-    Raises ConfigError on an unknown name, MegastableError when a rank fails.
+    Raises ConfigError for an unknown name, MegastableError if a rank fails.
     """
     import torch
 
@@ -167,7 +166,7 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
 
 
 def expected(case: Case, stage: int, data_rank: int = 0) -> dict[Message, int]:
-    """What the formulas say that a rank of `stage` gives, message by message."""
+    """The messages of a rank of `stage` by the formulas."""
     config = case.config
     data = deepspeed_json.data_parallel(config, case.world)
     zero = deepspeed_json.build(config, case.world)["zero_optimization"] | case.zero
@@ -182,7 +181,7 @@ def expected(case: Case, stage: int, data_rank: int = 0) -> dict[Message, int]:
 
 
 def compare(name: str, case: Case, ranks: Sequence[Counted]) -> Held:
-    """What every rank counted, beside the formulas."""
+    """Every rank's count beside the formulas."""
     differences, by_stage = [], {}
     p, config = case.config.parallel, case.config
     layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(config, case.world), p.context)
@@ -219,7 +218,7 @@ def _summed(messages: dict[Message, int]) -> Sums:
 
 
 def _alike(by_stage: dict[int, tuple[Sums, Sums]]) -> dict[str, tuple[Sums, Sums]]:
-    """Stages that give the same, under one name: "0", "1-2", "3"; "all"."""
+    """Group stages with equal counts under one name: "0", "1-2", "3"; "all"."""
     runs: list[list[int]] = []
     for stage in sorted(by_stage):
         if runs and by_stage[runs[-1][-1]] == by_stage[stage]:
@@ -232,7 +231,7 @@ def _alike(by_stage: dict[int, tuple[Sums, Sums]]) -> dict[str, tuple[Sums, Sums
 
 
 def table(found: Found) -> Table:
-    """One row for every layout, stage, group and collective; where counted is not expected, both."""
+    """One row for every layout, stage, group and collective; both numbers where counted and expected differ."""
     made = Table("layout", "stages", "group", "collective", title="What one rank gives in a training step")
     made.add_column("calls", justify="right")
     made.add_column("bytes", justify="right")
@@ -263,7 +262,7 @@ def _both(counted: int, wanted: int) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """What the rank of a pipeline stage that gives most of it gives in a step; sent: bytes that leave it in a ring."""
+    """One collective in a step, for the stage that gives most; sent: bytes that leave the rank in a ring."""
 
     what: str
     group: str
@@ -282,7 +281,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Forecast:
-    """busiest: bytes that leave the rank which sends most over groups of a kind."""
+    """busiest: bytes sent over groups of a kind by the rank that sends most."""
 
     world: int
     layout: dict[str, int]
@@ -294,11 +293,11 @@ class Forecast:
 def predict(config: RunConfig, world: int) -> Forecast:
     """A step of `config` on `world` ranks, by the formulas. model.vocab_size must be given.
 
-    Raises ConfigError when the ranks cannot be laid out, or the vocabulary is not known.
+    Raises ConfigError if the ranks cannot be laid out, or the vocabulary is unknown.
     """
     if config.model.vocab_size is None:
         raise ConfigError(
-            "model.vocab_size is taken from a corpus; none is opened here: say model.vocab_size=..."
+            "model.vocab_size comes from a corpus, and none is opened here: set model.vocab_size=..."
         )
     p, data = config.parallel, deepspeed_json.data_parallel(config, world)
     zero = deepspeed_json.build(config, world)["zero_optimization"]
@@ -325,11 +324,11 @@ def predict(config: RunConfig, world: int) -> Forecast:
 
 
 Key = tuple[str, str, str]
-VOTES = 4  # that travel with the gate's sum in training
+VOTES = 4  # numbers that piggyback on the gate's all-reduce in training
 
 
 def forecast_table(forecast: Forecast) -> Table:
-    """One row for everything that is said in a step, of the stage that says most of it."""
+    """One row for every collective of a step, for the stage that gives most."""
     layout = " x ".join(f"{name} {size}" for name, size in forecast.layout.items())
     made = Table(
         "what", "group", "collective",
@@ -360,7 +359,7 @@ def size_in_words(size: float) -> str:
 
 
 def count_joined(case: Case) -> Counted:
-    """On a rank of a process group."""
+    """Count on a rank of a process group."""
     from benchmarks.counting import count
     from megastable.model import sizes
 

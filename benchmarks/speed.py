@@ -1,10 +1,10 @@
-"""From measured seconds to speeds, and what ours is against each of the others. Pure: numbers in, a table out.
+"""Compute speeds from measured seconds, and ratios of ours to the others. Pure: numbers in, a table out.
 
     speed = assess(samples, ours="megastable", work=work, problems={}, ...)
     print(table(speed))
 
 Intervals are of 95%, bootstrapped over the rounds; ratios are paired by round, since every round measures all
-contestants right after one another: whatever else the machine does falls on all of them alike.
+contestants in succession, so that the machine's other load affects all alike.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rich.table import Table
 from benchmarks.costs import Estimate, estimate
 from benchmarks.peers import OURS
 
-LIMITS = {"bare": 0.95}  # ours may lose so much to the same model without DeepSpeed, gate and records
-ALIKE = 0.02  # by how much first losses of contestants with the same weights may differ
+LIMITS = {"bare": 0.95}  # minimum ratio of ours to the same model without DeepSpeed, gate and records
+ALIKE = 0.02  # tolerance for first losses of contestants with the same weights
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one step is: tokens, and floating-point operations in both conventions (model/flops.py)."""
+    """The work of one step: tokens, and FLOPs in both conventions (model/flops.py)."""
 
     tokens: int
     flops_full: float
@@ -35,7 +35,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Peak:
-    """TFLOP/s of the device in the dtype of the products: a matrix product, measured; the data sheet's, if known."""
+    """TFLOP/s of the device in the dtype of the products: of a measured matrix product; of the data sheet, if known."""
 
     measured_tflops: float
     nominal_tflops: float | None
@@ -43,7 +43,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Memory:
-    """held: between two steps (weights, moments, buffers); step: most that a step takes beside it."""
+    """held: between two steps (weights, moments, buffers); step: peak that a step takes on top."""
 
     held_gib: float
     step_gib: float
@@ -52,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is told of a contestant beside its seconds. same_weights: it began with our weights."""
+    """A contestant's facts beside its seconds. same_weights: it started from our weights."""
 
     backends: str
     build_seconds: float
@@ -64,7 +64,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant. problem: why there are no numbers. ratio: throughput of ours / its throughput.
+    """One contestant. problem: the reason for missing numbers. ratio: throughput of ours / its throughput.
 
     mfu: model FLOP utilisation by "full" and "causal" attention, of the measured peak; mfu_nominal: of the data
     sheet's.
@@ -84,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Speed:
-    """machine: where and with what. run: what was trained. notes: what a reader must know to read it right."""
+    """machine: hardware and software. run: the trained model. notes: for the interpretation."""
 
     machine: dict[str, Any]
     run: dict[str, Any]
@@ -107,7 +107,7 @@ def assess(
     about: tuple[dict[str, Any], dict[str, Any]],
     notes: Sequence[str] = (),
 ) -> Speed:
-    """order: names of all rows. samples: seconds a step [rounds], by name, paired; problems: of those without."""
+    """order: names of all rows. samples: seconds per step [rounds], by name, paired; problems: of those without."""
     rows = []
     for name in order:
         if name in problems or not samples.get(name):
@@ -140,7 +140,7 @@ def _row(name: str, samples: Mapping[str, Sequence[float]], entry: Entry, work: 
 
 
 def _differing(entries: Mapping[str, Entry]) -> list[str]:
-    """A contestant that computes another loss from the same weights does not do the same work."""
+    """A contestant with another loss from the same weights does not do the same work."""
     if OURS not in entries:
         return []
     own, notes = entries[OURS].first_loss, []
@@ -154,7 +154,7 @@ def _differing(entries: Mapping[str, Entry]) -> list[str]:
 
 
 def table(speed: Speed) -> Table:
-    """For a person, of 80 columns."""
+    """A table of 80 columns."""
     run = speed.run
     title = f"A step of {run['tokens']:,} tokens, {run['parameters']:,} parameters; ± half of a 95% interval"
     shown = Table(
@@ -181,7 +181,7 @@ def table(speed: Speed) -> Table:
 
 
 def lines(speed: Speed) -> list[str]:
-    """What stands below the table: backends, reasons, the peak, limits, notes."""
+    """The lines below the table: backends, reasons, the peak, limits, notes."""
     found = []
     for row in speed.rows:
         if row.problem is not None:
@@ -212,7 +212,7 @@ def lines(speed: Speed) -> list[str]:
 
 
 def _verdict(ratio: Estimate, limit: float) -> str:
-    """By the whole interval: a noisy measurement decides nothing."""
+    """Judged by the whole interval: a noisy measurement decides nothing."""
     if ratio.low >= limit:
         return "kept"
     return "NOT KEPT" if ratio.high < limit else "not decided: more rounds, or a quieter machine"

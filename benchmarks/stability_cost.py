@@ -1,15 +1,15 @@
-"""What the stability system costs, as a share of a training step: measured with and without, in turns.
+"""Measure the cost of the stability system as a share of a training step, with and without it in turns.
 
     measurement = measure(config, rounds=30)    # in a process group of one; CPU or GPU
 
-Every round does the same batch once in every kind of step, in random order, and the differences within a round
-are compared: whatever else the machine does falls on all of them alike ("paired"). What the gate takes is mostly below
-the noise of that, so steps with stopwatches in them tell it as well ("direct"). On a GPU these wait for the device
-around everything that they time, and show more than a step really loses.
+Every round does the same batch once in every kind of step, in random order, and differences within a round are
+compared, so that the machine's other load affects all alike ("paired"). The gate's cost is mostly below
+the noise of that, so steps with stopwatches measure it as well ("direct"). On a GPU these wait for the device
+around everything that they time, and overestimate the loss.
 
-The data are random tokens: neither a corpus nor a run is needed. The learning rate is next to nothing, so that the
-steps, and what the detector hears of them, stay as they are. Not counted: the gradient norm by which DeepSpeed clips,
-which the gate asks for and hands back, so that it is computed once either way.
+The data are random tokens: neither a corpus nor a run is needed. The learning rate is nearly zero, so that the
+steps, and the detector's input, do not change. Not counted: the gradient norm by which DeepSpeed clips,
+which the gate requests and hands back, so that it is computed once either way.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from megastable.stability.signals import Signals
 from megastable.training.observer import Observer
 
 KINDS = ("bare", "gate", "guard", "snapshot", "layers", "timed gate", "timed guard", "timed layers")
-VOCABULARY = 4096  # where the recipe leaves it to the tokenizer
+VOCABULARY = 4096  # if the recipe leaves it to the tokenizer
 SAMPLES = 64  # in the corpus of random tokens
-BATCHES = 4  # taken in turns
+BATCHES = 4  # used in turns
 RATE = 1e-9
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """machine: where and with what. run: what was trained. disturbed: steps that the guard did not just pass."""
+    """machine: hardware and software. run: the trained model. disturbed: steps that the guard did not simply pass."""
 
     machine: dict[str, Any]
     run: dict[str, Any]
@@ -76,7 +76,7 @@ class Measurement:
 
 
 def steps_needed(rounds: int) -> int:
-    """How often `measure` calls `advance`."""
+    """Number of calls of `advance` by `measure`."""
     return (rounds + 1) * len(KINDS)
 
 
@@ -86,7 +86,7 @@ def measure(
     advance: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
-    """Costs on this config's model, batch and precision. The process group, of one rank, exists already.
+    """Costs on this config's model, batch and precision. The process group, of one rank, already exists.
 
     Raises ConfigError for a layout that needs more ranks.
     """
@@ -97,7 +97,7 @@ def measure(
         tree = config.model_dump()
         tree["model"]["vocab_size"] = size
         tree["data"] |= {"corpora": [CorpusConfig(path=Path(folder) / "corpus")], "skip": []}
-        tree["logging"]["tensorboard"] = False  # a comfort: no part of it
+        tree["logging"]["tensorboard"] = False  # optional: not part of the system
         tree["run"]["dir"] = Path(folder) / "run"
         config = RunConfig.model_validate(tree)
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
@@ -114,7 +114,7 @@ def _loader(config: RunConfig, corpora: Corpora) -> Loader:
 
 
 class Bench:
-    """An engine with its stability system, and one way to do each kind of step."""
+    """An engine with its stability system, and a method for each kind of step."""
 
     def __init__(
         self,
@@ -134,14 +134,14 @@ class Bench:
         with redirect_stdout(io.StringIO()):  # no progress line of a training run
             self.observer = Observer(c, run, layout, self.engine.device, peak=1.0, done=0)
         self.observer.live.console.quiet = True
-        self.observer.steps.flush_steps = sys.maxsize  # written here, when it is timed
+        self.observer.steps.flush_steps = sys.maxsize  # written here, under the stopwatch
         self.batches = [next(loader) for _ in range(BATCHES)]
         for batch in self.batches:  # Adam's moments are there, as in the middle of a run
             self.latest, _ = self.engine.train_step(batch.micro_batches, RATE, _finite)
         self.recovery = Recovery(
             c, self.engine, loader, run, Skipping(c, run), self.state, RunLog(run, say), lambda _: None
         )
-        # As many steps as are remembered, whose samples are as hard as any: of the corpus there are too few.
+        # A full history of ordinary samples: the corpus has too few.
         drawn, size = np.random.default_rng(0), c.train.global_batch
         self.trained = list[Trained]()
         for n in range(self.recovery.points.trained.maxlen or 0):
@@ -152,13 +152,13 @@ class Bench:
         self.order = random.Random(0)
 
     def measure(self, rounds: int, advance: Callable[[], None]) -> Measurement:
-        """Warm up, then so many rounds of every kind of step."""
+        """Warm up, then run `rounds` rounds of every kind of step."""
         self._settle_in()
         samples: dict[str, list[float]] = defaultdict(list)
         began = machine(self.engine.device)
         for number in range(rounds + 1):
             found = self._round(self.batches[number % BATCHES], advance)
-            for name, seconds in found.items() if number else ():  # the first is for warming up
+            for name, seconds in found.items() if number else ():  # the first round is a warm-up
                 samples[name].append(seconds)
         c = self.config
         intervals = {
@@ -185,7 +185,7 @@ class Bench:
     def _settle_in(self) -> None:
         """As in the middle of a run: the detector's windows are full, the ring of snapshots too."""
         measured = self.latest
-        # Snapshots are taken here, when their cost is measured.
+        # Snapshots are taken here, under the stopwatch.
         self.recovery.points.ring.due = lambda step, urgent=False: False  # type: ignore[method-assign]
         drawn = np.random.default_rng(0)
         for _ in range(2 * self.config.stability.detector.window):
@@ -219,7 +219,7 @@ class Bench:
                 advance()
             with watch.time("statistics"):
                 self.engine.statistics()
-            # As many as one file holds.
+            # As many as fit in one file.
             steps = self.observer.steps
             steps.pending = steps.pending[-1:] * self.config.logging.flush_steps
             with watch.time("write"):
@@ -231,7 +231,7 @@ class Bench:
     # The kinds of step
 
     def _bare(self, batch: Step) -> None:
-        """DeepSpeed's own update in place of the gate."""
+        """DeepSpeed's own update instead of the gate."""
 
         def update(lr_kwargs: Any = None) -> None:
             self.engine._update(lr_kwargs)
@@ -248,7 +248,7 @@ class Bench:
         self._settle(batch, *self.engine.train_step(batch.micro_batches, RATE, self._judge))
 
     def _with_snapshot(self, batch: Step, watch: Stopwatch) -> None:
-        # Before the step: on a GPU the copies go on beside its forward and backward.
+        # Before the step: on a GPU the copies overlap with its forward and backward.
         begin = time.perf_counter()
         self._snapshot()
         watch.seconds["take"] = time.perf_counter() - begin
@@ -260,7 +260,7 @@ class Bench:
         self._settle(batch, measured, applied, self.engine.statistics())
 
     def _timed_gate(self, batch: Step, watch: Stopwatch) -> None:
-        """What the gate takes by itself: without the update, and without the norm that DeepSpeed needs anyway."""
+        """The gate by itself: without the update, and without the norm that DeepSpeed needs anyway."""
         inside = Stopwatch(self.engine.device)
         e, t = self.engine, inside.seconds
         calls = [
@@ -302,7 +302,7 @@ class Bench:
         with _stopwatches(watch, [("tell", self.observer.layers, "add")]):
             self._settle(batch, measured, applied, found)
 
-    # What they consist of
+    # Parts of the steps
 
     def _judge(self, measured: Measured) -> bool:
         return self.recovery.judge(measured, self.state.step + 1, RATE)
@@ -310,7 +310,7 @@ class Bench:
     def _settle(
         self, batch: Step, measured: Measured, applied: bool, found: LayerStatistics | None = None
     ) -> None:
-        """What train.py does after a step."""
+        """The work of train.py after a step."""
         before, tokens = self.state, self.config.train.global_batch * self.config.model.sequence_length
         s = before.after(
             cursor=batch.next, tokens=tokens, seconds=1.0, loss=measured.loss, applied=applied, mix={}
@@ -329,7 +329,7 @@ class Bench:
         recovery.points.take(self.state, recovery.guard.detector.state, recovery.samples.state)
 
     def _losses(self) -> float:
-        """Seconds of what the loss function does for the per-sample losses of a step: in the bare step, too."""
+        """Seconds of the loss function for the per-sample losses of a step: included in the bare step."""
         c, watch = self.config, Stopwatch(self.engine.device)
         loss = torch.zeros(c.model.sequence_length, c.train.micro_batch, device=self.engine.device)
         with watch.time(""):
@@ -338,11 +338,11 @@ class Bench:
         return watch.seconds[""]
 
     def _own_norm(self) -> tuple[Any, str]:
-        """Where DeepSpeed computes the norm that it clips by."""
+        """The method with which DeepSpeed computes the norm for clipping."""
         for name in ("scaled_global_norm", "_get_norm_groups"):  # ZeRO 1 and 2; ZeRO 3
             if hasattr(self.engine.optimizer, name):
                 return self.engine.optimizer, name
-        return self.engine.zero, "_squares"  # BF16_Optimizer: ours, in place of its own
+        return self.engine.zero, "_squares"  # BF16_Optimizer: replaced by ours
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""The tests and benchmarks of a GPU host, one after the other in a budget of time, and one JSON with all of it.
+"""Run the tests and benchmarks of a GPU host in sequence within a time budget, and collect everything in one JSON.
 
     python -m benchmarks.suite --output bench_gpu.json       (bash launch/bench_gpu.sh finds the Python for it)
 
-Every stage is a command of its own, ended when its time is over; one that fails leaves its last words, and the next
-one is begun. The JSON is written again after every stage, so that a host that goes away leaves what was measured.
+Every stage is a separate command, ended when its time is over; after a failure the end of its output is kept, and the
+next one starts. The JSON is rewritten after every stage, so that results survive the loss of the host.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megastable.base import durable
 from megastable.base.errors import ConfigError, user_errors
 
 ROOT = Path(__file__).parents[1]
-TAIL = 4000  # characters of a stage's output that are kept
-LEAST = 10  # seconds, below which none is begun
-MARGIN = 20  # seconds between when a benchmark is told to be ready and its end: imports, leaving
+TAIL = 4000  # characters kept of a stage's output
+LEAST = 10  # minimum seconds to start a stage
+MARGIN = 20  # seconds between a benchmark's own deadline and its end: imports, exit
 VOCABULARY = "model.vocab_size=32000"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """command: after the Python; {seconds} becomes what it is told that it has. seconds: at most, but that one may also
-    take what those before it have left. json: whether it takes --output FILE; of pytest each test's outcome is kept."""
+    """command: after the Python; {seconds} becomes its time. seconds: maximum, which also grows by the unused time of
+    earlier stages. json: whether it takes --output FILE; for pytest every test's outcome is kept."""
 
     name: str
     command: tuple[str, ...]
@@ -55,20 +55,20 @@ def _train(size: str, rounds: int, peers: Sequence[str], *overrides: str) -> tup
     return ("tools/bench.py", "train", "--device", "cuda", *options, *named, VOCABULARY, *overrides)
 
 
-# Four at a time on one GPU: most of their time is compilation and setting up, on the CPU.
+# Four at a time on one GPU: most of their time is compilation and setup, on the CPU.
 _TESTS = ("-m", "pytest", "tests/gpu", "-v", "-n4", "--timeout=90", "-p", "no:cacheprovider")
 STAGES = (
     Stage("tests", (*_TESTS, "-m", "not exact"), 90, json=False),
     # With the environment of run.deterministic, which is read when CUDA starts.
     Stage("tests-exact", (*_TESTS, "-m", "exact"), 50, json=False),
-    # By worth: what is not begun for want of time stands at the end.
-    # The peers that matter first: compiled whole, a model of 24 blocks takes a minute to be warm.
+    # By value: stages skipped for lack of time come last.
+    # The important peers first: compiled whole, a model of 24 blocks takes a minute to warm up.
     Stage("350m", _train("350m", 6, ["bare", "transformers", "plain", "transformers-deepspeed"]), 105),
     Stage("1.3b", _train("1.3b", 4, ["bare", "transformers"]), 55),
-    # FP8 over our own bf16, the ratio of the row megastable-bf16: ours is in FP8 in these.
+    # FP8 over our own bf16 is the ratio of the row megastable-bf16: ours is in FP8 in these.
     Stage("1.3b-fp8", _train("1.3b", 4, ["megastable-bf16"], "precision.fp8=current"), 50),
     Stage(
-        # 94 GiB of state with bf16 moments (14 bytes a parameter), 14 of FP8 weights between forward and backward, at
+        # 94 GiB of state with bf16 moments (14 bytes per parameter), 14 of FP8 weights between forward and backward, at
         # most 17 of activations: one GPU of 139 GiB. Built once: drawing the weights takes a minute on one core.
         "7b-fp8",
         _train(
@@ -77,7 +77,7 @@ STAGES = (
         ),
         100,
     ),
-    # The planner's formulas beside what torch's allocator says.
+    # The planner's formulas beside torch's allocator.
     Stage(
         "memory",
         ("-m", "benchmarks.footprint", "--layout", "one", "--layout", "one, selective", "--layout",
@@ -95,8 +95,8 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Done:
-    """A stage. returned: its exit code, None when its time was over. result: its JSON, of one that was ended as far as
-    it had come; of pytest, every test's outcome. left_out: it was not begun, and why."""
+    """A stage's outcome. returned: its exit code, None if its time was over. result: its JSON, possibly partial;
+    for pytest, every test's outcome. left_out: the reason if it was not started."""
 
     command: str
     returned: int | None
@@ -115,12 +115,12 @@ class Done:
 
 
 def allowed(stage: Stage, later: Sequence[Stage], left: float) -> float:
-    """Seconds that a stage gets of those that are left: its own, and what the later ones do not need."""
+    """Seconds that a stage gets of those left: its own, and those that later ones do not need."""
     return min(left, max(stage.seconds, left - sum(s.seconds for s in later)))
 
 
 def run(stage: Stage, python: str, seconds: float) -> Done:
-    """A stage in a process group of its own, ended with all of it after so many seconds."""
+    """A stage in a separate process group, ended as a whole after `seconds`."""
     with tempfile.TemporaryDirectory(prefix="megastable-bench-") as folder:
         found, output = Path(folder) / "found.json", Path(folder) / "output"
         told = str(max(1, round(seconds - MARGIN)))
@@ -131,7 +131,7 @@ def run(stage: Stage, python: str, seconds: float) -> Done:
             command += [f"--junitxml={found}"]
         returned: int | None = None
         begin = time.perf_counter()
-        # Into a file: a pipe stays open as long as any child that was left behind holds it.
+        # Into a file: a pipe stays open as long as any remaining child holds it.
         with output.open("wb") as said:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
@@ -162,7 +162,7 @@ LINE = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|SKIPPED|ERROR) (\S
 
 
 def tests_of(xml: Path, output: str) -> dict[str, str]:
-    """Outcomes by test: of pytest's report, or of what it printed, where it was ended before it wrote one."""
+    """Outcomes by test: from pytest's report, or from its output if it was ended before the report."""
     try:
         cases = list(ElementTree.parse(xml).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -177,7 +177,7 @@ def tests_of(xml: Path, output: str) -> dict[str, str]:
 
 
 def table(stages: dict[str, Done]) -> Table:
-    """For a person: what was run, how long, how it ended."""
+    """A table: stage, duration, outcome."""
     shown = Table("stage", "seconds", "outcome", title="GPU", title_justify="left")
     for name, done in stages.items():
         shown.add_row(name, f"{done.seconds:.0f}", done.outcome)
@@ -185,7 +185,7 @@ def table(stages: dict[str, Done]) -> Table:
 
 
 def write(path: Path, done: dict[str, Done]) -> None:
-    """What there is up to now. Raises DataError."""
+    """Write the results so far. Raises DataError."""
     when = datetime.now(UTC).isoformat(timespec="seconds")
     found = {"date": when, "stages": {n: vars(d) | {"outcome": d.outcome} for n, d in done.items()}}
     durable.write_output(path, json_.dumps(found, indent=1) + "\n")
@@ -197,7 +197,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A stage; repeatable")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Only say what would be run")] = False,
 ) -> None:
-    """The tests that need a GPU, and the benchmarks, in a budget of time."""
+    """Run the tests that need a GPU, and the benchmarks, within a time budget."""
     if unknown := set(only or ()) - {stage.name for stage in STAGES}:
         raise ConfigError(f"--only {min(unknown)}: choose among {', '.join(s.name for s in STAGES)}")
     wanted = [stage for stage in STAGES if not only or stage.name in only]
@@ -208,7 +208,7 @@ def main(
     console = Console()
     end = time.monotonic() + seconds
     done: dict[str, Done] = {}
-    write(output, done)  # a path that cannot be written is known now, not after minutes
+    write(output, done)  # fail now for an unwritable path
     for number, stage in enumerate(wanted):
         left = end - time.monotonic()
         if left < LEAST:

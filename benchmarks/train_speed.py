@@ -1,15 +1,15 @@
-"""Training speed of ours and of others, side by side: tokens a second, MFU, memory, and the ratios.
+"""Measure training speed of ours and of others side by side: tokens per second, MFU, memory, and the ratios.
 
     speed = measure(config, ["megastable", "bare", "transformers"], rounds=9)    # in a process group of one; CPU or GPU
 
 All train the same model on the same random tokens with the same micro-batches (`peers`). Every round measures each
-once, in random order, after a warm-up that is counted apart: it is where compilation takes place (and whoever shares
-code with one before, as bare does with ours, finds it compiled). Where they do not fit into memory together, each is
-built, measured and given up in turn, in several passes ("apart").
+once, in random order, after a separately counted warm-up, which includes compilation (a contestant that shares
+code with an earlier one, as bare does with ours, finds it compiled). If they do not fit into memory together, each is
+built, measured and released in turn, in several passes ("apart").
 
-Memory, of each: what it holds between two steps, and the most that one step takes beside it. On a GPU both are those of
+Memory of each: held between two steps, and the peak of a step on top. On a GPU both are those of
 torch's allocator. A CPU's resident bytes are shared by all, so there they are the bytes of all living tensors, and
-the sum of a step's allocations as torch.profiler sees them: without scratch space of oneDNN.
+the sum of a step's allocations by torch.profiler: without scratch space of oneDNN.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from megastable.data.loader import MicroBatch
 from megastable.engine import distributed
 from megastable.model.flops import flops_per_token, parameters
 
-SMALL, LARGE = 4_096, 32_000  # vocabularies, where the recipe leaves it to the tokenizer
-SMALL_HIDDEN = 512  # up to which width a model is small
-MICRO_BATCHES = 4  # of a step, at most
+SMALL, LARGE = 4_096, 32_000  # vocabularies, if the recipe leaves it to the tokenizer
+SMALL_HIDDEN = 512  # maximum width of a small model
+MICRO_BATCHES = 4  # maximum per step
 SETTLING = 2  # steps after the first one, before anything is measured
 PASSES = 3  # over all contestants, when they are apart
-LEAST_SECONDS, MOST_STEPS = 0.3, 16  # that one measurement takes; steps in it
-LEAST_ROUNDS = 2  # however late it is
-ROOM = 0.8  # of the device's memory that may be planned with
+LEAST_SECONDS, MOST_STEPS = 0.3, 16  # minimum duration and maximum steps of one measurement
+LEAST_ROUNDS = 2  # even if the time is over
+ROOM = 0.8  # usable share of the device's memory
 MEASURED = "a run whose memory counts"
 NO_TIME = "it was not warm in the time that there was: more --seconds, or fewer --peers"
 
@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 
 
 def resolve(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunConfig, list[str]]:
-    """The config that is measured, and what was changed for it. Raises ConfigError for what cannot be compared here."""
+    """The config to measure, and notes on its changes. Raises ConfigError for settings that cannot be compared here."""
     deepspeed_json.build(config, 1)
     if config.precision.kind == "fp16":
         raise ConfigError(
@@ -90,7 +90,7 @@ def resolve(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunC
 
 
 def random_batches(config: RunConfig, device: torch.device) -> list[MicroBatch]:
-    """The micro-batches of one step, in memory as a loader hands them on."""
+    """The micro-batches of one step, in memory as from a loader."""
     c, generator = config, torch.Generator().manual_seed(config.run.seed)
     assert c.model.vocab_size is not None
     found = []
@@ -105,10 +105,11 @@ def random_batches(config: RunConfig, device: torch.device) -> list[MicroBatch]:
 
 
 def memory_needed(c: ModelConfig, micro_batch: int, names: Sequence[str], width: int = 2) -> float:
-    """Bytes that the contestants take together, estimated: what each holds, and the largest step.
+    """Estimated bytes of all contestants together: what each holds, and the largest step.
 
-    width: bytes of an activation. A block without recomputation keeps about 34 bytes of 16-bit activations a token and
-    hidden unit (Korthikanti et al., arXiv:2205.05198, section 4, without the scores); logits are there three times.
+    width: bytes of an activation. A block without recomputation keeps about 34 bytes of 16-bit activations per token
+    and
+    hidden unit (Korthikanti et al., arXiv:2205.05198, section 4, without the scores); logits exist three times.
     """
     held = parameters(c) * (sum(PEERS[name].holds for name in names) + width)
     tokens = micro_batch * c.sequence_length
@@ -116,7 +117,7 @@ def memory_needed(c: ModelConfig, micro_batch: int, names: Sequence[str], width:
 
 
 def steps_needed(names: Sequence[str], rounds: int) -> int:
-    """How often `measure` calls `advance`, if all can run."""
+    """Number of calls of `advance` by `measure`, if all can run."""
     return len(names) * (rounds + 1)
 
 
@@ -133,10 +134,12 @@ def measure(
 ) -> Speed:
     """Speeds of `names` (of `peers.PEERS`, ours among them) on this config's model, batch and precision.
 
-    The process group, of one rank, exists already. apart: None = where memory asks for it. advance: called for every
-    warm-up and measurement; after(name, contestant, device): when its last one is over. seconds: about how long all may
-    take; a peer that is not warm in time is a row (from the main thread only). partly: given what is known so far,
-    after every warm-up and measurement. A peer that cannot run is a row. Raises ConfigError where none can.
+    The process group, of one rank, already exists. apart: None = if memory requires it. advance: called for every
+    warm-up and measurement; after(name, contestant, device): after its last one. seconds: approximate total time;
+    a peer that is not warm in time gets a row without numbers (from the main thread only). partly: called with the
+    results so far, after every warm-up and measurement. A peer that cannot run also gets a row. Raises ConfigError if
+    none
+    can.
     """
     end = None if seconds is None else time.monotonic() + seconds
     config, notes = resolve(config)
@@ -150,7 +153,7 @@ def measure(
     if about[0]["load_average"] > about[0]["cores"] / 2:
         notes.append(
             f"the machine was busy before this began (load {about[0]['load_average']} on {about[0]['cores']} cores): "
-            "on a CPU such numbers say little"
+            "on a CPU such numbers are unreliable"
         )
     size = 8192 if task.device.type == "cuda" else 1024
     tflops = [measured_tflops(task.device, task.dtype, size, 1.0)]
@@ -165,7 +168,7 @@ def measure(
         about[1]["steps_in_a_measurement"] = bench.steps
         peak = Peak(max(tflops), known)
         told = [*notes, *more]
-        # Of a round that is not over some have a sample more.
+        # In an unfinished round some have a sample more.
         rounds_done = min((len(of) for of in bench.samples.values() if of), default=0)
         samples = {name: of[:rounds_done] for name, of in bench.samples.items()}
         return assess(names, samples, bench.entries, bench.problems, work, peak, about, told)
@@ -207,14 +210,14 @@ def _run(config: RunConfig) -> dict[str, Any]:
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes that there are."""
+    """Bytes of the device's memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(psutil.virtual_memory().available)
 
 
 class Bench:
-    """Contestants on one task, and what was found of them. samples: seconds a step, paired by place in the list."""
+    """Contestants on one task, and their results. samples: seconds per step, paired by index."""
 
     def __init__(
         self,
@@ -225,12 +228,12 @@ class Bench:
         after: Callable[[str, Contestant], None] = lambda *_: None,
         end: float | None = None,
     ) -> None:
-        """end: by time.monotonic, when all is to be over."""
+        """end: deadline by time.monotonic."""
         self.task, self.names, self.advance, self.say, self.after = task, list(names), advance, say, after
         self.end = end
         self.round_seconds = 0.0  # of one contestant's part in a round
         if any(PEERS[name].given for name in names):
-            assert task.weights  # made here, so that they are nobody's memory
+            assert task.weights  # created here, so that they count as no contestant's memory
         self.device = task.device
         self.entries: dict[str, Entry] = {}
         self.problems: dict[str, str] = {}
@@ -239,7 +242,7 @@ class Bench:
         self.order = random.Random(0)
 
     def measure_together(self, rounds: int) -> None:
-        """All of them are there at once: every round measures each."""
+        """All of them exist at once: every round measures each."""
         living: dict[str, Contestant] = {}
         try:
             for name in self.names:
@@ -258,8 +261,9 @@ class Bench:
             self._end(living)
 
     def measure_apart(self, rounds: int) -> None:
-        """One is there at a time; in every pass each measures its part of the rounds, forwards and backwards in turn:
-        what changes slowly (heat, other jobs) falls on all."""
+        """One exists at a time; in every pass each measures its part of the rounds, alternately forwards and backwards,
+        so
+        that slow changes (heat, other jobs) affect all alike."""
         passes = min(PASSES, rounds)
         for number in range(passes):
             share = rounds * (number + 1) // passes - rounds * number // passes
@@ -282,11 +286,11 @@ class Bench:
                     self._end(living)
 
     def _left(self) -> float:
-        """Seconds until all is to be over."""
+        """Seconds until the deadline."""
         return math.inf if self.end is None else self.end - time.monotonic()
 
     def _begin(self, name: str, turns: int) -> Contestant | None:
-        """Built and warmed up; None, and the reason is noted, if that fails or leaves no time for so many turns."""
+        """Build and warm up; None, with the reason noted, if that fails or leaves no time for `turns` turns."""
         self.say(f"{name}: warming up")
         before = self._held()
         built: Contestant | None = None
@@ -323,7 +327,7 @@ class Bench:
         return None
 
     def _failed(self, name: str, error: Exception) -> None:
-        """Others go on without it; without ours there is nothing to compare."""
+        """Others continue without it; without ours there is nothing to compare."""
         if isinstance(error, Unavailable | ConfigError):
             told = str(error)
         elif isinstance(error, torch.OutOfMemoryError):
@@ -360,7 +364,7 @@ class Bench:
         for contestant in living.values():
             contestant.close()
         living.clear()
-        torch._dynamo.reset()  # what it compiled holds on to the modules
+        torch._dynamo.reset()  # compiled code keeps the modules alive
         self._clean()
 
     def _clean(self) -> None:
@@ -371,7 +375,7 @@ class Bench:
     # Memory
 
     def _held(self) -> int:
-        """Bytes in tensors now: of torch's allocator, or of all that can be found."""
+        """Bytes in tensors now: by torch's allocator, or over all tensors found."""
         gc.collect()
         if self.device.type == "cuda":
             self._wait()
@@ -393,9 +397,9 @@ class Bench:
 
 
 class Alarm:
-    """Ends what the main thread does, compiling for one, after some seconds."""
+    """Interrupts the main thread, for example during compilation, after some seconds."""
 
-    rang = False  # what the exception comes out as depends on where it struck
+    rang = False  # the exception may arrive as another type
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
@@ -409,7 +413,7 @@ class Alarm:
 
         before = signal.signal(signal.SIGALRM, ring)
         try:
-            # And again: an exception inside of a destructor is lost.
+            # Repeated: an exception inside a destructor is lost.
             signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), 5.0)
             yield
         finally:
@@ -419,7 +423,7 @@ class Alarm:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """The collector stays out of what is timed."""
+    """Keep the garbage collector out of timed code."""
     gc.collect()
     gc.disable()
     try:
@@ -429,7 +433,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def living_bytes() -> int:
-    """Bytes of the storages of all tensors that Python knows, and of their gradients; each storage once."""
+    """Bytes of the storages of all tensors known to Python, and of their gradients; each storage once."""
     storages: dict[int, int] = {}
 
     def count(tensor: Tensor) -> None:
@@ -440,7 +444,7 @@ def living_bytes() -> int:
         if not issubclass(type(thing), Tensor) or thing.device.type != "cpu" or thing.layout != torch.strided:
             continue
         if type(thing) not in (Tensor, torch.nn.Parameter):
-            continue  # what compilation traces with holds no memory
+            continue  # fake tensors of tracing hold no memory
         count(thing)
         if thing.is_leaf and thing.grad is not None:
             count(thing.grad)
@@ -448,10 +452,10 @@ def living_bytes() -> int:
 
 
 def peak_of(step: Callable[[], Any], again: int = 0) -> int:
-    """The most bytes that `step` has allocated on the CPU at once, beside what was there before it.
+    """Peak of bytes allocated by `step` on the CPU, on top of what existed before.
 
-    again: run it so many times more, and take the least of these. torch.profiler knows no memory that was there before
-    it, which a pipeline gives back in its first step; and gloo's threads release what they have sent with a delay.
+    again: repeat it this many times, and take the minimum. torch.profiler does not see earlier memory,
+    which a pipeline frees in its first step; and gloo's threads free sent buffers with a delay.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:

@@ -1,4 +1,4 @@
-"""Many drilled runs: one after another or some at the same time, those that are there already not again."""
+"""Run many drills, in sequence or in parallel; finished ones are reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Who is told how the runs go, from several threads."""
+    """Receives the progress of the runs, from several threads."""
 
     def begins(self, task: Task) -> None: ...
     def step(self, task: Task, step: int) -> None: ...
@@ -35,7 +35,7 @@ class Watcher(Protocol):
 
 
 class Interrupted(Exception):
-    """Another run failed, or somebody wants to stop."""
+    """Another run failed, or the user wants to stop."""
 
 
 def tasks(stages: Sequence[Stage], chosen: Sequence[Scenario], policies: Sequence[Policy]) -> list[Task]:
@@ -45,7 +45,8 @@ def tasks(stages: Sequence[Stage], chosen: Sequence[Scenario], policies: Sequenc
 
 
 def run(todo: Sequence[Task], jobs: int, watcher: Watcher, one: Callable[..., Score] = drill) -> list[Score]:
-    """Do `todo`, `jobs` at the same time; the scores, in its order. What one raises ends all; no process is left."""
+    """Do `todo`, `jobs` at a time; returns the scores, in its order. An exception in one ends all; no process is
+    left."""
     stop = Event()
 
     def work(task: Task) -> Score:

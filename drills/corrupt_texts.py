@@ -1,7 +1,7 @@
-"""Texts of faults, made by seeded code: nothing is read but the text that the run trains on.
+"""Generate corrupt texts for faults with seeded code, without any input but the training text.
 
-`make("json logs", Random(1), source, 50_000)`: about so many characters. `source`: a passage of the corpus, as long,
-for the kinds that spoil it.
+`make("json logs", Random(1), source, 50_000)`: about that many characters. `source`: a passage of the corpus, of the
+same length, for the kinds that corrupt it.
 """
 
 from __future__ import annotations
@@ -63,5 +63,5 @@ MAKERS: dict[Text, Callable[[Random, str, int], str]] = {
 
 
 def make(text: Text, random: Random, source: str, count: int) -> str:
-    """About `count` characters of a kind of text; a sentence stands once, as what is too short is repeated."""
+    """About `count` characters of a kind of text; a sentence occurs once, as short texts are repeated."""
     return MAKERS[text](random, source, count)

@@ -1,7 +1,7 @@
-"""What became of the samples of a drilled run: the bad ones that were convicted, the clean ones that were lost.
+"""Account for the samples of a drilled run: bad ones that were convicted, clean ones that were lost.
 
-Told by the run's own ledger and order, as the next process would read them, and compared with what was planted. A
-sample is its sequence in the corpus, wherever the order puts it: one that was put off is not lost.
+Uses the run's own ledger and order, as the next process would read them, compared with the planted corruption. A
+sample is its sequence in the corpus, at any position of the order: a deferred one is not lost.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megastable.run.events.stability_events import IncidentEvent
 
 
 class Fate(BaseModel):
-    """Samples of the first pass over the corpus. planted: bad ones; convicted: those of them that are left out. lost:
-    clean ones that are left out. deferred: put off, to be read later. documents: the planted ones; named: those of them
+    """Samples of the first pass over the corpus. planted: bad ones; convicted: those of them that are skipped. lost:
+    clean ones that are skipped. deferred: to be read later. documents: the planted ones; named: those of them
     that an incident names; wrong: others that one names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,7 +37,7 @@ class Fate(BaseModel):
 
 
 def fate(run: Path, planted: Planted | None) -> Fate:
-    """Of a run that has begun. Raises DataError where its directory or corpus cannot be read."""
+    """The fate of a started run's samples. Raises DataError if its directory or corpus cannot be read."""
     history = History(run)
     library = history.library()
     order = library.source.order
@@ -46,7 +46,7 @@ def fate(run: Path, planted: Planted | None) -> Fate:
     left_out = set(order.locate(out).sequence.tolist())
     bad = set[int]()
     if planted is not None:
-        # In the order of the corpus itself, before anything was put off.
+        # In the corpus's own order, before any deferral.
         numbers = [position for first, end in planted.positions for position in range(first, end)]
         bad = set(Library(history.config).source.order.locate(numbers).sequence.tolist())
     incidents = list(latest(history.run.events(IncidentEvent)).values())

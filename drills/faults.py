@@ -1,4 +1,4 @@
-"""What goes wrong inside of a rank, put into a training process from outside: its own code has no place for it."""
+"""Inject faults into a rank from outside: the training code has no hooks for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megastable.fp8 import emulated
 from megastable.model.loss import Features, LossFunction
 from megastable.optim.schedule import rate
 
-GARBAGE = 4096  # first moments that are overwritten: 16 KiB, four pages
-TILE = 16  # columns of a product that a broken kernel gets wrong
+GARBAGE = 4096  # overwritten first moments: 16 KiB, four pages
+TILE = 16  # wrong columns of a broken kernel's product
 EXPONENT = 1 << 30  # the highest bit of an fp32 (and bf16) exponent: a weight of 0.02 becomes one of 10^36
 
 
 def install(plan: Plan) -> None:
-    """Make the fault of `plan` happen in this process."""
+    """Install the fault of `plan` in this process."""
     fault = plan.fault
     if fault is None:
         return
@@ -36,7 +36,7 @@ def install(plan: Plan) -> None:
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         rank = self.topology.rank
         mine = marker.with_name(f"{marker.name}-{rank}")
-        # The step is the engine's: it goes back with a rewind. A measurement is no step.
+        # The engine's step: it goes back with a rewind. A measurement is not a step.
         if self._probing or self.ds.global_steps + 1 != fault.step or mine.exists():
             return real(self, *args, **options)
         mine.touch()
@@ -55,7 +55,7 @@ def _mistake(fault: Fault) -> None:
 
 
 def _broken_kernel(fault: Fault) -> None:
-    """Of the emulation: the scale of another tile, say."""
+    """A fault of the emulation, such as the scale of another tile."""
     product, step, broken = emulated.multiply, Engine.train_step, False
 
     def multiply(*args: Any, **options: Any) -> Tensor:
@@ -66,7 +66,7 @@ def _broken_kernel(fault: Fault) -> None:
 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         nonlocal broken
-        # A measurement is of the step that was refused last.
+        # A measurement repeats the step that was refused last.
         number = self.ds.global_steps + (not self._probing)
         broken = fault.step <= number < fault.step + fault.steps
         try:
@@ -81,7 +81,7 @@ def _broken_kernel(fault: Fault) -> None:
 LASTING: dict[str, Callable[[Fault], None]] = {"high_rate": _mistake, "fp8": _broken_kernel}
 
 
-# Around one step: (engine, whether it happens on this rank, seed)
+# Context managers around one step: (engine, whether it happens on this rank, seed)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def bit_flip(engine: Engine, here: bool, seed: int) -> Iterator[None]:
         held = _held(engine, "weight")
         index = int(torch.randint(held.numel(), (1,), generator=torch.Generator().manual_seed(seed)))
         held[index : index + 1].view(torch.int32).bitwise_xor_(EXPONENT)
-    engine.refresh_weights()  # collective: the copy that computes
+    engine.refresh_weights()  # collective: updates the computing copy
     yield
 
 
@@ -153,7 +153,7 @@ def _matrix(engine: Engine) -> torch.nn.Parameter:
 
 
 def _held(engine: Engine, kind: str) -> Tensor:
-    """The part of a block's weight matrix that this rank holds, fp32: the largest."""
+    """This rank's part of a block's weight matrix, fp32: the largest."""
 
     def size(fragment: Fragment) -> int:
         return fragment.numel if len(fragment.shape) > 1 and fragment.name.startswith("blocks.") else 0

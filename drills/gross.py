@@ -1,4 +1,4 @@
-"""The fourteen gross faults, and what is right about each. Written down before any run was seen."""
+"""The fourteen gross faults and their expected answers, written down before any run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from drills.scenario import CLEAN, FAULT_STEP, Scenario, data, outside
 from megastable.stability.actions import Cause
 from megastable.stability.incident import Kind
 
-EPOCHS, EPOCHS_STEP, FEW = 3, 40, 20  # of a small corpus; where it is bad in the first; samples
+EPOCHS, EPOCHS_STEP, FEW = 3, 40, 20  # epochs of a small corpus; step of the fault in the first one; samples
 HIGH_RATE_STEPS = 50
-BROKEN_STEPS, REST = 15, 20  # of the FP8 kernel; and of FP8, so that it returns when that is mended
+BROKEN_STEPS, REST = (
+    15,
+    20,
+)  # steps of the broken FP8 kernel; rest of FP8, so that it returns after the repair
 
 
 def _inside(name: str, title: str, kind: str, causes: set[Cause], why: str) -> Scenario:
@@ -20,11 +23,11 @@ def _inside(name: str, title: str, kind: str, causes: set[Cause], why: str) -> S
     return Scenario(name, title, frozenset(causes), why, frozenset(kinds), fault=fault)
 
 
-# Quantized from the first step on, so short a run ends elsewhere, for better or worse.
+# FP8 from the first step on gives such a short run another end, better or worse.
 FP8 = ("precision.fp8.recipe=delayed", "precision.fp8.backend=emulated")
 CLEAN_FP8 = replace(CLEAN, name="clean-fp8", title="no fault, in FP8", reference="clean-fp8", overrides=FP8)
 
-# What is usual must be known in the first of the epochs.
+# The baseline must be known within the first epoch.
 SOON = ("stability.detector.warmup_steps=25", "stability.detector.min_values=20")
 CLEAN_EPOCHS = replace(
     CLEAN,
@@ -35,8 +38,8 @@ CLEAN_EPOCHS = replace(
     epochs=EPOCHS,
 )
 
-# A finite wrong number in weights or moments and a bad turn of training itself look the same from outside. STATE says
-# which part of the run is damaged, HARDWARE who did it; both send a person to the machine and leave the data alone.
+# A finite wrong number in weights or moments looks from outside like an instability of training itself. STATE names
+# the damaged part of the run, HARDWARE the culprit; both send a person to the machine and leave the data alone.
 DAMAGED = {Cause.STATE, Cause.HARDWARE}
 
 GROSS = (
@@ -90,10 +93,10 @@ GROSS = (
         f"a learning rate ten times too high for {HIGH_RATE_STEPS} steps",
         frozenset({Cause.LEARNING_RATE}),
         "other data does not help, a smaller rate does",
-        # It stays up while the rate does, and comes back with every attempt at the same rate; a remedy that is right at
+        # It stays up while the rate does, and recurs with every attempt at the same rate; a remedy that is right at
         # once makes it recoverable, by definition.
         frozenset({"recoverable", "lingering", "divergent"}),
-        # The first time nothing has come back yet: the state is all that can be blamed.
+        # The first time nothing has recurred yet: only the state can be blamed.
         frozenset({Cause.STATE}),
         fault=Fault(kind="high_rate", step=FAULT_STEP - 30, steps=HIGH_RATE_STEPS),
         step=FAULT_STEP - 30,

@@ -1,9 +1,9 @@
-"""Makes a checkpoint's content wrong and its checksums right: what no hash can find.
+"""Corrupt a checkpoint's content and fix its checksums: damage that no hash can detect.
 
     poison(RunDirectory(run).checkpoints, "weight")      # the newest checkpoint of any layout
 
-As memory that flips a bit before the bytes are hashed, a file system that returns other pages, or a hand that mends the
-manifest would leave it. Nothing but drills and tests calls this.
+It simulates memory that flips a bit before the bytes are hashed, a file system that returns other pages, or an edit of
+the manifest. Only drills and tests call this.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from megastable.checkpoint.store import HEALTH, MANIFEST, STATE
 Kind = Literal["weight", "second_moments", "block"]
 Floats = npt.NDArray[np.float32]
 
-WEIGHT = 1e4  # what one weight becomes; usual ones are 0.02
-SCALE = 1.5  # of the weights of a block
+WEIGHT = 1e4  # the new value of one weight; usual ones are 0.02
+SCALE = 1.5  # factor on the weights of a block
 
 
 def poison(folder: Path, kind: Kind, *, forget: bool = False, step: int | None = None) -> Path:
-    """Poison the newest checkpoint of `folder`, or the one of `step`; which one it was.
+    """Poison the newest checkpoint of `folder`, or the one of `step`; returns its path.
 
     kind: "weight": one weight of a block becomes 1e4. "second_moments": all of Adam's become zero. "block": all weights
-    of the block in the middle are scaled by 1.5. forget: it remembers nothing of its state any more, as one that an
-    older version saved. What it was called (healthy, pinned) it is still called. Raises CheckpointError.
+    of the middle block are scaled by 1.5. forget: remove its vitals, as in a checkpoint of an older version. Its
+    markers
+    (healthy, pinned) stay valid. Raises CheckpointError.
     """
     found = store.newest_first(folder) if step is None else [folder / store.name_of(step)]
     if not found or not found[0].is_dir():
@@ -59,7 +60,7 @@ def poison(folder: Path, kind: Kind, *, forget: bool = False, step: int | None =
 
 
 def _chosen(checkpoint: Path, kind: Kind) -> Iterator[tuple[Path, int, int]]:
-    """(file, byte, elements) of the numbers that are to be changed."""
+    """(file, byte, elements) of the numbers to change."""
     entries = [
         (name, path, entry.begin, (entry.end - entry.begin) // 4)
         for path in sorted(checkpoint.glob("rank-*.safetensors"))

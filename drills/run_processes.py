@@ -1,4 +1,4 @@
-"""The processes of one drilled run: found by the environment that all of them inherit, whoever is their parent now."""
+"""Find and end the processes of one drilled run, by the environment variable that all of them inherit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import psutil
 
 from drills.plan import VARIABLE
 
-GONE_SECONDS = 10.0  # after SIGKILL; a process that is still there then is in the kernel's hands
+GONE_SECONDS = 10.0  # after SIGKILL; a process still alive then is stuck in the kernel
 
 
 class Family:
-    """`with Family(plan, command, log) as family`: started at once, and nobody of it is left afterwards."""
+    """`with Family(plan, command, log) as family`: starts the command at once, and leaves no process behind."""
 
     def __init__(self, plan: Path, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self._plan, self._command, self._log = str(plan), command, log
-        # By RANK the ranks are known: a process that a launcher has started may itself start drills.
+        # Ranks are identified by RANK: a process started by a launcher may itself start drills.
         ours = {
             name: value
             for name, value in os.environ.items()
@@ -41,7 +41,7 @@ class Family:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         until = time.monotonic() + GONE_SECONDS
-        # Again and again: one that is being ended may be starting another.
+        # Repeatedly: a process that is being ended may be starting another.
         while (members := list(self.members())) and time.monotonic() < until:
             for member in members:
                 with suppress(psutil.Error):
@@ -51,7 +51,7 @@ class Family:
         self.parent.wait()
 
     def start(self) -> None:
-        """Start the command, or start it again, in a session of its own: Ctrl-C comes here alone."""
+        """Start or restart the command, in a session of its own, so that Ctrl-C reaches only this process."""
         with self._log.open("ab") as log:
             self.parent = subprocess.Popen(
                 self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
@@ -59,7 +59,7 @@ class Family:
             )  # fmt: skip
 
     def members(self) -> Iterator[psutil.Process]:
-        """All that live."""
+        """All living processes."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 alive = process.status() != psutil.STATUS_ZOMBIE
@@ -67,7 +67,7 @@ class Family:
                     yield process
 
     def rank(self, number: int) -> psutil.Process | None:
-        """The process of a rank, the oldest that says so: its children inherit its environment."""
+        """The process of a rank: the oldest with its RANK, which its children inherit."""
         found = []
         for process in self.members():
             with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Real runs with planted faults: a few ranks on the CPU through the deepspeed launcher, ours under its supervisor."""
+"""Run drills: real runs with planted faults, a few ranks on the CPU by the deepspeed launcher, ours supervised."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megastable.supervise.processes import LAUNCHER, free_port
 
 WORKER = "drills.worker"
 POLL = 0.1
-LIMIT = 1200.0  # seconds of a run; alone on two cores, none takes a tenth of it
-HUNG = 20.0  # seconds without a step, after which a run that nobody looks after is given up
+LIMIT = 1200.0  # seconds of a run; alone on two cores, each takes less than a tenth
+HUNG = 20.0  # seconds without a step after which an unsupervised run counts as hung
 
 CODE = (ROOT / "megastable", ROOT / "drills")
-# Code that has no influence on how a run goes: it may change between the runs of a table.
+# Code without influence on the runs: it may change between the runs of a table.
 JUDGING = {ROOT / "drills" / name for name in ("batch.py", "fate.py", "score.py", "table.py")}
-PREPARING = threading.Lock()  # runs at the same time share corpora
+PREPARING = threading.Lock()  # parallel runs share corpora
 POISONS: dict[Outside | None, Literal["weight", "second_moments"]] = {
     "poison_weight": "weight",
     "poison_moments": "second_moments",
@@ -49,9 +49,10 @@ Watch = Callable[[int], None]
 
 
 class Done(BaseModel):
-    """What a run directory does not say of a drilled run. conditions: all that decided it, hashed. struck: when it was
-    hit from outside, in unix time. exit: the exit code of the process that was started, None where that is gone and the
-    ranks went on. planted: what was bad in its corpus."""
+    """Facts of a drilled run that are not in its directory. conditions: a hash of everything that decided it. struck:
+    time
+    of the fault from outside, in unix time. exit: the exit code of the started process, None if it is gone and the
+    ranks continued. planted: the corruption of its corpus."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,10 +64,11 @@ class Done(BaseModel):
 
 
 def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: int = 1) -> Score:
-    """One run from its start to its end, or what is there of the same one. Leaves no process behind.
+    """One run from its start to its end, or its existing results. Leaves no process behind.
 
-    watch: is told the step, again and again; what it raises ends the run. jobs: so many runs share the machine.
-    Raises MegastableError for a run that does not begin.
+    watch: called repeatedly with the step; an exception in it ends the run. jobs: number of runs that share the
+    machine.
+    Raises MegastableError for a run that does not start.
     """
     with PREPARING:
         corpus, planted = stage.corpus_of(scenario)
@@ -95,7 +97,7 @@ def judged(run: RunDirectory, scenario: Scenario, policy: Policy, seed: int, don
 
 
 def conditions(stage: Stage, scenario: Scenario, plan: Plan, overrides: list[str], corpus: Path) -> str:
-    """A hash of all that decides how a run goes: its settings, its data, what is done to it, and the code."""
+    """A hash of everything that decides a run: its settings, its data, its fault, and the code."""
     sources = sorted(path for part in CODE for path in part.rglob("*.py") if path not in JUDGING)
     told = xxhash.xxh3_128(stage.recipe.read_bytes())
     settings = [overrides, scenario.outside, scenario.step, stage.ranks]
@@ -106,7 +108,7 @@ def conditions(stage: Stage, scenario: Scenario, plan: Plan, overrides: list[str
 
 
 def finished(run: RunDirectory) -> Done | None:
-    """What was written down when the run ended; None where it did not, or that cannot be read."""
+    """The facts written when the run ended; None if it did not, or they cannot be read."""
     try:
         return Done.model_validate_json(_beside(run, ".done").read_bytes())
     except (OSError, ValidationError):
@@ -137,7 +139,7 @@ def _run(
     if not step_of(run) and not run.summary.exists():
         said = log.read_text(errors="replace").strip().splitlines()[-5:]
         raise MegastableError(
-            f"{run.root.name} ended before its first step. Its last words:\n" + "\n".join(said)
+            f"{run.root.name} ended before its first step. The end of its log:\n" + "\n".join(said)
         )
     done = Done(conditions=told, planted=planted, struck=struck, exit=code, wall_seconds=round(seconds, 1))
     durable.write_output(note, done.model_dump_json(indent=1) + "\n")
@@ -145,7 +147,7 @@ def _run(
 
 
 def command(policy: Policy, recipe: Path, overrides: list[str], ranks: int) -> list[str]:
-    """What starts a run: the supervisor for ours, the bare launcher for the others."""
+    """The command of a run: the supervisor for ours, the bare launcher for the others."""
     count = ["--num_gpus", str(ranks)]
     if policy is Policy.OURS:
         supervise = str(ROOT / "launch/supervise.py")
@@ -155,11 +157,9 @@ def command(policy: Policy, recipe: Path, overrides: list[str], ranks: int) -> l
 
 
 def environment(processes: int) -> dict[str, str]:
-    """processes: that share the cores."""
+    """processes: number that share the cores."""
     cores = len(os.sched_getaffinity(0))
-    path = os.pathsep.join(
-        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    )  # where the worker is found
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # to find the worker
     threads = str(max(1, min(8, cores // processes)))
     return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
 
@@ -167,7 +167,7 @@ def environment(processes: int) -> dict[str, str]:
 def _attend(
     family: Family, run: RunDirectory, scenario: Scenario, policy: Policy, ranks: int, watch: Watch
 ) -> float | None:
-    """Follow a run to its end, and do to it from outside what the scenario wants; when that was, in unix time."""
+    """Follow a run to its end, and inflict the scenario's fault from outside; returns its unix time."""
     struck, end = None, time.monotonic() + LIMIT
     step, moved = 0, time.monotonic()
     while time.monotonic() < end:
@@ -200,7 +200,7 @@ def _attend(
 
 
 def step_of(run: RunDirectory) -> int:
-    """Steps done so far, as rank 0 says."""
+    """Steps done so far, by rank 0's report."""
     try:
         return int(json.loads(run.progress.read_text())["step"] or 0)
     except (OSError, ValueError, KeyError, TypeError):
@@ -208,7 +208,7 @@ def step_of(run: RunDirectory) -> int:
 
 
 def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -> bool:
-    """Whether it could be done: processes may not be there just now. victim: the rank that is killed or stopped."""
+    """Whether it succeeded: processes may be missing at the moment. victim: the rank to kill or stop."""
     if scenario.outside == "kill_parent":
         family.parent.kill()
         family.parent.wait()
@@ -221,14 +221,14 @@ def strike(family: Family, run: RunDirectory, scenario: Scenario, victim: int) -
     if scenario.outside in POISONS:
         from drills.poison import poison
 
-        # A policy that keeps no checkpoints has none to go on from, either.
+        # A policy without checkpoints has none to continue from, either.
         with suppress(CheckpointError):
             poison(run.checkpoints, POISONS[scenario.outside])
     return family.strike(victim, signal.SIGSTOP if scenario.outside == "stop_rank" else signal.SIGKILL)
 
 
 def damage(checkpoints: list[Path]) -> None:
-    """Change bytes in the middle of the largest file, as a bad disk does: size and time say nothing of it."""
+    """Change bytes in the middle of the largest file, as a bad disk does: size and time stay the same."""
     for checkpoint in checkpoints:
         largest = max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
         before = largest.stat()

@@ -1,12 +1,12 @@
-"""What a fault of the drills is, where it lies, and what is right about it; the faults are in gross.py and thin.py.
+"""Definition of a drill scenario: a fault, its place, and the expected answer; the faults are in gross.py and thin.py.
 
-Causes (stability/policy.py) are what a person is told to look at next. `causes`: at least one of these must be named.
-`tolerated`: may be named besides; anything else that is named makes the answer wrong, `data` above all: innocent data
-would be left out. Where no incident was opened, as after a single refused update, the answer is what the journal says
-of that update: "not reproduced" means hardware.
+Causes (stability/actions.py) direct a person's attention. `causes`: at least one of these must be named.
+`tolerated`: may be named as well; any other named cause makes the answer wrong, `data` above all: innocent data
+would be skipped. If no incident was opened, as after a single refused update, the answer is the journal's entry on
+that update: "not reproduced" means hardware.
 
-Classes (stability/incident.py): one jump that one action undoes is recoverable; what comes back is lingering, what
-keeps coming back or drifts away divergent. None: refused before it had any effect: nothing to recover from.
+Classes (stability/incident.py): one jump undone by one action is recoverable; a recurring one is lingering; one that
+keeps recurring or drifts away is divergent. None: refused before it had any effect: nothing to recover from.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megastable.stability.actions import Cause
 from megastable.stability.incident import Kind
 
 # From outside: SIGKILL or SIGSTOP to a rank; a damaged newest checkpoint and then SIGKILL to a rank; a newest one with
-# right hashes over wrong content (poison.py) and then SIGKILL to a rank; SIGKILL to the process that was started, the
-# supervisor or where there is none the launcher.
+# right hashes over wrong content (poison.py) and then SIGKILL to a rank; SIGKILL to the started process, the
+# supervisor or, without one, the launcher.
 Outside = Literal[
     "kill_rank", "stop_rank", "damage_checkpoint", "poison_weight", "poison_moments", "kill_parent"
 ]
@@ -35,10 +35,11 @@ SAMPLES = 40  # of a bad region: two and a half batches
 @dataclass(frozen=True)
 class Scenario:
     """A fault that begins at step `step` and lasts for `steps`. reason: why the expected answer is the right one.
-    overrides: of the recipe, under every policy. reference: the run without a fault that its loss is compared with.
-    samples: of a bad region; of_each: so many of each step, consecutive ones without it; text: what it is made of,
-    where it is text. epochs: the corpus is so small that the run goes through it as many times. warning: what is asked
-    for is a warning near the start, not a loss as good as the reference's."""
+    overrides: of the recipe, under every policy. reference: the fault-free run to compare the loss with.
+    samples: of a bad region; of_each: number in each step, consecutive ones without it; text: its kind,
+    if it is text. epochs: number of passes over a small corpus. warning: the expected answer is a warning near the
+    start,
+    not a loss as good as the reference's."""
 
     name: str
     title: str
@@ -71,7 +72,7 @@ def data(name: str, title: str, region: Region, why: str) -> Scenario:
 
 
 def outside(name: str, title: str, outside: Outside, why: str, *causes: Cause) -> Scenario:
-    """Something that is done to a run from outside; the death of a process may be named besides."""
+    """A fault inflicted from outside; the death of a process may be named as well."""
     right = frozenset(causes or {Cause.PROCESS})
     return Scenario(name, title, right, why, tolerated=frozenset({Cause.PROCESS}) - right, outside=outside)
 

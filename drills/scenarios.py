@@ -1,4 +1,4 @@
-"""All faults of the drills, chosen from by name."""
+"""Registry of all drill scenarios, selected by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def choose(names: Sequence[str]) -> list[Scenario]:
-    """Scenarios by name or group, in the table's order; no name at all: every one. Raises ConfigError."""
+    """Scenarios by name or group, in the table's order; without names: all. Raises ConfigError."""
     if unknown := [name for name in names if name not in (*NAMES, *GROUPS)]:
         raise ConfigError(f"{unknown[0]}: there is no such scenario: {', '.join([*GROUPS, *NAMES])}")
     groups = {s.name for name in (names or ["all"]) for s in GROUPS.get(name, ())}
@@ -29,7 +29,7 @@ def choose(names: Sequence[str]) -> list[Scenario]:
 
 
 def references(chosen: Sequence[Scenario]) -> list[Scenario]:
-    """The runs without a fault that those of `chosen` are compared with."""
+    """The fault-free runs to compare those of `chosen` with."""
     return [
         clean for clean in (CLEAN, CLEAN_EPOCHS, CLEAN_FP8) if any(s.reference == clean.name for s in chosen)
     ]

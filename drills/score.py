@@ -1,4 +1,4 @@
-"""What a drilled run was worth, read from its run directory alone. Pure but for the reading."""
+"""Score a drilled run from its run directory. Pure except for the reading."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.events.training_events import Training, Unstable, Warned
 from megastable.stability.actions import Cause
 
-REACH = 30  # steps after a fault in which an alarm may be its consequence: as long as an action is verified
-TARGET = 0.02  # nats: how much worse than the clean run ours may end
-WRONG = 12  # of so many causes one may be wrong
-WARNED = 100  # steps within which a run that begins badly must be warned of
+REACH = 30  # steps after a fault in which an alarm may be its consequence: the verification time of an action
+TARGET = 0.02  # nats: maximum excess of ours over the clean run
+WRONG = 12  # one in this many causes may be wrong
+WARNED = 100  # steps within which a bad start must cause a warning
 POISONED = {
     "poison_weight",
     "poison_moments",
-}  # what is done from outside and shows in the numbers of training
+}  # faults from outside that affect the training numbers
 
 Summary = dict[str, Any]
 NOBODY = Fate()
@@ -38,13 +38,13 @@ class Score(BaseModel):
     """A row of the table. Losses in nats per token; None: not applicable, or not reached.
 
     ended: "finished", "stopped" (by its own decision), "dead" (its processes ended or hung before the end). step: the
-    last one that was reached. exit: the exit code of the process that was started. excess: validation loss minus that
-    of `reference`, the same policy's clean run of the same seed. steps_lost: done again, or undone. discarded: batches
-    whose update was refused. fate: what became of the samples. seconds_to_recover: from the fault, or where it is
-    inside of a process from the decision to act, until the run trains on. incidents, rewinds, handovers, cuts (of the
+    last one reached. exit: the exit code of the started process. excess: validation loss minus that
+    of `reference`, the same policy's clean run of the same seed. steps_lost: repeated or undone. discarded: batches
+    whose update was refused. fate: of the samples. seconds_to_recover: from the fault, or for a fault inside a process
+    from the decision to act, until training continues. incidents, rewinds, handovers, cuts (of the
     learning rate, caps included), alerts: of the whole run. warnings: in the journal; warned: one came near the start,
-    where that is what is asked for. false_alarms: batches refused and incidents opened that the fault does not explain.
-    kinds, causes: of the incidents that it does explain. wall_seconds: of the whole run.
+    if that is the expected answer. false_alarms: refused batches and incidents that the fault does not explain.
+    kinds, causes: of the incidents that it explains. wall_seconds: of the whole run.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -78,7 +78,7 @@ class Score(BaseModel):
 
     @property
     def clean(self) -> bool:
-        """Whether it is a run that others are compared with."""
+        """Whether it is a run to compare others with."""
         return self.scenario == self.reference
 
 
@@ -98,7 +98,7 @@ def score(
     events = list(directory.events())
     summary = json.loads(directory.summary.read_text()) if directory.summary.exists() else {}
     ours = policy is Policy.OURS
-    # Only ours undoes what has happened; under the others whatever comes later may be its consequence.
+    # Only ours undoes a fault; under the others anything later may be its consequence.
     explained, unexplained = alarms(events, scenario, struck, REACH if ours else math.inf)
     incidents = _latest(explained)
     actions = [action for incident in _latest(events) for action in incident.get("actions", ())]
@@ -141,7 +141,7 @@ def ended(events: Sequence[Event], finished: bool) -> str:
 
 
 def is_right(named: Iterable[str], scenario: Scenario) -> bool:
-    """Whether the causes that were named are the right ones; see scenarios.py."""
+    """Whether the named causes are the right ones; see scenario.py."""
     found = {Cause(name) for name in named}
     if not scenario.causes:
         return found <= scenario.tolerated
@@ -151,13 +151,13 @@ def is_right(named: Iterable[str], scenario: Scenario) -> bool:
 def alarms(
     events: Iterable[Event], scenario: Scenario, struck: float | None, reach: float = REACH
 ) -> tuple[list[Event], list[Event]]:
-    """Refused updates and events of incidents: those that the fault explains; and the alarms that it does not.
+    """Refused updates and events of incidents: those that the fault explains; and the unexplained alarms.
 
     reach: steps after it in which they may be its consequence.
     """
     explained: list[Event] = []
     unexplained: list[Event] = []
-    foreign: set[int] = set()  # numbers of incidents that were opened for nothing
+    foreign: set[int] = set()  # numbers of unexplained incidents
     for event in events:
         if not isinstance(event, Discarded | IncidentEvent):
             continue
@@ -176,7 +176,7 @@ def alarms(
 
 def _explains(scenario: Scenario, event: Event, struck: float | None, reach: float) -> bool:
     if scenario.outside is not None:
-        # The numbers of training are as they always are: whatever the trainer complains about is nothing.
+        # The training numbers are unaffected: any complaint of the trainer is unfounded.
         by_trainer = isinstance(event, Discarded) or "policy" in event
         disturbs = scenario.outside in POISONED
         return struck is not None and event["time"] >= struck and (disturbs or not by_trainer)
@@ -187,12 +187,12 @@ def _explains(scenario: Scenario, event: Event, struck: float | None, reach: flo
 
 
 def _latest(events: Iterable[Event]) -> list[Summary]:
-    """The incidents as they were told last, in order."""
+    """The latest state of each incident, in order."""
     return [summary for _, summary in sorted(latest(events).items())]
 
 
 def causes_of(incidents: Sequence[Summary], events: Iterable[Event]) -> set[str]:
-    """What was named. Without an incident: what was said of a refused update that was looked into."""
+    """The named causes. Without an incident: the journal's finding on an examined refused update."""
     if incidents:
         return {incident["cause"] for incident in incidents}
     found = {event["kind"] for event in events if isinstance(event, Located)}
@@ -204,7 +204,7 @@ def _rewound(event: Event) -> bool:
 
 
 def steps_lost(events: Iterable[Event]) -> int:
-    """By going back in memory, and by restarts from a checkpoint."""
+    """By rewinds in memory, and by restarts from a checkpoint."""
     lost = reached = 0
     for event in events:
         if _rewound(event):
@@ -217,7 +217,7 @@ def steps_lost(events: Iterable[Event]) -> int:
 
 
 def reached(run: RunDirectory, events: Iterable[Event]) -> int:
-    """The last step that is known to have been done."""
+    """The last step known to have been done."""
     try:
         told = json.loads(run.progress.read_text())["step"]
     except (OSError, ValueError, KeyError):
@@ -230,13 +230,13 @@ def _recovery(incidents: Sequence[Summary], events: Iterable[Event], struck: flo
         return round(sum(incident["seconds"] for incident in incidents), 1)
     after = [e for e in events if e["time"] > struck]
     again = [e["time"] for e in after if isinstance(e, Training)]
-    # Where the training did not end with its supervisor, the next one takes over.
+    # If training outlived its supervisor, the next one takes over.
     watched = [e["time"] for e in after if isinstance(e, SupervisorEvent) and e.what == "took over"]
     return round((again or watched)[0] - struck, 1) if again or watched else None
 
 
 def compare(scores: Sequence[Score]) -> list[Score]:
-    """With `excess` filled in, where a clean run of the same policy and seed is among them."""
+    """The scores with `excess`, if they include a clean run of the same policy and seed."""
     clean = {(s.policy, s.scenario, s.seed): s.val_loss for s in scores if s.clean}
 
     def excess(s: Score) -> float | None:
@@ -247,20 +247,21 @@ def compare(scores: Sequence[Score]) -> list[Score]:
 
 
 def within(s: Score) -> bool:
-    """Whether a run ends no worse than the clean one; or was warned of, where that is what is asked for."""
+    """Whether a run ends no worse than the clean one; or caused a warning, if that is the expected answer."""
     if s.warned is not None:
         return s.warned
     return s.excess is not None and s.excess <= TARGET
 
 
 def better(s: Score) -> bool:
-    """Whether a run ends better than the clean one, by more than runs that should end alike differ."""
+    """Whether a run ends better than the clean one, by more than equivalent runs differ."""
     return s.excess is not None and s.excess < -TARGET
 
 
 def met(scores: Sequence[Score]) -> bool:
-    """Whether all of ours are within the targets: none ends worse or loses a clean sample for good, and of 12 causes at
-    most one is wrong."""
+    """Whether all of ours meet the targets: none ends worse or loses a clean sample for good, and at most one in 12
+    causes
+    is wrong."""
     every = [s for s in scores if s.policy is Policy.OURS]
     ours = [s for s in every if not s.clean]
     wrong = sum(not s.cause_right for s in ours)

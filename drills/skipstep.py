@@ -1,8 +1,8 @@
-"""The baseline that skips steps: the rule of OLMo-core's SkipStepOptimizer, as a pure function of what was seen.
+"""Skip-step baseline: the rule of OLMo-core's SkipStepOptimizer, as a pure function of past steps.
 
-An update is skipped when loss or gradient norm is more than `SIGMA` standard deviations above the mean of the `WINDOW`
-steps before it, skipped ones included; none is before half of them are known. What is not finite is skipped, too, and
-not remembered: its mean and deviation would be none, and everything after it skipped.
+An update is skipped if loss or gradient norm is more than `SIGMA` standard deviations above the mean of the `WINDOW`
+steps before it, skipped ones included; none is before half of them are known. Non-finite steps are skipped and not
+recorded: they would make mean and deviation non-finite, and every later step skipped.
 Source: allenai/OLMo-core, src/olmo_core/optim/skip_step_optimizer.py (rolling_interval_length 128, sigma_factor 6).
 """
 
@@ -17,7 +17,7 @@ SIGMA = 6.0
 
 
 class SkipStep:
-    """Of one run; asked once for every step, in order."""
+    """The rule for one run; called once for every step, in order."""
 
     def __init__(self) -> None:
         self._seen: tuple[deque[float], deque[float]] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
@@ -34,5 +34,5 @@ class SkipStep:
 
 
 def _usual(value: float, seen: deque[float]) -> bool:
-    # OLMo-core counts the present value along.
+    # OLMo-core includes the present value.
     return len(seen) + 1 < WINDOW // 2 or value - fmean(seen) <= SIGMA * stdev(seen)

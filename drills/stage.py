@@ -1,8 +1,8 @@
-"""What drills are run on: two small corpora that every Python installation has the text for, and one recipe.
+"""Prepare the stage of drills: two small corpora from text in every Python installation, and one recipe.
 
-The corpus is the source of Python's standard library, as in the quickstart, or any text: then nobody has chosen a
-constant with it in view. The other one is of a different nature: the descriptions (METADATA: prose in Markdown) of the
-Python packages that are installed, with the tokenizer of the first.
+The corpus is the source of Python's standard library, as in the quickstart, or any text, on which no constant was
+tuned. The other one is of a different nature: the descriptions (METADATA: prose in Markdown) of the
+installed Python packages, with the tokenizer of the first.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from megastable.data.train_tokenizer import train_sentencepiece
 VOCABULARY = 1024
 RANKS = 2
 LAYERS = 2
-PER_TOKEN = 4  # characters of made text, more than any tokenizer of this size needs
-DOCUMENT = 3000  # characters at least of the documents that a text is cut into, at ends of lines
-VALIDATION = 0.05  # of such a text: a megabyte or so
-SHORT = 4096  # tokens of a document, of which many fit into a small corpus
+PER_TOKEN = 4  # characters of generated text per token, an upper bound for tokenizers of this size
+DOCUMENT = 3000  # minimum characters of a text's documents, cut at ends of lines
+VALIDATION = 0.05  # share of such a text: a megabyte or so
+SHORT = 4096  # tokens of a short document; many fit into a small corpus
 
 # Peak rates of 2, 3, 4 and 5e-3 end at a validation loss of 3.76, 3.73, 3.69 and 4.09; without clipping 3e-3 ends at
-# 3.75, 4e-3 at 4.24. So 3e-3 is nearly the best that all policies can bear: where a higher rate were much better, one
-# that is too high would do no harm.
+# 3.75, 4e-3 at 4.24. So 3e-3 is nearly the best that all policies tolerate: if a higher rate were much better, a
+# rate that is too high would do no harm.
 RECIPE: dict[str, Any] = {
     "model": {"layers": LAYERS, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "sequence_length": 128},
     "optimizer": {"lr": 3e-3},
@@ -51,11 +51,11 @@ RECIPE: dict[str, Any] = {
     "checkpoint": {"interval": 30, "keep": 3},
     "logging": {"tensorboard": False, "norms_interval": 20, "layers_interval": 0, "interval": 20}
     | {"peak_tflops": 1.0},
-    # What is usual here is known soon: steps of a tenth of a second.
+    # The baseline is soon known here: steps take a tenth of a second.
     "supervise": {"hang_floor": 10.0},
 }
 
-# Nothing but the updates is looked after; a run that is beyond help goes on to its end.
+# Only the updates are guarded; a hopeless run continues to its end.
 BARE = [
     "stability.enabled=false",
     "stability.max_discards=1000000",
@@ -72,8 +72,8 @@ OVERRIDES: dict[Policy, list[str]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """folder: where everything of a drill lies. seed: of model, order of the data and faults. steps: of every run.
-    text: what it trains on, a file or folder that prepare_data.py takes; without it the standard library."""
+    """folder: of everything in a drill. seed: of model, order of the data and faults. steps: of every run.
+    text: its training text, a file or folder that prepare_data.py takes; by default the standard library."""
 
     folder: Path
     seed: int
@@ -95,7 +95,7 @@ class Stage:
         return self.folder / f"{self.corpus.name}-descriptions"
 
     def prepare(self) -> None:
-        """Corpora and recipe; what is there is reused. Raises DataError."""
+        """Prepare corpora and recipe; existing ones are reused. Raises DataError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.text is None:
             prepare_stdlib(self.corpus, vocab_size=VOCABULARY, workers=self.ranks, progress=False)
@@ -103,7 +103,8 @@ class Stage:
             _prepare_text(self.text, self.corpus)
         tree = {**RECIPE, "run": {"seed": self.seed}, "data": {"corpora": [{"path": str(self.corpus)}]}}
         tree["model"] = {**tree["model"], "layers": self.layers}
-        # With 1,024 samples, runs that differ in a few dozen innocent samples differ by 0.003 nat (deviation of 6).
+        # With 1,024 samples, runs that differ in a few dozen innocent samples differ by 0.003 nat (standard deviation
+        # of 6).
         samples = 1024 if self.steps == STEPS else 256
         micro = GLOBAL_BATCH // self.ranks
         tree["train"] = {
@@ -112,7 +113,7 @@ class Stage:
         self.recipe.write_text(yaml.safe_dump(tree))
 
     def corpus_of(self, scenario: Scenario) -> tuple[Path, Planted | None]:
-        """The corpus of a scenario's runs, and what is bad in it."""
+        """The corpus of a scenario's runs, and its corruption."""
         corpus = self.corpus if scenario.epochs == 1 else self._part(scenario.epochs)
         if scenario.region is None:
             return corpus, None
@@ -133,7 +134,7 @@ class Stage:
         return output, planted
 
     def _text(self, scenario: Scenario) -> str | None:
-        """What a scenario plants, about as long as its samples. Its own text is from anywhere in the corpus."""
+        """The text that a scenario plants, about as long as its samples. Corpus passages come from anywhere in it."""
         if scenario.text is None:
             return None
         random = Random(f"{scenario.name} {self.seed}")
@@ -147,7 +148,7 @@ class Stage:
         return corrupt_texts.make(scenario.text, random, source, PER_TOKEN * tokens)
 
     def _part(self, epochs: int) -> Path:
-        """Short documents of the corpus, as many as make so many epochs of a run."""
+        """Short documents of the corpus, as many as give `epochs` epochs of a run."""
         part = self.folder / f"{self.corpus.name}-part-{self.steps}-{epochs}"
         if not part.exists():
             made = part.with_name(f"{part.name}.tmp")
@@ -157,7 +158,7 @@ class Stage:
             wanted = self.steps * GLOBAL_BATCH * RECIPE["model"]["sequence_length"] // epochs
             chosen = _short_documents(Stream(made, manifest, "train"), manifest.splits["train"], wanted)
             manifest.model_copy(update={"splits": manifest.splits | {"train": chosen}}).save(made)
-            made.rename(part)  # what is there is whole
+            made.rename(part)  # an existing one is complete
         return part
 
     def _descriptions(self) -> Path:
@@ -182,7 +183,7 @@ class Stage:
 
 
 def _prepare_text(text: Path, corpus: Path) -> None:
-    """A corpus of any text, with a tokenizer of its own."""
+    """A corpus of any text, with its own tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         cut = Path(folder, "documents.jsonl")
         with cut.open("w", encoding="utf-8") as file:
@@ -195,7 +196,8 @@ def _prepare_text(text: Path, corpus: Path) -> None:
 
 
 def documents(text: str) -> Iterator[str]:
-    """A text in pieces of `DOCUMENT` characters and the rest of a line: one document would be guilty as a whole."""
+    """Split a text into pieces of `DOCUMENT` characters and the rest of a line: a single document would be guilty
+    whole."""
     part = ""
     for line in text.splitlines(keepends=True):
         part += line
@@ -207,8 +209,9 @@ def documents(text: str) -> Iterator[str]:
 
 
 def _short_documents(stream: Stream, segments: Sequence[Segment], wanted: int) -> list[Segment]:
-    """Documents of a split in their order, `wanted` tokens less no more than a short one. Raises DataError where there
-    are not as many."""
+    """Documents of a split in their order, with `wanted` tokens, less at most a short one. Raises DataError if there
+    are
+    too few."""
     chosen, left = list[Segment](), wanted
     for segment in segments:
         shard = stream.open(segment.shard)
@@ -221,6 +224,6 @@ def _short_documents(stream: Stream, segments: Sequence[Segment], wanted: int) -
                 chosen.append(Segment(shard=shard.name, first_token=first, tokens=end - first, documents=1))
     if left > SHORT:
         raise DataError(
-            f"{stream.directory} has {wanted - left:,} tokens in short documents, {wanted:,} are needed"
+            f"{stream.directory} has {wanted - left:,} tokens in short documents, but {wanted:,} are needed"
         )
     return chosen

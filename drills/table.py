@@ -1,4 +1,4 @@
-"""Scores as a table for people, and what it comes to in a sentence. A row has the runs of all seeds."""
+"""Present scores as a table with a summary sentence. A row covers the runs of all seeds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WIDTH = 220  # columns of a terminal that show three seeds without a wrapped lin
 
 
 def console() -> Console:
-    """Where tables go; one that is no terminal is wide enough."""
+    """The console for tables; wide enough if it is not a terminal."""
     out = Console(markup=False, emoji=False, highlight=False)
     return out if out.is_terminal else Console(markup=False, emoji=False, highlight=False, width=WIDTH)
 
 
 def table(scores: Sequence[Score]) -> Table:
-    """A row per scenario and policy, scenarios apart; ours in bold, and in red where it misses a target. A column with
-    nothing in it is left out."""
+    """A row per scenario and policy, scenarios apart; ours in bold, and in red if it misses a target. Empty columns are
+    left out."""
     rows = [(key, list(found)) for key, found in groupby(scores, key=lambda s: (s.scenario, s.policy))]
     told = [row(seeds) for _, seeds in rows]
     filled = [i for i, cells in enumerate(zip(*told, strict=True)) if i < 2 or set(cells) - {"", "0"}]
@@ -60,11 +60,11 @@ def _style(seeds: Sequence[Score], column: str) -> str:
 
 
 def row(seeds: Sequence[Score]) -> list[str]:
-    """The cells of the runs of a scenario under a policy, but for its name."""
+    """The cells of the runs of a scenario under a policy, except its name."""
     ours = seeds[0].policy is Policy.OURS
 
     def each(cells: Sequence[str], always: bool = False) -> str:
-        """What is the same for every seed stands once."""
+        """Cells that are equal for all seeds are shown once."""
         return " ".join(dict.fromkeys(cells) if len(set(cells)) == 1 else cells) if ours or always else ""
 
     return [
@@ -91,7 +91,7 @@ def row(seeds: Sequence[Score]) -> list[str]:
 
 
 def outcome(seeds: Sequence[Score]) -> str:
-    """How they ended: the mean loss, or what became of those that have none."""
+    """How they ended: the mean loss, or the outcome of those without one."""
     losses = [s.val_loss for s in seeds if s.ended == "finished" and s.val_loss is not None]
     if len(losses) == len(seeds):
         return f"{fmean(losses):.4f}"
@@ -118,7 +118,7 @@ def _judged(found: Sequence[str], right: bool | None) -> str:
 
 
 def verdict(scores: Sequence[Score]) -> str:
-    """What ours comes to, in a sentence."""
+    """The result of ours, in a sentence."""
     ours = [s for s in scores if s.policy is Policy.OURS and not s.clean]
     if not ours:
         return "ours was not among the policies: there is no target to meet"

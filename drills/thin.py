@@ -1,7 +1,7 @@
-"""Faults with thin evidence: what is ordinary text to a careless look, a few bad samples among good ones, a rate that
-is too high for good, a checkpoint with right hashes over wrong content. Written down before any run of them was seen.
+"""Faults with thin evidence, written down before any run: text that looks ordinary, a few bad samples among good ones,
+a permanently too high rate, a checkpoint with right hashes over wrong content.
 
-In all of them no clean sample may be lost for good: where nobody is guilty, samples are read later.
+None of them may lose a clean sample for good: if no sample is guilty, samples are deferred.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from drills.scenario import FAULT_STEP, GLOBAL_BATCH, SAMPLES, STEPS, Scenario, 
 from megastable.stability.actions import Cause
 from megastable.stability.incident import Kind
 
-EARLY = 75  # step of the long regions: what comes after them is seen, too
+EARLY = 75  # step of the long regions: early, to observe the steps after them
 LONG = 480  # samples: 30 steps
 TRICKLE = 20  # steps with a single bad sample each
-WARNED = 100  # steps within which a run that begins badly is warned of
+WARNED = 100  # steps within which a bad start must cause a warning
 
 ANY: frozenset[Kind | None] = frozenset({"recoverable", "lingering", "divergent", None})
 
@@ -40,7 +40,7 @@ def _rate(name: str, factor: float) -> Scenario:
         "other data does not help, a smaller rate does; every sample is as good as before",
         # A remedy that is right at once makes it recoverable, by definition.
         frozenset({"recoverable", "lingering", "divergent"}),
-        # The first time nothing has come back yet: the state is all that can be blamed.
+        # The first time nothing has recurred yet: only the state can be blamed.
         frozenset({Cause.STATE}),
         fault=Fault(kind="high_rate", step=FAULT_STEP, steps=steps, factor=factor),
         steps=steps,
@@ -48,7 +48,7 @@ def _rate(name: str, factor: float) -> Scenario:
 
 
 def _start(name: str, title: str, why: str, *overrides: str) -> Scenario:
-    """Settings that are wrong from the first step on. Nothing can be gone back to: a person must be told."""
+    """Settings that are wrong from the first step on. There is nothing to go back to: a person must be warned."""
     return Scenario(
         name, title, frozenset(), why, ANY, frozenset({Cause.LEARNING_RATE, Cause.STATE}), overrides=overrides,
         step=1, steps=STEPS, warning=True,

@@ -1,4 +1,4 @@
-"""A rank of a drilled run: megastable.train with a fault, and with the policy that it is compared with.
+"""A rank of a drilled run: megastable.train with a fault, and with the policy under comparison.
 
 MEGASTABLE_DRILL=plan.json deepspeed --num_gpus 2 --module drills.worker RECIPE [OVERRIDE ...]
 """
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def replace_gate(rule: SkipStep | None) -> None:
-    """Judge every update by `rule` alone; without one, all are applied as far as DeepSpeed does."""
+    """Judge every update by `rule` alone; without a rule, apply all that DeepSpeed accepts."""
 
     def judge(self: Recovery, measured: Measured, step: int, lr: float) -> bool:
         return rule is None or rule.applies(measured.loss, measured.grad_norm)

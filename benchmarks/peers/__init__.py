@@ -1,6 +1,6 @@
-"""Who trains the same model: ours, the same model without DeepSpeed, and what others would use.
+"""Registry of trainers of the same model: ours, the same model without DeepSpeed, and other frameworks.
 
-`PEERS` is the table of them; each is built by a function of a `Task`, imported only when it is asked for, and gives a
+`PEERS` lists them; each is built from a `Task` by a function, imported only on request, which returns a
 `Contestant`. One that cannot run here raises `Unavailable` with the reason.
 """
 
@@ -25,21 +25,21 @@ from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 
 OURS = "megastable"
-RATE = 1e-6  # so that the weights stay about as they are, in bf16, too
+RATE = 1e-6  # so that the weights hardly change, even in bf16
 
 
 class Unavailable(Exception):
-    """Why a contestant cannot run here, for its row of the table."""
+    """The reason why a contestant cannot run here, for its table row."""
 
 
 @dataclass
 class Task:
-    """What every contestant does: one step on these micro-batches of this model. The config is complete."""
+    """The work of every contestant: one step on these micro-batches of this model. The config is complete."""
 
     config: RunConfig
     device: torch.device
     batches: list[MicroBatch]
-    ours: Any = None  # the Engine of OURS, while that is there
+    ours: Any = None  # the Engine of OURS, while it exists
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,13 +47,13 @@ class Task:
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """The initial weights by name, on the CPU: those that all begin with."""
+        """The common initial weights by name, on the CPU."""
         c = self.config
         module = gpt.GPT(c.model, TensorParallel(), "none", c.run.seed)
         return {placement_of(p).name: p.data.to(self.dtype) for p in module.parameters()}
 
     def inputs(self) -> list[tuple[Tensor, Tensor]]:
-        """(tokens, labels), each [b, s], on their way to the device, as a loader hands them on in every step."""
+        """(tokens, labels), each [b, s], sent to the device in every step, as a loader does."""
         return [
             (b.tokens.to(self.device, non_blocking=True), b.labels.to(self.device, non_blocking=True))
             for b in self.batches
@@ -62,8 +62,8 @@ class Task:
 
 @dataclass
 class Contestant:
-    """step(): forward, backward, clipping and update of one global batch; gives the mean loss (a tensor may still be
-    under way on the device). backends: with what, in words. same_weights: it begins with `Task.weights`."""
+    """step(): forward, backward, clipping and update of one global batch; returns the mean loss (a tensor may still be
+    computing on the device). backends: in words. same_weights: it starts from `Task.weights`."""
 
     step: Callable[[], Tensor | float]
     backends: str
@@ -73,16 +73,16 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Peer:
-    """module:function builds it. default: measured when nothing is said, on the devices named."""
+    """module:function builds it. default: measured by default, on the named devices."""
 
     builder: str
     meaning: str
     default: tuple[str, ...] = ()
-    holds: int = 16  # bytes a parameter between the steps, about; for the estimate of what fits together
+    holds: int = 16  # approximate bytes per parameter between steps; to estimate what fits together
 
     @property
     def given(self) -> bool:
-        """Whether it is given `Task.weights`: our own modules draw the same by themselves."""
+        """Whether it gets `Task.weights`: our own modules draw the same weights themselves."""
         return not self.builder.startswith("own:")
 
     def build(self, task: Task) -> Contestant:
@@ -101,19 +101,19 @@ PEERS = {
     "bare-masters": Peer("own:bare_masters", "bare, with fp32 masters and gradients as DeepSpeed keeps", (), 18),
     "plain": Peer("plain_torch:build", "the model in plain torch, compiled whole", BOTH, 6),
     "transformers": Peer("huggingface:compiled", "transformers' model, compiled", BOTH, 6),
-    "transformers-eager": Peer("huggingface:eager", "transformers' model as it is", (), 6),
+    "transformers-eager": Peer("huggingface:eager", "transformers' model, eager", (), 6),
     "transformers-deepspeed": Peer("huggingface:under_deepspeed", "transformers' under ZeRO-1", BOTH, 14),
     "megatron-core": Peer("megatron_core:build", "GPTModel of megatron.core on one rank", ("cuda",), 6),
 }  # fmt: skip
 
 
 def default_peers(device: str) -> list[str]:
-    """Who is measured when nothing is said."""
+    """The peers measured by default."""
     return [name for name, peer in PEERS.items() if device in peer.default]
 
 
 def chosen_peers(names: Sequence[str], device: str) -> list[str]:
-    """Ours first, then those named, each once. Raises ConfigError on a name that is none."""
+    """Ours first, then those named, each once. Raises ConfigError for an unknown name."""
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"--peers {name}: choose among {', '.join(n for n in PEERS if n != OURS)}")
@@ -121,7 +121,7 @@ def chosen_peers(names: Sequence[str], device: str) -> list[str]:
 
 
 def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW over the parameters as they are; matrices decay, norms do not."""
+    """torch's fused AdamW over the parameters in their dtype; matrices decay, norms do not."""
     return adamw_of(list(module.parameters()), config)
 
 
@@ -135,7 +135,7 @@ def adamw_of(parameters: list[Any], config: OptimizerConfig) -> torch.optim.Adam
 def trained(
     task: Task, module: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[], Tensor]:
-    """The step of a plain training loop: gradients add up in the dtype of the weights, one clip, one update."""
+    """The step of a plain training loop: gradients accumulate in the dtype of the weights, one clip, one update."""
     c, n = task.config, len(task.batches)
     optimizer = adamw(module, c.optimizer)
     parameters = list(module.parameters())

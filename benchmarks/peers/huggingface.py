@@ -1,7 +1,7 @@
-"""transformers' model of the same shape and weights, trained by its users' loop, alone and under DeepSpeed.
+"""transformers' model of the same shape and weights, in a typical training loop, alone and under DeepSpeed.
 
-Its own attention and its own loss: cross-entropy over logits in fp32, no z-loss, so a little less work than ours.
-Tokens and labels are those of ours: the labels are handed over shifted, and nothing is padded.
+It uses its own attention and its own loss: cross-entropy over logits in fp32, no z-loss, so slightly less work than
+ours. Tokens and labels are the same; the labels are passed shifted, and nothing is padded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _model(task: Task) -> tuple[nn.Module, str]:
     told["use_cache"] = False
     shape = transformers.AutoConfig.for_model(told.pop("model_type"), **told)
     with torch.device(task.device):
-        # Not cast afterwards: its rotary frequencies are to stay in fp32.
+        # Not cast afterwards: its rotary frequencies must stay in fp32.
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(
             shape, dtype=task.dtype, attn_implementation=attention
         )
@@ -54,8 +54,9 @@ def _model(task: Task) -> tuple[nn.Module, str]:
 
 
 def _loss_of(forward: Any, task: Task) -> Any:
-    # Compiled by torch below 2.14 it would write its causal mask out, and no flash kernel takes one. Qwens take masks
-    # that are made already, and none is better: the kernel is causal by itself.
+    # Compiled by torch below 2.14 it would write out its causal mask, which no flash kernel takes. Qwens accept
+    # prepared
+    # masks, and None is best: the kernel is causal by itself.
     qwen = names.architecture_of(task.config.model) in (names.QWEN2, names.QWEN3)
     masks: dict[str, Any] = {"attention_mask": {"full_attention": None}} if qwen else {}
 
@@ -69,7 +70,7 @@ def _loss_of(forward: Any, task: Task) -> Any:
 
 
 def compiled(task: Task) -> Contestant:
-    """torch.compile of the whole model, as its users do; but where the recipe says kernels.compile=false."""
+    """torch.compile of the whole model, as is usual, unless the recipe says kernels.compile=false."""
     if task.config.kernels.compile is False:
         return eager(task)
     module, said = _model(task)
@@ -84,10 +85,10 @@ def eager(task: Task) -> Contestant:
 
 
 def under_deepspeed(task: Task) -> Contestant:
-    """The model, compiled, under ZeRO-1 with the configuration that its users write: bf16, clipping, the rest by
-    DeepSpeed's defaults (gradients add up in bf16, masters and moments are fp32).
+    """The model, compiled, under ZeRO-1 with a typical configuration: bf16, clipping, otherwise DeepSpeed's
+    defaults (gradients accumulate in bf16, masters and moments are fp32).
 
-    engine/ is the only folder of the package that trains with DeepSpeed; a peer is to owe nothing to it.
+    engine/ is the only folder of the package that trains with DeepSpeed; a peer should not depend on it.
     """
     import deepspeed
 
@@ -98,7 +99,7 @@ def under_deepspeed(task: Task) -> Contestant:
         "gradient_accumulation_steps": len(task.batches),
         "gradient_clipping": c.optimizer.clip,
         "bf16": {"enabled": kind == "bf16"},
-        # Its default bucket, 500M gradients whatever the model, would be most of the memory of a small one.
+        # Its default bucket, 500M gradients for any model, would dominate the memory of a small one.
         "zero_optimization": {"stage": 1, "reduce_bucket_size": min(500_000_000, parameters(c.model))},
         "steps_per_print": 1 << 60,
     }

@@ -1,7 +1,7 @@
-"""Megatron-core's GPTModel on one rank: its Transformer Engine layers where these are installed, else its local ones.
+"""Megatron-core's GPTModel on one rank, with Transformer Engine layers if installed, else its local ones.
 
-One rank, no pipeline: its model and kernels are compared, not its parallelism. AdamW is torch's, fused, on the weights
-as they are, as for the other models; its own loss, without z-loss. It begins with weights of its own.
+One rank, no pipeline: this compares its model and kernels, not its parallelism. AdamW is torch's, fused, directly on
+the weights, as for the other models; its own loss, without z-loss. It starts from its own weights.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from benchmarks.peers import Contestant, Task, Unavailable, trained
 
 
 class _NoTracker:
-    """In place of the random states of GPUs, which dropout would take."""
+    """Replaces the GPU random states for dropout."""
 
     fork = staticmethod(contextlib.nullcontext)
 
 
 @contextlib.contextmanager
 def _device(task: Task) -> Iterator[None]:
-    """On a CPU Megatron asks for a GPU where it needs none."""
+    """On a CPU, satisfy Megatron's needless requests for a GPU."""
     if task.device.type == "cuda":
         yield
         return
@@ -41,7 +41,7 @@ def _device(task: Task) -> Iterator[None]:
 
 
 def build(task: Task) -> Contestant:
-    """Raises Unavailable where it is not installed or has no home for an option of the model."""
+    """Raises Unavailable if it is not installed or does not support an option of the model."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -87,7 +87,7 @@ def build(task: Task) -> Contestant:
         ).to(task.device, task.dtype)  # fmt: skip
     s = c.sequence_length
     positions = torch.arange(s, device=task.device).expand(task.config.train.micro_batch, -1)
-    # Transformer Engine's attention is causal by itself; the local one wants to be told what not to see.
+    # Transformer Engine's attention is causal by itself; the local one needs a mask.
     mask = None if engine else torch.ones(1, 1, s, s, device=task.device).triu(1).bool()
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ours as a run trains it, and the same modules without DeepSpeed: what all that is around them costs."""
+"""Our engine as in a run, and the same modules without DeepSpeed, to measure the engine's overhead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megastable.parallel.topology import TensorParallel, Topology
 
 
 def ours(task: Task) -> Contestant:
-    """`Engine.train_step` with the gate of every step; `bench.py stability` tells what the rest costs."""
+    """`Engine.train_step` with the gate of every step; `bench.py stability` measures the rest."""
     return _engine(task, task.config, mine=True)
 
 
@@ -31,7 +31,7 @@ def ours_eager(task: Task) -> Contestant:
 
 
 def ours_bf16(task: Task) -> Contestant:
-    """The same without precision.fp8: whatever FP8 is compared with, it is this."""
+    """The same without precision.fp8: the baseline of FP8."""
     if task.config.precision.fp8 is None:
         raise Unavailable("the recipe asks for no FP8 (precision.fp8=current): it would be ours once more")
     tree = task.config.model_dump()
@@ -40,13 +40,14 @@ def ours_bf16(task: Task) -> Contestant:
 
 
 def ours_fp8_off(task: Task) -> Contestant:
-    """The engine of ours, out of FP8 for its steps: a large model is built once. Not quite `ours_bf16`, whose blocks
+    """Our engine with FP8 switched off for its steps: a large model is built only once. Not quite `ours_bf16`, whose
+    blocks
     are compiled whole."""
     engine: Engine | None = task.ours
     if task.config.precision.fp8 is None:
         raise Unavailable("the recipe asks for no FP8 (precision.fp8=current): it would be ours once more")
     if engine is None or engine.fp8 is None:
-        raise Unavailable("it steps with the engine of megastable, which is not there: measure --together")
+        raise Unavailable("it uses the engine of megastable, which does not exist: measure --together")
     fp8 = engine.fp8
 
     def step() -> float:
@@ -90,7 +91,7 @@ def _said(c: RunConfig, task: Task) -> str:
 
 
 def _model(task: Task) -> tuple[nn.Module, LossFunction]:
-    """The modules of ours with the kernels of ours. Their weights come from the same seed."""
+    """Our modules with our kernels. Their weights come from the same seed."""
     c = task.config
     chosen = choose(c, task.device)
     loss = LossFunction(c.model.vocab_size or 0, c.model.z_loss, TensorParallel(), chosen.compile)
@@ -99,14 +100,14 @@ def _model(task: Task) -> tuple[nn.Module, LossFunction]:
 
 
 def bare(task: Task) -> Contestant:
-    """Weights, gradients and moments of 16 bits: the least that training the same modules takes.
+    """16-bit weights, gradients and moments: the minimum for training the same modules.
 
-    Less than what DeepSpeed does: it keeps fp32 masters, moments and sums of gradients (`bare_masters`).
+    Less than DeepSpeed does: it keeps fp32 masters, moments and sums of gradients (`bare_masters`).
     """
     module, loss = _model(task)
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
-        loss.samples.clear()  # per-sample losses, which nobody collects here
+        loss.samples.clear()  # per-sample losses, which are not used here
         value: Tensor = module(tokens, labels)
         return value
 
@@ -114,8 +115,8 @@ def bare(task: Task) -> Contestant:
 
 
 def bare_masters(task: Task) -> Contestant:
-    """As DeepSpeed's ZeRO with fp32 accumulation keeps things: gradients of 16 bits are added up in fp32 after every
-    micro-batch, clipped, used on fp32 masters, and the weights are copies of these."""
+    """As DeepSpeed's ZeRO with fp32 accumulation: 16-bit gradients are added up in fp32 after every
+    micro-batch, clipped, applied to fp32 masters, and the weights are copies of these."""
     module, loss = _model(task)
     c, n = task.config, len(task.batches)
     weights: list[Any] = list(module.parameters())

@@ -1,7 +1,7 @@
-"""The same model as an engineer writes it in plain torch today, in the manner of nanoGPT and torchtitan.
+"""The same model in plain torch, in the style of nanoGPT and torchtitan.
 
-Batch first, fused projections, torch's own norms, attention and cross-entropy, the whole compiled. Parameters have the
-names of ours, so that the same weights go in. Without documents kept apart.
+Batch first, fused projections, torch's own norms, attention and cross-entropy, the whole compiled. Parameters have
+our names, so that the same weights can be loaded. Without documents kept apart.
 """
 
 from __future__ import annotations
@@ -89,10 +89,13 @@ class PlainGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.final_norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
         self.head = None if c.tied else nn.Linear(c.hidden, c.padded_vocab, bias=False)
-        self.cos, self.sin = torch.empty(0), torch.empty(0)  # no buffers: a cast to bf16 would blur them
+        self.cos, self.sin = (
+            torch.empty(0),
+            torch.empty(0),
+        )  # not buffers: a cast to bf16 would lose precision
 
     def ready(self, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> PlainGPT:
-        """On its device, with weights of our names, and its rotary tables."""
+        """Move to the device, with weights by our names, and build the rotary tables."""
         c = self.config
         self.to(dtype).to_empty(device=device).load_state_dict(weights)
         rate = c.rope_theta ** (-torch.arange(0, c.head_width, 2).float() / c.head_width)
@@ -114,11 +117,11 @@ class PlainGPT(nn.Module):
 
 
 def build(task: Task) -> Contestant:
-    """Compiled whole, but where the recipe says kernels.compile=false."""
+    """Compiled whole, unless the recipe says kernels.compile=false."""
     if task.config.model.qkv_bias or task.config.model.rope_scaling:
         raise Unavailable("it is written without model.qkv_bias and model.rope_scaling")
     compiled = task.config.kernels.compile is not False
-    with torch.device("meta"):  # nothing is drawn that would be overwritten
+    with torch.device("meta"):  # no weights are drawn only to be overwritten
         module = PlainGPT(task.config.model)
     module.ready(task.weights, task.device, task.dtype)
     forward: Any = torch.compile(module) if compiled else module

@@ -1,4 +1,5 @@
-"""Errors and answers that all ranks share: none is left waiting in a collective for one that has given up."""
+"""Collectives of Python objects: gather a value, share a result, raise an error on all ranks together so that none
+hangs."""
 
 from __future__ import annotations
 
@@ -13,16 +14,17 @@ T = TypeVar("T")
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's `value`, by rank (of `group`, or of the world), on all of them."""
+    """The `value` of every rank of `group` (default: the world), in rank order, on every rank."""
     if dist.get_world_size(group) == 1:
-        return [value]  # a collective of one takes a millisecond all the same
+        return [value]  # even a collective of one rank takes a millisecond
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
 def agree(action: Callable[[], T]) -> T:
-    """Run `action` on every rank. If it raises a MegastableError on any, the first one's is raised on all."""
+    """Run `action` on every rank. If it raises a MegastableError on any rank, all ranks raise the lowest rank's
+    error."""
     result: Any = None
     error: MegastableError | None = None
     try:
@@ -34,7 +36,7 @@ def agree(action: Callable[[], T]) -> T:
 
 
 def first(action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 alone; its result, or its MegastableError, on every rank."""
+    """Run `action` on rank 0 only; every rank returns its result or raises its MegastableError."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -48,13 +50,13 @@ def first(action: Callable[[], T]) -> T:
 
 
 def shared(error: MegastableError) -> MegastableError:
-    """An error that every rank raises at the same place."""
+    """Mark `error` as one that every rank raises at the same place."""
     error.collective = True
     return error
 
 
 def strangers(value: Any) -> list[int]:
-    """The ranks whose `value` is not rank 0's; empty when all agree."""
+    """The ranks whose `value` differs from rank 0's; empty when all agree."""
     values = gathered(value)
     return [rank for rank, other in enumerate(values) if other != values[0]]
 

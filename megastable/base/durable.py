@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and on the disk when the call returns."""
+"""Atomic, durable file writes: a file is complete or absent, and on disk when the call returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sync_directory(directory: Path) -> None:
 def hold(path: Path, seconds: float = 1.0) -> IO[str] | None:
     """The file at `path`, locked for as long as it stays open; None when another process holds it for all of `seconds`.
 
-    Whoever only looks whether it is held (a status command) holds it for an instant. Raises OSError.
+    A process that only checks the lock (a status command) holds it for an instant. Raises OSError.
     """
     until = time.monotonic() + seconds
     file = path.open("a+")
@@ -43,26 +43,26 @@ def hold(path: Path, seconds: float = 1.0) -> IO[str] | None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write what a user asked a tool to write: a file whole or not at all, anything else (a pipe, a device) directly.
+    """Write a tool's output: a regular file atomically, anything else (a pipe, a device) directly.
 
-    A link stays, and what it points to is written. Raises DataError.
+    A symbolic link stays and its target is written. Raises DataError.
     """
     try:
-        # /dev/stdout may be a regular file: a rename would replace the device by it, for everybody.
+        # /dev/stdout may be a regular file: a rename would replace the device for every process.
         if path.absolute().parts[1:2] in (("dev",), ("proc",)) or (path.exists() and not path.is_file()):
             with path.open("a", encoding="utf-8") as stream:
                 stream.write(text)
         else:
             write_file(path.resolve(), text.encode())
     except BrokenPipeError:
-        raise  # whoever reads it has seen enough
+        raise  # the reader has closed the pipe
     except OSError as error:
         raise DataError(f"{path} could not be written: {error.strerror or error}") from None
 
 
 def write_file(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Write a file under a temporary name, then rename; an older one is replaced. mode: who may read and write it, None
-    = as the umask says. Raises OSError."""
+    """Write a file under a temporary name, then rename it over an older one. mode: file permissions, None = by the
+    umask. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("wb") as file:

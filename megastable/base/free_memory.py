@@ -1,4 +1,4 @@
-"""Free host memory of this process, and what a copy of its state there would take."""
+"""Free host memory of this process, and the memory that a snapshot of its state would take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Demand:
-    """Of one rank: its host, the bytes that a snapshot takes, and the bytes that this process may still take there."""
+    """One rank's host, the bytes that a snapshot takes, and the bytes that this process may still allocate there."""
 
     host: str
     snapshot: int
@@ -26,8 +26,8 @@ class Demand:
 
 
 def demand(state: Iterable[Tensor], masters: Iterable[Tensor], moments: torch.dtype, pinned: bool) -> Demand:
-    """This rank's. state: what a snapshot copies now; masters: the fp32 weights, with which Adam's two moments, of the
-    type `moments`, are made at the first update."""
+    """This rank's demand. state: what a snapshot copies now; masters: the fp32 weights, for which the first update
+    creates Adam's two moments in the dtype `moments`."""
     now = sum(taken(t.numel() * t.element_size(), pinned) for t in state)
     later = sum(
         taken(4 * t.numel(), pinned) + 2 * taken(t.numel() * moments.itemsize, pinned) for t in masters
@@ -36,12 +36,12 @@ def demand(state: Iterable[Tensor], masters: Iterable[Tensor], moments: torch.dt
 
 
 def free() -> int:
-    """Bytes of host memory that this process may still take: of the machine, and of the control groups it is in."""
+    """Bytes of host memory that this process may still allocate, by the machine and by its control groups."""
     return min([int(psutil.virtual_memory().available), *group_limits()])
 
 
 def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """What every memory limit above this process leaves, in bytes: containers and batch systems set them.
+    """Bytes left under every memory limit above this process; containers and batch systems set such limits.
 
     Both versions of control groups (kernel documentation, cgroup-v2 and cgroup-v1/memory). A limit holds for all groups
     below it; a container may see its own group as the root. File cache that the kernel can drop is free.
@@ -66,7 +66,7 @@ def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 def _left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Of one group; None where there is no limit ("max") or no such group."""
+    """Bytes left in one group; None without a limit ("max") or without such a group."""
     try:
         most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""What a device can do: whether there is a GPU, its peak for MFU, the memory in use; and who shares the host."""
+"""Device facts: GPU present, peak TFLOP/s for MFU, memory in use; and the number of ranks on this host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megastable.base import products
 
 DEVICES = Path("/dev")
-# Dense bf16 and fp16 peaks by NVIDIA's data sheets, in TFLOP/s; a more special name goes before a shorter one.
+# Dense bf16 and fp16 peaks from NVIDIA's data sheets, in TFLOP/s; the more specific name comes first.
 NOMINAL = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -26,32 +26,32 @@ NOMINAL = {
 
 
 def has_gpu() -> bool:
-    """Whether torch would find a GPU, without starting CUDA as torch.cuda.is_available() does: no process forked from
-    one that has started it can use a GPU (bench/ranks.py)."""
+    """Whether torch would find a GPU, without starting CUDA as torch.cuda.is_available() does: a process forked after
+    that cannot use a GPU (benchmarks/ranks.py)."""
     if not torch.backends.cuda.is_built():
         return False
     if torch.version.hip is not None:
         return torch.cuda.device_count() > 0
     count = torch.cuda._device_count_nvml()
-    # Containers may lack NVML, and it does not count parts of a GPU (MIG): then a device file is enough.
+    # Containers may lack NVML, and it does not count MIG slices of a GPU: then a device file is enough.
     return count > 0 or (count < 0 and any(DEVICES.glob("nvidia[0-9]*")))
 
 
 def nominal_tflops(name: str, dtype: torch.dtype) -> float | None:
-    """The data sheet's figure for a GPU by its name; None where it is not known, or `dtype` is not of 16 bits."""
+    """The data sheet's figure for a GPU by its name; None if it is unknown or `dtype` does not have 16 bits."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return None  # fp32 products run as fp32 or TF32, as torch is set: only a measurement can tell
+        return None  # fp32 products run as fp32 or TF32, by torch's settings: measure instead
     return next((peak for key, peak in NOMINAL.items() if key in name), None)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(TFLOP/s, where it comes from): a data sheet's figure for a known GPU, else a matrix product, measured."""
+    """(TFLOP/s, source): the data sheet's figure for a known GPU, else a measured matrix product."""
     if device.type != "cuda":
         return measured_tflops(device, dtype, 1024), "measured matrix product"
     name = torch.cuda.get_device_name(device)
     if nominal := nominal_tflops(name, dtype):
         return nominal, f"nominal, {name}"
-    # A smaller product would measure how fast kernels are launched.
+    # A smaller product would measure kernel launches.
     return measured_tflops(device, dtype, 8192), f"measured matrix product, {name}"
 
 
@@ -61,7 +61,7 @@ def measured_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds
     best, end = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < end or best == 0.0:
         start = time.perf_counter()
-        products.mm(a, a)  # as the model makes them
+        products.mm(a, a)  # the model's own product
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = max(best, 2 * size**3 / (time.perf_counter() - start) / 1e12)
@@ -69,12 +69,12 @@ def measured_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds
 
 
 def memory_gib(device: torch.device) -> float:
-    """GiB in use at the peak (GPU), or resident now (CPU)."""
+    """GiB in use: the peak on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return psutil.Process().memory_info().rss / 2**30
 
 
 def ranks_of_host() -> int:
-    """As the launcher says; 1 without one."""
+    """Number of ranks on this host by the launcher's environment; 1 without a launcher."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines that survive a crash: the journal and the skip ledger are kept in them."""
+"""Append-only JSON-lines files that survive a crash, used for the journal and the skip ledger."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import IO
 from megastable.base.durable import sync_directory
 from megastable.base.errors import DataError
 
-PATIENCE = 10.0  # seconds that another process may take for its line
+PATIENCE = 10.0  # seconds to wait for another process's lock
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line and wait until it is on the disk. Raises DataError when that fails.
+    """Append a line and wait until it is on disk. Raises DataError on failure.
 
-    A last line that a crash has torn is moved to NAME.torn first, so that it does not run into this one. A
-    lock keeps two processes from writing at once.
+    A torn last line (from a crash) is first moved to NAME.torn, so that the new line does not run into it. A lock
+    keeps two processes from writing at once.
     """
     try:
         new = not path.exists()
@@ -36,15 +36,15 @@ def append(path: Path, line: str) -> None:
 
 
 def read(path: Path) -> tuple[list[bytes], bytes]:
-    """(whole lines, torn rest) of a file; see `content`."""
+    """(complete lines, torn rest) of a file; see `content`."""
     whole, torn = content(path)
     return whole.removesuffix(b"\n").split(b"\n") if whole else [], torn
 
 
 def content(path: Path) -> tuple[bytes, bytes]:
-    """(whole lines in one, torn rest) of a file; nothing when there is none. Raises DataError when it cannot be read.
+    """(complete lines joined, torn rest) of a file; empty if it does not exist. Raises DataError if it cannot be read.
 
-    A last line without a newline that is valid JSON all the same counts as whole.
+    A last line that lacks its newline but is valid JSON counts as complete.
     """
     try:
         given = path.read_bytes()
@@ -58,7 +58,7 @@ def content(path: Path) -> tuple[bytes, bytes]:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Wait for others that write, but not for one that was stopped in the middle. Raises OSError."""
+    """Wait for other writers, but not forever for one that was stopped while writing. Raises OSError."""
     until = time.monotonic() + PATIENCE
     while True:
         try:
@@ -70,9 +70,9 @@ def _lock(file: IO[bytes]) -> None:
 
 
 def _mend(path: Path, file: IO[bytes]) -> None:
-    """Give the file, open for reading and appending, a last line that ends."""
+    """Complete or move the torn last line of a file that is open for reading and appending."""
     size = file.seek(0, os.SEEK_END)
-    # A line of ours is short: the tail is found in the last megabyte without reading the whole file.
+    # Our lines are short: the last megabyte holds the tail, without reading the whole file.
     file.seek(max(0, size - (1 << 20)))
     tail = file.read().rsplit(b"\n", 1)[-1]
     if not tail:

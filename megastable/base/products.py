@@ -1,8 +1,8 @@
-"""Matrix products in the dtype of their matrices, also on CPUs that have no instructions for bf16.
+"""Matrix products in the dtype of their inputs, also on CPUs without bf16 instructions.
 
-oneDNN emulates bf16 there and takes ten times as long as in fp32 (measured with torch 2.13 on a CPU with AVX2 only). So
-the matrices are cast, multiplied in fp32 and the result is rounded once: the same precision, as products of bf16 are
-summed up in fp32 anywhere. Only bf16 is saved for the backward pass. On all other devices these are torch's functions.
+There oneDNN emulates bf16, ten times slower than fp32 (measured with torch 2.13 on a CPU with AVX2 only). So the
+matrices are cast, multiplied in fp32, and the result is rounded once. The precision is the same, because bf16 products
+accumulate in fp32 anyway. Only bf16 is saved for the backward pass. On all other devices these are torch's functions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Whether oneDNN has products of bf16 on this host's CPU.
+# Whether oneDNN has native bf16 products on this host's CPU.
 NATIVE = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def is_cast(x: Tensor) -> bool:
-    """Whether products of x are made in fp32."""
+    """Whether products of x are computed in fp32."""
     return not NATIVE and x.dtype is torch.bfloat16 and x.device.type == "cpu"
 
 
@@ -55,8 +55,8 @@ class _SavesParameter(torch.autograd.Function):
 
 
 def linear_of_parameter(x: Tensor, w: Tensor) -> Tensor:
-    """`linear`, bit for bit, for weights that ZeRO 3 gathers: w is saved for the backward pass as the Parameter that
-    it is. F.linear saves a view, which keeps the gathered weight in memory from the forward to the backward pass."""
+    """`linear`, bit for bit, for weights that ZeRO 3 gathers: saves w for the backward pass as the Parameter itself.
+    F.linear saves a view, which keeps the gathered weight in memory until the backward pass."""
     y: Tensor = _SavesParameter.apply(x, w)
     return y
 

@@ -1,4 +1,4 @@
-"""How far a command is: a bar with rate and time left on a terminal, nothing elsewhere, on stderr."""
+"""Progress bars on stderr, with rate and time left: shown on a terminal, silent elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megastable.base.text import visible
 
 
 class _Rate(ProgressColumn):
-    """How many a second."""
+    """Units per second."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()

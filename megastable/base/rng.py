@@ -1,4 +1,4 @@
-"""The random states of a process, to be kept and brought back."""
+"""Save and restore the random states of a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Python's, numpy's, torch's and the GPUs' random states; only what `torch.load(weights_only=True)` reads."""
+    """The random states of Python, numpy, torch and the GPUs, in types that `torch.load(weights_only=True)` reads."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -22,7 +22,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Bring back what `rng_state` gave."""
+    """Restore what `rng_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

@@ -1,4 +1,4 @@
-"""How large a tensor is in numbers: what a checkpoint keeps of its tensors to know them again."""
+"""Norm and largest magnitude of a tensor, stored in checkpoints to verify tensors on load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Size(BaseModel):
-    """Of a tensor: L2 norm and largest magnitude."""
+    """L2 norm and largest magnitude of a tensor."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 

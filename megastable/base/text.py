@@ -1,4 +1,4 @@
-"""Text for people: text from outside made safe to show, counts, ranges, sizes and time spans in words."""
+"""Text for people: untrusted text made safe to print; counts, ranges, sizes and time spans in words."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 
 def visible(text: object, most: int | None = None, keep: str = "") -> str:
-    """`text` with every character that does not show, or changes how others do, as an escape such as \\x1b or \\u202e.
+    """`text` with invisible characters, and those that change how others are shown, as escapes such as \\x1b or
+    \\u202e.
 
-    On one line, unless `keep`, the characters that stay as they are, has the newline. most: characters; what is beyond
-    is cut off, with an ellipsis.
+    The result is one line unless `keep` (characters left alone) has the newline. most: number of characters; longer
+    text is cut, with an ellipsis.
     """
     whole = str(text)
     cut = whole if most is None else whole[: most + 1]
@@ -21,7 +22,7 @@ def visible(text: object, most: int | None = None, keep: str = "") -> str:
 
 
 def escaped(character: str) -> str:
-    """One character as Python writes it in ASCII."""
+    """One character as an ASCII escape of Python."""
     return character.encode("unicode_escape").decode()
 
 
@@ -31,7 +32,7 @@ def plural(n: int, noun: str) -> str:
 
 
 def ranges(given: Sequence[tuple[int, int]], most: int = 12) -> str:
-    """Ranges [first, end) for people: both ends included."""
+    """Half-open ranges [first, end) as text, with both ends included."""
     shown = ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in given[:most])
     return shown + (f" and {plural(len(given) - most, 'more range')}" if len(given) > most else "")
 
@@ -42,7 +43,7 @@ def put_off(
     lost: int = 0,
     step: int | None = None,
 ) -> str:
-    """What became of samples that nobody was guilty of; "" where there are none. Ranges [first, end);
+    """The fate of samples skipped or deferred without being guilty; "" if there are none. Ranges [first, end);
     step: about when they are read again."""
     count, told = sum(end - first for first, end in deferred), list[str]()
     if count:
@@ -55,7 +56,7 @@ def put_off(
 
 
 def duration(seconds: float) -> str:
-    """A time span as text: 0.4 s, 59 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark for what is none."""
+    """A time span as text: 0.4 s, 59 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is not a number."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 59.5:
@@ -68,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: object, form: str = ".3f") -> str:
-    """A number of an event as text; what is none is a question mark ("nan" and "inf" are numbers)."""
+    """A number of an event as text; a question mark if it is not a number ("nan" and "inf" are numbers)."""
     try:
         return format(float(value), form)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Writing and reading the files of a checkpoint: hashed on the way to the disk, and on the disk when a call returns."""
+"""Write and read the files of a checkpoint: hashed during the write, and on disk when a call returns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-BLOCK = 1 << 24  # bytes that are written and hashed at a time
-NAMES = {  # of safetensors (its README, "Format")
+BLOCK = 1 << 24  # bytes written and hashed at a time
+NAMES = {  # dtype names of safetensors (its README, "Format")
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
@@ -32,7 +32,7 @@ class FileRecord(BaseModel):
 
 
 class _Hashing:
-    """A file object for torch.save: counts and hashes what goes through."""
+    """A file object for torch.save that counts and hashes the bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.hash, self.size = file, xxhash.xxh3_128(), 0
@@ -42,7 +42,7 @@ class _Hashing:
         try:
             self.file.write(data)
         except OSError as error:
-            self.error = error  # torch's zip writer turns it into a RuntimeError that does not say why
+            self.error = error  # torch's zip writer turns it into a RuntimeError without the reason
             raise
         self.hash.update(data)
         self.size += len(data)
@@ -58,7 +58,7 @@ class _Hashing:
 
 
 def write_file(path: Path, content: Any) -> FileRecord:
-    """torch.save `content`, or write bytes; on the disk when this returns. Raises OSError, RuntimeError."""
+    """torch.save `content`, or write bytes; on disk when this returns. Raises OSError, RuntimeError."""
     with path.open("wb") as file:
         hashing = _Hashing(file)
         if isinstance(content, bytes):
@@ -74,13 +74,13 @@ def write_file(path: Path, content: Any) -> FileRecord:
 
 
 class TensorFile:
-    """One .safetensors file, written in a stream: names, dtypes and shapes are known first, tensors come one by one.
+    """One .safetensors file, written as a stream: names, dtypes and shapes are known first, tensors come one by one.
 
         with TensorFile(path, [("weight", torch.float32, (2, 3))]) as file:
             file.write("weight", tensor)
         file.record  # its size and hash
 
-    The library's own writer wants all tensors of a file in memory at once. Memory here: one block. Raises OSError.
+    The library's own writer needs all tensors of a file in memory at once. Memory here: one block. Raises OSError.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class TensorFile:
             end = offset + dtype.itemsize * torch.Size(shape).numel()
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
-        assert len(header) == len(entries) + bool(metadata), "a name stands twice"
+        assert len(header) == len(entries) + bool(metadata), "a name occurs twice"
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+        text += b" " * (-len(text) % 8)  # aligns the tensors
         self._file = path.open("wb")
         try:
             self._hashing = _Hashing(self._file)
@@ -109,15 +109,15 @@ class TensorFile:
         self._record: FileRecord | None = None
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """The next tensor; of the dtype and shape that were said of it, on any device."""
+        """Write the next tensor, of its declared dtype and shape, on any device."""
         expected = self._left.pop()
-        assert (name, tensor.dtype, tuple(tensor.shape)) == expected, f"{name}: said {expected}"
+        assert (name, tensor.dtype, tuple(tensor.shape)) == expected, f"{name}: expected {expected}"
         flat = tensor.detach().contiguous().flatten().view(torch.uint8)
         for block in flat.split(BLOCK):
             self._hashing.write(block.cpu().numpy().data)
 
     def close(self) -> FileRecord:
-        """On the disk when this returns."""
+        """Finish the file; on disk when this returns."""
         if self._record is None:
             assert not self._left, f"{self._left[-1][0]} was not written"
             self._record = self._hashing.finish()
@@ -141,7 +141,7 @@ class TensorFile:
 
 
 def hash_file(path: Path, from_disk: bool = False) -> FileRecord:
-    """Size and hash of a file. from_disk: as it lies there, not as the file cache remembers it."""
+    """Size and hash of a file. from_disk: bypass the file cache."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         if from_disk:

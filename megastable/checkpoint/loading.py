@@ -1,7 +1,7 @@
-"""A checkpoint of any layout into an engine of any other: weights, moments and fp16's loss scale, bit for bit.
+"""Load a checkpoint of any layout into an engine of any other: weights, moments and fp16's loss scale, bit for bit.
 
-Every rank asks for the ranges that it holds. Where tensor parallelism is the same it reads just those; otherwise it
-puts each of its tensors together and cuts its shard out of it, one tensor in memory at a time.
+Every rank reads the ranges that it holds. If the tensor-parallel size is the same it reads only those; otherwise it
+assembles each of its tensors and cuts out its shard, one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megastable.engine.flatstate import Fragment
 
 
 def load(checkpoint: Path, state: RunState, engine: Any) -> None:
-    """Put `checkpoint`, whose state.json is `state`, into an engine.
+    """Load `checkpoint`, whose state.json is `state`, into an engine.
 
-    Not collective: a rank may fail alone, with CheckpointError. Once all agree, `engine.refresh_weights()` brings the
-    low-precision weights up to date.
+    Not collective: a single rank may fail with CheckpointError. Once all agree, `engine.refresh_weights()` updates the
+    low-precision weights.
     """
     check_model(checkpoint, engine.config.model)
     whole, topology = WholeState(checkpoint), engine.topology
@@ -41,12 +41,12 @@ def load(checkpoint: Path, state: RunState, engine: Any) -> None:
 
 
 def check_model(checkpoint: Path, model: ModelConfig) -> None:
-    """Raises CheckpointError, with what differs, when the weights are of another model."""
+    """Raises CheckpointError, with the differences, if the weights are of another model."""
     if store.read_contents(checkpoint).fingerprints.get("model") == store.model_fingerprint(model):
         return
     theirs = run_of(checkpoint).model.model_dump()
     differing = [
-        f"model.{key}: {theirs[key]} there, {value} here"
+        f"model.{key}: {theirs[key]} in the checkpoint, {value} in this run"
         for key, value in model.model_dump().items()
         if theirs.get(key) != value and key not in store.FREE
     ]

@@ -1,8 +1,8 @@
-"""What is found out about a checkpoint after it stands: that it proved healthy, that a person wants it to be kept, that
-its content is wrong though its checksums are right, that a person accepts it all the same.
+"""Markers of a checkpoint, written after it is complete: proved healthy, pinned, convicted of wrong content (although
+its checksums are right), or accepted by a person despite that.
 
-The markers lie in its folder and are not in its manifest. All but a pin name the manifest that they are about, so they
-say nothing of another checkpoint that they are copied to.
+The markers lie in its folder and are not in its manifest. All but a pin name the manifest that they refer to, so they
+do not apply to another checkpoint that they are copied to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.store import ACCEPTED, CONVICTED, HEALTH, PINNED
 
-UNREADABLE = "not known: its marker cannot be read"  # the reason of a pin that stands all the same
+UNREADABLE = "not known: its marker cannot be read"  # the reason of a pin that still holds
 
 M = TypeVar("M", "Health", "Ruling")
 
@@ -28,8 +28,9 @@ _CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Health(BaseModel):
-    """manifest: xxh3-128 of the bytes of manifest.json; step: when it was found healthy; steps: that had stayed on
-    trend by then; time: unix seconds."""
+    """manifest: xxh3-128 of the bytes of manifest.json; step: when it was found healthy; steps: number on trend by
+    then;
+    time: unix seconds."""
 
     model_config = _CONFIG
 
@@ -41,7 +42,7 @@ class Health(BaseModel):
 
 
 class Pinned(BaseModel):
-    """Not to be deleted. time: unix seconds."""
+    """A pin: protects a checkpoint from deletion. time: unix seconds."""
 
     model_config = _CONFIG
 
@@ -51,8 +52,8 @@ class Pinned(BaseModel):
 
 
 class Ruling(BaseModel):
-    """convicted.json: a run found the content wrong, and does not go on from it. accepted.json: a person says that it
-    may. manifest: as in `Health`; reason: a sentence; time: unix seconds."""
+    """convicted.json: a run found the content wrong, and does not continue from it. accepted.json: a person allows it
+    anyway. manifest: as in `Health`; reason: a sentence; time: unix seconds."""
 
     model_config = _CONFIG
 
@@ -63,10 +64,10 @@ class Ruling(BaseModel):
 
 
 def mark_healthy(checkpoint: Path, step: int, steps: int) -> Health:
-    """Say that a checkpoint proved healthy at `step`, when `steps` steps after it had stayed on trend.
+    """Mark a checkpoint as healthy at `step`, after `steps` steps on trend.
 
-    The marker is on the disk when this returns. Raises CheckpointError when the manifest cannot be read or says that
-    the checkpoint is not finite, and when the marker cannot be written.
+    The marker is on disk when this returns. Raises CheckpointError if the manifest cannot be read or says that
+    the checkpoint is not finite, and if the marker cannot be written.
     """
     if not store.read_contents(checkpoint).finite:
         raise CheckpointError(f"{checkpoint}: its manifest says that it is not finite: it cannot be healthy")
@@ -76,15 +77,15 @@ def mark_healthy(checkpoint: Path, step: int, steps: int) -> Health:
 
 
 def healthy(checkpoint: Path) -> Health | None:
-    """What a checkpoint was found healthy by, None when it was not. A marker that is damaged, of a newer format or of
-    another checkpoint counts as none; `problems` says so."""
+    """The healthy marker of a checkpoint, None without one. A marker that is damaged, of a newer format or of another
+    checkpoint does not count; `problems` reports it."""
     return _health(checkpoint)[0]
 
 
 def convict(checkpoint: Path, reason: str) -> Ruling:
-    """Say that no run may go on from a checkpoint, until a person accepts it. It is no longer healthy, either.
+    """Forbid runs to continue from a checkpoint, until a person accepts it. It is no longer healthy, either.
 
-    The marker is on the disk when this returns. Raises CheckpointError."""
+    The marker is on disk when this returns. Raises CheckpointError."""
     ruling = _rule(checkpoint, CONVICTED, reason)
     for other in (HEALTH, ACCEPTED):
         _remove(checkpoint / other)
@@ -92,39 +93,39 @@ def convict(checkpoint: Path, reason: str) -> Ruling:
 
 
 def accept(checkpoint: Path, reason: str = "") -> Ruling:
-    """A person says that runs may go on from a checkpoint, whatever they find in it. Raises CheckpointError."""
+    """Record that a person allows runs to continue from a checkpoint, whatever they find. Raises CheckpointError."""
     ruling = _rule(checkpoint, ACCEPTED, reason)
     _remove(checkpoint / CONVICTED)
     return ruling
 
 
 def convicted(checkpoint: Path) -> Ruling | None:
-    """Why no run may go on from a checkpoint. A marker that cannot be read counts as none: a run finds out again."""
+    """The ruling that forbids runs to continue from it. An unreadable marker does not count: a run finds out again."""
     return None if accepted(checkpoint) is not None else _ruling(checkpoint, CONVICTED)[0]
 
 
 def accepted(checkpoint: Path) -> Ruling | None:
-    """Whether a person has said that runs may go on from it all the same."""
+    """The ruling by which a person allows runs to continue from it anyway."""
     return _ruling(checkpoint, ACCEPTED)[0]
 
 
 def pin(checkpoint: Path, reason: str = "") -> Pinned:
-    """Keep a checkpoint until `unpin`; an older reason is replaced. The marker is on the disk when this returns.
+    """Keep a checkpoint until `unpin`; an older reason is replaced. The marker is on disk when this returns.
 
-    Raises CheckpointError for a folder that is none, and when the marker cannot be written.
+    Raises CheckpointError for a folder that is not a checkpoint, and if the marker cannot be written.
     """
     if not os.path.isfile(checkpoint / store.MANIFEST):
         raise CheckpointError(
             f"{checkpoint}: there is no such checkpoint: it is not a folder with {store.MANIFEST}"
         )
-    text = reason.encode("utf-8", "backslashreplace").decode()  # of a command line it may be no UTF-8
+    text = reason.encode("utf-8", "backslashreplace").decode()  # from a command line it may not be UTF-8
     pinned = Pinned(reason=text, time=round(time.time(), 3))
     _write(checkpoint / PINNED, pinned)
     return pinned
 
 
 def unpin(checkpoint: Path) -> bool:
-    """Let a checkpoint go like any other; whether it was pinned. Raises CheckpointError."""
+    """Remove the pin of a checkpoint; whether there was one. Raises CheckpointError."""
     path = checkpoint / PINNED
     try:
         path.unlink()
@@ -139,12 +140,12 @@ def unpin(checkpoint: Path) -> bool:
 
 
 def pinned(checkpoint: Path) -> Pinned | None:
-    """The pin of a checkpoint. One that cannot be read counts, too: nothing is deleted because of a damaged file."""
+    """The pin of a checkpoint. An unreadable pin counts: nothing is deleted because of a damaged file."""
     return _pinned(checkpoint)[0]
 
 
 def problems(checkpoint: Path) -> list[str]:
-    """What is wrong with the markers of a checkpoint, a sentence each."""
+    """Problems with the markers of a checkpoint, a sentence each."""
     rulings = (_ruling(checkpoint, name) for name in (CONVICTED, ACCEPTED))
     return [problem for _, problem in (_health(checkpoint), _pinned(checkpoint), *rulings) if problem]
 
@@ -158,7 +159,7 @@ def _ruling(checkpoint: Path, name: str) -> tuple[Ruling | None, str]:
 
 
 def _about(checkpoint: Path, name: str, model: type[M]) -> tuple[M | None, str]:
-    """A marker that is about this very checkpoint; what is wrong with it."""
+    """(a marker that refers to this very checkpoint or None, its problem or "")."""
     path = checkpoint / name
     try:
         marker = model.model_validate_json(path.read_bytes())
@@ -202,7 +203,7 @@ def _pinned(checkpoint: Path) -> tuple[Pinned | None, str]:
         if isinstance(error, FileNotFoundError) and not os.path.lexists(path):
             return None, ""
         unknown = Pinned(reason=UNREADABLE, time=0.0)
-        return unknown, f"{path}: damaged ({_told(error)}): it is kept all the same"
+        return unknown, f"{path}: damaged ({_told(error)}): the checkpoint is kept"
 
 
 def _hash(checkpoint: Path) -> str:

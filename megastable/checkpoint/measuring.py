@@ -1,4 +1,4 @@
-"""Measures a state's vitals: how large its tensors are, and the losses of the probe samples. Collective."""
+"""Measure a state's vitals: norms and largest magnitudes of its tensors, and losses of probe samples. Collective."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ NONE = Probes([], [])
 
 
 def read_probes(loader: Loader, count: int) -> Probes:
-    """The samples at the first `count` positions, as `loader` shares them out. Raises DataError on all ranks.
+    """The samples at the first `count` positions, divided as by `loader`. Raises DataError on all ranks.
 
-    They are there in every run, also in one without validation data, and a change of the blend leaves them as they are.
-    A digest changes with the tokens, and with whether documents see each other: who compares losses knows by it.
+    These samples exist in every run, also without validation data, and do not change with the blend.
+    A digest depends on the tokens and on whether attention crosses documents, so that only comparable losses are
+    compared.
     """
     if not count:
         return NONE
@@ -45,7 +46,8 @@ def read_probes(loader: Loader, count: int) -> Probes:
 
 
 def measure(engine: Any, probes: Probes) -> Vitals:
-    """Of the state that `engine` holds. Without FP8, which remembers magnitudes and may be off at the next start."""
+    """The vitals of the engine's state. Without FP8, whose history may differ and which may be off at the next
+    start."""
     losses: list[float] = []
     if probes.digests:
         fp8, counters = engine.fp8, engine.counters()

@@ -1,7 +1,7 @@
-"""A checkpoint made outside of training: a new run directory that goes on from given whole tensors.
+"""Create a run directory with a checkpoint outside of training, from given whole tensors.
 
-Reshaping, averaging and every import end here. It writes tensor by tensor: memory is that of one tensor and the shard
-that is cut from it.
+Reshaping, averaging and every import use it. It writes tensor by tensor: memory for one tensor and the shard cut from
+it.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ def write_run(
     """Make the run directory `out` with one checkpoint, and return the checkpoint's folder.
 
     run: its recipe; tensor and pipeline size, ZeRO and precision are taken from it, the data-parallel size from
-    state.layout. whole(name, kind): whole tensors, any float dtype, asked for once each; optimizer: the moments, too.
-    origin: fields of the journal's event `imported`. ledgers: a run directory whose skips and blends go along.
-    watch: called with the bytes that were written since the last call.
+    state.layout. whole(name, kind): whole tensors, any float dtype, each requested once; optimizer: write moments, too.
+    origin: fields of the journal's event `imported`. ledgers: a run directory whose skips and blends are copied.
+    watch: called with the bytes written since the last call.
 
-    Raises CheckpointError: `out` exists, a tensor is missing, of another shape or not finite, the disk is full. Nothing
-    is left behind then.
+    Raises CheckpointError if `out` exists, a tensor is missing, of another shape or not finite, or the disk is full;
+    then
+    nothing is left behind.
     """
     if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists already: name a new directory")
@@ -129,7 +130,7 @@ def write_checkpoint(
 
 
 def _stages(run: RunConfig, count: int) -> list[dict[str, Described]]:
-    """The parameters of every pipeline stage; a tied weight counts where it is first."""
+    """The parameters of every pipeline stage; a tied weight counts in its first stage."""
     layers = gpt.layers(run.model, TensorParallel(), "none")
     bounds = partition([layer.cost for layer in layers], count, [layer.is_block for layer in layers])
     held = parameters(run.model)
@@ -148,7 +149,7 @@ def _write_stage(
     whole: Whole,
     watch: Callable[[int], None],
 ) -> tuple[dict[str, FileRecord], bool]:
-    """The files of the ranks of one stage, written side by side; whether all numbers are finite."""
+    """Write the files of the ranks of one stage in parallel; whether all numbers are finite."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4 * layout.data * layout.tensor:  # one file of each rank of the stage is open at a time
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -212,8 +213,8 @@ def _write_stage(
 
 
 def _cut(of: Described, layout: Layout, data: int, tensor: int) -> tuple[tuple[int, ...], int, int] | None:
-    """(shape of the shard, first element, how many) that a rank gets of a parameter: an even share, as ZeRO-3 cuts.
-    ZeRO 1 and 2 cut elsewhere, by what lies beside it; a load takes any range from any file."""
+    """(shape of the shard, first element, count) of a parameter's part on a rank: an even share, as ZeRO 3 partitions.
+    ZeRO 1 and 2 partition a whole flat buffer; a load takes any range from any file."""
     shape, dim = list(of.shape), of.placement.dim
     if dim is None and tensor:
         return None  # a replica: written once
@@ -235,8 +236,9 @@ def _checked(tensor: Tensor, name: str, of: Described) -> Tensor:
 
 
 def origin_of(checkpoint: Path, **more: Any) -> dict[str, Any]:
-    """What the journal of a new run says of the checkpoint that it began from: where it lay, and the xxh3-128 of its
-    manifest, which names all of its files."""
+    """A new run's journal entry on the checkpoint that it started from: its path, and the xxh3-128 of its manifest,
+    which
+    covers all of its files."""
     manifest = (checkpoint / store.MANIFEST).read_bytes()
     return {
         "source": str(checkpoint),

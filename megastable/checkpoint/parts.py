@@ -1,4 +1,4 @@
-"""The files of a checkpoint as they are written: a rank's part, what there is one of, and the name they get at last."""
+"""Write the files of a checkpoint: each rank's part, the shared files, the manifest, and the final rename."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def write_part(
     buffers: Mapping[str, Tensor],
     random: dict[str, Any],
 ) -> tuple[Files, bool]:
-    """One rank's files, and whether all its numbers are finite.
+    """Write one rank's files; returns whether all numbers are finite.
 
-    place: (rank, stage, tensor rank); held: what it writes, out of buffers["GROUP/KIND"] (flat; fp32 in the file,
-    whatever they are here); random: its random states. Raises OSError.
+    place: (rank, stage, tensor rank); held: the fragments to write, from buffers["GROUP/KIND"] (flat; stored as fp32,
+    whatever their dtype is here); random: the rank's random states. Raises OSError.
     """
     rank, stage, tensor_rank = place
     name, pieces = part_name(rank), []
@@ -72,7 +72,7 @@ def write_part(
 
 
 def write_head(folder: Path, state: RunState, recipe: bytes) -> Files:
-    """What there is one of: where the run stands, and its recipe. Raises OSError."""
+    """Write the shared files: the run state and its recipe. Raises OSError."""
     return {
         store.STATE: write_file(folder / store.STATE, state.model_dump_json(indent=1).encode()),
         store.RECIPE: write_file(folder / store.RECIPE, recipe),
@@ -80,7 +80,7 @@ def write_head(folder: Path, state: RunState, recipe: bytes) -> Files:
 
 
 def write_manifest(folder: Path, state: RunState, model: ModelConfig, files: Files) -> Contents:
-    """The last file: from here on the folder is a checkpoint. Raises OSError."""
+    """Write the last file, which makes the folder a checkpoint. Raises OSError."""
     contents = Contents(
         step=state.step,
         files=dict(sorted(files.items())),
@@ -93,9 +93,9 @@ def write_manifest(folder: Path, state: RunState, model: ModelConfig, files: Fil
 
 
 def put_in_place(temporary: Path, state: RunState, model: ModelConfig, files: Files) -> tuple[Path, int]:
-    """Give a folder to which all ranks have written its manifest and its name; where it is then, and its bytes.
+    """Write the manifest to a folder that all ranks have filled, and rename it; returns its path and its bytes.
 
-    Raises OSError; then it is removed, and what had the name before has it again.
+    Raises OSError; then the folder is removed, and an older checkpoint of that name is restored.
     """
     folder = temporary.parent
     target = folder / store.name_of(state.step)
@@ -107,9 +107,9 @@ def put_in_place(temporary: Path, state: RunState, model: ModelConfig, files: Fi
                     f"{temporary / name}: written by another rank, not seen here: the folder is not shared"
                 )
         contents = write_manifest(temporary, state, model, files)
-        if (target / store.PINNED).exists():  # a person's wish outlives the checkpoint
+        if (target / store.PINNED).exists():  # a pin outlives the checkpoint
             durable.write_file(temporary / store.PINNED, (target / store.PINNED).read_bytes())
-        if target.exists():  # the same step again, after a return to an older checkpoint
+        if target.exists():  # the same step again, after a rewind to an older checkpoint
             os.replace(target, replaced)
         os.replace(temporary, target)
         durable.sync_directory(folder)

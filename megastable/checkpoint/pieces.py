@@ -1,4 +1,4 @@
-"""What one rank holds of the model, as its part of a checkpoint says: rank-00000.json beside rank-00000.safetensors.
+"""Description of one rank's part of a checkpoint: rank-00000.json beside rank-00000.safetensors.
 
 A piece is a range of one parameter's flattened tensor-parallel shard. Replicas are written once, by the rank that
 counts them, and padding is not written: the same weights under two layouts are the same bytes in other files.
@@ -18,22 +18,22 @@ from megastable.base.errors import CheckpointError
 from megastable.parallel.sharding import Placement
 
 FORMAT: Final = 2  # of checkpoints
-CHUNK = 1 << 22  # elements that are looked at at a time
+CHUNK = 1 << 22  # elements examined at a time
 
 
 def part_name(rank: int) -> str:
-    """Of the files of a rank, without their suffix."""
+    """Name of a rank's files, without suffix."""
     return f"rank-{rank:05d}"
 
 
 def entry_name(kind: str, name: str) -> str:
-    """Of a piece's numbers in the .safetensors file."""
+    """Name of a piece's tensor in the .safetensors file."""
     return f"{kind}/{name}"
 
 
 class PieceStatistics(BaseModel):
-    """Of the numbers of a piece. nonfinite: how many are not; norm: L2; the others are over all, nan and infinities
-    included."""
+    """Statistics of a piece. nonfinite: number of non-finite elements; norm: L2; the others cover all elements, NaN and
+    infinities included."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -60,7 +60,7 @@ class ShardPiece(BaseModel):
     @model_validator(mode="after")
     def _lies_in_its_shard(self) -> Self:
         if self.end > math.prod(self.shape) or (self.dim is not None and self.dim >= len(self.shape)):
-            raise ValueError(f"a piece up to element {self.end} of {self.shape}, cut along {self.dim}")
+            raise ValueError(f"a piece up to element {self.end} of {self.shape}, split along {self.dim}")
         return self
 
     @property
@@ -73,7 +73,7 @@ class ShardPiece(BaseModel):
 
 
 class Pieces(BaseModel):
-    """All that a rank holds; kinds: what there is of every piece."""
+    """All pieces of a rank; kinds: the tensors stored for every piece."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,9 +93,9 @@ def statistics_of(flat: Tensor) -> PieceStatistics:
     """flat: fp32 [n]. Chunks are summed in fp32, which is twenty times faster on a CPU, and added up in fp64."""
     square = total = absmax = 0.0
     for chunk in flat.split(CHUNK) if flat.numel() else ():
-        low, high = map(float, torch.aminmax(chunk))  # nan where there is one
+        low, high = map(float, torch.aminmax(chunk))  # nan if there is one
         norm = float(torch.linalg.vector_norm(chunk))
-        if math.isinf(norm):  # its squares may be beyond fp32 though no number is
+        if math.isinf(norm):  # squares may overflow fp32 even if no number does
             norm = float(torch.linalg.vector_norm(chunk, dtype=torch.float64))
         square += norm * norm
         total += float(chunk.sum())
@@ -108,7 +108,7 @@ def statistics_of(flat: Tensor) -> PieceStatistics:
 
 
 def read_pieces(path: Path) -> Pieces:
-    """Raises CheckpointError."""
+    """Read a rank's description. Raises CheckpointError."""
     try:
         return Pieces.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

@@ -1,9 +1,9 @@
-"""The model of a checkpoint in one process: without DeepSpeed, without a process group, whatever layout wrote it.
+"""Load the model of a checkpoint of any layout in one process, without DeepSpeed and without a process group.
 
     model = load_plain(Path("runs/quickstart"))
 
-The weights are the optimizer's fp32 masters, put together tensor by tensor; the files are compared with the manifest
-first.
+The weights are the optimizer's fp32 masters, assembled tensor by tensor; the files are first verified against the
+manifest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class PlainModel(nn.Module):
-    """A GPT to read text with. run: its frozen recipe; step: of the checkpoint; fingerprint: xxh3-128 of its manifest,
-    which names all of its files."""
+    """A GPT for inference. run: its frozen recipe; step: of the checkpoint; fingerprint: xxh3-128 of its manifest,
+    which covers all of its files."""
 
     def __init__(self, gpt: GPT, run: RunConfig, checkpoint: Path, step: int, fingerprint: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class PlainModel(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids."""
         assert self.config.vocab_size is not None
         return self.config.vocab_size
 
@@ -54,8 +54,8 @@ class PlainModel(nn.Module):
         return next(self.parameters()).device
 
     def hidden(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        """tokens int64 [b, s] (segments: which document of its row each is of, where attention stays inside) -> what
-        the head takes, [s, b, hidden]."""
+        """tokens int64 [b, s] (segments: the document ordinal of each token, if attention stays inside) -> the head's
+        inputs, [s, b, hidden]."""
         x: Any = tokens if segments is None else (tokens, segments)
         for layer in self.gpt.children():
             if not isinstance(layer, Head):
@@ -64,7 +64,7 @@ class PlainModel(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., padded vocabulary] in the weights' dtype; columns beyond `vocabulary` are none."""
+        """[..., hidden] -> [..., padded vocabulary] in the weights' dtype; columns from `vocabulary` on are padding."""
         if self.gpt.tied:
             embedding = self.gpt[0]
             assert isinstance(embedding, VocabParallelEmbedding)
@@ -83,15 +83,15 @@ def load_plain(
 ) -> PlainModel:
     """The model of a checkpoint: RUN/checkpoints/step-N or latest, or a run directory: its newest good one.
 
-    Memory: the weights once, in `dtype` (None: bf16 when the run trains in bf16, else fp32) on `device`, and one tensor
-    in fp32. Raises CheckpointError for a checkpoint that is missing, damaged or of another model, ConfigError for a
-    run's recipe that cannot be read.
+    Memory: the weights once, in `dtype` (None: bf16 if the run trains in bf16, else fp32) on `device`, and one tensor
+    in fp32. Raises CheckpointError for a checkpoint that is missing, damaged or of another model, ConfigError for an
+    unreadable recipe.
     """
     path = find_checkpoint(checkpoint)
     run = run_of(path)
     if dtype is None:
         dtype = torch.bfloat16 if run.precision.kind == "bf16" else torch.float32
-    # On no device: the initial weights are not drawn.
+    # On the meta device: the initial weights are not drawn.
     with torch.device("meta"):
         gpt = GPT(run.model, TensorParallel(), recompute="none", seed=0)
     _fill(gpt, run.model, path, dtype, torch.device(device))
@@ -100,7 +100,7 @@ def load_plain(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The folder of the checkpoint that `path` names (see `load_plain`), compared with its manifest."""
+    """The folder of the checkpoint that `path` names (see `load_plain`), verified against its manifest."""
     path = recipe.find(path)
     if path.name == store.LATEST:
         return _verified(path.parent / _latest(path))
@@ -142,7 +142,7 @@ def _latest(path: Path) -> str:
 
 
 def _fill(gpt: GPT, model: ModelConfig, checkpoint: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model without weights those of a checkpoint."""
+    """Fill an empty model with the weights of a checkpoint."""
     whole = WholeState(checkpoint)
     whole.check_fits(model)
     for module in gpt.modules():

@@ -1,6 +1,7 @@
-"""What lies in a folder of checkpoints, and whether one is whole by a look at its sizes: nothing is hashed.
+"""List a folder of checkpoints, and check by file sizes whether one is complete: nothing is hashed.
 
-For decisions after every save and for lists, where reading terabytes would be too slow. `store.verify` reads all.
+For decisions after every save and for lists, where reading terabytes would be too slow. `store.verify` reads
+everything.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class FoundCheckpoint(NamedTuple):
 
 
 def found(folder: Path) -> list[FoundCheckpoint]:
-    """Those of a folder by step, whatever they are; empty when there is none. Raises CheckpointError for a folder that
-    cannot be read."""
+    """The checkpoints of a folder by step, of all kinds; empty if it does not exist. Raises CheckpointError for a
+    folder
+    that cannot be read."""
     try:
         with os.scandir(folder) as inside:
             named = [(match, one) for one in inside if (match := _NAME.fullmatch(one.name)) and one.is_dir()]
@@ -50,7 +52,7 @@ def found(folder: Path) -> list[FoundCheckpoint]:
 
 
 def latest(folder: Path) -> str:
-    """The name in `latest`, "" where there is none."""
+    """The name in the file `latest`, "" if there is none."""
     try:
         return (folder / store.LATEST).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -58,7 +60,7 @@ def latest(folder: Path) -> str:
 
 
 def glance(checkpoint: Path) -> Contents:
-    """The manifest of a checkpoint whose files are all there, with the right sizes. Raises CheckpointError if not."""
+    """The manifest of a checkpoint whose files all exist with the right sizes. Raises CheckpointError otherwise."""
     contents = store.read_contents(checkpoint)
     match = _NAME.fullmatch(checkpoint.name)
     if match and int(match[2]) != contents.step:
@@ -73,6 +75,6 @@ def glance(checkpoint: Path) -> Contents:
             raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         if size != record.size:
             raise CheckpointError(
-                f"{path}: {size} bytes, the manifest says {record.size}: cut off or changed"
+                f"{path}: {size} bytes, the manifest says {record.size}: truncated or changed"
             )
     return contents

@@ -1,8 +1,8 @@
-"""Reading .safetensors files piece by piece, into memory that is the tensor's own.
+"""Read .safetensors files piece by piece, without mapping them.
 
-The library maps a file as if it were to be written to. Linux then refuses one that is larger than the machine's memory,
-and a disk that fails under a mapping ends the process with a signal. Here what is asked for is read, and an error is an
-error. The format: github.com/huggingface/safetensors, "Format".
+The library maps a file as if it were to be written to. Linux refuses that for a file larger than the machine's memory,
+and a failing disk under a mapping ends the process with a signal. Here only the requested bytes are read, and a failure
+is an error. The format: github.com/huggingface/safetensors, "Format".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorEntry:
 
 
 class Reader:
-    """One file. entries: by name, in the header's order. Raises CheckpointError for one that is damaged or cut off."""
+    """One file. entries: by name, in the header's order. Raises CheckpointError if it is damaged or truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class Reader:
         return self.entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises CheckpointError for one that torch has under another name only."""
+        """Raises CheckpointError for a dtype that is not supported."""
         kind = self.entries[name].kind
         if kind not in DTYPES:
             raise CheckpointError(
@@ -59,7 +59,7 @@ class Reader:
         return DTYPES[kind]
 
     def tensor(self, name: str) -> Tensor:
-        """Whole."""
+        """The whole tensor."""
         entry = self.entries[name]
         return self.flat(name, 0, math.prod(entry.shape)).view(entry.shape)
 
@@ -99,7 +99,7 @@ class Reader:
                 name: _entry(told, 8 + length) for name, told in content.items() if name != "__metadata__"
             }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._damaged(f"its header is none ({type(error).__name__})") from None
+            raise self._damaged(f"its header is invalid ({type(error).__name__})") from None
         at = 8 + length
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != at:
@@ -116,7 +116,7 @@ class Reader:
         return entries
 
     def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: damaged, or not complete: {why}")
+        return CheckpointError(f"{self.path}: damaged or incomplete: {why}")
 
 
 def _entry(told: Any, offset: int) -> TensorEntry:

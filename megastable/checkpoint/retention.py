@@ -1,9 +1,9 @@
-"""Which checkpoints are kept. `doomed` decides, `apply` deletes.
+"""Retention of checkpoints: `doomed` decides which to delete, `apply` deletes them.
 
-Kept are the newest ones, every so many steps one for good, what a person pinned, and the newest that proved healthy.
-Besides, the first one after that (the first of all where none has proved healthy yet): if a slow trouble is on its way
-into all that are not proven, it is the likeliest to be from before it. And where checkpoints are saved so often that
-the newest are replaced before any of them could prove itself, it is the one that can.
+Kept are the newest ones, one at regular intervals for good, pinned ones, and the newest that proved healthy. Also the
+first one after that (or the first of all if none has proved healthy): if a slow drift affects the unproven ones, it is
+the likeliest to predate it. And if checkpoints are saved so often that the newest are replaced before they could prove
+healthy, it is the one that can.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class KeptCheckpoint:
 
 
 def doomed(checkpoints: Sequence[KeptCheckpoint], keep: int, keep_every: int = 0) -> list[int]:
-    """Steps of the checkpoints that are to be deleted, ascending: all that are not vital, pinned or milestones.
+    """Steps of the checkpoints to delete, ascending: all that are not vital, pinned or milestones.
 
-    keep: this many newest stay, at least 1. keep_every: besides, the first checkpoint at or after each multiple of so
+    keep: this many newest stay, at least 1. keep_every: also, the first checkpoint at or after each multiple of this
     many steps stays for good (not for multiple 0); 0 = none.
     """
     stay = vital(checkpoints, keep) | {c.step for c in checkpoints if c.pinned}
@@ -45,7 +45,8 @@ def doomed(checkpoints: Sequence[KeptCheckpoint], keep: int, keep_every: int = 0
 
 
 def vital(checkpoints: Sequence[KeptCheckpoint], keep: int) -> set[int]:
-    """Those that the run may have to go on from: the newest `keep`, the newest healthy one, the first one after it."""
+    """Those that the run may have to continue from: the newest `keep`, the newest healthy one, the first one after
+    it."""
     if keep < 1:
         raise ValueError(f"keep={keep}: at least 1, or nothing would be left")
     steps = sorted(c.step for c in checkpoints)
@@ -60,7 +61,7 @@ def vital(checkpoints: Sequence[KeptCheckpoint], keep: int) -> set[int]:
 def milestones(steps: Sequence[int], every: int) -> set[int]:
     """The first of `steps` at or after each multiple of `every`, from the first multiple on.
 
-    As long as steps come in ascending order it does not matter whether those between were deleted meanwhile.
+    Deleting checkpoints between milestones does not change the result, as long as steps ascend.
     """
     if every < 1:
         raise ValueError(f"keep_every={every}: a number of steps")
@@ -71,8 +72,9 @@ def milestones(steps: Sequence[int], every: int) -> set[int]:
 
 
 def standing(folder: Path) -> list[KeptCheckpoint]:
-    """The checkpoints of a folder, ascending; whether they are whole is not looked at. Links are left out: what they
-    lead to is kept elsewhere. Raises CheckpointError for a folder that cannot be read."""
+    """The checkpoints of a folder, ascending, without checking that they are complete. Links are left out: their
+    targets
+    are kept elsewhere. Raises CheckpointError for a folder that cannot be read."""
     paths = [(f.step, f.path) for f in found(folder) if f.kind == "checkpoint" and not f.path.is_symlink()]
     return [
         KeptCheckpoint(step, markers.healthy(path) is not None, markers.pinned(path) is not None)
@@ -81,11 +83,11 @@ def standing(folder: Path) -> list[KeptCheckpoint]:
 
 
 def apply(folder: Path, keep: int, keep_every: int = 0) -> list[str]:
-    """Delete what `doomed` names in RUN/checkpoints; the names of the checkpoints that are no more, ascending.
+    """Delete what `doomed` names in RUN/checkpoints; returns the names of the deleted checkpoints, ascending.
 
-    A checkpoint that is damaged (by its sizes) does not count as one that is kept, so it cannot push out a good one.
-    Suspects, rejected ones and links are not counted and not deleted. One that is deleted is first hidden under another
-    name: a crash leaves no half of one that looks whole. A disk that refuses is logged, and tried again the next time.
+    A damaged checkpoint (by its sizes) does not count as kept, so it cannot displace a good one. Suspect and rejected
+    checkpoints and links are neither counted nor deleted. A checkpoint is renamed before it is deleted, so that a crash
+    leaves no partial one that looks complete. A disk error is logged, and the deletion retried the next time.
     """
     try:
         _clear(folder)
@@ -93,12 +95,12 @@ def apply(folder: Path, keep: int, keep_every: int = 0) -> list[str]:
     except (CheckpointError, OSError) as error:
         log.warning("no old checkpoint is deleted: %s", error)
         return []
-    # What `latest` names stays, even where that file could not be brought up to date.
+    # The target of `latest` stays, even if that file could not be updated.
     hidden = [name for name in names if name != latest(folder) and _hide(folder, name)]
     if not hidden:
         return []
     try:
-        # Before anything inside is deleted: after a power cut the old names must not come back.
+        # Before any file is deleted: after a power cut the old names must not come back.
         durable.sync_directory(folder)
     except OSError as error:
         log.warning("%s: %s; old checkpoints are deleted later", folder, error)
@@ -109,9 +111,9 @@ def apply(folder: Path, keep: int, keep_every: int = 0) -> list[str]:
 
 
 def _whole(folder: Path, keep: int, keep_every: int) -> list[KeptCheckpoint]:
-    """The checkpoints that the decision is made with: damaged ones are left out.
+    """The checkpoints to decide about, without damaged ones.
 
-    Only those are looked at whose being there lets others go: a folder may hold thousands of files.
+    Examines only those whose presence lets others be deleted: a folder may hold thousands of files.
     """
     kept, seen = standing(folder), set[int]()
     while doomed(kept, keep, keep_every) and (unseen := vital(kept, keep) - seen):
@@ -126,20 +128,20 @@ def _whole(folder: Path, keep: int, keep_every: int) -> list[KeptCheckpoint]:
 
 
 def _hide(folder: Path, name: str) -> bool:
-    """Whether a checkpoint was renamed, to be deleted."""
+    """Rename a checkpoint for deletion; whether that worked."""
     path, aside = folder / name, folder / f"{DELETING}{name}"
     try:
         os.replace(path, aside)
         if markers.pinned(aside) is None:
             return True
-        os.replace(aside, path)  # a person was faster
+        os.replace(aside, path)  # pinned in the meantime
     except OSError as error:
         log.warning("%s: not deleted: %s", path, error.strerror or error)
     return False
 
 
 def _clear(folder: Path) -> None:
-    """Delete what earlier calls left behind. Nobody can pin what is hidden: if it is pinned, it is whole."""
+    """Delete what earlier calls left behind. A renamed checkpoint cannot be pinned: if it is, it is complete."""
     for left in [f for f in found(folder) if f.kind == "deleting"]:
         if markers.pinned(left.path) is None:
             _delete(left.path)

@@ -1,13 +1,13 @@
-"""Saving while training goes on: the step waits for a copy in host memory, the rest happens behind it.
+"""Asynchronous checkpoint saving: a step waits only for a copy in host memory, the rest runs in the background.
 
     saver.begin(state)                          # copies; a thread of this rank writes, hashes, fsyncs, reads back
     ... steps; in each: saver.votes() into its reduction, saver.heard(votes) after it
-    outcome = saver.heard(...) or .finish()     # when it stands under its name, or why it does not
+    outcome = saver.heard(...) or .finish()     # when the checkpoint is complete, or why it failed
 
-No collective is added to a step. Every rank votes, in the sum that the step makes anyway, that its part is written;
-in the step in which all have, the ranks exchange their records, and a thread of rank 0 writes the manifest and renames.
-The next save waits for this one. Whatever happens in between, the checkpoints before it stay as they were.
-DeepSpeed's own decoupled writer does not commit under pipeline parallelism; this one does not know of layouts at all.
+Save completion piggybacks on the per-step all-reduce. When all ranks have written their parts, the ranks exchange their
+records in that step, and a thread of rank 0 writes the manifest and renames the folder. The next save waits for this
+one. Whatever happens in between, earlier checkpoints stay intact. DeepSpeed's own decoupled writer does not commit
+under pipeline parallelism; this one does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megastable.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 
-SPARE = 1.5  # host memory that must be free for the copy, in copies: rewind points may still take a quarter
+SPARE = 1.5  # free host memory required, in multiples of the copy: snapshots may still take a quarter
 
 
 class Savable(Protocol):
-    """What a save needs of the engine."""
+    """The engine's interface for a save."""
 
     topology: Topology
 
@@ -61,8 +61,9 @@ class Savable(Protocol):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """Of a save. path: of the checkpoint, None when there is none, and then why; finite: False when that is because a
-    weight or moment is not. blocked: seconds that this rank's steps waited; seconds: until it stood."""
+    """Result of a save. path: of the checkpoint, None if it failed, with the problem; finite: False if a weight or
+    moment
+    is not finite. blocked: seconds that this rank's steps waited; seconds: until it was complete."""
 
     step: int
     path: Path | None
@@ -75,7 +76,7 @@ class SaveOutcome:
 
 @dataclass(frozen=True)
 class _RankPart:
-    """What one rank wrote, or why it could not."""
+    """A rank's written files, or its problem."""
 
     files: Files = field(default_factory=dict)
     finite: bool = True
@@ -84,7 +85,7 @@ class _RankPart:
 
 @dataclass
 class _Save:
-    """A save under way. stage: "writing" until all ranks have written, then "committing"."""
+    """A save in progress. stage: "writing" until all ranks have written, then "committing"."""
 
     state: RunState
     temporary: Path
@@ -108,8 +109,8 @@ class Saver:
         model: ModelConfig,
         recipe: Callable[[], bytes],
     ) -> None:
-        """folder: of the checkpoints; recipe: the run's frozen one, of which every checkpoint holds a copy; rank 0 asks
-        for it in its thread."""
+        """folder: of the checkpoints; recipe: the run's frozen one, copied into every checkpoint; rank 0 calls
+        it in its thread."""
         self.folder, self.config, self.recipe = folder, config, recipe
         self._engine, self._model = engine, model
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -120,31 +121,31 @@ class Saver:
         self._spare: dict[str, Tensor] = {}
         self._fetching: Future[dict[str, Tensor]] | None = None
         self.asynchronous: bool | None = None if config.asynchronous else False
-        self.began = 0.0  # when these processes began to train, unix seconds of rank 0
+        self.began = 0.0  # when these processes started training, unix seconds of rank 0
         self._note = ""
 
-    # The face
+    # Public interface
 
     @property
     def pending(self) -> int | None:
-        """The step whose checkpoint is under way."""
+        """The step whose checkpoint is being saved."""
         return self._job.state.step if self._job is not None else None
 
     def take_note(self) -> str:
-        """For the console, once: when the first save finds too little memory."""
+        """A note for the console, returned once: the first save finds too little memory."""
         note, self._note = self._note, ""
         return note
 
     def prepare(self) -> None:
-        """Before the first step: is there memory for a copy? Then it is fetched, so that the first save holds up the
-        steps no longer than later ones."""
+        """Before the first step: check for memory for a copy, and allocate it, so that the first save delays the steps
+        no longer than later ones."""
         if self.asynchronous is None:
             self.asynchronous = self._has_room(self._engine.optimizer_state())
         if self.asynchronous and not self._spare:
             self._fetching = self._thread.submit(self._fetch, self._engine.flat_state().moments)
 
     def begin(self, state: RunState) -> None:
-        """Copy what `state` stands for, and begin to write it. No other save may be under way."""
+        """Copy the engine's state, and start writing it. No other save may be in progress."""
         assert self._job is None, "the save before is not finished"
         begun = time.perf_counter()
         source = self._engine.optimizer_state()
@@ -167,7 +168,8 @@ class Saver:
         job.blocked = time.perf_counter() - begun
 
     def votes(self) -> tuple[float, float]:
-        """For the sum over the ranks that a step makes: is this rank's part written; does the checkpoint stand."""
+        """Votes for the step's sum over the ranks: whether this rank's part is written; whether the checkpoint is
+        complete."""
         job = self._job
         written = (
             job is not None and job.stage == "writing" and job.writing is not None and job.writing.done()
@@ -176,7 +178,8 @@ class Saver:
         return float(written), float(settled)
 
     def heard(self, written: float, settled: float) -> SaveOutcome | None:
-        """After every step, with the sums of `votes`: the outcome, once there is one, on every rank alike."""
+        """Call after every step with the sums of `votes`: returns the outcome, once there is one, on all ranks
+        alike."""
         job, begun = self._job, time.perf_counter()
         if job is None:
             return None
@@ -189,7 +192,7 @@ class Saver:
         return replace(outcome, blocked=job.blocked + job.copied.waited) if outcome is not None else None
 
     def finish(self) -> SaveOutcome | None:
-        """Wait for the save that is under way; its outcome. None when there is none."""
+        """Wait for the save in progress; its outcome. None if there is none."""
         job, begun = self._job, time.perf_counter()
         if job is None:
             return None
@@ -199,20 +202,20 @@ class Saver:
         return replace(outcome, blocked=blocked)
 
     def close(self) -> None:
-        """When no save is under way and none will come: wait for what the thread still has to clear away."""
+        """Call when no save is in progress and none will follow: wait for the thread's clean-up."""
         self._thread.shutdown()
 
     def clean(self) -> None:
-        """At the start of a run: what a process that died in a save left behind. Raises OSError."""
+        """At the start of a run: remove leftovers of a process that died during a save. Raises OSError."""
         if self._rank == 0:
             store.bring_back(self.folder)
             for stale in self.folder.glob(f"{SAVING}*"):
                 shutil.rmtree(stale)
 
-    # Behind the steps
+    # Background work
 
     def _fetch(self, moments: torch.dtype) -> dict[str, Tensor]:
-        """Memory for a copy of masters and moments."""
+        """Allocate memory for a copy of masters and moments."""
         masters = self._engine.masters
         fetched: dict[str, Tensor] = {}
         for kind in KINDS:
@@ -233,14 +236,14 @@ class Saver:
             needed, free = sum(d.snapshot for d in together), min(d.free for d in together)
             if free < SPARE * needed:
                 self._note = (
-                    f"WARNING: the steps wait for every checkpoint: copies take {needed / free_memory.GIB:.2f} GiB on "
+                    f"WARNING: training pauses for every checkpoint: copies take {needed / free_memory.GIB:.2f} GiB on "
                     f"{mine.host}, and {free / free_memory.GIB:.2f} are free"
                 )
                 return False
         return True
 
     def _write(self, job: _Save, held: list[Fragment]) -> _RankPart:
-        """This rank's files; in its thread."""
+        """Write this rank's files; in its thread."""
         try:
             if self._rank == 0:
                 self._check_space()
@@ -257,12 +260,12 @@ class Saver:
             return _RankPart(files, finite)
         except OSError as error:
             return _RankPart(problem=str(error))
-        except Exception as error:  # the other ranks must hear of it, whatever it is
+        except Exception as error:  # the other ranks must learn of any error
             log.exception("a checkpoint could not be written")
             return _RankPart(problem=f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _stage(self, staging: Staging, step: int) -> Path:
-        """The folder on the local disk, without what this rank left there before."""
+        """The folder on the local disk, without this rank's earlier leftovers there."""
         for other in staging.staged():
             if other.part.rank == self._rank:
                 staging.drop(other.part.step, self._rank)
@@ -271,8 +274,8 @@ class Saver:
         return folder
 
     def _seal(self, staging: Staging, job: _Save, files: Files, finite: bool) -> None:
-        """From here on this rank's part survives its process."""
-        if self._rank == 0:  # what a commit needs besides
+        """Seal the part: from now on it survives its process."""
+        if self._rank == 0:  # files that a commit also needs
             files = files | write_head(staging.folder(job.state.step), job.state, self.recipe())
         staging.seal(
             Sealed(
@@ -296,7 +299,7 @@ class Saver:
                 )
 
     def _all_written(self, job: _Save) -> SaveOutcome | None:
-        """Collective: exchange the records; rank 0 goes on, or all hear why there will be no checkpoint."""
+        """Collective: exchange the records; rank 0 commits, or all ranks get the problem."""
         assert job.writing is not None
         parts: list[_RankPart] = gathered(job.writing.result())
         problem = next(
@@ -314,7 +317,7 @@ class Saver:
         return None
 
     def _settled(self, job: _Save) -> SaveOutcome:
-        """Collective: what became of it at rank 0."""
+        """Collective: share rank 0's outcome."""
 
         def told() -> SaveOutcome:
             assert job.committing is not None
@@ -336,7 +339,7 @@ class Saver:
         return SaveOutcome(job.state.step, path, problem, finite, size, job.blocked, seconds)
 
     def _commit(self, job: _Save, files: Files) -> SaveOutcome:
-        """Rank 0: the rest of the files, and the name; in its thread."""
+        """Rank 0: write the remaining files and rename; in its thread."""
         try:
             files = files | write_head(job.temporary, job.state, self.recipe())
             target, size = put_in_place(job.temporary, job.state, self._model, files)

@@ -1,8 +1,8 @@
-"""Checkpoints written to a local disk first, and brought to the shared directory afterwards.
+"""Stage checkpoints on a local disk, then upload them to the shared directory.
 
-A local disk takes a rank's part in seconds where a shared directory needs minutes. Once all parts lie on their hosts
-the checkpoint can no longer be lost with the processes: a run that was killed during the upload brings it over when it
-is started again on the same hosts. What a host loses with its disk is lost, until the upload is done.
+A local disk takes a rank's part in seconds where a shared directory needs minutes. Once all parts are on their hosts,
+the checkpoint survives the processes: a run killed during the upload completes it when it restarts on the same hosts.
+Until the upload is done, the checkpoint is lost with the disk of any host.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ CHUNK = 1 << 22  # bytes
 
 
 class Sealed(BaseModel):
-    """That one rank's part of a checkpoint lies here whole: its files, and how many ranks there were. began: unix
-    seconds, when the processes that wrote it began to train: only parts of the same ones belong together."""
+    """Marks one rank's part of a checkpoint as complete: its files, and the number of ranks. began: unix seconds when
+    the
+    processes that wrote it started training: only parts of the same processes belong together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,17 +48,17 @@ class Sealed(BaseModel):
 
 @dataclass(frozen=True)
 class Staged:
-    """A sealed part, and where it lies."""
+    """A sealed part, and its folder."""
 
     folder: Path
     part: Sealed
 
 
 class Staging:
-    """The local disk of this host, as one run uses it. Ranks of a host share it."""
+    """This host's local disk, as used by one run. Ranks of a host share it."""
 
     def __init__(self, disk: Path, run: Path) -> None:
-        """run: its directory, which tells it from other runs. Nothing is made yet."""
+        """run: its directory, which distinguishes it from other runs. Nothing is created yet."""
         root = run.resolve()
         self.root = disk / f"{root.name}-{xxhash.xxh3_64_hexdigest(str(root).encode())}"
 
@@ -65,11 +66,11 @@ class Staging:
         return self.root / f"step-{step}"
 
     def seal(self, part: Sealed) -> None:
-        """All of a part's files are on the disk."""
+        """Seal a part whose files are all on disk."""
         durable.write_file(self.folder(part.step) / _seal(part.rank), part.model_dump_json().encode())
 
     def staged(self) -> list[Staged]:
-        """The sealed parts on this host, by step and rank; those whose files are not all there are left out."""
+        """The sealed parts on this host, by step and rank; parts with missing files are left out."""
         found = []
         for path in self.root.glob("step-*/sealed-*.json"):
             try:
@@ -81,7 +82,7 @@ class Staging:
         return sorted(found, key=lambda s: (s.part.step, s.part.rank))
 
     def drop(self, step: int, rank: int) -> None:
-        """Forget a part: it stands elsewhere, or is no longer wanted."""
+        """Remove a part: it was uploaded, or is no longer wanted."""
         folder = self.folder(step)
         (folder / _seal(rank)).unlink(missing_ok=True)
         own = [*folder.glob(f"*-{rank:05d}.*"), *((folder / STATE, folder / RECIPE) if rank == 0 else ())]
@@ -90,15 +91,15 @@ class Staging:
         try:
             folder.rmdir()
         except OSError:
-            return  # other ranks' parts are there
+            return  # other ranks' parts remain
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 
 def upload(source: Path, files: dict[str, FileRecord], target: Path) -> None:
-    """Copy files, and check on the way that they are what was written. Raises OSError."""
+    """Copy files, and verify their hashes on the way. Raises OSError."""
     for name, record in files.items():
         digest, size = xxhash.xxh3_128(), 0
         with (source / name).open("rb") as come, (target / name).open("wb") as go:
@@ -109,7 +110,7 @@ def upload(source: Path, files: dict[str, FileRecord], target: Path) -> None:
             go.flush()
             os.fsync(go.fileno())
         if FileRecord(size=size, xxh3=digest.hexdigest()) != record:
-            raise OSError(f"{source / name} is no longer what was written there")
+            raise OSError(f"{source / name} has changed since it was written")
         if hash_file(target / name, from_disk=True) != record:
             raise OSError(f"{target / name} reads back differently from what was written")
 
@@ -119,11 +120,13 @@ def _seal(rank: int) -> str:
 
 
 def recover(staging: Staging, folder: Path, model: ModelConfig, since: float) -> tuple[int, str] | None:
-    """At the start of a run, collective: bring over a checkpoint that lies on the hosts' local disks and is newer than
-    those that stand in `folder`. Its step, and why that did not work ("" when it did); None where there is none.
+    """At the start of a run, collective: upload a checkpoint that is staged on the hosts' local disks and newer than
+    those
+    in `folder`. Returns its step, and the problem if that failed ("" otherwise); None if there is none.
 
-    since: when the run began to train first, unix seconds. What began before is of another run, which had this
-    directory before. Parts that are of no use are deleted.
+    since: when the run first started training, unix seconds. Anything older belongs to an earlier run in this
+    directory.
+    Useless parts are deleted.
     """
     rank, mine = dist.get_rank(), [s for s in staging.staged() if s.part.began >= since]
     everyone = gathered([(s.part.step, s.part.began, s.part.rank, s.part.world, s.part.finite) for s in mine])
@@ -133,7 +136,7 @@ def recover(staging: Staging, folder: Path, model: ModelConfig, since: float) ->
         staging.clear()
         return None
     step = save[0]
-    holders: dict[int, int] = {}  # of a part: the first of today's ranks whose host has it
+    holders: dict[int, int] = {}  # by part: the first rank of this start whose host has it
     for holder, found in enumerate(everyone):
         for at, began, part, *_ in found:
             if (at, began) == save:
@@ -160,12 +163,12 @@ def recover(staging: Staging, folder: Path, model: ModelConfig, since: float) ->
                 put_in_place(temporary, store.read_state(temporary), model, files)
             except (OSError, CheckpointError) as error:
                 problem = str(error)
-        shutil.rmtree(temporary, ignore_errors=True)  # where it could not be used
+        shutil.rmtree(temporary, ignore_errors=True)  # if it could not be used
         return problem
 
     parts: list[tuple[Files, str]] = gathered(bring())
     problem = first(accept)
-    if not problem:  # or the next start may find more room
+    if not problem:  # else keep the parts: the next start may find more space
         staging.clear()
     return step, problem
 
@@ -173,9 +176,9 @@ def recover(staging: Staging, folder: Path, model: ModelConfig, since: float) ->
 def newest_complete(
     seen: Sequence[Sequence[tuple[int, float, int, int, bool]]], newer_than: int
 ) -> tuple[int, float] | None:
-    """(step, began) of the newest save of which every part is on some host; None where there is none.
+    """(step, began) of the newest save of which every part is on some host; None if there is none.
 
-    seen: by rank, (step, began, part's rank, how many ranks there were, whether it is finite) of what its host has.
+    seen: by rank, (step, began, part's rank, number of ranks, whether it is finite) of each part on its host.
     """
     parts = {part for found in seen for part in found if part[0] > newer_than}
     for save in sorted({part[:2] for part in parts}, reverse=True):

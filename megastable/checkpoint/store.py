@@ -1,8 +1,8 @@
-"""The checkpoints of a run: what one says of itself, whether it is whole, and the newest good one.
+"""The checkpoint store of a run: format, verification, and the search for the newest good checkpoint.
 
-checkpoints/step-N/ holds what every rank wrote (pieces.py), state.json (where the run stands), recipe.yaml and
-manifest.json (sizes and checksums of all others, and of itself). `checkpoints/latest` is a text file with the name of
-the newest one, replaced atomically. Nothing in it is a pickle but rng-*.pt, which is read with `weights_only=True`.
+checkpoints/step-N/ holds every rank's part (pieces.py), state.json (the run state), recipe.yaml and manifest.json
+(sizes and checksums of all other files, and of itself). `checkpoints/latest` is a text file with the name of the
+newest one, replaced atomically. The only pickles are rng-*.pt, which are read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -41,23 +41,21 @@ M = TypeVar("M", bound=BaseModel)
 MANIFEST, STATE, RECIPE, LATEST = "manifest.json", "state.json", "recipe.yaml", "latest"
 HEALTH, PINNED = "health.json", "pinned.json"  # markers, see markers.py
 CONVICTED, ACCEPTED = "convicted.json", "accepted.json"
-SEAL = b'"xxh3": "%s"'  # of a manifest: its last field
-SAVING = ".saving-"  # prefix of a checkpoint that is being written
-FREE = {
-    key.removeprefix("model.") for key in directory.FREE
-}  # of a model's options: those that its weights do not depend on
-PARTS = re.compile(r"(rank-\d+\.(json|safetensors)|rng-\d+\.pt)")  # what ranks write
+SEAL = b'"xxh3": "%s"'  # the last field of a manifest
+SAVING = ".saving-"  # prefix of a checkpoint during its save
+FREE = {key.removeprefix("model.") for key in directory.FREE}  # model options that do not affect the weights
+PARTS = re.compile(r"(rank-\d+\.(json|safetensors)|rng-\d+\.pt)")  # files of the ranks
 
 
 class LayoutState(BaseModel):
-    """How the ranks were laid out when a checkpoint was written."""
+    """The parallel layout in which a checkpoint was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tensor: int
     pipeline: int
     data: int
-    context: int = 1  # so many of the data-parallel ranks share their samples
+    context: int = 1  # number of data-parallel ranks that share their samples
     zero: int
     precision: str
 
@@ -72,16 +70,16 @@ class LayoutState(BaseModel):
 
 
 class RunState(BaseModel):
-    """Where a run stands; everything that is needed to continue besides weights, moments and RNG.
+    """State of a run: everything needed to continue besides weights, moments and RNG.
 
-    step: steps done, discarded ones included. updates: those that were applied; the learning rate follows from
-    it. cursor: the next data position. adam_step: Adam's own count, 0 where there are no moments. scaler: of fp16's
-    loss. fp8: the largest magnitudes that delayed scales follow from, by layer. stability: the state of detector,
-    policy and the open incident (recovery.py). mix: the share of each corpus in the last step. vitals: of the
-    state at this step, None of one that an older version saved.
+    step: steps done, discarded ones included. updates: applied ones, which determine the learning rate. cursor: the
+    next data position. adam_step: Adam's own count, 0 without moments. scaler: of fp16's loss. fp8: the history of
+    largest magnitudes for delayed scales, by layer. stability: the state of detector, policy and the open incident
+    (recovery/). mix: the share of each corpus in the last step. vitals: of the
+    state at this step, None if an older version saved it.
     """
 
-    # A loss may be nan: the default would write null, which is no number when it is read again.
+    # A loss may be nan: the default would write null, which cannot be read back as a number.
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     format: Literal[2] = FORMAT
@@ -104,8 +102,9 @@ class RunState(BaseModel):
 
     @property
     def recent_loss(self) -> float | None:
-        """The training loss that a run, or a checkpoint of it, is said to have: the mean of the finite ones of its last
-        steps (up to 20), nats per token; None where there is none. What was in the batch decides that of one step."""
+        """The training loss reported for a run or checkpoint: the mean of the finite losses of its last steps (up to
+        20),
+        nats per token; None if there is none. A single step's loss depends too much on its batch."""
         return finite_mean(self.recent_losses)
 
     versions: dict[str, str] = {}
@@ -143,7 +142,7 @@ class Contents(BaseModel):
 
     @property
     def parts(self) -> list[str]:
-        """The descriptions of what the ranks wrote, by rank."""
+        """The descriptions of the ranks' parts, by rank."""
         return sorted(name for name in self.files if PARTS.fullmatch(name) and name.endswith(".json"))
 
     @property
@@ -152,21 +151,23 @@ class Contents(BaseModel):
         return sum(record.size for record in self.files.values())
 
     def sealed(self) -> bytes:
-        """As it is written: with its own checksum."""
+        """The manifest's bytes, with its own checksum."""
         text = self.model_copy(update={"xxh3": ""}).model_dump_json(indent=1).encode()
         head, _, tail = text.rpartition(SEAL % b"")
         return head + SEAL % xxhash.xxh3_128_hexdigest(text).encode() + tail
 
     def seals(self, text: bytes) -> bool:
-        """Whether `text`, which this was read from, is just what was written."""
+        """Whether `text`, from which this was parsed, is exactly the bytes written."""
         head, found, tail = text.rpartition(SEAL % self.xxh3.encode())
         return bool(found) and xxhash.xxh3_128_hexdigest(head + SEAL % b"" + tail) == self.xxh3
 
 
 def finite_mean(losses: Sequence[float]) -> float | None:
-    """The mean of those that are finite; None where there is none."""
+    """The mean of the finite losses; None if there is none."""
     finite = [loss for loss in losses if math.isfinite(loss)]
-    return sum(loss / len(finite) for loss in finite) if finite else None  # a sum of large ones is none
+    return (
+        sum(loss / len(finite) for loss in finite) if finite else None
+    )  # a plain sum of large ones could overflow
 
 
 def name_of(step: int) -> str:
@@ -174,17 +175,17 @@ def name_of(step: int) -> str:
 
 
 def model_fingerprint(config: ModelConfig) -> str:
-    """The same for two models whose weights mean the same."""
+    """Equal for two models whose weights are interchangeable."""
     tree = config.model_dump(mode="json", exclude=FREE)
     return xxhash.xxh3_128_hexdigest(json.dumps(tree, sort_keys=True).encode())
 
 
-# Putting aside
+# Setting aside
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename a damaged checkpoint, so that it no longer counts among those that are kept; as well as that can be done,
-    as it is passed over anyway."""
+    """Rename a damaged checkpoint, so that it no longer counts among those kept. Best effort: it is passed over
+    anyway."""
     try:
         _rename(checkpoint, "rejected")
     except OSError as error:
@@ -193,15 +194,17 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def set_aside_newer(folder: Path, step: int, but: Collection[str] = (), forget: bool = True) -> list[str]:
-    """Rename the checkpoints of later steps than `step`, `but` for some: the run goes back behind them. Their names.
+    """Rename the checkpoints of steps later than `step`, except `but`: the run is rewound past them. Returns their
+    names.
 
-    They are kept for a person to look at, as suspect-step-N; with `forget` those of earlier calls are deleted, but for
-    pinned ones. Raises CheckpointError when one could not be renamed: a restart would go on from it.
+    They are kept for inspection as suspect-step-N; with `forget` those of earlier calls are deleted, except pinned
+    ones.
+    Raises CheckpointError if one could not be renamed: a restart would continue from it.
     """
     older, done = list(folder.glob("suspect-*")), list[Path]()
     stuck: list[str] = []
     try:
-        bring_back(folder)  # or it would come back later as if it were a good one
+        bring_back(folder)  # else it would come back later as a good one
     except OSError as error:
         stuck.append(str(error))
     for path in [path for path in newest_first(folder) if step_of(path) > step and path.name not in but]:
@@ -213,7 +216,7 @@ def set_aside_newer(folder: Path, step: int, but: Collection[str] = (), forget: 
     point_latest(folder)
     if stuck:
         raise CheckpointError(
-            f"{stuck[0]}: a checkpoint of after step {step}, which the run goes back to, could not be put aside: "
+            f"{stuck[0]}: a checkpoint later than step {step}, to which the run is rewound, could not be set aside: "
             f"rename or delete those in {folder} by hand, then start again"
         )
     for old in older if done and forget else ():
@@ -230,7 +233,7 @@ def _rename(checkpoint: Path, why: str) -> None:
 
 
 def point_latest(folder: Path) -> None:
-    """`latest` names the newest checkpoint that is left, or is not there: never one that was set aside."""
+    """Point `latest` to the newest remaining checkpoint, or remove it: it never names one that was set aside."""
     left = newest_first(folder)
     try:
         (folder / LATEST).unlink(missing_ok=True)
@@ -241,17 +244,17 @@ def point_latest(folder: Path) -> None:
 
 
 def restore_rng(checkpoint: Path) -> None:
-    """Set this rank's random states from a checkpoint, where it has some for this rank. Raises CheckpointError."""
+    """Set this rank's random states from a checkpoint, if it has some for this rank. Raises CheckpointError."""
     path = checkpoint / f"rng-{dist.get_rank():05d}.pt"
     if not path.exists():
         return
     try:
         set_rng_state(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch raises whatever an odd file leads it to
+    except Exception as error:  # a malformed file makes torch raise anything
         raise CheckpointError(f"{path}: no random states ({type(error).__name__})") from None
 
 
-# Finding one again
+# Finding checkpoints
 
 
 def step_of(checkpoint: Path) -> int:
@@ -269,37 +272,37 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def others(folder: Path) -> str:
-    """The end of a sentence about a checkpoint that is not in a folder: those that are."""
+    """The end of an error about a missing checkpoint: a list of those in the folder."""
     names = [path.name for path in newest_first(folder)]
     return f"; there are {', '.join(names)}" if names else ""
 
 
 def read_contents(checkpoint: Path) -> Contents:
-    """manifest.json of a checkpoint. Raises CheckpointError when it is missing, damaged or not one."""
+    """manifest.json of a checkpoint. Raises CheckpointError if it is missing, damaged or invalid."""
     path = checkpoint / MANIFEST
-    if not os.path.isfile(path):  # it may be anything that a folder can hold
+    if not os.path.isfile(path):  # it may be a folder or a special file
         foreign = sorted(checkpoint.glob("*_states.pt")) or sorted(checkpoint.glob("mp_rank_*"))
         if foreign:
             raise CheckpointError(
                 f"{path}: missing, and {foreign[0].name} is there: a checkpoint of DeepSpeed or Megatron themselves? "
                 "`python tools/checkpoint.py --help` says how to import one"
             )
-        raise CheckpointError(f"{path}: missing, or not to be read: the save did not finish")
+        raise CheckpointError(f"{path}: missing or unreadable: the save did not finish")
     contents, text = _read(path, Contents)
     if not contents.seals(text):
-        raise CheckpointError(f"{path}: damaged (its checksum is not its own)")
+        raise CheckpointError(f"{path}: damaged (its checksum does not match)")
     return contents
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """state.json of a checkpoint. Raises CheckpointError when it is missing or not one."""
+    """state.json of a checkpoint. Raises CheckpointError if it is missing or invalid."""
     return _read(checkpoint / STATE, RunState)[0]
 
 
 def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
-    """What a file says, and its bytes. Raises CheckpointError, whatever is wrong with it."""
+    """(parsed content, bytes) of a file. Raises CheckpointError for any problem with it."""
     try:
-        if not os.path.isfile(path):  # a pipe would be waited for
+        if not os.path.isfile(path):  # a pipe would block
             raise OSError("not there, or not a file")
         text = path.read_bytes()
         tree = json.loads(text.decode("utf-8"))
@@ -312,7 +315,7 @@ def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
             )
         if version == 1:
             raise CheckpointError(
-                f"{path}: format 1, which only a development version of before 2026-11-21 reads: use that one"
+                f"{path}: format 1, which only a development version from before 2026-11-21 reads: use that one"
             )
         return model.model_validate(tree), text
     except CheckpointError:
@@ -328,7 +331,7 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def problems(checkpoint: Path) -> list[str]:
-    """All that is wrong with a checkpoint, a sentence each; empty when it is as it was written."""
+    """All problems of a checkpoint, a sentence each; empty if it is exactly as written."""
     try:
         return list(_problems(checkpoint, 0, 1))
     except CheckpointError as error:
@@ -347,19 +350,19 @@ def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
     for name in _listed(checkpoint):
         if PARTS.fullmatch(name) and name not in contents.files:
             yield f"{checkpoint / name}: not in the manifest: of another checkpoint"
-    # The largest first: the ranks get about the same to read.
+    # The largest first: the ranks read about the same number of bytes.
     by_size = sorted(contents.files.items(), key=lambda item: (-item[1].size, item[0]))
     for name, record in by_size[part::parts]:
         path = checkpoint / name
         if "/" in name or "\0" in name or name in ("", ".", ".."):
-            yield f"{checkpoint / MANIFEST}: names {visible(name)!r}, which is no file of a checkpoint"
+            yield f"{checkpoint / MANIFEST}: names {visible(name)!r}, which is not a file of a checkpoint"
             continue
         try:
             found = path.stat()
-            if not stat.S_ISREG(found.st_mode):  # a pipe or device would be read for ever
+            if not stat.S_ISREG(found.st_mode):  # a pipe or device would never end
                 raise OSError("not a file")
             size = found.st_size
-            # Of another size it may still be another file of this checkpoint.
+            # With another size it may still be another file of this checkpoint.
             mine = hash_file(path) if any(size == r.size for r in contents.files.values()) else None
         except OSError as error:
             yield f"{path}: {error.strerror or error}"
@@ -368,9 +371,9 @@ def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
             continue
         other = next((n for n, r in contents.files.items() if r == mine), None)
         if other is not None:
-            yield f"{path}: its checksum is not the manifest's: it is what {other} should be: swapped"
+            yield f"{path}: its checksum is that of {other} in the manifest: swapped"
         elif size != record.size:
-            yield f"{path}: {size} bytes, the manifest says {record.size}: cut off or changed"
+            yield f"{path}: {size} bytes, the manifest says {record.size}: truncated or changed"
         else:
             yield f"{path}: its checksum is not the manifest's: damaged, or of another checkpoint"
 
@@ -415,10 +418,10 @@ def _names(folder: Path) -> list[str]:
 
 
 def bring_back(folder: Path) -> None:
-    """After a crash between two renames the older checkpoint is whole, under another name."""
+    """Restore an older checkpoint that a crash between two renames left complete under another name."""
     for hidden in folder.glob(f"{SAVING}replaced-*"):
         target = folder / hidden.name.removeprefix(f"{SAVING}replaced-")
         if not target.exists():
             os.replace(hidden, target)
         else:
-            shutil.rmtree(hidden, ignore_errors=True)  # it was replaced, only not removed yet
+            shutil.rmtree(hidden, ignore_errors=True)  # it was already replaced

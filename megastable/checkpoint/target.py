@@ -1,4 +1,4 @@
-"""Where something new is made of a checkpoint: never over what is there, nor inside of a checkpoint."""
+"""Check the target path of something made from a checkpoint: never an existing path, nor one inside a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megastable.checkpoint import store
 
 
 def refuse_existing(out: Path, what: str = "directory") -> None:
-    """Before anything long begins. Raises CheckpointError for what exists, and for what would lie among a run's
-    checkpoints or in one of them: it would be a file too many there, and the checkpoint a damaged one."""
+    """Check before any long work. Raises CheckpointError for a path that exists or lies among a run's checkpoints or in
+    one of them, where an additional file would damage the checkpoint."""
     try:
         if out.exists() or out.is_symlink():
             raise CheckpointError(f"{out} exists already: name a new {what}")
@@ -20,5 +20,5 @@ def refuse_existing(out: Path, what: str = "directory") -> None:
         among = folder.name == "checkpoints" and (folder.parent / store.RECIPE).is_file()
         if among or all((folder / name).is_file() for name in (store.MANIFEST, store.STATE)):
             raise CheckpointError(
-                f"{out} would lie in {folder}, where checkpoints are: name a new {what} such as runs/new"
+                f"{out} would lie in {folder}, which holds checkpoints: name a new {what} such as runs/new"
             )

@@ -1,9 +1,9 @@
-"""What a checkpoint remembers of the state that it was taken of, and whether a state is still that one. Pure.
+"""Vitals of a saved state, and the check that a loaded state still matches them. Pure.
 
-Checksums say that the bytes are those that were written. They say nothing of what happened before (in host memory, on
-the way to the disk) or of a hand that wrote others and mended the checksums. So a checkpoint also knows, measured on
-the device before anything is copied: how large every tensor of weights and moments is, and the losses of a few fixed
-samples. A start measures them again, before its first step. And Adam's moments bear witness against each other.
+Checksums verify the bytes that were written. They do not detect corruption before the write (in host memory, on the way
+to the disk) or an edit that also fixed the checksums. So a checkpoint also stores measurements taken on the device
+before anything is copied: norms and largest magnitudes of all weights and moments, and the losses of a few fixed
+samples. A start measures them again, before its first step. Adam's two moments must also be consistent.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from megastable.config.checkpoint import VitalsConfig
 
 Floats = npt.NDArray[np.float64]
 
-ROUNDED = 2.0**-8  # relative: what rounding to bf16 changes at most
+ROUNDED = 2.0**-8  # relative: maximum change by rounding to bf16
 KINDS = {"weight": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
-# A first moment's square over the second moment, beyond what any gradients give: see `contradiction`. 53 for betas of
-# (0.9, 0.999), 1.4 for (0.9, 0.95); twice that, as the betas may have been others before, and moments may be rounded.
-# Others give more, (0, 0.999) 1000: see `ratio`.
+# The maximum of a first moment's square over the second moment that gradients can produce: see `contradiction`. 53 for
+# betas of (0.9, 0.999), 1.4 for (0.9, 0.95); twice that, as the betas may have changed, and moments may be rounded.
+# Other betas give more, (0, 0.999) 1000: see `ratio`.
 RATIO = 106.0
-TINY = (
-    1e-15  # first moments below it are not judged: their squares are near the smallest numbers that fp32 has
-)
-# Norms and magnitudes below it are not compared: fp32 rounds their squares away, each kernel at another place. Second
-# moments of a tensor without gradients come there by themselves: 0.95^600 of 1e-6.
+TINY = 1e-15  # first moments below it are not judged: their squares are near fp32's smallest numbers
+# Norms and magnitudes below it are not compared: fp32 rounds their squares away, differently in each kernel. Second
+# moments of a tensor without gradients decay to there: 0.95^600 of 1e-6.
 FAINT = 1e-18
-# How many times less than rounding may do a state must have moved to bear witness against a newer one. What is wrong
-# with a machine shows less the less a state has learnt, so it can stay below the bound itself: measured, an older
-# state moved by a sixth of the newer one.
+# How much less than the rounding bound a state must have moved to testify against a newer one. A machine's fault shows
+# less in a less trained state, so it can stay below the bound itself: in a measurement, an older state moved by a sixth
+# of the newer one.
 CLEAR = 10.0
 
 
@@ -45,9 +43,10 @@ Sizes = Mapping[str, Mapping[str, Size]]
 
 
 class Vitals(BaseModel):
-    """Of a state. losses: of the probes, nats per token, without FP8; samples: digests of their tokens. sizes: by kind
-    ("weight", "exp_avg", "exp_avg_sq") and name, of whole tensors. precision: in which the losses were computed.
-    doubt: why it is not to be called healthy, "" = nothing."""
+    """Vitals of a state. losses: of the probes, nats per token, without FP8; samples: digests of their tokens. sizes:
+    by
+    kind ("weight", "exp_avg", "exp_avg_sq") and name, of whole tensors. precision: in which the losses were computed.
+    doubt: why it may not be called healthy, "" = no doubt."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -60,8 +59,8 @@ class Vitals(BaseModel):
 
 @dataclass(frozen=True)
 class VitalsVerdict:
-    """problem: what is wrong with a state, a sentence, "" = nothing. content: its numbers are not those that were
-    saved; otherwise they are, and compute something else here."""
+    """problem: of a state, a sentence, "" = none. content: its numbers differ from those saved; otherwise they are the
+    same, but compute different losses here."""
 
     problem: str = ""
     content: bool = False
@@ -70,9 +69,9 @@ class VitalsVerdict:
 def judge(
     kept: Vitals | None, now: Vitals, bf16_moments: bool, config: VitalsConfig, most: float = RATIO
 ) -> VitalsVerdict:
-    """Whether the state that was loaded is the one that was saved.
+    """Whether the loaded state is the saved one.
 
-    kept: what its checkpoint remembers, None of an older version; now: the same, measured on the state. bf16_moments:
+    kept: its checkpoint's vitals, None for an older version; now: the same, measured on the state. bf16_moments:
     these are kept in bf16 here. most: as in `contradiction`.
     """
     problem = contradiction(now.sizes, most)
@@ -84,7 +83,7 @@ def judge(
 
 
 def ratio(*betas: tuple[float, float]) -> float:
-    """Twice the most that a first moment's square is of the second one, by Adams of any of these betas."""
+    """Twice the maximum of a first moment's square over the second one, for Adam with any of these betas."""
     most = [
         (1 - one) ** 2 / (1 - two) / (1 - one**2 / two) if one**2 < two < 1 else math.inf
         for one, two in betas
@@ -93,32 +92,32 @@ def ratio(*betas: tuple[float, float]) -> float:
 
 
 def contradiction(sizes: Sizes, most: float = RATIO) -> str:
-    """Moments that no sequence of gradients leads to: a sentence, or "".
+    """Moments that no sequence of gradients produces: a sentence, or "".
 
     m = sum (1 - b1) b1^i g_i and v = sum (1 - b2) b2^i g_i^2 over the same gradients, so by Cauchy and Schwarz
-    m^2 <= v (1 - b1)^2 / (1 - b2) / (1 - b1^2 / b2) for each element, and for the largest of them. This takes no memory
-    of what was saved, and cannot be wrong about moments that Adam made, with betas for which `ratio` is `most`.
+    m^2 <= v (1 - b1)^2 / (1 - b2) / (1 - b1^2 / b2) for each element, and for the largest of them. This needs no record
+    of the saved state, and has no false alarms for moments made by Adam, with betas for which `ratio` is `most`.
     """
     first, second = sizes.get("exp_avg", {}), sizes.get("exp_avg_sq", {})
     for name in sorted(first.keys() & second.keys()):
         m, v = first[name].largest, second[name].largest
         if m > TINY and m * m > most * v:
             return (
-                f"Adam's moments of {name} contradict each other: the largest first moment is {m:.3g}, the largest "
-                f"second one {v:.3g}, and no gradients lead to both"
+                f"Adam's moments of {name} are inconsistent: the largest first moment is {m:.3g}, the largest "
+                f"second one {v:.3g}, and no gradients produce both"
             )
     return ""
 
 
 def resized(kept: Sizes, now: Sizes, bf16_moments: bool, change: float) -> str:
-    """The tensor whose size is farthest from what was remembered, a sentence, or ""."""
+    """The tensor whose size differs most from the saved one, a sentence, or ""."""
     worst, told = 1.0, ""
     for kind, of in kept.items():
         bound = max(change, ROUNDED) if bf16_moments and kind != "weight" else change
         for name, size in of.items():
             other = now.get(kind, {}).get(name)
             if other is None:
-                continue  # moments that are not loaded; another model is refused elsewhere
+                continue  # moments that are not loaded; a different model is refused elsewhere
             for what, before, after in (
                 ("norm", size.norm, other.norm), ("largest magnitude", size.largest, other.largest),
             ):  # fmt: skip
@@ -131,31 +130,31 @@ def resized(kept: Sizes, now: Sizes, bf16_moments: bool, change: float) -> str:
 
 
 def moved(kept: Vitals, now: Vitals, config: VitalsConfig) -> str:
-    """Whether the probes have other losses than they had: a sentence, or ""; of those that are the same samples."""
+    """Whether the losses of the probes have changed: a sentence, or ""; only for identical samples."""
     pairs, middle, bound = paired(kept, now), loss_change(kept, now), _rounding(kept, now, config)
     if not middle > bound:
         return ""
     before, after = (fmean(side) for side in zip(*pairs, strict=True))
     return (
         f"{len(pairs)} probe samples have a mean loss of {after:.4f}, and had {before:.4f} when it was saved; half of "
-        f"them moved by more than {middle:.3g}, and {bound:.3g} is what rounding may do"
+        f"them moved by more than {middle:.3g}, and rounding explains at most {bound:.3g}"
     )
 
 
 def unclear(kept: Vitals | None, now: Vitals, config: VitalsConfig) -> str:
-    """Why a state that is as it was saved does not prove that what computes here is right, a sentence, or ""."""
+    """Why an unchanged state does not prove that this machine computes correctly, a sentence, or ""."""
     if kept is None or not paired(kept, now):
-        return "it remembers no losses of the probe samples of now"
+        return "it has no losses of the current probe samples"
     middle, bound = loss_change(kept, now), _rounding(kept, now, config) / CLEAR
     if middle <= bound:
         return ""
     return (
-        f"half of its own probe samples moved by more than {middle:.3g}; up to {bound:.3g} it would prove it"
+        f"half of its own probe samples moved by more than {middle:.3g}; at most {bound:.3g} would prove it"
     )
 
 
 def loss_change(kept: Vitals, now: Vitals) -> float:
-    """By how much the probes that both know moved, nats: the median; inf where that is not finite, 0 without any."""
+    """Change of the losses of common probes, nats: the median; inf if that is not finite, 0 without any."""
     return median([abs(b - a) if math.isfinite(b - a) else math.inf for a, b in paired(kept, now)] or [0.0])
 
 
@@ -173,10 +172,11 @@ def size_change(kept: Sizes, now: Sizes) -> float:
 
 
 def doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], config: VitalsConfig) -> str:
-    """Why a state that is about to be saved is not to be called healthy, a sentence, or "".
+    """Why a state may not be called healthy when it is saved, a sentence, or "".
 
-    before: of the checkpoint before; recent: the latest training losses. The probes must be far above both: harder data
-    raises the latest losses, a probe that is odd by itself was so before.
+    before: of the previous checkpoint; recent: the latest training losses. The probes must be far above both: harder
+    data
+    also raises the latest losses, and an unusual probe was unusual before.
     """
     known = [x for x in recent if math.isfinite(x)]
     if not now.losses or not known:
@@ -189,7 +189,7 @@ def doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], config: V
         return ""
     return (
         f"the probe samples have a median loss of {level:.3f}, {rise:.3f} above the checkpoint before and {above:.3f} "
-        f"above the latest training losses; {config.rise:g} is the most of a healthy one (checkpoint.vitals.rise)"
+        f"above the latest training losses; a healthy state has at most {config.rise:g} (checkpoint.vitals.rise)"
     )
 
 
@@ -199,8 +199,8 @@ def fallen_behind(
     """Whether a state is worse than its checkpoint says, a sentence, or "".
 
     now: losses on it of the samples that it was trained on last, in order; recent: the means of the latest steps, of
-    `batch` samples, when they were trained on: a healthy state only got better at them. Medians of steps, so that a few
-    bad samples or steps count for nothing.
+    `batch` samples, when they were trained on: a healthy state only improves on them. Medians of steps, so that a few
+    bad samples or steps have no effect.
     """
     known, losses = [x for x in recent if math.isfinite(x)], list(map(float, now))
     if not known or not losses:
@@ -208,25 +208,25 @@ def fallen_behind(
     means = [fmean(losses[i : i + batch]) for i in range(0, len(losses), batch)]
     level = median([x if math.isfinite(x) else math.inf for x in means])
     usual = median(known)
-    # Of neighbours: a loss that falls fast does not scatter by that.
+    # Between neighbours: a fast fall of the loss does not count as scatter.
     scatter = 1.4826 / math.sqrt(2) * median([abs(b - a) for a, b in pairwise(known)] or [0.0])
     bound = config.worse + 4 * scatter
     if not level - usual > bound:
         return ""
     return (
         f"the last {len(losses)} samples that it was trained on have a mean loss of {level:.3f} on it, and the last "
-        f"{len(known)} steps had {usual:.3f}; {bound:.2f} more would be the most of a healthy one"
+        f"{len(known)} steps had {usual:.3f}; a healthy state has at most {bound:.2f} more"
     )
 
 
 def paired(kept: Vitals, now: Vitals) -> list[tuple[float, float]]:
-    """Losses of the probes that both know, (kept, now)."""
+    """Losses of the common probes, (kept, now)."""
     known = dict(zip(kept.samples, kept.losses, strict=False))
     return [(known[s], loss) for s, loss in zip(now.samples, now.losses, strict=False) if s in known]
 
 
 def _rounding(kept: Vitals, now: Vitals, config: VitalsConfig) -> float:
-    """By how much it moves losses at most."""
+    """Maximum change of losses by rounding."""
     return config.loss_change if {kept.precision, now.precision} == {"fp32"} else config.loss_change_low
 
 

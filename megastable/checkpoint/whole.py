@@ -1,8 +1,8 @@
-"""Whole tensors out of a checkpoint of any layout, exactly, and any range of any shard of them.
+"""Read whole tensors from a checkpoint of any layout, exactly, and any range of any shard of them.
 
-Every rank's part says which elements of which parameter it holds. From those any weight or moment is put together
-without knowing how ZeRO, the pipeline or the tensor group cut it, and shared out again for another layout. DeepSpeed's
-universal checkpoint does the same after a conversion on the disk, for layouts that it wrote itself; this needs neither.
+Every rank's part says which elements of which parameter it holds. From those any weight or moment is assembled
+without knowing how ZeRO, the pipeline or the tensor group partitioned it, and split again for another layout.
+DeepSpeed's universal checkpoint needs a conversion on disk for that, and supports only its own layouts.
 """
 
 from __future__ import annotations
@@ -48,26 +48,22 @@ def parameters(config: ModelConfig) -> dict[str, Described]:
 
 
 def run_of(checkpoint: Path) -> RunConfig:
-    """The recipe of the run that a checkpoint is of. Raises CheckpointError, ConfigError."""
+    """The recipe of a checkpoint's run. Raises CheckpointError, ConfigError."""
     path = checkpoint / store.RECIPE
     if not path.is_file():
-        raise CheckpointError(
-            f"{path} is not there, which says what the model is like: the checkpoint is incomplete"
-        )
+        raise CheckpointError(f"{path} is missing, which describes the model: the checkpoint is incomplete")
     run = recipe.load(path)
     if run.model.vocab_size is None:
-        raise CheckpointError(
-            f"{path}: model.vocab_size is missing: it is not the recipe of a run that has begun"
-        )
+        raise CheckpointError(f"{path}: model.vocab_size is missing: it is not the recipe of a started run")
     return run
 
 
 class WholeState:
     """Weights and moments of a checkpoint, by name and kind ("weight", "exp_avg", "exp_avg_sq"); fp32 on the CPU.
 
-    Files are not read whole; memory is that of the tensor that is asked for. They are not compared with the
-    manifest here: `store.verify` does that. Raises CheckpointError for pieces that do not make up whole tensors, and
-    for what cannot be read.
+    Files are not read whole; memory is that of the requested tensor. They are not verified against the
+    manifest here: `store.verify` does that. Raises CheckpointError for pieces that do not form whole tensors, and
+    for unreadable files.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -101,14 +97,14 @@ class WholeState:
 
     @property
     def adam_step(self) -> float:
-        """Adam's count of updates; 0 where there are no moments."""
+        """Adam's count of updates; 0 without moments."""
         return store.read_state(self.checkpoint).adam_step if len(self.kinds) > 1 else 0.0
 
     def placement(self, name: str) -> Placement:
         return self._any(name).placement
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         piece = self._any(name)
         shape = list(piece.shape)
         if piece.dim is not None:
@@ -116,7 +112,7 @@ class WholeState:
         return tuple(shape)
 
     def check_fits(self, model: ModelConfig) -> None:
-        """Raises CheckpointError where this does not hold exactly the parameters of `model`."""
+        """Raises CheckpointError unless this holds exactly the parameters of `model`."""
         wanted = parameters(model)
         if unknown := sorted(set(self._held) - set(wanted)):
             raise CheckpointError(
@@ -139,9 +135,9 @@ class WholeState:
         return unshard([self._shard(name, kind, r) for r in sorted(by_rank)], self.placement(name))
 
     def read(self, name: str, kind: str, rank: int, size: int, start: int, numel: int) -> Tensor:
-        """`numel` elements from `start` of the flattened shard that tensor rank `rank` of `size` holds of `name`.
+        """`numel` elements from `start` of the flattened shard of `name` on tensor rank `rank` of `size`.
 
-        Where the checkpoint has as many tensor ranks, only those elements are read.
+        If the checkpoint has as many tensor ranks, only those elements are read.
         """
         piece = self._any(name)
         if piece.dim is None:
@@ -149,7 +145,7 @@ class WholeState:
         if len(self._of(name)) == size:
             return self._range(name, kind, rank, start, numel)
         key = (name, kind, rank, size)
-        # A shard is often asked for in ranges, one after the other.
+        # A shard is often requested in consecutive ranges.
         if self._last is None or self._last[0] != key:
             mine = shard(self.tensor(name, kind), piece.placement, rank, size)
             self._last = (key, mine.flatten())
@@ -167,7 +163,7 @@ class WholeState:
         return next(iter(self._of(name).values()))[0][1]
 
     def _check(self, name: str) -> None:
-        """That the pieces of a parameter make up one tensor, each element once."""
+        """Check that the pieces of a parameter form one tensor, each element once."""
         by_rank, piece = self._of(name), self._any(name)
         fit = set(by_rank) == set(range(1 if piece.dim is None else len(by_rank)))
         if piece.dim is not None:
@@ -179,8 +175,8 @@ class WholeState:
             fit &= all((p.placement, p.shape) == (piece.placement, piece.shape) for _, p in held)
         if not fit:
             raise CheckpointError(
-                f"{self.checkpoint}: the pieces of {visible(name, 200)!r} do not make up one tensor: some are missing, "
-                "there twice or of another one"
+                f"{self.checkpoint}: the pieces of {visible(name, 200)!r} do not form one tensor: some are missing, "
+                "duplicated or of another one"
             )
 
     def _shard(self, name: str, kind: str, rank: int) -> Tensor:
@@ -204,6 +200,6 @@ class WholeState:
         held = there.entries.get(entry)
         if held is None or held.kind != "F32" or len(held.shape) != 1 or held.shape[0] < end:
             raise CheckpointError(
-                f"{there.path}: {visible(entry, 200)} is not there as it was written: a part of another checkpoint"
+                f"{there.path}: {visible(entry, 200)} is missing or of another shape: a part of another checkpoint"
             )
         return there.flat(entry, start, end)

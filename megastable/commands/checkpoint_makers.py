@@ -1,4 +1,8 @@
+<<<<<<< HEAD:megastable/commands/checkpoint_makers.py
 """Those commands of `megastable checkpoint` that make a new run of one or more checkpoints."""
+=======
+"""The commands of `tools/checkpoint.py` that make a new run from one or more checkpoints."""
+>>>>>>> w/words:megastable/convert/tool/makers.py
 
 from __future__ import annotations
 
@@ -16,23 +20,32 @@ if TYPE_CHECKING:
 Checkpoint = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or a run: its newest good one")]
 Out = Annotated[Path, typer.Argument(help="A new run directory")]
 Tensor = Annotated[
-    int | None, typer.Option(min=1, show_default="as it is", help="Ranks that share every layer")
+    int | None, typer.Option(min=1, show_default="unchanged", help="Ranks that share every layer")
 ]
-Pipeline = Annotated[int | None, typer.Option(min=1, show_default="as it is", help="Stages")]
+Pipeline = Annotated[int | None, typer.Option(min=1, show_default="unchanged", help="Stages")]
 Zero = Annotated[
-    int | None, typer.Option(min=0, max=3, show_default="as it is", help="Stage of ZeRO, 1 to 3")
+    int | None, typer.Option(min=0, max=3, show_default="unchanged", help="Stage of ZeRO, 1 to 3")
 ]
-Data = Annotated[int | None, typer.Option(min=1, show_default="as it is", help="Data-parallel ranks")]
+Data = Annotated[int | None, typer.Option(min=1, show_default="unchanged", help="Data-parallel ranks")]
 MicroBatch = Annotated[
-    int | None, typer.Option(min=1, show_default="as it is", help="Samples of a rank and pass")
+    int | None, typer.Option(min=1, show_default="unchanged", help="Samples per rank and pass")
 ]
 Recipe = Annotated[Path, typer.Option(help="Of the run; its model is the checkpoint's")]
+<<<<<<< HEAD:megastable/commands/checkpoint_makers.py
+=======
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the recipe")]
+# Imported where needed: torch takes a second.
+>>>>>>> w/words:megastable/convert/tool/makers.py
 
 
 def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: Pipeline = None, zero: Zero = None,
             data: Data = None, micro_batch: MicroBatch = None, as_json: Json = False) -> None:  # fmt: skip
+<<<<<<< HEAD:megastable/commands/checkpoint_makers.py
     """Make OUT, a run that goes on from the checkpoint in another layout: the same weights, moments, step, cursor."""
     from megastable.convert.reshaping import Sizes
+=======
+    """Make OUT, a run that continues from the checkpoint in another layout: the same weights, moments, step, cursor."""
+>>>>>>> w/words:megastable/convert/tool/makers.py
     from megastable.convert.tool.making import make_reshaped
 
     sizes = Sizes(tensor, pipeline, zero, data, micro_batch)
@@ -40,17 +53,17 @@ def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: P
 
 
 def export(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
-    """Make OUT, a run without optimizer state, a third of the size: to evaluate, or to go on with fresh moments."""
+    """Make OUT, a run without optimizer state, a third of the size: to evaluate, or to continue with fresh moments."""
     from megastable.convert.tool.making import make_reshaped
 
     _tell(make_reshaped(checkpoint, out, optimizer=False, silent=as_json), as_json)
 
 
 def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... OUT")],
-            weights: Annotated[str | None, typer.Option(help="What each counts, e.g. 0.1,0.2,0.7")] = None,
+            weights: Annotated[str | None, typer.Option(help="Weight of each, e.g. 0.1,0.2,0.7")] = None,
             last: Annotated[int | None, typer.Option(min=2, help="The newest of a run: --last 5 RUN OUT")] = None,
             as_json: Json = False) -> None:  # fmt: skip
-    """Make OUT of the mean of weights (LAWA, arXiv:2209.14981; model soups, arXiv:2203.05482), without moments."""
+    """Make OUT from the mean of weights (LAWA, arXiv:2209.14981; model soups, arXiv:2203.05482), without moments."""
     from megastable.convert.tool.making import make_average
 
     _tell(make_average(paths, weights, last, silent=as_json), as_json)
@@ -58,16 +71,16 @@ def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... O
 
 def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, or one global_step*")], out: Out,
                      recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
-    """Make OUT, a run that goes on from a checkpoint that DeepSpeed itself wrote (ZeRO 1 to 3)."""
+    """Make OUT, a run that continues from a checkpoint written by DeepSpeed itself (ZeRO 1 to 3)."""
     from megastable.convert.tool.imports import from_deepspeed
 
     _tell(from_deepspeed(folder, out, recipe, overrides or ()), as_json)
 
 
 def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracker file, or one iter_*")], out: Out,
-                    recipe: Annotated[Path | None, typer.Option(show_default="of its arguments")] = None,
+                    recipe: Annotated[Path | None, typer.Option(show_default="from its arguments")] = None,
                     overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
-    """Make OUT, a run that begins with the weights of Megatron-core's "torch" format; moments do not travel."""
+    """Make OUT, a run that starts from weights in Megatron-core's "torch" format; moments are not imported."""
     from megastable.convert.tool.imports import from_megatron
 
     _tell(from_megatron(folder, out, recipe, overrides or ()), as_json)
@@ -77,8 +90,13 @@ def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(
                     tensor: Annotated[int, typer.Option(min=1)] = 1, pipeline: Annotated[int, typer.Option(min=1)] = 1,
                     local: Annotated[bool, typer.Option("--local", help="For --transformer-impl local")] = False,
                     as_json: Json = False) -> None:  # fmt: skip
+<<<<<<< HEAD:megastable/commands/checkpoint_makers.py
     """Write the weights as Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
     from megastable.convert.tool.imports import load_hint, to_megatron
+=======
+    """Write the weights in Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
+    from megastable.convert.tool.imports import to_megatron
+>>>>>>> w/words:megastable/convert/tool/makers.py
 
     written = to_megatron(checkpoint, out, tensor, pipeline, local, as_json)
     if as_json:

@@ -1,8 +1,8 @@
-"""The mean of the weights of several checkpoints, as a run of its own.
+"""Average the weights of several checkpoints into a new run.
 
-Checkpoints of one run, the last few: LAWA (Kaddour, arXiv:2209.14981). Of runs that went different ways from a common
-beginning: model soups (Wortsman et al., arXiv:2203.05482). Weights of runs with unlike beginnings have no useful mean.
-The moments of Adam belong to the weights that they were gathered at, so a mean has none.
+The last few checkpoints of one run: LAWA (Kaddour, arXiv:2209.14981). Runs that diverged from a common start: model
+soups (Wortsman et al., arXiv:2203.05482). Runs without a common start have no useful mean. Adam's moments
+belong to the weights at which they were gathered, so a mean has none.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ def average(
     weights: Sequence[float] | None = None,
     watch: Callable[[int], None] = lambda _: None,
 ) -> Made:
-    """Make the run `out` of the mean of verified checkpoints. State, recipe and layout are those of the newest one (the
-    last of them, where several are). watch: as of `write_run`. Raises CheckpointError, ConfigError; then nothing is
-    left of `out`.
+    """Make the run `out` from the mean of verified checkpoints. State, recipe and layout are those of the newest one
+    (the
+    last one given, if there are several). watch: as for `write_run`. Raises CheckpointError, ConfigError; then nothing
+    of
+    `out` is left.
     """
     refuse_existing(out)
     if len(checkpoints) < 2:
-        raise ConfigError("a mean is of at least two checkpoints: give more, or use export for a single one")
+        raise ConfigError("a mean needs at least two checkpoints: give more, or use export for a single one")
     parts = shares(len(checkpoints), weights)
     states, runs = [store.read_state(path) for path in checkpoints], [run_of(path) for path in checkpoints]
     newest = max(range(len(states)), key=lambda i: (states[i].step, i))
@@ -47,9 +49,9 @@ def average(
         for key, own, other in field_differences(runs[newest].model.model_dump(), run.model.model_dump()):
             if f"model.{key}" not in FREE:
                 raise CheckpointError(
-                    f"{path}: model.{key} is {other}, in {checkpoints[newest]} {own}: they are not of one model"
+                    f"{path}: model.{key} is {other}, in {checkpoints[newest]} {own}: they are of different models"
                 )
-    state = states[newest].model_copy(update={"vitals": None})  # of another state than the mean
+    state = states[newest].model_copy(update={"vitals": None})  # they belong to another state than the mean
     return write_run_of(
         out, runs[newest], state, mean(given, parts), ledgers_of(checkpoints[newest]), optimizer=False,
         origin={"how": "averaged", "shares": parts, "sources": [origin_of(path) for path in checkpoints]},
@@ -58,7 +60,7 @@ def average(
 
 
 def shares(count: int, weights: Sequence[float] | None) -> list[float]:
-    """What each of `count` checkpoints counts, 1 in all: alike, or as `weights` say. Raises ConfigError."""
+    """Weights of `count` checkpoints, 1 in all: equal, or in proportion to `weights`. Raises ConfigError."""
     if weights is None:
         return [1 / count] * count
     if len(weights) != count:
@@ -72,7 +74,8 @@ def shares(count: int, weights: Sequence[float] | None) -> list[float]:
 
 
 def check_alike(given: Sequence[tuple[str, Tensors]]) -> None:
-    """Raises CheckpointError unless all hold tensors of the same names and shapes. given: with what to call each."""
+    """Raises CheckpointError unless all hold tensors of the same names and shapes. given: (name for messages,
+    tensors)."""
     (first_called, first), *rest = given
     for called, other in rest:
         missing, beyond = (
@@ -81,25 +84,24 @@ def check_alike(given: Sequence[tuple[str, Tensors]]) -> None:
         )
         if missing or beyond:
             what = f"has no {missing[0]!r}" if missing else f"has {beyond[0]!r} besides"
-            raise CheckpointError(f"{called}: {what}, unlike {first_called}: they are not of one model")
+            raise CheckpointError(f"{called}: {what}, unlike {first_called}: they are of different models")
         for name in first.names:
             if first.shape(name) != other.shape(name):
                 raise CheckpointError(
-                    f"{called}: {name} is {other.shape(name)}, in {first_called} {first.shape(name)}: they are not of "
-                    "one model"
+                    f"{called}: {name} is {other.shape(name)}, in {first_called} {first.shape(name)}: they are of "
+                    "different models"
                 )
 
 
 def mean(given: Sequence[tuple[str, Tensors]], parts: Sequence[float]) -> Callable[[str, str], Tensor]:
-    """`whole(name, kind)` of the mean, as `checkpoint.writing.write_run` asks for it.
+    """`whole(name, kind)` of the mean, for `checkpoint.new_run.write_run`.
 
     Sums are in fp64 and rounded to fp32 once, so the mean of copies of one checkpoint is that checkpoint, byte by byte.
-    Memory: one tensor in fp64, and one in fp32. It raises CheckpointError for weights that are
-    not finite.
+    Memory: one tensor in fp64, and one in fp32. Raises CheckpointError for non-finite weights.
     """
 
     def whole(name: str, kind: str) -> Tensor:
-        # -0.0 is what a sum begins with: 0.0 would take the sign of a -0.0.
+        # A sum starts at -0.0: 0.0 would lose the sign of a -0.0.
         total = torch.full(given[0][1].shape(name), -0.0, dtype=torch.float64)
         for (called, tensors), part in zip(given, parts, strict=True):
             if not _add(total.view(-1), tensors.tensor(name, kind).flatten(), part):

@@ -1,6 +1,6 @@
-"""All checkpoints of a run in a list: where each stands, whether it proved healthy, what is wrong with it.
+"""List the checkpoints of a run: state, health, losses and problems of each.
 
-Sizes are compared, nothing is hashed: `store.verify` does that. Whatever is damaged is listed with its problem.
+Compares sizes, hashes nothing: `store.verify` does that. Damaged checkpoints are listed with their problem.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ T = TypeVar("T")
 Standing = Literal["fresh", "healthy", "suspect", "rejected", "damaged", "incomplete"]
 
 UNFINISHED: dict[Kind, str] = {
-    "saving": "is being written, or its save was cut off: the next save deletes it",
-    "replaced": "was being replaced by a save that was cut off: the next start takes it back if there is no other",
-    "deleting": "is being deleted, or that was cut off: the next save goes on with it",
+    "saving": "is being written, or its save was interrupted: the next save deletes it",
+    "replaced": "was being replaced by a save that was interrupted: the next start restores it if there is no other",
+    "deleting": "is being deleted, or the deletion was interrupted: the next save completes it",
 }
 
 
@@ -38,11 +38,13 @@ UNFINISHED: dict[Kind, str] = {
 class CatalogueEntry:
     """A checkpoint of a run.
 
-    probes: mean loss of its probe samples when it was saved, None where it has none.
-    state: fresh = whole by its sizes, not proven yet; suspect = the run went back behind it; rejected = found damaged
-    when a run started; incomplete = being written or deleted. bytes: what lies on the disk. loss: mean of its last
-    training losses that are finite, nats per token; validation: the last validation loss up to it. age: seconds since
-    it was written. latest: whether `latest` names it. problem: what is wrong, "" when nothing is.
+    probes: mean loss of its probe samples when it was saved, None without probes.
+    state: fresh = complete by its sizes, not proven yet; suspect = the run was rewound past it; rejected = found
+    damaged
+    when a run started; incomplete = being written or deleted. bytes: size on disk. loss: mean of its last finite
+    training
+    losses, nats per token; validation: the last validation loss up to it. age: seconds since
+    it was written. latest: whether `latest` names it. problem: "" if there is none.
     """
 
     step: int
@@ -62,8 +64,8 @@ class CatalogueEntry:
 
 
 def entries(run: Path) -> list[CatalogueEntry]:
-    """The checkpoints of a run directory, or of its checkpoints/ folder, by step. Raises CheckpointError for what is
-    neither."""
+    """The checkpoints of a run directory, or of its checkpoints/ folder, by step. Raises CheckpointError for any other
+    path."""
     try:
         folder, journal = _folder(recipe.find(run))
     except OSError as error:
@@ -74,7 +76,7 @@ def entries(run: Path) -> list[CatalogueEntry]:
 
 
 def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
-    """The list for people, and with all fields for programs."""
+    """The list as a table, and with all fields for JSON."""
     named = [entry.name for entry in listed if entry.latest]
     good = [entry.name for entry in listed if entry.state == "healthy"]
     facts = [
@@ -86,7 +88,7 @@ def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
     columns = [
         Column("name", "checkpoint"),
         Column("state", "state", help="fresh: not proven yet; healthy: later steps stayed on trend"),
-        Column("pinned", "pinned", help="not deleted until it is unpinned"),
+        Column("pinned", "pinned", help="not deleted until unpinned"),
         Column("loss", "loss", "number", help="mean of its last training losses, nats per token"),
         Column("probes", "probes", "number", help="mean loss of the probe samples when it was saved"),
         Column("validation", "validation", "number", help="last validation loss up to it, nats per token"),
@@ -98,9 +100,7 @@ def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
         Column("problem", "problem"),
     ]
     damaged = sum(entry.state == "damaged" for entry in listed)
-    notes = (
-        [f"{plural(damaged, 'checkpoint')} cannot be used as it stands: see its problem"] if damaged else []
-    )
+    notes = [f"{plural(damaged, 'checkpoint')} cannot be used: see its problem"] if damaged else []
     return Sheet(
         title=f"Checkpoints of {run}",
         facts=facts,
@@ -117,7 +117,7 @@ def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
 
 
 def _row(entry: CatalogueEntry) -> dict[str, Any]:
-    """Keys that are no columns are for programs."""
+    """Keys without a column are for JSON only."""
     health, pinned = entry.health, entry.pinned
     return {
         "name": entry.name, "step": entry.step, "path": str(entry.path), "state": entry.state, "latest": entry.latest,
@@ -133,7 +133,7 @@ def _row(entry: CatalogueEntry) -> dict[str, Any]:
 
 
 def _folder(path: Path) -> tuple[Path, Path | None]:
-    """(the folder with the checkpoints, the run's journal where that is known)."""
+    """(the folder with the checkpoints, the run's journal if known)."""
     if (path / store.MANIFEST).exists():
         raise CheckpointError(f"{path} is a checkpoint: give the directory of its run, two levels above")
     if path.absolute().name == "checkpoints" and path.is_dir():
@@ -150,7 +150,7 @@ def _entry(one: FoundCheckpoint, losses: _Validation | None, named: bool) -> Cat
     path = one.path
     _, damage = _tried(glance, path)
     state, unreadable = _tried(store.read_state, path)
-    # What is wrong with state.json follows mostly from what the manifest says of it.
+    # Problems of state.json mostly follow from those of the manifest.
     problem = UNFINISHED.get(one.kind) or damage or unreadable
     ruling, accepted = markers.convicted(path), markers.accepted(path)
     doubt = state.vitals.doubt if state is not None and state.vitals is not None else ""
@@ -172,7 +172,7 @@ def _entry(one: FoundCheckpoint, losses: _Validation | None, named: bool) -> Cat
 
 
 def _tried(read: Callable[[Path], T], path: Path) -> tuple[T | None, str]:
-    """What was read, or why not."""
+    """(content, "") or (None, the problem)."""
     try:
         return read(path), ""
     except CheckpointError as error:
@@ -192,8 +192,8 @@ def _standing(kind: Kind, damaged: bool, health: Health | None) -> Standing:
 
 
 class _Validation:
-    """Validation losses in a journal. A checkpoint that was put aside has those of before, though the run may have come
-    by its step again."""
+    """Validation losses in a journal. A checkpoint that was set aside keeps the earlier losses, even if the run has
+    repeated its step."""
 
     def __init__(self, journal: Path) -> None:
         self._by_step: dict[int, float] = {}
@@ -202,7 +202,7 @@ class _Validation:
             for event in read_events(journal):
                 self._take(event)
         except DataError:
-            return  # without losses the list is still worth something
+            return  # the list is useful without losses
 
     def until(self, one: FoundCheckpoint) -> float | None:
         """The last loss at or before a checkpoint."""
@@ -234,7 +234,7 @@ def _bytes(path: Path) -> int:
             if entry.is_file(follow_symlinks=False):
                 total += entry.stat(follow_symlinks=False).st_size
     except OSError:
-        pass  # it is being deleted, or may not be read: its problem says so
+        pass  # deleted meanwhile or unreadable: reported as its problem
     return total
 
 

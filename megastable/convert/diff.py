@@ -1,6 +1,6 @@
-"""What differs between two checkpoints, tensor by tensor and field by field, whatever layouts wrote them. Pure.
+"""Compare two checkpoints tensor by tensor and field by field, for any layouts. Pure.
 
-Tensors are compared by their bytes first, so that "identical" is meant as it says, and only then measured. Memory: one
+Tensors are first compared byte by byte, so that "identical" is exact, and only measured if they differ. Memory: one
 tensor of each side.
 """
 
@@ -21,7 +21,7 @@ Outcome = Literal["identical", "differs", "shapes differ", "only in A", "only in
 
 
 class Tensors(Protocol):
-    """What `checkpoint.whole.WholeState` offers: whole fp32 tensors by name and kind."""
+    """The interface of `checkpoint.whole.WholeState`: whole fp32 tensors by name and kind."""
 
     @property
     def names(self) -> list[str]: ...
@@ -37,7 +37,7 @@ class Tensors(Protocol):
 @dataclass(frozen=True, slots=True)
 class Distance:
     """How far B is from A. differing: elements whose bytes differ; max_abs: of B - A; relative: ||B - A|| / ||A||;
-    cosine: of the angle between them. Values that are not finite make these nan, tensors of zeros their ratios.
+    cosine: of the angle between them. Non-finite values make these nan, tensors of zeros their ratios.
     """
 
     differing: int
@@ -48,7 +48,7 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor of both. shape_a, shape_b: None where it is missing; distance: where it was measured."""
+    """One tensor of both. shape_a, shape_b: None if it is missing; distance: if measured."""
 
     name: str
     kind: str
@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """To sort by: what cannot be compared comes before what can, and nan before numbers."""
+        """Sort key: incomparable tensors first, then nan, then numbers."""
         if self.distance is None:
             return 0.0 if self.outcome == "identical" else math.inf
         relative = self.distance.relative
@@ -67,7 +67,7 @@ class Difference:
 
 
 def distance(a: Tensor, b: Tensor) -> Distance | None:
-    """Of two fp32 tensors of one shape; None when all of their bytes are the same. Sums are in fp64, chunk by chunk."""
+    """The distance of two fp32 tensors of one shape; None if all bytes are equal. Sums are in fp64, chunk by chunk."""
     a, b = a.flatten(), b.flatten()
     if torch.equal(a.view(torch.int32), b.view(torch.int32)):
         return None
@@ -77,7 +77,7 @@ def distance(a: Tensor, b: Tensor) -> Distance | None:
         other = x.view(torch.int32) != y.view(torch.int32)
         differing += int(other.sum())
         x, y = x.double(), y.double()
-        # What has the same bytes does not differ, an infinity or a nan neither.
+        # Elements with equal bytes do not differ, not even infinities or NaNs.
         apart = torch.where(other, y - x, 0.0)
         squares += torch.stack([x.dot(x), y.dot(y), x.dot(y), apart.dot(apart)])
         step = float(apart.abs().max()) if len(apart) else 0.0
@@ -96,7 +96,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def differences(a: Tensors, b: Tensors, watch: Callable[[int], None] = lambda _: None) -> list[Difference]:
-    """Every tensor of A or B, the largest difference first. watch: is told of elements as they are done."""
+    """Every tensor of A or B, the largest difference first. watch: called with the number of elements just compared."""
     found = []
     for name, kind, shape_a, shape_b in pairs(a, b):
         far, outcome = None, "identical"
@@ -124,12 +124,12 @@ def pairs(a: Tensors, b: Tensors) -> Iterator[tuple[str, str, Shape | None, Shap
 
 
 def elements(a: Tensors, b: Tensors) -> int:
-    """How many there are to compare, for a progress bar."""
+    """Number of elements to compare, for a progress bar."""
     return sum(math.prod(shape_a or shape_b or ()) for _, _, shape_a, shape_b in pairs(a, b))
 
 
 def field_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, value in A, value in B) of what differs in two trees, keys with dots; None where there is none."""
+    """(key, value in A, value in B) of the differences of two trees, keys with dots; None for a missing key."""
     before, after = dict(_leaves(a)), dict(_leaves(b))
     keys = [*before, *(key for key in after if key not in before)]
     return [

@@ -1,8 +1,8 @@
-"""A checkpoint as a new run in another layout, without training, without a GPU and without the ranks that it is for.
+"""Convert a checkpoint to a new run in another layout, offline: without training, a GPU or the target's ranks.
 
-Training reads checkpoints of any layout, so nothing has to be reshaped to go on. This is for what reads files: a
-rehearsal of tomorrow's layout, a smaller copy for fewer hosts, fresh moments. Everything comes through tensor by
-tensor, so weights, moments, step, schedule and cursor are exactly the old ones.
+Training reads checkpoints of any layout, so resuming needs no reshaping. This serves programs that read files: a
+rehearsal of a planned layout, a smaller copy for fewer hosts, fresh moments. Everything is copied tensor by
+tensor, so weights, moments, step, schedule and cursor stay exactly the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megastable.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Made:
-    """A run directory that was made. checkpoint: the folder in it; ledgers: the run whose skips and blends it goes on
-    with, None where there was none to be found."""
+    """A new run directory. checkpoint: the folder in it; ledgers: the run from which skips and blends were copied, None
+    if it was not found."""
 
     out: Path
     checkpoint: Path
@@ -38,7 +38,7 @@ class Made:
 
     @property
     def command(self) -> str:
-        """What goes on from it, on one host."""
+        """The command that continues it, on one host."""
         out = shlex.quote(str(self.out))
         recipe = shlex.quote(str(self.out / "recipe.yaml"))
         return f"python launch/supervise.py {recipe} run.dir={out} -- --num_gpus {self.layout.world}"
@@ -47,7 +47,7 @@ class Made:
 @dataclass(frozen=True)
 class Sizes:
     """Of a layout: tensor- and pipeline-parallel ranks, stage of ZeRO, data-parallel ranks, samples per rank and pass;
-    None = as it is."""
+    None = unchanged."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -60,11 +60,11 @@ AS_IT_IS = Sizes()
 
 
 def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunConfig, int]:
-    """`run`, whose layout is `old`, in another one, and how many data-parallel ranks that has. Raises ConfigError for
-    one that cannot be, naming every key in the way.
+    """`run`, whose layout is `old`, in another layout, and the number of its data-parallel ranks. Raises ConfigError for
+    an invalid one, naming every key in the way.
 
-    Sequence parallelism, which is over the tensor group, ends where there is none; context parallelism goes as far as
-    data-parallel ranks and heads can be shared out. A micro-batch must divide what a rank gets of the global batch.
+    Sequence parallelism, which needs a tensor group, is switched off without one; context parallelism is reduced to
+    what data-parallel ranks and heads allow. A micro-batch must divide a rank's share of the global batch.
     """
     tensor, pipeline, zero, data = (
         getattr(old if getattr(sizes, name) is None else sizes, name)
@@ -117,7 +117,7 @@ def write_run_of(
     origin: dict[str, Any],
     watch: Callable[[int], None],
 ) -> Made:
-    """`write_run`, and what to say of it."""
+    """`write_run`, with its result described."""
     written = write_run(
         out, run, state, whole, optimizer=optimizer, origin=origin, ledgers=ledgers, watch=watch
     )
@@ -126,7 +126,7 @@ def write_run_of(
 
 
 def ledgers_of(checkpoint: Path) -> Path | None:
-    """The run directory that a checkpoint lies in, None for one that was copied elsewhere."""
+    """The run directory of a checkpoint, None for one that was copied elsewhere."""
     run = checkpoint.resolve().parent.parent
     return (
         run if checkpoint.resolve().parent.name == "checkpoints" and (run / "recipe.yaml").is_file() else None

@@ -1,4 +1,4 @@
-"""Shards of other programs into a corpus: Megatron's where they lie, datatrove's and llm.c's as a copy."""
+"""Adopt shards of other programs as a corpus: Megatron's in place, datatrove's and llm.c's as a copy."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def adopt_directory(
     bos: bool = False,
     progress: bool = True,
 ) -> Summary:
-    """Make a corpus of token ids that another program wrote into `directory`: check them, add tokenizer and manifest.
+    """Make a corpus of token ids that another program wrote to `directory`: check them, add tokenizer and manifest.
 
-    Megatron's shards stay where they are. datatrove's `.ds` and llm.c's `.bin` (and, with their type as `raw`, `.bin`
-    of ids alone) become the shards of `output`, one for each, which appears whole or not at all. Documents that do not
-    end with the end-of-document token are a warning; with `bos`, so are those that do not begin with the tokenizer's
-    own token for that.
+    Megatron's shards stay in place. datatrove's `.ds` and llm.c's `.bin` (and, with their type as `raw`, `.bin` of bare
+    ids) are copied to one shard each in `output`, which appears complete or not at all. Documents that do not end with
+    the end-of-document token cause a warning; with `bos`, so do those that do not begin with the tokenizer's own
+    begin-of-document token.
 
-    Raises DataError for files that are damaged, ambiguous or were made with a larger vocabulary, and for a corpus that
-    is there already, unless `overwrite`.
+    Raises DataError for files that are damaged, ambiguous or made with a larger vocabulary, and for a corpus that
+    already exists, unless `overwrite`.
     """
     indices, foreign = sorted(directory.glob("*.idx")), _foreign(directory)
     if indices and foreign:
@@ -61,7 +61,7 @@ def adopt_directory(
         tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
         return _copy(directory, files, output, tokenizer, name, validation, overwrite, progress)
     if output is not None:
-        raise DataError(f"Megatron shards are adopted where they lie: leave --output out ({directory})")
+        raise DataError(f"Megatron shards are adopted in place: leave --output out ({directory})")
     if (directory / FILE).exists() and not overwrite:
         raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
     tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
@@ -73,7 +73,7 @@ def adopt_directory(
 
 
 def _foreign(directory: Path) -> list[Path]:
-    """The files of ids that are no part of a Megatron shard, sorted."""
+    """The files of ids that are not part of a Megatron shard, sorted."""
     found = [*directory.glob("*.ds"), *directory.glob("*.bin")]
     return sorted(
         path
@@ -126,7 +126,7 @@ def _copy(
                     documents += 1
                     if documents % TOLD_EVERY == 0:
                         meter.update(read, documents, read)
-                # Without an index a file may be cut in its first and its last document, which is as it should be.
+                # Without an index a file may start and end inside a document (llm.c cuts files anywhere).
                 if file.ends is None and writer.documents > 1:
                     edges.open_begins -= not begun
                     edges.open_ends -= not ended
@@ -148,7 +148,7 @@ def _copy(
 
 @dataclass
 class _Edges:
-    """Counts the documents without `eod` at their end, or `bos` (if not None) at their beginning; not empty ones."""
+    """Counts the non-empty documents without `eod` at their end, or `bos` (if not None) at their beginning."""
 
     eod: int
     bos: int | None
@@ -167,7 +167,7 @@ class _Edges:
         self.open_ends += int(np.count_nonzero(tokens[ends - first - 1] != self.eod))
 
     def document(self, ids: Ids) -> tuple[bool, bool]:
-        """A document, 1-D: whether it begins and ends as it should."""
+        """For one document, 1-D: (begins with `bos`, ends with `eod`)."""
         begun, ended = self.bos is None or int(ids[0]) == self.bos, int(ids[-1]) == self.eod
         self.open_begins += not begun
         self.open_ends += not ended
@@ -177,13 +177,13 @@ class _Edges:
         documents, found = sum(shard.documents for shard in manifest.shards), list[str]()
         if self.open_begins:
             found.append(
-                f"{self.open_begins:,} of {documents:,} documents do not begin with token {self.bos}, as --bos says "
-                "they do: leave it out if most do not, or write the shards again with one"
+                f"{self.open_begins:,} of {documents:,} documents do not begin with token {self.bos}, contrary to "
+                "--bos: leave it out if most do not, or write the shards again with one"
             )
         if self.open_ends:
             found.append(
                 f"{self.open_ends:,} of {documents:,} documents do not end with the end-of-document token "
-                f"({self.eod}): a model trained on them does not learn where texts end; name the token that they do "
-                "end with by --eod, or write the shards again with one"
+                f"({self.eod}): a model trained on them does not learn where texts end; name their last token by "
+                "--eod, or write the shards again with one"
             )
         return found

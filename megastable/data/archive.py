@@ -1,7 +1,7 @@
-"""The members of tar archives, read as they come by: nothing is unpacked, and no link in an archive is followed.
+"""Read the members of a tar archive as a stream: nothing is unpacked, and no link is followed.
 
-A WebDataset is a tar whose members `000.jpg`, `000.txt`, `000.json` in a row are parts of one sample; see
-https://github.com/webdataset/webdataset. An archive is taken for one when its first samples look like that.
+A WebDataset is a tar in which consecutive members `000.jpg`, `000.txt`, `000.json` form one sample; see
+https://github.com/webdataset/webdataset. An archive counts as one if its first samples look like that.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import NamedTuple, NoReturn
 from megastable.base.errors import DataError
 from megastable.data.forward import ForwardFile
 
-PIECE = 1 << 20  # bytes of a member, at a time
-LOOKED_AT = 64  # members, to tell a WebDataset from other archives
+PIECE = 1 << 20  # bytes of a member read at a time
+LOOKED_AT = 64  # members looked at to recognise a WebDataset
 
-Note = Callable[[str], None]  # told the name of each member that has no content to read
+Note = Callable[[str], None]  # called with the name of each member without readable content
 
 
 class Member(NamedTuple):
-    """A file of an archive; `chunks` can be read once, before the next member is asked for."""
+    """A file of an archive; `chunks` can be read once, before the next member is requested."""
 
     name: str
     chunks: Iterator[bytes]
 
 
 class ArchiveSample(NamedTuple):
-    """The members of a WebDataset that share their name up to its first dot, in a row."""
+    """Consecutive members of a WebDataset that share their name up to its first dot."""
 
     key: str
     members: Iterator[Member]
 
 
 class _Header(tarfile.TarInfo):
-    """`tarfile` takes a broken header, and the end of the file, for the end of the archive."""
+    """Raises for a broken header and a missing end mark, where `tarfile` would end the archive silently."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _Header:
@@ -49,9 +49,9 @@ class _Header(tarfile.TarInfo):
 
 
 def members(where: str, chunks: Iterable[bytes], passed_over: Note) -> Iterator[Member]:
-    """The plain files of a tar in their order; `passed_over` hears of links, devices and sparse files.
+    """The plain files of a tar in their order; `passed_over` is called for links, devices and sparse files.
 
-    where: names the archive. Raises DataError for a damaged archive, one without its end mark, and data behind that.
+    where: names the archive. Raises DataError for a damaged archive, a missing end mark, and data after it.
     """
     file = ForwardFile(chunks)
     try:
@@ -67,7 +67,7 @@ def members(where: str, chunks: Iterable[bytes], passed_over: Note) -> Iterator[
     while behind := file.read(PIECE):
         if behind.strip(b"\0"):
             raise DataError(
-                f"{where} goes on behind the end mark of its archive (several in a row?): split it, or write it again"
+                f"{where} goes on after the end mark of its archive (several in a row?): split it, or write it again"
             )
 
 
@@ -85,21 +85,21 @@ def _damaged(where: str, error: Exception) -> NoReturn:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The sample that a member belongs to, and its ending: ("a/000", "seg.png") of a/000.seg.png."""
+    """A member's sample and ending: ("a/000", "seg.png") of a/000.seg.png."""
     path = PurePosixPath(name)
     base, _, ending = path.name.partition(".")
     return str(path.parent / base), ending.lower()
 
 
 def text_endings(key: str) -> list[str]:
-    """The endings of the part of a sample that may hold the text `key`, the best first."""
+    """The endings of sample parts that may hold the text `key`, the best first."""
     return list(dict.fromkeys([key.lower(), *(["txt"] if key == "text" else []), "json"]))
 
 
 def is_webdataset(found: Iterable[Member], key: str) -> bool:
     """Whether the first two samples (or the only one) have the same parts, two or more, and one may hold the text.
 
-    Reads no further than these: what comes behind may be long.
+    Reads no further than these samples: the rest may be long.
     """
     names = (split_name(member.name) for member in islice(found, LOOKED_AT))
     parts = (sorted(ending for _, ending in group) for _, group in groupby(names, key=lambda name: name[0]))

@@ -1,7 +1,7 @@
-"""A set of numbers below a size, most of them out: a page table, and a bitmap of each page that holds some of them.
+"""Sparse set of numbers below a size: a page table, with a bitmap for each page that is partly set.
 
-A lookup takes two reads, whatever the size and however many numbers are set. The table takes 4 bytes per page of 4096
-numbers (0.25 MB for the 2.4e8 sequences of 10^12 tokens), a page that is neither empty nor full 512 bytes.
+A lookup takes two reads, for any size and any number of set bits. The table takes 4 bytes per page of 4096
+numbers (0.25 MB for the 2.4e8 sequences of 10^12 tokens); a page that is neither empty nor full takes 512 bytes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ Int64s = npt.NDArray[np.int64]
 
 PAGE = 4096  # numbers
 BYTES = PAGE // 8
-EMPTY, FULL = 0, 1  # the pages that all empty and all full ones share
-AT_ONCE = 1 << 22  # numbers that are set together
+EMPTY, FULL = 0, 1  # the pages shared by all empty and all full ones
+AT_ONCE = 1 << 22  # numbers set at a time
 
 
 class Bitmap:
     """The numbers of the ranges [firsts[i], ends[i]), int64 [n], ascending, disjoint, in [0, size)."""
 
     def __init__(self, size: int, firsts: Int64s, ends: Int64s) -> None:
-        low, high = -(-firsts // PAGE), ends // PAGE  # the pages that a range fills
+        low, high = -(-firsts // PAGE), ends // PAGE  # the pages that a range covers completely
         fills = low < high
         edges = np.zeros(-(-size // PAGE) + 1, dtype=np.int64)
         np.add.at(edges, low[fills], 1)
         np.add.at(edges, high[fills], -1)
         self._table = np.where(np.cumsum(edges) > 0, FULL, EMPTY).astype(np.int32)
-        # What is left of a range: in its first page, and in its last.
+        # The rest of a range: in its first page, and in its last.
         head = np.minimum(ends, low * PAGE)
         tail = np.maximum(high * PAGE, head)
         begins, stops = np.concatenate([firsts, tail]), np.concatenate([head, ends])
@@ -42,11 +42,11 @@ class Bitmap:
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Memory of the set in bytes."""
         return self._table.nbytes + self._bits.nbytes
 
     def _set(self, begins: Int64s, lengths: Int64s) -> None:
-        """The bits from each of `begins` on, counted over all pages."""
+        """Set `lengths` bits from each of `begins` on, counted over all pages."""
         before = np.cumsum(lengths) - lengths
         flat = self._bits.reshape(-1)
         for part in np.split(
@@ -57,6 +57,6 @@ class Bitmap:
             np.bitwise_or.at(flat, bits >> 3, np.left_shift(1, bits & 7).astype(np.uint8))
 
     def __getitem__(self, numbers: Int64s) -> npt.NDArray[np.bool_]:
-        """Which of n numbers in [0, size) are in: bool [n]."""
+        """Which of n numbers in [0, size) are in the set: bool [n]."""
         page = self._table[numbers // PAGE]
         return (self._bits[page, (numbers % PAGE) >> 3] >> (numbers & 7).astype(np.uint8) & 1).astype(bool)

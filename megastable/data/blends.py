@@ -1,12 +1,12 @@
-"""What a run made of the order of its data: `blends.jsonl`, append-only, a JSON object per line, of two kinds.
+"""The ledger of a run's data order, `blends.jsonl`: append-only, a JSON object per line, of two kinds.
 
-How its corpora are blended, and from which position on. The first line is that of the start. New weights, a new corpus
-or one that is taken out begin at a later position, the first of a block of the order; every other corpus goes on with
-its next sample (order.py). A line at or before the position of earlier ones takes their place: the run went back behind
-them, or its corpora became others.
+Blends: the weights of the corpora from a position on. The first line is that of the start. New weights, an added or a
+removed corpus begin at a later position, the first of a block of the order; every other corpus continues with
+its next sample (order.py). A line at or before the position of earlier ones replaces them: the run was rewound past
+them, or its corpora changed.
 
-Which samples of a corpus are read later, in exchange for later ones (exchange.py). Such a line holds until the order
-begins anew, at a blend for position 0.
+Exchanges: samples of a corpus that are read later, in exchange for later ones (exchange.py). An exchange holds until
+a blend at position 0 starts the order anew.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megastable.data.shards import Shard
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, sample_entries
 from megastable.data.skips import Skips
 
-CONVICTED = "data: "  # begins the reason of what an incident convicted (incident_log.py)
+CONVICTED = "data: "  # prefix of the reason of samples convicted by an incident (incident_log.py)
 Slot = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
-MOST = 1 << 24  # positions: a longer range of the ledger is no choice of samples
+MOST = 1 << 24  # positions: a longer range in the ledger was not chosen by sample
 
 
 class Share(BaseModel):
-    """A corpus of a blend: what the order needs of it, and where it was."""
+    """A corpus of a blend: its data in the order, and its path."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,7 +47,7 @@ class Share(BaseModel):
 
 
 class BlendEntry(LedgerEntry):
-    """A line: from `position` on, `corpora` are blended by their weights. step: of the run when it was decided."""
+    """A line: from `position` on, `corpora` are blended by their weights. step: the run's step when it was decided."""
 
     position: Annotated[int, Field(ge=0, le=LAST_POSITION, multiple_of=BLOCK)]
     corpora: list[Share] = Field(min_length=1)
@@ -59,7 +59,7 @@ class BlendEntry(LedgerEntry):
 
 
 class ExchangeEntry(LedgerEntry):
-    """Samples of `corpus` change places, [first slot, second slot, count] each (exchange.py). incident, step: of when
+    """Samples of `corpus` are exchanged, [first slot, second slot, count] each (exchange.py). incident, step: when
     it was decided."""
 
     corpus: Annotated[str, Field(min_length=1)]
@@ -70,11 +70,11 @@ class ExchangeEntry(LedgerEntry):
 
     @property
     def done(self) -> Exchange:
-        """For the order."""
+        """The exchange as an object of the order."""
         return Exchange(self.corpus, tuple(self.exchange))
 
     def undone(self, reason: str, step: int) -> ExchangeEntry:
-        """The line that undoes this one, where no later one stands: the same samples change places again."""
+        """The line that undoes this one if it is the latest: it exchanges the same samples again."""
         return ExchangeEntry(corpus=self.corpus, exchange=self.exchange[::-1], reason=reason, step=step)
 
     @field_validator("exchange")
@@ -101,7 +101,7 @@ def _kind(content: Any) -> type[Line]:
 
 
 def in_force(lines: Sequence[Line]) -> list[BlendEntry]:
-    """The blends whose place no later line has taken, by position; the first is at 0."""
+    """The blends that no later line has replaced, by position; the first is at 0."""
     valid: list[BlendEntry] = []
     for entry in lines:
         if isinstance(entry, BlendEntry):
@@ -112,7 +112,7 @@ def in_force(lines: Sequence[Line]) -> list[BlendEntry]:
 
 
 def exchanges(lines: Sequence[Line]) -> list[ExchangeEntry]:
-    """The exchanges in force, oldest first: none that was decided before the order began anew."""
+    """The exchanges in force, oldest first: those since the last blend at position 0."""
     valid: list[ExchangeEntry] = []
     for entry in lines:
         if isinstance(entry, ExchangeEntry):
@@ -123,21 +123,21 @@ def exchanges(lines: Sequence[Line]) -> list[ExchangeEntry]:
 
 
 def until(lines: Sequence[Line], time: float) -> list[Line]:
-    """The lines that were there at a time, in seconds since 1970; lines without one always were."""
+    """The lines written up to a time, in seconds since 1970; lines without a time always count."""
     return [line for line in lines if line.time is None or line.time.timestamp() <= time]
 
 
 def phases(entries: Sequence[BlendEntry]) -> list[Phase]:
-    """For the order."""
+    """The blends as phases of the order."""
     return [Phase(entry.position // BLOCK, entry.weights) for entry in entries]
 
 
 def moved_skips(
     entries: Sequence[AnyEntry], old: Order, new: Order, position: int, since: datetime | None = None
 ) -> list[SkipEntry]:
-    """The lines that the ledger needs where `new` takes the place of `old` from `position` on, so that the samples that
-    are skipped by position behind it stay so: they stand elsewhere now. Those that are named by identity are found
-    wherever they stand. since: lines of before it were moved already."""
+    """Ledger lines needed when `new` replaces `old` from `position` on: samples skipped by position beyond it move to
+    other positions and must stay skipped. Samples skipped by identity need no line. since: lines written before
+    that time were moved already."""
     by_reason: dict[str, list[tuple[int, int]]] = {}
     places = [e for e in entries if isinstance(e, SkipEntry)]
     for e in places:
@@ -155,8 +155,9 @@ def moved_skips(
 
 
 def named_skips(ledger: Ledger, blends: Sequence[BlendEntry], order: Order) -> list[SampleEntry]:
-    """The lines by identity that the ledger needs for the convictions that an earlier version wrote by position, which
-    hold in one epoch only. Where a later blend put other samples at these positions, nobody knows which were meant."""
+    """Lines by identity for convictions that an earlier version wrote by position, which hold in one epoch only. Where
+    a
+    later blend put other samples at these positions, the original samples cannot be recovered."""
     named = {(e.incident, e.reason) for e in ledger.by_identity.entries}
     found: list[SampleEntry] = []
     for e in ledger.by_position.entries:
@@ -171,7 +172,7 @@ def named_skips(ledger: Ledger, blends: Sequence[BlendEntry], order: Order) -> l
 
 
 class GoneStream(Stream):
-    """Stands for a corpus that was taken out of the blend and is no longer on the disk."""
+    """Stand-in for a corpus that was taken out of the blend and is no longer on disk."""
 
     def __init__(self, share: Share, problem: str) -> None:
         self.tokens = share.tokens

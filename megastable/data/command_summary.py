@@ -1,4 +1,4 @@
-"""What a command did to a corpus, for people and for machines."""
+"""Summary of a command's work on a corpus, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Summary:
     text_bytes: int | None
     seconds: float | None = None
     tokens_per_second: float | None = None
-    left_out: dict[str, int] = field(default_factory=dict)  # numbers by reason
+    left_out: dict[str, int] = field(default_factory=dict)  # counts by reason
     left_out_files: dict[str, list[str]] = field(default_factory=dict)  # names by reason
     warnings: list[str] = field(default_factory=list)
 

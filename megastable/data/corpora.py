@@ -1,4 +1,4 @@
-"""From the recipe's list of corpora to what can be trained and evaluated on."""
+"""Open the recipe's corpora for training and validation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megastable.data.source import Source
 
 @dataclass(frozen=True)
 class Corpora:
-    """All corpora of a run. `validation` is None where none of them has such a split.
+    """All corpora of a run. `validation` is None if none of them has such a split.
 
-    manifests: of those of the recipe; shares: as they are blended from now on, by the recipe; blends, exchanges: the
-    lines of blends.jsonl that `train` followed when it was opened.
+    manifests: of the recipe's corpora; shares: the blend from now on, by the recipe; blends, exchanges: the lines of
+    blends.jsonl in force when `train` was opened.
     """
 
     manifests: list[Manifest]
@@ -46,17 +46,18 @@ class Corpora:
 
     @property
     def order_fingerprint(self) -> str:
-        """What the order of the training samples depends on, as one string."""
+        """A fingerprint of everything that the order of the training samples depends on."""
         return self.train.order.fingerprint(self._all_fingerprints)
 
     def fingerprint_until(self, cursor: int) -> str:
-        """What the order of the samples before `cursor` depends on: a checkpoint that came to it holds this. A blend
-        that begins there or later may still become another one, and so may samples that stand there be exchanged."""
+        """A fingerprint of everything that the order of the samples before `cursor` depends on; checkpoints at that
+        cursor
+        hold it. A blend or an exchange at or after `cursor` may still change, so it is not included."""
         return self._fingerprint_until(self.train.order, cursor)
 
     def known_by(self, fingerprint: str, cursor: int) -> int | None:
-        """How many of `exchanges` a checkpoint knew that came to `cursor` and holds `fingerprint`, the most of which
-        that is true; None where its order was another one."""
+        """How many of `exchanges` a checkpoint at `cursor` with `fingerprint` knew (the largest number that fits); None
+        if its order was a different one."""
         order = self.train.order
         for count in range(len(self.exchanges), -1, -1):
             before = order.exchanging([], count)
@@ -70,7 +71,7 @@ class Corpora:
 
     @property
     def reblended(self) -> bool:
-        """Whether the recipe wants another blend than the run has now."""
+        """Whether the recipe asks for another blend than the run's current one."""
         wanted = [OrderedCorpus(share.name, share.tokens, share.weight) for share in self.shares]
         quotas = {c.name: quota for c, quota in zip(wanted, blend(wanted, BLOCK), strict=True)}
         order = self.train.order
@@ -88,10 +89,10 @@ class Corpora:
 def open_corpora(
     given: list[CorpusConfig], sequence_length: int, seed: int, blends: Sequence[Line] = ()
 ) -> Corpora:
-    """Open every corpus; none of the token data is read. blends: the lines of blends.jsonl of a run that has begun:
-    they decide the order, and `given` only says what is wanted.
+    """Open every corpus; no token data is read. blends: the lines of blends.jsonl of a run that has begun: they decide
+    the order, and `given` only states what is wanted.
 
-    Raises ConfigError for an empty list or corpora of different tokenizers, DataError for damaged ones.
+    Raises ConfigError for an empty list or corpora with different tokenizers, DataError for damaged ones.
     """
     if not given:
         raise ConfigError(
@@ -149,7 +150,7 @@ def open_corpora(
         exchanges=[entry.done for entry in moves],
     )
     streams += [_taken_out(share) for share in out.values()]
-    # What the run is measured by stays the same when its blend changes.
+    # The validation set must not change with the blend.
     measured = valid[0].weights if valid else {share.name: share.weight for share in shares}
     validation = _validation(here, measured, sequence_length, seed)
     return Corpora(
@@ -163,7 +164,7 @@ def _taken_out(share: Share) -> Stream:
         path = find(Path(share.path))
         manifest = Manifest.load(path)
         if manifest.fingerprint() != share.fingerprint:
-            raise DataError(f"{path} is not what it was: restore it")
+            raise DataError(f"{path} has changed: restore it")
         return Stream(path, manifest, "train")
     except DataError as error:
         return GoneStream(share, str(error))
@@ -172,7 +173,7 @@ def _taken_out(share: Share) -> Stream:
 def _validation(
     here: Mapping[str, tuple[Path, Manifest]], weights: Mapping[str, float], sequence_length: int, seed: int
 ) -> tuple[Order, list[Stream]] | None:
-    """Those of `here` that have a weight and at least one sample to validate on."""
+    """The corpora of `here` that have a weight and at least one validation sample."""
     split = "validation"
     # A split shorter than a sequence holds no sample.
     chosen = {

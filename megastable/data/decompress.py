@@ -1,7 +1,7 @@
-"""Compressed bytes to plain ones, a piece at a time: gzip, Zstandard, xz and bzip2.
+"""Streaming decompression of gzip, Zstandard, xz and bzip2.
 
 Each stream is read to its own end mark, so that damage and a missing end are errors, never a shorter text. (The file
-objects of `lzma`, `bz2` and `zstandard` take a broken second stream, or the end of the file, for the end of the data.)
+objects of `lzma`, `bz2` and `zstandard` silently end at a broken second stream or a truncated file.)
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import zstandard
 
 from megastable.base.errors import DataError
 
-PIECE = 1 << 20  # bytes that one step gives at most
-_ZSTD_INPUT = 2048  # bytes: zstandard has no such limit, and a block of a few bytes may stand for 128 KiB
-_ZSTD_WINDOW = 1 << 31  # bytes of memory: what `zstd --long=31` asks for, as large archives of text do
+PIECE = 1 << 20  # maximum bytes per step
+_ZSTD_INPUT = 2048  # bytes: zstandard has no output limit, and a block of a few bytes may expand to 128 KiB
+_ZSTD_WINDOW = 1 << 31  # bytes of memory: as for `zstd --long=31`, which large text archives use
 
 
 class _Decoder(Protocol):
-    """One stream: `eof` once its end mark was read, and `unused_data` behind it."""
+    """One stream: `eof` once its end mark was read, and `unused_data` after it."""
 
     @property
     def eof(self) -> bool: ...
@@ -61,7 +61,7 @@ class _Zstandard:
 
 
 class _Bounded:
-    """What `lzma` and `bz2` have in common."""
+    """Common code for `lzma` and `bz2`."""
 
     def __init__(self, stream: lzma.LZMADecompressor | bz2.BZ2Decompressor) -> None:
         self._stream = stream
@@ -86,7 +86,7 @@ DECODERS: dict[str, Callable[[], _Decoder]] = {
 
 
 def decompress(where: str, chunks: Iterable[bytes], ending: str) -> Iterator[bytes]:
-    """Decompress one or more streams in a row, with zero bytes between or behind them, as tapes and xz pad them.
+    """Decompress one or more consecutive streams, with zero bytes between or after them (padding of tapes and xz).
 
     where: names the file. ending: of DECODERS. Raises DataError for damage and for data that ends too early.
     """
@@ -102,4 +102,4 @@ def decompress(where: str, chunks: Iterable[bytes], ending: str) -> Iterator[byt
     except (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError) as error:
         raise DataError(f"{where} is damaged: {error}; fetch it again") from error
     if decoder is not None:
-        raise DataError(f"{where} ends too early, in the middle of its compressed data: fetch it again")
+        raise DataError(f"{where} ends too early, inside its compressed data: fetch it again")

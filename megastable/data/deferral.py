@@ -1,14 +1,14 @@
-"""Samples that nobody was found guilty of, but that trouble came with: read again later, in exchange for later ones.
+"""Deferral of samples that were part of an incident without being guilty: they are exchanged with later samples.
 
-Pure: which slots to exchange (exchange.py), as far from the trouble as there is room, best first:
+Pure: which slots to exchange (exchange.py), as far from the incident as possible, best first:
 
-1. in the same epoch of their corpus, `far` or further on: the same trouble is over by then;
-2. in the same epoch, as late as there is room, but not `near`;
-3. in a later epoch, `far` or further on: over both epochs all is read as often as ever;
-4. as late as there is room, if only behind the trouble.
+1. in the same epoch of their corpus, at least `far` away: the instability is over by then;
+2. in the same epoch, as late as possible, but not `near`;
+3. in a later epoch, at least `far` away: over both epochs every sample is read equally often;
+4. as late as possible, if only after the incident.
 
-Never where something is left out, or was exchanged already, nor after the run's last step. What finds no place is lost,
-and is said to be.
+Never a slot that is skipped or already exchanged, nor one after the run's last step. Samples without a free slot are
+reported as lost.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megastable.data.skips import Selection
 Int64s = npt.NDArray[np.int64]
 Range = tuple[int, int]
 
-AT_ONCE = 1 << 14  # slots that are looked at together
-MOST = 1 << 20  # slots that are looked at in all: where so many are left out, there is no room
+AT_ONCE = 1 << 14  # slots examined at a time
+MOST = 1 << 20  # slots examined in all: if so many are taken, none is free
 
 
 @dataclass(frozen=True)
 class DeferralRoom:
-    """Positions behind the trouble: `begin` is the first, `end` the run's; for `near` and `far` see the module."""
+    """Positions after the incident: `begin` is the first, `end` the run's; for `near` and `far` see the module."""
 
     begin: int
     near: int
@@ -42,8 +42,8 @@ class DeferralRoom:
 
 @dataclass(frozen=True)
 class Deferral:
-    """exchanges: for the order. positions: they hold other samples now, and `returns` theirs, in the same order; lost:
-    positions whose samples found no place. int64; but for `returns`, ascending."""
+    """exchanges: for the order. positions: these now hold other samples, and `returns` holds theirs, in the same order;
+    lost: positions whose samples found no slot. int64; all but `returns` ascending."""
 
     exchanges: list[Exchange]
     positions: Int64s
@@ -52,7 +52,7 @@ class Deferral:
 
 
 def plan(order: Order, left: Selection, positions: Int64s, room: DeferralRoom) -> Deferral:
-    """Where the samples at `positions`, all before room.begin, go. Those that are left out anyway stay."""
+    """New positions for the samples at `positions`, all before room.begin. Samples that are skipped anyway stay."""
     positions = np.unique(positions[~left.mask(positions)])
     corpora, slots = order.slots_at(positions)
     epochs = slots // np.array(order.sequences)[corpora]
@@ -78,7 +78,7 @@ def plan(order: Order, left: Selection, positions: Int64s, room: DeferralRoom) -
 
 
 def _stretches(order: Order, corpus: int, epoch: int, room: DeferralRoom) -> Iterator[tuple[int, int, bool]]:
-    """Slots [first, end) of a corpus to look at, best first; and whether the latest of them are best."""
+    """Slots [first, end) of a corpus to examine, best first; and whether the latest of them are best."""
     begin, near, far, end = (
         order.samples_before(p)[corpus] for p in (room.begin, room.near, room.far, room.end)
     )
@@ -92,7 +92,8 @@ def _stretches(order: Order, corpus: int, epoch: int, room: DeferralRoom) -> Ite
 def _free(
     order: Order, left: Selection, corpus: int, first: int, end: int, late: bool, count: int, taken: Int64s
 ) -> Int64s:
-    """Up to `count` slots of [first, end), the first ones or the last, whose samples are read and at home."""
+    """Up to `count` slots of [first, end), the first or the last ones, whose samples are neither skipped nor
+    exchanged."""
     found, moved = list[Int64s](), order.moved(corpus)[:, 0]
     first, end = (max(first, end - MOST), end) if late else (first, min(end, first + MOST))
     starts: Sequence[int] = range(first, end, AT_ONCE)

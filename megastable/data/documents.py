@@ -1,7 +1,7 @@
-"""From positions to documents: which texts a sample was made of.
+"""Map positions to documents: the texts that a sample consists of.
 
-A sample is made of the documents that hold any of its own tokens [first_token, first_token + L). The one further
-token that it reads, its last label, is the first of the next sequence and speaks for that one.
+A sample consists of the documents that hold any of its own tokens [first_token, first_token + L). Its last label, one
+token further, is the first token of the next sequence and counts for that one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Document(BaseModel):
 
 
 class DocumentPart(NamedTuple):
-    """What a sample has of a document: tokens [first_token, first_token + tokens) of the shard, which are those from
-    `offset` on of the sample, and `bytes` bytes from `first_byte` on of the shard's .bin."""
+    """A sample's part of a document: tokens [first_token, first_token + tokens) of the shard, at `offset` in the
+    sample,
+    and `bytes` bytes from `first_byte` on in the shard's .bin."""
 
     document: Document
     first_token: int
@@ -43,21 +44,21 @@ class DocumentPart(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether the document ends in it."""
+        """Whether the document ends in this sample."""
         return self.first_token + self.tokens == self.document.first_token + self.document.tokens
 
 
 def documents_at(source: Source, positions: npt.ArrayLike) -> list[Document]:
     """The documents at `positions`, n integers in any order: each once, in the order of the streams.
 
-    O(n) in time but for a binary search per position, however large the corpora. Raises DataError for a position
-    that cannot be and for a damaged index.
+    O(n) time plus a binary search per position, for corpora of any size. Raises DataError for an invalid position and
+    for a damaged index.
     """
     return list(dict.fromkeys(part.document for _, found in _walk(source, positions) for part in found))
 
 
 def documents_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[Document]]:
-    """For each of `positions` its documents, in the order of its tokens. Cost and errors as `documents_at`."""
+    """The documents of each of `positions`, in the order of its tokens. Cost and errors as for `documents_at`."""
     return {
         position: [p.document for p in found]
         for position, found in parts_by_position(source, positions).items()
@@ -65,13 +66,13 @@ def documents_by_position(source: Source, positions: npt.ArrayLike) -> dict[int,
 
 
 def parts_by_position(source: Source, positions: npt.ArrayLike) -> dict[int, list[DocumentPart]]:
-    """For each of `positions` the parts of documents that it is made of, one after the other. As `documents_at`."""
+    """The document parts of each of `positions`, in the order of its tokens. Otherwise as `documents_at`."""
     found = dict(_walk(source, positions))
     return {position: found[position] for position in np.asarray(positions).tolist()}
 
 
 def _walk(source: Source, positions: npt.ArrayLike) -> Iterator[tuple[int, list[DocumentPart]]]:
-    """Every position with its parts, along the streams: so each shard is opened once."""
+    """Every position with its parts, in stream order, so that each shard is opened once."""
     where, places = np.asarray(positions), source.order.locate(positions)
     along = np.lexsort((places.first_token, places.corpus))
     for position, index, first in zip(

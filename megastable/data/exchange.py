@@ -1,9 +1,8 @@
-"""Samples of a corpus that changed places: read later than the order would have it, in exchange for later ones.
+"""Exchanges of samples within a corpus: a sample is read later than planned, in return for a later one.
 
-An **exchange** swaps two stretches of the samples that a corpus gives to the run, one for one: the slots first + i and
-second + i hold each other's samples. Each is made on top of those before it, so the order stays a permutation: nothing
-is lost, nothing is read twice. Slots are counted within the corpus: where the weights of a blend change, an exchange
-stays as it is.
+An **exchange** swaps two ranges of the samples that a corpus gives to the run, one for one: the slots first + i and
+second + i hold each other's samples. Exchanges compose, so the order stays a permutation: nothing is lost, nothing is
+read twice. Slots are counted within the corpus, so a change of the blend's weights does not affect an exchange.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
-Swap = tuple[int, int, int]  # first slot of one stretch, of the other, and how many
+Swap = tuple[int, int, int]  # first slot of one range, of the other, and their length
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Of the corpus `corpus`: each swap [first, second, count] of `swaps` after the one before it."""
+    """Swaps [first, second, count] within `corpus`, applied in order."""
 
     corpus: str
     swaps: tuple[Swap, ...]
@@ -30,8 +29,8 @@ class Exchange:
 class Exchanged:
     """The slots of one corpus that hold other samples than their own: two sorted tables, a lookup takes O(log n).
 
-    `moved`: these slots, ascending, and the samples that they hold, int64 [n, 2]. `deferred`: slots whose sample an
-    exchange has put there from an earlier one, ascending, int64 [n].
+    `moved`: these slots, ascending, and their samples, int64 [n, 2]. `deferred`: slots whose sample comes from an
+    earlier slot, ascending, int64 [n].
     """
 
     def __init__(self, swaps: Sequence[Swap]) -> None:
@@ -49,16 +48,16 @@ class Exchanged:
         self._back = self._samples[by_sample], self._slots[by_sample]
 
     def samples(self, slots: Int64s) -> Int64s:
-        """Which samples n slots hold."""
+        """The samples that n slots hold."""
         return _looked_up(slots, self._slots, self._samples)
 
     def slots(self, samples: Int64s) -> Int64s:
-        """Which slots hold n samples."""
+        """The slots that hold n samples."""
         return _looked_up(samples, *self._back)
 
 
 def swaps_of(firsts: Int64s, seconds: Int64s) -> tuple[Swap, ...]:
-    """The exchange of the slots firsts[i] and seconds[i], all different, in as few stretches as there are."""
+    """The exchange of the slots firsts[i] and seconds[i], all different, in as few ranges as possible."""
     if not firsts.size:
         return ()
     breaks = np.flatnonzero((np.diff(firsts) != 1) | (np.diff(seconds) != 1)) + 1
@@ -67,7 +66,7 @@ def swaps_of(firsts: Int64s, seconds: Int64s) -> tuple[Swap, ...]:
 
 
 def _looked_up(numbers: Int64s, keys: Int64s, values: Int64s) -> Int64s:
-    """values[i] for those of `numbers` that are keys[i] (ascending), the others as they are."""
+    """values[i] for each of `numbers` that equals keys[i] (ascending), the number itself otherwise."""
     if not keys.size:
         return numbers
     at = np.minimum(np.searchsorted(keys, numbers), keys.size - 1)

@@ -1,4 +1,4 @@
-"""Pieces of bytes as a file that is read once from its beginning to its end."""
+"""A forward-only binary file over an iterable of chunks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class ForwardFile(io.RawIOBase):
-    """`chunks` as a binary file: `read(n)` gives n bytes, fewer only at the end, and it seeks forward alone.
+    """`chunks` as a binary file: `read(n)` gives n bytes, fewer only at the end, and seeks go forward only.
 
-    `ended`: a read has met the end.
+    `ended`: a read has reached the end.
     """
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
@@ -45,12 +45,12 @@ class ForwardFile(io.RawIOBase):
         return self._at
 
     def pieces(self) -> Iterator[bytes]:
-        """The rest of it, in pieces as they come."""
+        """The remaining bytes, in pieces as they come."""
         while some := self._some(-1):
             yield bytes(some)
 
     def _some(self, most: int) -> memoryview:
-        """The next bytes, `most` of them at most (all for less than 0), at least one unless there are no more."""
+        """The next bytes: at most `most` (no limit if below 0), at least one unless the end is reached."""
         while not self._rest:
             chunk = next(self._chunks, None)
             if chunk is None:

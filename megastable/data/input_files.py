@@ -1,7 +1,7 @@
-"""Which files of the input are read, as what, and which are left out, decided by their names.
+"""Find the input files of a corpus and their formats, by file name.
 
-A file that only describes the data (README.md, LICENSE, dataset_infos.json) is left out where data files lie in its
-folder or below, and a document where there are texts alone. So are the members of an archive.
+A file that only describes the data (README.md, LICENSE, dataset_infos.json) is left out if its folder, or one below,
+holds data files; where there are only texts it is a document. The same goes for members of an archive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS: dict[str, Kind] = {
     ".tar": "tar",
 }
 SHORT = {".tgz": ".gz", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}  # of .tar.gz, ...
-# They hold documents, which would be lost without a word.
+# They hold documents, which would be lost silently.
 UNREAD = {
     ".zip",
     ".7z",
@@ -69,14 +69,14 @@ _DATATROVE = re.compile(r".*\.ds(\.index|\.metadata|\.loss)?")
 
 
 class FileFormat(NamedTuple):
-    """How the bytes of a file are read: `codec` is an ending of DECODERS, or "" for plain bytes."""
+    """How to read a file's bytes: `codec` is an ending of DECODERS, or "" for plain bytes."""
 
     kind: Kind
     codec: str
 
 
 def format_of(name: str) -> FileFormat:
-    """The format that a file's name stands for; what is not known is text."""
+    """The format by a file's name; an unknown ending is text."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes] or [""]
     if suffixes[-1] in SHORT:
         return FileFormat("tar", SHORT[suffixes[-1]])
@@ -88,7 +88,7 @@ def format_of(name: str) -> FileFormat:
 
 @dataclass
 class Files:
-    """What `find_files` found: files to read in their order, those that a person named, and the others by reason."""
+    """Result of `find_files`: files to read in order, those named by the user, and the others by reason."""
 
     paths: list[Path] = field(default_factory=list)
     named: set[Path] = field(default_factory=set)
@@ -101,9 +101,9 @@ class Files:
 def find_files(inputs: Sequence[Path], globs: Sequence[str] = ()) -> Files:
     """The files of `inputs` in their order; folders recursively, sorted by path.
 
-    Of a folder only what one of `globs` matches, if there are any: patterns as of `pathlib`, for names in any folder
-    below (`*.jsonl`) or, with a slash, from the folder on (`train/**/*.parquet`). Links to folders are not followed.
-    Raises DataError for an input that is not there, a named file of token ids, and globs that match nothing.
+    With `globs`, a folder contributes only matching files: `pathlib` patterns, for names in any folder below
+    (`*.jsonl`) or, with a slash, relative to the folder (`train/**/*.parquet`). Links to folders are not followed.
+    Raises DataError for a missing input, a named file of token ids, and globs that match nothing.
     """
     found, unmatched = Files(), set(globs)
     folders = [path for path in inputs if path.is_dir()]
@@ -158,12 +158,12 @@ def is_data(name: str) -> bool:
 
 
 def is_datatrove(name: str) -> bool:
-    """Whether a file is a part of a datatrove shard, by its name."""
+    """Whether a file is part of a datatrove shard, by its name."""
     return _DATATROVE.fullmatch(name) is not None
 
 
 def is_about_data(name: str) -> bool:
-    """By its name; a table such as licenses.csv or readme.parquet is data itself."""
+    """Whether a file describes data, by its name; a table such as licenses.csv or readme.parquet is data itself."""
     kind = format_of(name).kind
     return _ABOUT.fullmatch(name) is not None and (kind == "text" or name.lower().endswith(".json"))
 
@@ -172,7 +172,7 @@ def _matches(folder: Path, pattern: str) -> Iterator[Path]:
     try:
         yield from folder.glob(pattern) if "/" in pattern else folder.rglob(pattern)
     except (ValueError, NotImplementedError) as error:
-        raise DataError(f"--glob {pattern!r} is no pattern for files of a folder: {error}") from error
+        raise DataError(f"--glob {pattern!r} is not a pattern for files of a folder: {error}") from error
 
 
 def _walk(folder: Path, found: Files) -> Iterator[Path]:
@@ -180,7 +180,7 @@ def _walk(folder: Path, found: Files) -> Iterator[Path]:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}")
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders.sort()  # for the order of what is left out
+        folders.sort()  # left-out files are reported in this order
         for name in folders:
             if name.startswith("."):
                 found.leave_out(HIDDEN, f"{Path(parent, name)}/")
@@ -198,7 +198,7 @@ def _walk(folder: Path, found: Files) -> Iterator[Path]:
 
 
 def _is_tokens(path: Path) -> bool:
-    """Whether it is a part of a datatrove or Megatron shard, or one of llm.c's."""
+    """Whether a file is part of a datatrove or Megatron shard, or one of llm.c's."""
     if is_datatrove(path.name):
         return True
     if path.suffix not in (".bin", ".idx"):
@@ -209,5 +209,5 @@ def _is_tokens(path: Path) -> bool:
         with path.open("rb") as file:
             head = file.read(4)
     except OSError:
-        return False  # reading it will say why
+        return False  # the error is raised on reading
     return len(head) == 4 and struct.unpack("<i", head)[0] in LLM_C

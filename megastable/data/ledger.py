@@ -1,4 +1,4 @@
-"""Append-only files of a run that decide what it reads: a model per line, on the disk before `append` returns."""
+"""Append-only ledgers of a run that decide its data: a pydantic model per line, on disk before `append` returns."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ E = TypeVar("E", bound=LedgerEntry)
 
 
 def append(path: Path, entry: LedgerEntry) -> None:
-    """Add a line to a ledger and wait until it is on the disk. Raises DataError when that fails."""
+    """Append a line to a ledger and wait until it is on disk. Raises DataError on failure."""
     append_all(path, [entry])
 
 
 def append_all(path: Path, entries: Sequence[LedgerEntry]) -> None:
-    """Add lines that belong together, all at once. Raises DataError when that fails."""
+    """Append several lines atomically. Raises DataError on failure."""
     now = datetime.now(UTC)
     stamped = [e if e.time is not None else e.model_copy(update={"time": now}) for e in entries]
     if stamped:
@@ -42,12 +42,12 @@ def append_all(path: Path, entries: Sequence[LedgerEntry]) -> None:
 
 
 def read(path: Path, kind: Callable[[Any], type[E]], odd: list[str] | None = None) -> list[E]:
-    """The entries of a ledger, oldest first, each of the `kind` that is chosen by its content; none when there is no
-    such file. Empty lines are ignored.
+    """The entries of a ledger, oldest first, each of the `kind` chosen by its content; empty if the file does not
+    exist. Empty lines are ignored.
 
-    A torn last line (a crash while it was written) is reported as a warning and left out. Raises DataError
-    naming the line for anything else that is not a valid entry; where `odd` is given, what is wrong goes in there
-    instead, and the line is left out: a run that works goes on.
+    A torn last line (a crash during the write) is left out with a warning. Any other invalid line raises a DataError
+    that names it, unless `odd` is given: then the problem is added to `odd` and the line is left out, so that a
+    running run continues.
     """
     lines, torn = jsonl.read(path)
     if torn:
@@ -64,7 +64,7 @@ def read(path: Path, kind: Callable[[Any], type[E]], odd: list[str] | None = Non
 
 
 def parse(path: Path, number: int, line: bytes, kind: Callable[[Any], type[E]]) -> E:
-    """Line `number` of `path`, of the kind that is chosen by its content. Raises DataError that says what is wrong."""
+    """Line `number` of `path`, of the kind chosen by its content. Raises DataError with the problem."""
     try:
         content = json.loads(line)
         return kind(content).model_validate(content)
@@ -78,5 +78,5 @@ def parse(path: Path, number: int, line: bytes, kind: Callable[[Any], type[E]]) 
 
 
 def remedy(path: Path, number: int) -> str:
-    """What to do about a wrong line."""
+    """The advice for an invalid line."""
     return f"correct or delete line {number} of {path}, nothing else depends on it"

@@ -1,4 +1,4 @@
-"""What a corpus does not have of its input: the names of files, and how many documents, by reason."""
+"""Input that a corpus leaves out: file names and document counts, by reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megastable.base.text import visible
 
-SHOWN = 3  # names of files per reason, for people
+SHOWN = 3  # file names shown per reason
 
 
 class UnreadFiles:
@@ -21,12 +21,13 @@ class UnreadFiles:
                 self.file(reason, name)
 
     def document(self, reason: str) -> None:
-        """One more document, which has no name."""
+        """Count one more document, which has no name."""
         self.counts[reason] += 1
 
     def file(self, reason: str, name: str, group: str | None = None) -> None:
-        """One more file, or place in one. Those of one `group` (the members of an archive with one ending, the lines of
-        a file) are told as the first of them and a number: there may be millions."""
+        """Add a file, or a place in one. Those of one `group` (an archive's members with one ending, the lines of a
+        file) are
+        reported as the first one and a count: there may be millions."""
         self.counts[reason] += 1
         names = self._names.setdefault(reason, {})
         first, count = names.get(group or name, (name, 0))
@@ -46,7 +47,7 @@ class UnreadFiles:
 def told(
     counts: Mapping[str, int], files: Mapping[str, Sequence[str]], where_all: str = ": --json has all"
 ) -> list[str]:
-    """One text per reason: the number, the reason, and the first names. where_all: behind how many more there are."""
+    """One text per reason: count, reason and the first names. where_all: added after "N more"."""
     return [
         f"{count:,} {reason}" + (f" ({_some(files[reason], where_all)})" if reason in files else "")
         for reason, count in counts.items()

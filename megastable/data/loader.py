@@ -1,9 +1,9 @@
-"""What a data-parallel rank trains on: the next global batch, its own part of it, read ahead in a thread.
+"""Prefetching data loader: this data-parallel rank's part of the next global batch, read ahead in a thread.
 
 A global batch is the next `global_batch` positions that are not skipped. Reshaped to [accumulation,
-data_size, micro_batch], rank r takes [:, r]; so the order of the samples depends on the cursor, the skips and
-the order alone, not on how many ranks there are or how large their micro-batches are. With context parallelism
-the ranks of a group are one here: they read the same samples, and each takes its part of the tokens.
+data_size, micro_batch], rank r takes [:, r]; so the order of the samples depends only on the cursor, the skips and
+the order, not on the number of ranks or the micro-batch size. The ranks of a context-parallel group count as one
+here: they read the same samples, and each takes its part of the tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Int32s = npt.NDArray[np.int32]
 class MicroBatch:
     """b samples of s tokens for one forward pass; on the CPU.
 
-    `tokens`, `labels`: int64 [b, s / context]. `positions`: int64 [b], absolute. `segments`: int32 [b, s], which
-    document of its sample a token belongs to, None when documents of a sample may see each other.
+    `tokens`, `labels`: int64 [b, s / context]. `positions`: int64 [b], absolute. `segments`: int32 [b, s], the ordinal
+    of each token's document within its sample, None if attention crosses documents.
     """
 
     tokens: torch.Tensor
@@ -43,7 +43,7 @@ class MicroBatch:
 @dataclass(frozen=True, eq=False)
 class Step:
     """A global batch: the cursor before (`first`) and after it (`next`), all its positions, int64
-    [global_batch] in the global order, and this rank's part of it."""
+    [global_batch] in global order, and this rank's part of it."""
 
     first: int
     next: int
@@ -52,7 +52,7 @@ class Step:
 
     @property
     def skipped(self) -> list[int]:
-        """What was left out of [first, next): ranges [first, end), one after the other."""
+        """The positions of [first, next) that were skipped: ranges [first, end), ascending."""
         edges = np.concatenate([[self.first - 1], self.positions, [self.next]])
         gaps = np.flatnonzero(np.diff(edges) > 1)
         return np.column_stack([edges[gaps] + 1, edges[gaps + 1]]).ravel().tolist()
@@ -61,10 +61,10 @@ class Step:
 class Loader:
     """An endless iterator of `Step`s from `cursor` on.
 
-    `cursor` is always the one after the last step handed out: the state to save. Up to `prefetch` steps are
-    read ahead by a thread, which calls nothing collective; an error in it is raised by `next()`, at the step it
-    belongs to. Call `close()`, or use it as a context manager. `pin_memory` puts tokens, labels and segments where
-    a GPU copies from fastest. `part`: rank in, and size of, the context group that shares the samples.
+    `cursor` is always the one after the last step handed out: the state to save. A thread prefetches up to `prefetch`
+    steps; it calls nothing collective, and an error in it is raised by the `next()` of the step that it belongs to.
+    Call `close()`, or use it as a context manager. `pin_memory` puts tokens, labels and segments into pinned memory.
+    `part`: rank in, and size of, the context group that shares the samples.
     """
 
     def __init__(
@@ -114,22 +114,23 @@ class Loader:
         return step
 
     def go_to(self, cursor: int, skips: Skips | Selection) -> None:
-        """Go on at `cursor`, and leave out `skips` from now on: what was read ahead is thrown away."""
+        """Continue at `cursor` with `skips`; prefetched steps are discarded."""
         self.cursor, self.skips = cursor, skips
         self._drop()
         self._fill(self._prefetch)
 
     def read(self, positions: Int64s) -> list[MicroBatch]:
-        """This rank's part of any positions, a multiple of micro_batch * data_size of them; the cursor stays."""
+        """This rank's part of any positions, a multiple of micro_batch * data_size of them; the cursor does not
+        move."""
         return self._read(positions.reshape(-1, *self._mine_shape)[:, self._data_rank])
 
     @property
     def unit(self) -> int:
-        """`read` takes multiples of so many positions."""
+        """`read` takes multiples of this many positions."""
         return self._mine_shape[0] * self._mine_shape[1]
 
     def close(self) -> None:
-        """End the thread. A step that is being read is waited for."""
+        """End the thread, after the step that it is reading."""
         self._drop()
         self._thread.shutdown(wait=True)
 
@@ -149,7 +150,7 @@ class Loader:
             self._ahead.pop().cancel()
 
     def _step(self, before: Future[Step] | int, skips: Skips | Selection) -> Step:
-        """The thread's work: the step after another one, which is done or was cancelled after this; or at a cursor."""
+        """Read one step, in the thread: the step after `before` (done, or cancelled after this one), or at a cursor."""
         first = before if isinstance(before, int) else before.result().next
         positions, end = skips.next_kept(first, self.global_batch)
         return Step(first, end, positions, self._read(positions[self._mine]))
@@ -170,13 +171,13 @@ class Loader:
         )
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
-        """What goes to the GPU, where it copies from fastest: pinning takes time, which the thread has."""
+        """A tensor for the GPU, pinned: pinning takes time, which the thread has."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self.pin_memory else tensor
 
 
 def documents_of(tokens: Int64s, eod: int) -> Int32s:
-    """For tokens [b, s]: int32 [b, s], the ordinal in its sample of the document that each belongs to.
+    """For tokens [b, s]: int32 [b, s], the ordinal of each token's document within its sample.
 
     A document begins at the first token and after every `eod`.
     """

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all."""
+"""Atomic creation of files and directories, for data commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megastable.base.errors import DataError
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file, on the disk when this returns; an older one is replaced. Raises DataError."""
+    """Write a file durably; an older one is replaced. Raises DataError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.write_file(path, content)
@@ -27,11 +27,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def staged_directory(output: Path) -> Iterator[Path]:
-    """A fresh directory beside `output` that takes its place when the block ends without an exception.
+    """A fresh directory beside `output` that replaces it when the block ends without an exception.
 
-    An older `output` stays until the new one is complete. After an exception nothing of the new one remains;
-    what a killed process of this host left behind is removed by the next one. Raises DataError when the disk
-    refuses.
+    An older `output` stays until the new one is complete. After an exception nothing of the new one remains; leftovers
+    of a killed process of this host are removed by the next one. Raises DataError if the disk fails.
     """
     output = output.resolve()
     staging = staging_of(output)
@@ -49,12 +48,12 @@ def staged_directory(output: Path) -> Iterator[Path]:
 
 
 def staging_of(output: Path) -> Path:
-    """Where this process writes what becomes `output`."""
+    """The temporary path at which this process writes `output`."""
     return output.with_name(f"{output.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
 def remove_abandoned(output: Path) -> None:
-    """What killed processes of this host left beside `output`, files or directories. Raises OSError."""
+    """Remove leftovers of killed processes of this host beside `output`, files or directories. Raises OSError."""
     for path in list(output.parent.iterdir()):
         if not path.name.startswith(f"{output.name}.tmp-") or not _is_abandoned(path):
             continue

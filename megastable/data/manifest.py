@@ -1,8 +1,7 @@
-"""What a corpus consists of: `manifest.json` beside its shards, and the token stream that it describes.
+"""The manifest of a corpus (`manifest.json` beside its shards), and the token stream that it describes.
 
-A split ("train", "validation") is a list of token ranges of shards. Ranges begin and end at document
-boundaries and never overlap, so no document is in two splits. Everything that decides which token comes where
-is part of the fingerprint.
+A split ("train", "validation") is a list of token ranges of shards. Ranges begin and end at document boundaries and
+never overlap, so no document is in two splits. The fingerprint covers everything that decides the order of the tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from megastable.data.shard_format import DType, ShardInfo, Tokens, file_sizes
 from megastable.data.shards import Shard
 
 FILE = "manifest.json"
-OPEN_SHARDS = 64  # per stream, two descriptors each at most; opening again costs less than reading a sample
+OPEN_SHARDS = 64  # per stream, at most two descriptors each; reopening costs less than reading a sample
 
 
 class TokenizerInfo(BaseModel):
@@ -47,7 +46,7 @@ class TokenizerInfo(BaseModel):
     xxh3: str
     vocab_size: int = Field(gt=0)
     eod: int = Field(ge=0)  # id of the end-of-document token
-    bos: int | None = Field(default=None, ge=0)  # of the token that begins every document; None = none does
+    bos: int | None = Field(default=None, ge=0)  # id of the begin-of-document token; None = none
 
     @model_validator(mode="after")
     def _are_tokens(self) -> Self:
@@ -58,7 +57,7 @@ class TokenizerInfo(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, given: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Without one it is what it was before there was the key: so are the fingerprints of corpora.
+        # Without a bos token the key is omitted, so that the fingerprints of older corpora stay valid.
         content: dict[str, Any] = given(self)
         return {key: value for key, value in content.items() if key != "bos" or value is not None}
 
@@ -79,7 +78,7 @@ class Segment(BaseModel):
 
 
 class Manifest(BaseModel):
-    """A corpus. `text_bytes` is the size of the UTF-8 text before tokenization, None when nobody knows."""
+    """A corpus. `text_bytes` is the size of the UTF-8 text before tokenization, None if unknown."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -143,7 +142,7 @@ class Manifest(BaseModel):
             raise DataError(f"{path}: {_first_problem(error)}") from error
 
     def save(self, directory: Path) -> None:
-        """Write DIRECTORY/manifest.json atomically. Raises DataError when the disk refuses."""
+        """Write DIRECTORY/manifest.json atomically. Raises DataError if the disk fails."""
         path = directory / FILE
         try:
             durable.write_file(path, (self.model_dump_json(indent=1) + "\n").encode())
@@ -151,7 +150,7 @@ class Manifest(BaseModel):
             raise DataError(f"{path} could not be written: {error}") from error
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of all that decides which token comes where: not of dates, source or text size."""
+        """SHA-256 (hex) of everything that decides the order of the tokens; excludes dates, source and text size."""
         content = self.model_dump(mode="json", exclude={"text_bytes", "source", "created"})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -161,7 +160,7 @@ class Manifest(BaseModel):
 
 
 class Place(NamedTuple):
-    """Where a token of a stream lies: shard, document of that shard, token offset in that shard."""
+    """Location of a stream's token: shard, document of that shard, token offset in that shard."""
 
     shard: str
     document: int
@@ -171,9 +170,8 @@ class Place(NamedTuple):
 class Stream:
     """The tokens of one split, one after another, over all its segments.
 
-    Opening costs two `stat` calls per shard; shards are opened when first read, at most `OPEN_SHARDS` at a
-    time. Safe to use from several threads. Raises DataError when the split is missing or a file is not the
-    one that the manifest describes.
+    Opening costs two `stat` calls per shard; a shard is opened on its first read, at most `OPEN_SHARDS` at a time.
+    Thread-safe. Raises DataError if the split is missing or a file is not the one that the manifest describes.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
@@ -196,7 +194,7 @@ class Stream:
     def read(self, first: int, count: int) -> Tokens:
         """Tokens [first, first + count) of the stream: int64 [count], across shards.
 
-        Raises IndexError outside of the stream; DataError as `Shard.read` does.
+        Raises IndexError outside the stream; DataError as `Shard.read` does.
         """
         parts = [shard.read(at, length) for shard, at, length, _ in self.pieces(first, count)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
@@ -215,20 +213,20 @@ class Stream:
         return Place(shard.name, shard.document_of(at), at)
 
     def offset_of(self, shard: str, token: int) -> int | None:
-        """Stream offset of the token at offset `token` of a shard; None where this split does not have it."""
+        """Stream offset of the token at offset `token` of a shard; None if it is not in this split."""
         for segment, edge in zip(self.segments, self._edges.tolist()):
             if segment.shard == shard and segment.first_token <= token < segment.end:
                 return int(edge) + token - segment.first_token
         return None
 
     def open(self, shard: str) -> Shard:
-        """A shard of the corpus, whatever the split. Raises DataError where there is none of that name."""
+        """A shard of the corpus, of any split. Raises DataError if there is none of that name."""
         if shard not in self._infos:
             raise DataError(f"{self.directory / FILE} lists no shard {shard!r}")
         return Shard(self.directory / shard, self._infos[shard], self.manifest.tokenizer.vocab_size)
 
     def pieces(self, first: int, count: int) -> list[tuple[Shard, int, int, int]]:
-        """Cut a range of the stream at segments: (shard, offset in the shard, length, offset in the
+        """Split a range of the stream at segments: (shard, offset in the shard, length, offset in the
         stream)."""
         if first < 0 or count < 0 or first + count > self.tokens:
             raise IndexError(f"tokens [{first}, {first + count}) of a stream of {self.tokens}")
@@ -242,7 +240,7 @@ class Stream:
         return pieces
 
     def _shard(self, number: int) -> Shard:
-        """The shard of segment `number`, opened, and the segment's edges checked once."""
+        """The shard of segment `number`, opened, with the segment's edges checked once."""
         segment = self.segments[number]
         with self._lock:
             shard = self._shards.pop(segment.shard, None)
@@ -250,7 +248,7 @@ class Stream:
                 shard = self.open(segment.shard)
             self._shards[segment.shard] = shard
             if len(self._shards) > OPEN_SHARDS:
-                self._shards.popitem(last=False)  # closed once no thread reads from it any more
+                self._shards.popitem(last=False)  # closed once no thread reads from it
             if number not in self._checked:
                 self._check_edges(shard, segment)
                 self._checked.add(number)
@@ -278,11 +276,11 @@ def adopt(
     name: str | None = None,
     seen: Callable[[Shard, int, Tokens], None] | None = None,
 ) -> Manifest:
-    """A manifest for Megatron shards that another program wrote into `directory`; the caller saves it.
+    """A manifest for Megatron shards that another program wrote to `directory`; the caller saves it.
 
-    Every file is read whole once: ids, indices and pointers are checked, hashes taken. The last fraction
-    `validation` of all tokens, in the order of the shards' names, becomes the split "validation". `seen` is given
-    the tokens as by `Shard.verify`. Raises DataError.
+    Every file is read once in full: ids, indices and pointers are checked, hashes computed. The last fraction
+    `validation` of all tokens, in the order of the shards' names, becomes the split "validation". `seen` gets the
+    tokens as from `Shard.verify`. Raises DataError.
     """
     prefixes = sorted(path.with_suffix("") for path in directory.glob("*.idx"))
     if not prefixes:
@@ -305,15 +303,15 @@ def split_at_document(
 ) -> dict[str, list[Segment]]:
     """Splits for `shards` in this order: the last fraction `validation` of all tokens is "validation".
 
-    The cut is moved to the beginning of the document it falls into. Raises DataError for a fraction outside
-    of [0, 1) or one that leaves nothing to train on.
+    The cut moves to the beginning of the document that it falls into. Raises DataError for a fraction outside
+    [0, 1) or one that leaves nothing to train on.
     """
     if not 0 <= validation < 1:
         raise DataError(
             f"validation={validation}: give the fraction of the tokens to hold back, at least 0, below 1"
         )
     total = sum(shard.tokens for shard in shards)
-    left = total - round(validation * total)  # tokens to train on, from the shard at hand on
+    left = total - round(validation * total)  # training tokens, from the current shard on
     splits: dict[str, list[Segment]] = {"train": [], "validation": []}
     for info in shards:
         cut = _Cut(0, 0)
@@ -338,7 +336,7 @@ def split_at_document(
 
 
 class _Cut(NamedTuple):
-    """A document boundary of a shard: its token offset, and how many documents lie before it."""
+    """A document boundary of a shard: its token offset, and the number of documents before it."""
 
     token: int
     documents: int

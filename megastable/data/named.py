@@ -1,4 +1,4 @@
-"""A tokenizer that somebody names instead of a corpus's own: does it begin and end documents as the corpus does?"""
+"""Load a tokenizer that the user names, and compare its document tokens with the corpus's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GUESSED = "what begins and ends a document is guessed from the tokenizer"
 
 
 def corpus_of(run: RunConfig) -> tuple[Path, TokenizerInfo]:
-    """The folder of a run's first corpus, and what it says of its tokenizer. Raises DataError."""
+    """The folder of a run's first corpus, and its tokenizer by the manifest. Raises DataError."""
     if not run.data.corpora:
         raise DataError("the recipe names no corpora")
     corpus = find(run.data.corpora[0].path)
@@ -22,9 +22,9 @@ def corpus_of(run: RunConfig) -> tuple[Path, TokenizerInfo]:
 
 
 def named_tokenizer(path: Path, run: RunConfig) -> tuple[Tokenizer, str]:
-    """The tokenizer in `path`, with the corpus's tokens that begin and end documents; and "", or why they are GUESSED.
+    """The tokenizer in `path`, with the corpus's begin- and end-of-document tokens; and "", or why they are GUESSED.
 
-    Raises DataError where there is none.
+    Raises DataError if there is none.
     """
     try:
         corpus, info = corpus_of(run)
@@ -38,8 +38,9 @@ def named_tokenizer(path: Path, run: RunConfig) -> tuple[Tokenizer, str]:
 
 
 def _difference(tokenizer: Tokenizer, own: Path, info: TokenizerInfo) -> str:
-    """Which of the corpus's tokens is another one there; "" where none is. A token is known by its usual name, or as
-    that of the corpus's own file."""
+    """The corpus's document tokens that differ in `tokenizer`; "" if none does. A token is matched by its usual name,
+    or
+    by its spelling in the corpus's own file."""
     if tokenizer.xxh3 == info.xxh3:
         return ""
     try:

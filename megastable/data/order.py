@@ -1,19 +1,19 @@
-"""Which sample stands at which position: a pure function with O(1) memory, however many tokens there are.
+"""Data order: maps positions to samples and back, as a pure function with O(1) memory for any number of tokens.
 
-A **position** is the absolute number of a sample of the run. Corpus c is one stream of tokens, cut into
+A **position** is the absolute number of a sample of the run. Corpus c is one stream of tokens, divided into
 n = (tokens - 1) // L sequences of L + 1 tokens that share one token with the next: sequence i covers the
 tokens [i * L, i * L + L + 1).
 
 1. Positions are grouped into blocks. Every block gives each corpus the same number of slots, its quota: the
-   largest-remainder rounding of weight * block. The slots are shuffled by a key of (seed, block).
-2. The slots of a corpus, in the order of positions, hold the samples 0, 1, 2, ... that it gives to the run, but for
-   those that were exchanged with later ones (exchange.py). Sample k belongs to epoch k // n and is its number k % n.
+   largest-remainder rounding of weight * block. The slots are shuffled with the key (seed, block).
+2. The slots of a corpus, in the order of positions, hold its samples 0, 1, 2, ..., except those exchanged with later
+   ones (exchange.py). Sample k belongs to epoch k // n and has the number k % n in it.
 3. A bijection keyed by (seed, corpus name, epoch) turns that number into a sequence.
 
-So a corpus goes through all its sequences once before any comes again. Nothing here depends on the length of
-the run, batch sizes or ranks, and the order inside a corpus (3) does not depend on which others there are, nor on
-their weights: where the blend changes (at the beginning of a block, a **phase**), every corpus goes on with its next
-sample. The way back, from a sequence to all its positions, is as cheap.
+So a corpus reads all its sequences once before any repeats. Nothing here depends on the length of the run, batch
+sizes or ranks, and the order inside a corpus (3) does not depend on the other corpora or the weights: where the blend
+changes (at the beginning of a block, a **phase**), every corpus continues with its next sample. The inverse, from a
+sequence to all its positions, is equally cheap.
 
 The bijection is a balanced Feistel network (Luby and Rackoff 1988) over pairs of numbers below ceil(sqrt(n))
 with modular addition and cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
@@ -42,7 +42,7 @@ from megastable.data.exchange import Exchange, Exchanged
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
-VERSION = 1  # part of every fingerprint: a change of the arithmetic below is a change of the data order
+VERSION = 1  # part of every fingerprint: changing the arithmetic below changes the data order
 BLOCK = 4096
 ROUNDS = 8
 LAST_POSITION = 2**62
@@ -50,9 +50,9 @@ LAST_POSITION = 2**62
 
 @dataclass(frozen=True)
 class OrderedCorpus:
-    """What the order needs to know of a corpus: its name, its tokens, its share of the blend (any scale).
+    """A corpus in the order: its name, its number of tokens, its share of the blend (any scale).
 
-    fingerprint: of its manifest, by which the skip ledger knows it; it has no influence on the order.
+    fingerprint: of its manifest, the key of the skip ledger; it has no influence on the order.
     """
 
     name: str
@@ -63,7 +63,7 @@ class OrderedCorpus:
 
 @dataclass(frozen=True)
 class Phase:
-    """From `block` on, the corpora of `weights` are blended by them; one that is not named gives nothing."""
+    """From `block` on, corpora are blended by `weights`; a corpus that is not named gives nothing."""
 
     block: int
     weights: Mapping[str, float]
@@ -91,9 +91,9 @@ class Order:
     """The order of the samples of a run over `corpora`, in sequences of `sequence_length` tokens.
 
     `quotas` (of the last phase) and `sequences` hold a number per corpus, in the order of `corpora` (which has no
-    influence on the order of the samples; names have). phases: ascending, the first from block 0; without any, the
-    corpora's own weights hold throughout. exchanges: of samples of these corpora, oldest first. Raises ConfigError for
-    weights that cannot be blended, DataError for a corpus shorter than one sequence.
+    influence on the samples; names have). phases: ascending, the first from block 0; without any, the corpora's own
+    weights hold throughout. exchanges: of samples of these corpora, oldest first. Raises ConfigError for invalid
+    weights, DataError for a corpus shorter than one sequence.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Order:
         starts = [phase.block for phase in self.phases]
         if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
             raise ConfigError(f"the blend's phases begin at the blocks {starts}: 0 first, then ascending")
-        # All quotas by phase and corpus, and how many samples a corpus gives before a phase.
+        # All quotas by phase and corpus, and the number of samples of each corpus before a phase.
         self._quotas = np.array([self._blend(phase.weights) for phase in self.phases], dtype=np.int64)
         self._starts = np.array(starts, dtype=np.int64)
         lengths = np.diff(self._starts)[:, None]
@@ -130,7 +130,7 @@ class Order:
                     f"corpus {corpus.name!r} has {corpus.tokens} tokens, a sequence needs "
                     f"{sequence_length + 1}: shorten the sequences or add text"
                 )
-        # A block before it is shuffled; by name, so that the order of `corpora` has no influence.
+        # Sorted by name, so that the order of `corpora` has no influence on the shuffle of a block.
         by_name = sorted(range(len(self.corpora)), key=lambda index: self.corpora[index].name)
         self._slots = [np.repeat(by_name, quotas[by_name]).astype(np.uint16) for quotas in self._quotas]
         self._turns = [np.concatenate([np.arange(quota) for quota in quotas]) for quotas in self._quotas]
@@ -144,7 +144,7 @@ class Order:
         }
 
     def exchanging(self, more: Sequence[Exchange], known: int | None = None) -> Order:
-        """This order, with more exchanges on top; known: of only so many of its own."""
+        """This order with more exchanges applied; known: keep only this many of its own."""
         exchanges = [*self.exchanges[:known], *more]
         return Order(self.corpora, self.sequence_length, self.seed, self.block, self.phases, exchanges)
 
@@ -170,7 +170,7 @@ class Order:
         return Location(*(int(field[0]) for field in self.locate([position])))
 
     def positions_of(self, corpus: int, sequences: npt.ArrayLike, first: int, end: int) -> Int64s:
-        """All positions in [first, end) at which any of n `sequences` of a corpus stand: int64, ascending.
+        """All positions in [first, end) that hold any of n `sequences` of a corpus: int64, ascending.
 
         O(n) for each epoch of the corpus that [first, end) touches.
         """
@@ -189,7 +189,7 @@ class Order:
         return np.sort(self.positions_at(corpus, slots[(low <= slots) & (slots < high)]))
 
     def samples_before(self, position: int) -> list[int]:
-        """How many samples each corpus gives to the positions [0, position)."""
+        """Number of samples that each corpus gives to the positions [0, position)."""
         block, slot = divmod(position, self.block)
         phase = self._phase(block)
         counts = np.bincount(self._shuffled(block)[0][:slot], minlength=len(self.corpora))
@@ -197,8 +197,8 @@ class Order:
         return (whole + counts).tolist()
 
     def moved_to(self, other: Order, positions: npt.ArrayLike) -> Int64s:
-        """Where the samples at n `positions` stand in `other`, which has all of these corpora: int64, ascending. Those
-        that it never gives are left out."""
+        """The positions in `other`, which has all of these corpora, of the samples at n `positions`: int64, ascending.
+        Samples that `other` never gives are left out."""
         corpora, samples = self.samples_at(np.asarray(positions, dtype=np.int64))
         names = [corpus.name for corpus in other.corpora]
         found = [np.empty(0, np.int64)]
@@ -211,22 +211,22 @@ class Order:
         return np.sort(np.concatenate(found))
 
     def quotas_at(self, position: int) -> list[int]:
-        """How many slots of a block each corpus has where `position` is."""
+        """Number of slots per block of each corpus at `position`."""
         return self._quotas[self._phase(position // self.block)].tolist()
 
     def absent(self, corpus: int) -> list[tuple[int, int]]:
-        """The ranges of positions [first, end) of the phases in which a corpus gives nothing."""
+        """The ranges of positions [first, end) of the phases without samples of a corpus."""
         edges = [*(self._starts * self.block).tolist(), LAST_POSITION]
         return [
             edge for quotas, edge in zip(self._quotas, pairwise(edges), strict=True) if not quotas[corpus]
         ]
 
     def moved(self, corpus: int) -> Int64s:
-        """The slots of a corpus that hold other samples than their own, ascending, and which: int64 [n, 2]."""
+        """The slots of a corpus that hold other samples than their own, ascending, and these samples: int64 [n, 2]."""
         return self._exchanged[corpus].moved if corpus in self._exchanged else np.empty((0, 2), np.int64)
 
     def deferred(self, first: int, end: int) -> Int64s:
-        """The positions in [first, end) whose samples were put off to there: int64, ascending."""
+        """The positions in [first, end) whose samples were deferred to there: int64, ascending."""
         low, high, found = self.samples_before(first), self.samples_before(end), [np.empty(0, np.int64)]
         for index, exchanged in self._exchanged.items():
             slots = exchanged.deferred
@@ -236,11 +236,11 @@ class Order:
     def fingerprint(
         self, manifest_fingerprints: Sequence[str], phases: int | None = None, before: int | None = None
     ) -> str:
-        """SHA-256 (hex) of all that decides which tokens stand at which position.
+        """SHA-256 (hex) of everything that decides which tokens are at which position.
 
         `manifest_fingerprints`: one per corpus, in the order of `corpora`. phases: only the first so many count, and
-        only the corpora that they name: what it was before the later ones were. before: exchanges count only as far as
-        they concern earlier positions.
+        only the corpora that they name: the value before later phases were added. before: exchanges count only if they
+        concern earlier positions.
         """
         count = len(self.phases) if phases is None else phases
         used = self._quotas[:count].sum(axis=0) > 0
@@ -283,7 +283,7 @@ class Order:
         return int(np.searchsorted(self._starts, block, side="right")) - 1
 
     def samples_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
-        """The corpus of each of n positions, and which of its samples stands there."""
+        """The corpus of each of n positions, and the number of its sample there."""
         corpus, slots = self.slots_at(positions)
         if not self._exchanged:
             return corpus, slots
@@ -294,7 +294,7 @@ class Order:
         return corpus, samples
 
     def slots_at(self, positions: Int64s) -> tuple[Int64s, Int64s]:
-        """The corpus of each of n positions, and how many samples that corpus gives to the positions before it."""
+        """The corpus of each of n positions, and its slot: the number of its samples before that position."""
         if len(self.corpora) == 1:
             return np.zeros_like(positions), positions
         blocks, slots = np.divmod(positions, self.block)
@@ -307,26 +307,26 @@ class Order:
         return corpus, self._before[phase, corpus] + whole + turn
 
     def _slots_of(self, corpus: int, samples: Int64s) -> Int64s:
-        """Which slots of a corpus hold n of its samples."""
+        """The slots of a corpus that hold n of its samples."""
         return self._exchanged[corpus].slots(samples) if corpus in self._exchanged else samples
 
     def positions_at(self, corpus: int, slots: Int64s) -> Int64s:
-        """The positions of n slots of a corpus: the way back of `slots_at`."""
+        """The positions of n slots of a corpus: the inverse of `slots_at`."""
         if len(self.corpora) == 1:
             return slots
-        # A phase without the corpus begins with as many samples as the next one does, and holds none.
+        # A phase without the corpus starts at the same sample number as the next one, and holds none.
         phase = np.searchsorted(self._before[:, corpus], slots, side="right") - 1
         quota = self._quotas[phase, corpus]
         blocks, turns = np.divmod(slots - self._before[phase, corpus], quota)
         blocks += self._starts[phase]
         positions = np.empty_like(slots)
         for block, members in _groups(blocks):
-            places = np.flatnonzero(self._shuffled(block)[0] == corpus)  # ascending, as its turns are
+            places = np.flatnonzero(self._shuffled(block)[0] == corpus)  # ascending, like its ranks
             positions[members] = block * self.block + places[turns[members]]
         return positions
 
     def _shuffle(self, block: int) -> tuple[npt.NDArray[np.uint16], Int64s]:
-        """For each slot of a block its corpus, and its rank among that corpus' slots of the block."""
+        """The corpus of each slot of a block, and the slot's rank among that corpus's slots."""
         first, second, *_ = round_keys(self.seed, "", block)
         numbers, bits = np.arange(self.block, dtype=np.uint64), np.uint64(self.block.bit_length())
         mixed = _mix(_mix(numbers ^ np.uint64(first)) ^ np.uint64(second))
@@ -345,7 +345,7 @@ class Order:
 
 
 def blend(corpora: Sequence[OrderedCorpus], block: int) -> tuple[int, ...]:
-    """How many of `block` slots each corpus gets: its exact share, by largest remainder, ties by name.
+    """Slots of `block` for each corpus: its exact share, by largest remainder, ties by name.
 
     Raises ConfigError for no corpora, equal or empty names, weights that are not positive and finite, and a
     weight too small for one slot.
@@ -381,10 +381,10 @@ def round_keys(seed: int, name: str, number: int) -> tuple[int, ...]:
 
 
 def permute(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
-    """For each i a bijection of [0, sizes[i]), chosen by keys[:, i] (uint64 [rounds, n]), at values[i].
+    """For each i, a bijection of [0, sizes[i]), chosen by keys[:, i] (uint64 [rounds, n]), at values[i].
 
-    A pair of numbers below `side` has at most 2 * sqrt(size) + 1 more values than needed; a value that ends
-    up there is sent through again (cycle walking), which keeps the map a bijection.
+    Pairs of numbers below `side` number at most 2 * sqrt(size) + 1 more than needed; a value that lands in the excess
+    is mapped again (cycle walking), which keeps the map a bijection.
     """
 
     def forward(left: UInt64s, right: UInt64s, side: UInt64s, keys: UInt64s) -> tuple[UInt64s, UInt64s]:
@@ -409,7 +409,7 @@ def permute_back(values: Int64s, sizes: Int64s, keys: UInt64s) -> Int64s:
 def _walk(
     rounds: Callable[..., tuple[UInt64s, UInt64s]], values: Int64s, sizes: Int64s, keys: UInt64s
 ) -> Int64s:
-    """A bijection of pairs of numbers below ceil(sqrt(size)), made one of [0, size)."""
+    """Reduce a bijection of pairs of numbers below ceil(sqrt(size)) to one of [0, size) by cycle walking."""
     size, out = sizes.astype(np.uint64), values.astype(np.uint64)
     side = _ceil_sqrt(size)
     walking = np.arange(out.size)
@@ -422,7 +422,7 @@ def _walk(
 
 
 def _groups(values: Int64s) -> Iterator[tuple[int, Int64s]]:
-    """Each distinct value, with the indices at which it stands."""
+    """Each distinct value, with its indices."""
     ordered = np.argsort(values, kind="stable")
     for members in np.split(ordered, np.flatnonzero(np.diff(values[ordered])) + 1):
         if members.size:
@@ -431,7 +431,7 @@ def _groups(values: Int64s) -> Iterator[tuple[int, Int64s]]:
 
 def _ceil_sqrt(sizes: UInt64s) -> UInt64s:
     unique, inverse = np.unique(sizes, return_inverse=True)
-    roots = [math.isqrt(int(size) - 1) + 1 for size in unique]  # exact, where a float's root is not
+    roots = [math.isqrt(int(size) - 1) + 1 for size in unique]  # exact, unlike a float's root
     return np.array(roots, dtype=np.uint64)[inverse]
 
 

@@ -1,10 +1,10 @@
-"""A corruption with a known place: a copy of a corpus in which samples of a few steps are noise, one token over and
-over, the shuffled tokens of another corpus, or any text.
+"""Plant a corruption at a known place: copy a corpus and replace the samples of a few steps by noise, one repeated
+token, shuffled tokens of another corpus, or any text.
 
-What a run will read at a position is known beforehand, so the damage can be put exactly there. Everything that
-decides the order stays as it was (name, sizes, index files): positions mean the same samples in the copy as in the
-clean corpus. So a run on the copy that skips the planted positions trains on the very tokens of a run on the clean
-corpus that skips them, and whatever an incident names can be compared with `planted.json`.
+The data order is known in advance, so the damage can be placed exactly. Everything that decides the order stays the
+same (name, sizes, index files): positions mean the same samples in the copy as in the clean corpus. So a run on the
+copy that skips the planted positions trains on the same tokens as a run on the clean corpus that skips them, and the
+findings of an incident can be compared with `planted.json`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ WHAT: dict[Kind, str] = {
     "shuffled": "shuffled tokens of another corpus",
     "text": "other text",
 }
-LONGEST = 64  # characters of a token, so that of a long text only as much is encoded as can be needed
+LONGEST = 64  # characters of a token: bounds how much of a long text has to be encoded
 Tokens = npt.NDArray[Any]
 
 
 class Planted(BaseModel):
-    """What was planted: tokens of `kind`, drawn with `seed`, at `positions` of `order`, in `documents`.
+    """A planted corruption: tokens of `kind`, drawn with `seed`, at `positions` of `order`, in `documents`.
 
-    `positions` are ranges [first, end), ascending, that do not touch; a file of before has a single one. `order` is the
+    `positions` are ranges [first, end), ascending, that do not touch; older files have a single one. `order` is the
     fingerprint of the order in the clean corpus: of its content, the seed of the run and the sequence length.
-    `documents` are all that the positions were made of. `other`: of shuffled tokens, the fingerprint of the corpus that
-    they are from; of text, the xxh3-128 of its UTF-8; else "".
+    `documents` are all documents at these positions. `other`: for shuffled tokens, the fingerprint of the corpus that
+    they come from; for text, the xxh3-128 of its UTF-8; else "".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,7 +80,7 @@ class Planted(BaseModel):
 
     @property
     def places(self) -> str:
-        """Where it is, for people."""
+        """The positions as text."""
         last = self.positions[-1][1] - 1
         if len(self.positions) == 1:
             return f"the positions {self.first} to {last}"
@@ -91,7 +91,7 @@ class Planted(BaseModel):
 
 
 def read_planted(directory: Path) -> Planted | None:
-    """What was planted in the corpus `directory`; None for a clean one. Raises DataError for a broken file."""
+    """The corruption planted in the corpus `directory`; None for a clean one. Raises DataError for a broken file."""
     path = directory / PLANTED
     try:
         return Planted.model_validate_json(path.read_bytes())
@@ -106,9 +106,10 @@ def positions_of(
 ) -> list[Range]:
     """The positions of `samples` samples from step `step` on (steps count from 1), as ascending ranges [first, end).
 
-    Without `of_each`, one range: in the middle of whole batches, so that the first and the last one hold clean samples
-    too, and what is named guilty is more than "the batch". With it, `of_each` samples of each step, the last one what
-    is left, at places in the batch that are drawn with `seed`. Raises ConfigError for an `of_each` that is no part of a
+    Without `of_each`, one range in the middle of whole batches: the first and the last batch hold clean samples
+    too, so that naming the guilty samples takes more than naming the batch. With it, `of_each` samples of each step
+    (the
+    rest in the last one), at places in the batch drawn with `seed`. Raises ConfigError for an `of_each` outside the
     batch.
     """
     begin = (step - 1) * global_batch
@@ -145,19 +146,19 @@ def plant(
     of_each: int | None = None,
     overwrite: bool = False,
 ) -> tuple[Planted, bool]:
-    """Make `output`, the corpus `corpus` with noise where a run of `config` reads `samples` samples from `step` on.
+    """Make `output`, a copy of `corpus` with noise where a run of `config` reads `samples` samples from `step` on.
 
-    of_each: only so many samples of each step are replaced, so that they lie in more steps. Returns what is planted and
-    whether it was there already: an `output` with the same is reused. The tokens are replaced by others but 0 and the
-    end of a document: "random", uniformly drawn ids; "repeated", a single one; "shuffled", the first ones of the corpus
-    `other`, in any order; "text", those of `text` by the corpus's tokenizer, which goes on from sample to sample and
-    begins again where it ends. Ends of documents keep their place. So does the first token of a sample, which is the
-    last label of another one. `data.corpora` and `data.skip` of `config` have no influence. `output` appears whole or
-    not at all; only an older planted corpus is replaced, with `overwrite`.
+    of_each: replace only this many samples per step, so that they spread over more steps. Returns the corruption and
+    whether it already existed: an identical `output` is reused. The new tokens are never 0 or the end of a document:
+    "random", uniformly drawn ids; "repeated", a single one; "shuffled", the first tokens of the corpus `other`, in
+    random order; "text", the tokens of `text` by the corpus's tokenizer, continued from sample to sample and repeated
+    at its end. Ends of documents stay in place. So does the first token of a sample, which is the last label of
+    another one. `data.corpora` and `data.skip` of `config` have no influence. `output` appears complete or not at all;
+    only an older planted corpus is replaced, with `overwrite`.
 
-    Raises ConfigError for a run that blends corpora and for a bad number; DataError for a corpus that is damaged,
-    planted already or too small, for an `output` that is occupied, for an `other` that is missing, of another tokenizer
-    or too small, and for a text without tokens.
+    Raises ConfigError for a run that blends corpora and for an invalid number; DataError for a corpus that is damaged,
+    already planted or too small, for an occupied `output`, for an `other` that is missing, of another tokenizer or too
+    small, and for a text without tokens.
     """
     corpus = find(corpus)
     if (kind == "shuffled") != (other is not None):
@@ -165,7 +166,7 @@ def plant(
             f"kind {kind!r}: shuffled tokens need the corpus they are from (other), no other kind does"
         )
     if (kind == "text") != (text is not None):
-        raise DataError(f"kind {kind!r}: text needs what is planted (text), no other kind does")
+        raise DataError(f"kind {kind!r}: text needs what is planted (text), and no other kind takes it")
     if len(config.data.corpora) > 1:
         raise ConfigError(
             f"data.corpora names {len(config.data.corpora)} corpora: noise is planted for runs on one, "
@@ -174,11 +175,11 @@ def plant(
     if step < 1 or samples < 1 or seed < 0:
         raise ConfigError(f"step {step}, samples {samples}, seed {seed}: at least 1, 1 and 0")
     if read_planted(corpus) is not None:
-        raise DataError(f"{corpus} is planted already: give the clean corpus that it was made of")
+        raise DataError(f"{corpus} is planted already: give the clean corpus that it was made from")
     length = config.model.sequence_length
     corpora = open_corpora([CorpusConfig(path=corpus)], length, config.run.seed)
     if output.resolve().is_relative_to(corpus.resolve()):
-        raise DataError(f"the output {output} is inside of the corpus {corpus}, which stays as it is")
+        raise DataError(f"the output {output} is inside of the corpus {corpus}, which must not change")
     if corpora.vocab_size < 3:
         raise DataError(f"{corpus}: a vocabulary of {corpora.vocab_size} has no token to replace others with")
     positions = positions_of(step, samples, config.train.global_batch, of_each, seed)
@@ -186,7 +187,7 @@ def plant(
     if length < 2 or positions[-1][1] > sequences:
         raise DataError(
             f"positions {positions[0][0]} to {positions[-1][1] - 1} cannot be planted: {corpus} has {sequences} "
-            f"samples of {length} tokens before any comes again, and each needs 2 tokens; choose an earlier step or "
+            f"samples of {length} tokens before any repeats, and each needs 2 tokens; choose an earlier step or "
             f"fewer samples, or train on the clean corpus: data.corpora='[{{path: {corpus}}}]'"
         )
     foreign, source, count = None, "", samples * (length - 1)
@@ -231,7 +232,7 @@ def _foreign(other: Path, corpora: Corpora, count: int) -> Tokens:
 
 
 def _encoded(text: str, corpus: Path, corpora: Corpora, count: int) -> Tokens:
-    """The first `count` tokens of a text that begins again where it ends, int64 [count]."""
+    """The first `count` tokens of a text, repeated at its end, int64 [count]."""
     info = corpora.manifests[0].tokenizer
     tokens = load_tokenizer(corpus / info.file, info.eod).encode(text[: LONGEST * count])
     ids = np.array([token for token in tokens if token != info.eod], dtype=np.int64)
@@ -245,7 +246,7 @@ def _numbers(positions: list[Range]) -> list[int]:
 
 
 def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
-    """Whether `output` holds the same already. Raises DataError when it may not be replaced."""
+    """Whether `output` already holds the same. Raises DataError if it may not be replaced."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return False
     there = read_planted(output)
@@ -254,12 +255,12 @@ def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
     manifest = Manifest.load(output)
     if there == planted:
         for split in manifest.splits:
-            Stream(output, manifest, split)  # looks at the sizes of all its files
+            Stream(output, manifest, split)  # checks the sizes of all its files
         return True
     if not overwrite:
         raise DataError(
-            f"{output} was planted otherwise, or for another run or corpus ({there}, seed {there.seed}): choose "
-            "another output, or replace it with --overwrite"
+            f"{output} was planted with other settings, or for another run or corpus ({there}, seed {there.seed}): "
+            "choose another output, or replace it with --overwrite"
         )
     own = {FILE, PLANTED, *_files(manifest)}
     if foreign := sorted(path.name for path in output.iterdir() if path.name not in own):
@@ -275,7 +276,7 @@ def _files(manifest: Manifest) -> list[str]:
 def _write(
     corpus: Path, staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens | None
 ) -> Manifest:
-    """All files of the corpus but its manifest, which is returned."""
+    """Write all files of the corpus except its manifest, which is returned."""
     (manifest,) = corpora.manifests
     infos = {shard.name: shard for shard in manifest.shards}
     touched = {document.shard for document in planted.documents}
@@ -283,7 +284,7 @@ def _write(
         for name in _files(manifest):
             shutil.copyfile(corpus / name, staging / name)
         for name in touched:
-            # Or else the new hashes would hide a damage of before.
+            # Otherwise the new hashes would hide earlier damage.
             Shard(staging / name, infos[name]).verify()
         _replace(staging, corpora, planted, foreign)
     except OSError as error:
@@ -307,7 +308,7 @@ def _replace(staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens 
 
 
 def _drawer(corpora: Corpora, planted: Planted, foreign: Tokens | None) -> Callable[[int], Tokens]:
-    """What gives the next so many tokens to plant."""
+    """A function that returns the next n tokens to plant."""
     random = np.random.default_rng(planted.seed)
     ids = np.setdiff1d(np.arange(corpora.vocab_size), [0, corpora.train.eod])
     if planted.kind == "random":

@@ -1,4 +1,4 @@
-"""A function applied to a stream of items in several processes, results in the order of the items."""
+"""Parallel map over a stream of items in several processes, with results in input order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def ordered_map(
 ) -> Generator[Result, None, None]:
     """`map(function, items)` in `workers` spawned processes, or in this one if `workers` is 1.
 
-    At most 3 items per worker are in flight, so a slow consumer stops the reading of `items`. What
-    `function` raises is raised here. Close the iterator (`contextlib.closing`) to end the workers early;
-    they also end with this process, however it ends. Raises MegastableError when a worker is killed.
+    At most 3 items per worker are in flight, so a slow consumer stops the reading of `items`. Exceptions of
+    `function` are raised here. Close the iterator (`contextlib.closing`) to end the workers early;
+    they also end when this process ends in any way. Raises MegastableError when a worker is killed.
     """
     if workers == 1:
         yield from map(function, items)
@@ -51,7 +51,7 @@ def ordered_map(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while workers start: they inherit the mask, so that it reaches this process alone.
+    """Hold Ctrl-C back while workers start: they inherit the mask, so that only this process receives it.
 
     The mask is this thread's; when another thread takes the signal, Python still calls the handler here.
     """

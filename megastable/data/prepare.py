@@ -1,8 +1,8 @@
-"""Text into a corpus: Megatron shards, the tokenizer and a manifest in one new directory.
+"""Tokenize text into a corpus: Megatron shards, the tokenizer and a manifest in one new directory.
 
-Documents are encoded by several processes and written in the order of the input, so the shards are the same
-bytes for any number of workers. Each ends with the end-of-document token, and may begin with a token of its own. A
-keyed hash of its text says whether it is for training or validation: exact duplicates always go the same way.
+Several processes encode documents, which are written in input order, so the shards have the same bytes for any number
+of workers. Each document ends with the end-of-document token, and may begin with a begin-of-document token. A keyed
+hash of its text assigns it to training or validation: exact duplicates always go to the same split.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megastable.data.text_files import TextFiles
 from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
 
 SHARD_TOKENS = 1 << 30
-BATCH = 1 << 20  # characters of text that a worker gets at a time
+BATCH = 1 << 20  # characters of text per batch for a worker
 SPLITS = ("train", "validation")
 
 
 class DocumentBatch(NamedTuple):
-    """Some documents, and how many bytes of the input were read when they were complete."""
+    """Some documents, and the number of input bytes read when they were complete."""
 
     texts: list[str]
     read_bytes: int
@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
     """The documents of a batch, encoded."""
 
     tokens: npt.NDArray[np.integer]  # uint16 or int32 [sum(lengths)], one document after another
-    lengths: list[int]  # each with the tokens that begin and end a document
+    lengths: list[int]  # including the tokens that begin and end a document
     hashes: list[int]  # 64 bits each, of the UTF-8 text
     text_bytes: int
     read_bytes: int
@@ -74,12 +74,14 @@ def prepare_shards(
     source: str | None = None,
     progress: bool = True,
 ) -> Summary:
-    """Make the corpus `output` of the text in `inputs` (files, and of folders what `globs` match, see `text.py`).
+    """Make the corpus `output` from the text in `inputs` (files, and files of folders that `globs` match; see
+    `text.py`).
 
-    `validation` is the share of the documents to hold back; with two different documents or more, both splits
-    get one at least. A shard is closed after the document that brings it to `shard_tokens`. `output` appears
-    whole or not at all; an older corpus there is replaced only with `overwrite`. With `bos` every document begins with
-    the tokenizer's own token for that.
+    `validation` is the share of the documents to hold back; with two or more different documents, both splits get at
+    least one. A shard is closed after the document that brings it to `shard_tokens`. `output` appears
+    complete or not at all; an older corpus there is replaced only with `overwrite`. With `bos` every document begins
+    with
+    the tokenizer's own begin-of-document token.
 
     Raises DataError for bad input, an empty corpus, an `output` that is occupied, or a full disk.
     """
@@ -131,10 +133,10 @@ def prepare_shards(
 
 
 def settle_threshold(wanted: int, lowest: int, highest: int) -> int:
-    """The hash from which on documents are for training, given the lowest and highest hash of a corpus.
+    """The lowest hash of training documents, given the lowest and highest hash of a corpus.
 
-    `wanted` stays when it is 0 (all for training) or leaves a document on both sides; otherwise it moves as
-    little as does. Where all documents have one hash they are for training.
+    `wanted` stays if it is 0 (all for training) or leaves a document on both sides; otherwise it moves as little as
+    possible. If all documents have the same hash they are for training.
     """
     if wanted == 0 or lowest < wanted <= highest:
         return wanted
@@ -162,12 +164,12 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
 
 @lru_cache(maxsize=1)
 def _cached_tokenizer(path: Path, info: TokenizerInfo) -> Tokenizer:
-    # The hash in `info` is part of the key: one process may use different files at one path.
+    # The hash in `info` is part of the key: one process may see different files at one path.
     return load_tokenizer(path, info.eod)
 
 
 def corpus_name(name: str | None, directory: Path) -> str:
-    """`name`, or that of `directory`. Raises DataError for one that no manifest can hold."""
+    """`name`, or that of `directory`. Raises DataError for a name that a manifest cannot hold."""
     name = name or directory.resolve().name
     if name != visible(name):
         raise DataError(f"the name {visible(name)} is not plain text: give another with --name")
@@ -175,9 +177,9 @@ def corpus_name(name: str | None, directory: Path) -> str:
 
 
 def check_free(output: Path, overwrite: bool) -> None:
-    """Raise a DataError unless a corpus may be put at `output`.
+    """Raise a DataError unless a corpus may be written to `output`.
 
-    That is where nothing is, or, with `overwrite`, a corpus without any files but its own.
+    That is a path where nothing exists, or, with `overwrite`, a corpus without any foreign files.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
@@ -196,7 +198,7 @@ class _Written:
 
     shards: dict[str, list[ShardInfo]]
     text_bytes: int = 0
-    hashes: tuple[int, int] | tuple[()] = ()  # the lowest and the highest; none without any documents
+    hashes: tuple[int, int] | tuple[()] = ()  # the lowest and the highest; empty without documents
 
     def note(self, encoded: Encoded) -> None:
         self.text_bytes += encoded.text_bytes

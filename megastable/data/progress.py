@@ -1,4 +1,4 @@
-"""How far a command is with a corpus: a bar on a terminal, a line now and then elsewhere, on stderr."""
+"""Progress of a data command on stderr: a bar on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SECONDS_PER_LINE = 10.0
 
 
 class Meter:
-    """Shows what was read out of `total` bytes or tokens, documents/s and tokens/s; a context manager.
+    """Shows how much of `total` bytes or tokens was read, documents/s and tokens/s; a context manager.
 
-    doing, done: what it says before them.
+    doing, done: labels before these figures.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Meter:
         self._bar.stop()
 
     def update(self, read: int, documents: int, tokens: int) -> None:
-        """Totals so far; `read` as the total is, in bytes or tokens, the others for the rates."""
+        """Totals so far; `read` in the unit of the total, bytes or tokens, the others for the rates."""
         now = time.monotonic()
         seconds = max(now - self._begin, 1e-9)
         rates = f"{documents / seconds:,.0f} documents/s {tokens / seconds:,.0f} tokens/s"

@@ -1,7 +1,7 @@
-"""The bytes of Megatron's indexed dataset: what `shards.py` reads and `shard_writer.py` writes.
+"""File format of Megatron's indexed dataset, read by `shards.py` and written by `shard_writer.py`.
 
 A shard is two files. `NAME.bin` holds token ids one after another, little-endian, without any separator.
-`NAME.idx` says where things begin: a 34-byte header (magic, version, dtype code, sequence count S, document
+`NAME.idx` is the index: a 34-byte header (magic, version, dtype code, sequence count S, document
 count D + 1), int32 lengths[S] in tokens, int64 byte pointers[S], int64 document indices[D + 1] (the first
 sequence of each document, then S), and optionally int8 modes[S]. Source: Megatron-LM,
 megatron/core/datasets/indexed_dataset.py.
@@ -32,11 +32,11 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 CODES: dict[int, DType] = {4: "int32", 8: "uint16"}
 SMALL_VOCABULARY = 65_500  # Megatron's rule: uint16 below, int32 from here on
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
-CHUNK = 1 << 20  # entries per step where a whole file is written or read
+CHUNK = 1 << 20  # entries per step when a whole file is written or read
 
 
 class ShardInfo(BaseModel):
-    """What a manifest knows of a shard: counts, sizes in bytes, xxh3-128 hashes (hex) of both files."""
+    """A manifest's record of a shard: counts, sizes in bytes, xxh3-128 hashes (hex) of both files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,12 +71,12 @@ def little_endian(dtype: DType) -> np.dtype[np.integer]:
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """PREFIX + suffix; `Path.with_suffix` would eat the ending of a name such as `books.v2`."""
+    """PREFIX + suffix; `Path.with_suffix` would drop the ending of a name such as `books.v2`."""
     return prefix.with_name(prefix.name + suffix)
 
 
 class IndexEnds(NamedTuple):
-    """The header of an `.idx` and the first and last entries of its arrays (0 where there are none).
+    """The header of an `.idx` and the first and last entries of its arrays (0 if they are empty).
 
     modes: every sequence has one.
     """
@@ -93,7 +93,7 @@ class IndexEnds(NamedTuple):
 
 
 def read_index_ends(path: Path) -> IndexEnds:
-    """Read a few bytes of an `.idx`, however large. Raises DataError for a foreign or truncated one."""
+    """Read a few bytes of an `.idx` of any size. Raises DataError for a foreign or truncated one."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -118,7 +118,7 @@ def read_index_ends(path: Path) -> IndexEnds:
             )
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except struct.error as error:  # cut off since its size was looked at
+    except struct.error as error:  # truncated since its size was read
         raise DataError(f"{path} became shorter while it was read: restore it") from error
 
 
@@ -174,7 +174,7 @@ def chunks(count: int) -> Iterator[slice]:
 
 
 def fill(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
-    """Read an array from byte `at` of a file on. Raises DataError when the disk fails or the file ends too early."""
+    """Read an array from byte `at` of a file. Raises DataError if the disk fails or the file ends too early."""
     view = into.data.cast("B") if into.size else memoryview(b"")
     done = 0
     while done < len(view):
@@ -188,7 +188,7 @@ def fill(path: Path, descriptor: int, into: npt.NDArray[Any], at: int) -> None:
 
 
 def shorter(path: Path) -> NoReturn:
-    """A file has ended too early."""
+    """Raise the error for a file that has ended too early."""
     raise DataError(f"{path} became shorter while it was in use: restore it, then resume")
 
 

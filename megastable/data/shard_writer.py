@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset (`.bin` + `.idx`), written: whole or not at all, and hashed on the way."""
+"""Write Megatron's indexed dataset (`.bin` + `.idx`) atomically, hashing it on the way."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HashedFile:
         self.bytes += len(data)
 
     def finish(self) -> str:
-        """Put it on the disk. Returns the hash."""
+        """Flush it to disk. Returns the hash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -54,17 +54,16 @@ class HashedFile:
 
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)
-        with suppress(OSError):  # a full disk refuses the buffered rest of a file that is gone already
+        with suppress(OSError):  # on a full disk the buffered rest fails, but the file is gone already
             self._file.close()
 
 
 class ShardWriter:
     """Writes PREFIX.bin and PREFIX.idx document by document; a context manager.
 
-    Memory is 4 bytes per sequence, 4 more per document where any has several. modes: every sequence has one (an int8;
-    what Megatron calls multimodal). Both files carry a `.tmp` ending until they are complete and on the disk;
-    the `.idx` appears last, so that an `.idx` implies a whole `.bin`. A shard of the same name is replaced.
-    After an exception nothing of this shard remains.
+    Memory is 4 bytes per sequence, plus 4 per document if any has several. modes: every sequence has one (an int8;
+    what Megatron calls multimodal). Both files have a `.tmp` ending until they are complete and on disk; the `.idx`
+    appears last, so that an `.idx` implies a complete `.bin`. A shard of the same name is replaced.
     """
 
     def __init__(self, prefix: Path, vocab_size: int, modes: bool = False) -> None:
@@ -74,7 +73,7 @@ class ShardWriter:
         self.tokens = 0
         self.documents = 0  # written so far
         self._lengths = array("i")
-        self._counts: array[int] | None = None  # of sequences by document, None while each has one
+        self._counts: array[int] | None = None  # sequences per document, None while each has one
         self._modes = array("b") if modes else None
         self._open: list[HashedFile] = []
         try:
@@ -102,10 +101,10 @@ class ShardWriter:
     ) -> None:
         """Append one document: 1-D integer ids, 0 <= id < vocab_size, at least one of them.
 
-        lengths: of the sequences that it consists of, in tokens, 0 and more each, together all of it; one without.
-        modes: of each sequence, -128 to 127; all 0 without. Raises DataError for anything else. An empty document
-        is refused, not skipped: with its end-of-document token no document is empty, so one that is has lost its
-        token on the way.
+        lengths: of its sequences, in tokens, each 0 or more, together the whole document; default: one sequence.
+        modes: of each sequence, -128 to 127; default: all 0. Raises DataError for anything else. An empty document
+        is refused, not skipped: with its end-of-document token no document is empty, so an empty one has lost it on the
+        way.
         """
         where = f"document {self.documents} of {self.prefix}"
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -150,7 +149,7 @@ class ShardWriter:
         self.tokens += int(tokens.size)
 
     def close(self) -> ShardInfo:
-        """Write the index, put both files in place and return their description."""
+        """Write the index, move both files into place and return their description."""
         try:
             self._write_index()
             bin_xxh3, idx_xxh3 = self._bin.finish(), self._idx.finish()
@@ -216,7 +215,7 @@ def index_header(dtype: DType, sequences: int, documents: int) -> bytes:
 
 
 def pointers_of(lengths: Iterable[npt.NDArray[np.int32]], dtype: DType) -> Iterator[bytes]:
-    """The pointers of sequences as they are stored, part by part as their lengths come."""
+    """The stored pointers of sequences, part by part as their lengths come."""
     pointer, itemsize = 0, little_endian(dtype).itemsize
     for part in lengths:
         ends = pointer + np.cumsum(part, dtype=np.int64) * itemsize

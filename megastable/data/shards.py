@@ -1,11 +1,11 @@
-"""Megatron's indexed dataset (`.bin` + `.idx`), read.
+"""Read Megatron's indexed dataset (`.bin` + `.idx`).
 
-A shard (its bytes: `shard_format.py`, its writer: `shard_writer.py`) is one stream of tokens; token t lies at
-byte t * itemsize of the `.bin`. That holds when the pointers are contiguous, which is checked at both ends on
-opening, around every document that is asked for, and everywhere by `Shard.verify`.
+A shard (format: `shard_format.py`, writer: `shard_writer.py`) is one stream of tokens; token t lies at byte
+t * itemsize of the `.bin`. That requires contiguous pointers, which are checked at both ends on opening, around every
+requested document, and everywhere by `Shard.verify`.
 
-Both files are read with `pread`, never mapped: a disk that fails or a file cut off under a running training is then
-an error with a message, not a SIGBUS.
+Both files are read with `pread`, never mapped: a failing disk or a file truncated during training then raises an error
+with a message instead of a SIGBUS.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INT32, _INT64, _TWO_INT64 = struct.Struct("<i"), struct.Struct("<q"), struct.St
 
 
 class _Index(NamedTuple):
-    """An open `.idx` and the bytes at which its arrays begin."""
+    """An open `.idx` and the byte offsets of its arrays."""
 
     descriptor: int
     lengths: int
@@ -57,11 +57,11 @@ class _Index(NamedTuple):
 
 
 class Shard:
-    """One shard, opened in O(1) time and memory, whatever its size.
+    """One shard, opened in O(1) time and memory for any size.
 
     `name`, `dtype`, `tokens`, `documents`, `sequences` describe it; `has_modes`: each sequence has a mode (an int8,
-    what Megatron calls multimodal). With `info` its sizes and counts must be those of the manifest; with
-    `vocab_size` no token outside of 0..vocab_size-1 is ever returned. Safe to use from several threads.
+    what Megatron calls multimodal). With `info` its sizes and counts must match the manifest; with
+    `vocab_size` no token outside 0..vocab_size-1 is ever returned. Thread-safe.
 
     Raises DataError when a file is missing, foreign or truncated, or when the two files disagree.
     """
@@ -89,7 +89,7 @@ class Shard:
     def read(self, first: int, count: int) -> Tokens:
         """Tokens [first, first + count) of the stream: int64 [count].
 
-        Raises IndexError outside of the shard, DataError for an id outside of the vocabulary or a failing
+        Raises IndexError outside the shard, DataError for an id outside the vocabulary or a failing
         disk.
         """
         tokens = self.raw(first, count).astype(np.int64)
@@ -97,14 +97,14 @@ class Shard:
         return tokens
 
     def raw(self, first: int, count: int) -> npt.NDArray[np.integer]:
-        """As `read`, but as they are stored, uint16 or int32 [count], whatever the vocabulary."""
+        """As `read`, but in the stored type, uint16 or int32 [count], for any vocabulary."""
         self._check_range(first, count)
         raw = np.empty(count, dtype=little_endian(self.dtype))
         fill(self.bin_path, self._descriptor, raw, first * self._itemsize)
         return raw
 
     def document_of(self, token: int) -> int:
-        """The document that token offset `token` belongs to."""
+        """The document of the token at offset `token`."""
         self._check_range(token, 1)
         document = bisect_right(range(self.documents), token, key=self._start) - 1
         if document < 0 or not self._start(document) <= token < self._start(document + 1):
@@ -112,7 +112,7 @@ class Shard:
         return document
 
     def documents_before(self, token: int) -> int:
-        """How many documents begin before token offset `token`; all of them for the shard's end."""
+        """Number of documents that begin before token offset `token`; all of them for the shard's end."""
         self._check_range(token, 0)
         if token == self.tokens:
             return self.documents
@@ -151,7 +151,8 @@ class Shard:
         return first, end
 
     def document_edges(self, first: int, count: int) -> Tokens:
-        """Where the documents [first, first + count) begin, and where the last one ends: int64 [count + 1], tokens.
+        """Token offsets at which the documents [first, first + count) begin, then the end of the last: int64 [count +
+        1].
 
         As `document_bounds` for each; equal edges are a document without tokens.
         """
@@ -160,7 +161,7 @@ class Shard:
     def document_sequences(self, first: int, count: int) -> Tokens:
         """The first sequences of the documents [first, first + count), then the end of the last: int64 [count + 1].
 
-        Raises IndexError outside of the shard, DataError where they do not ascend.
+        Raises IndexError outside the shard, DataError if they do not ascend.
         """
         if first < 0 or count < 0 or first + count > self.documents:
             raise IndexError(
@@ -175,16 +176,17 @@ class Shard:
         return edges
 
     def sequence_edges(self, sequences: Tokens) -> Tokens:
-        """Token offsets at which ascending `sequences` [n] begin, the shard's end for all of them: int64 [n].
+        """Token offsets at which ascending `sequences` [n] begin; the shard's end for `sequences` itself: int64 [n].
 
-        Raises DataError for one that is not the end of the sequence before it.
+        Raises DataError for one that differs from the end of the sequence before it.
         """
         edges = np.empty(sequences.size, dtype=np.int64)
         edges[sequences == self.sequences] = self.bin_bytes
         inside = int(np.searchsorted(sequences, self.sequences))
         done = 0
-        while done < inside:  # the index may be far larger than what is asked for: a window of it at a time
-            # One more before the first, whose end it is, unless that is the shard's first.
+        while done < inside:  # the index may be far larger than the request: read a window at a time
+            # Also the sequence before the first, which ends where the first begins, unless the first is the shard's
+            # first.
             low = max(int(sequences[done]) - 1, 0)
             upto = int(np.searchsorted(sequences[:inside], low + CHUNK))
             window = slice(low, int(sequences[upto - 1]) + 1)
@@ -218,10 +220,10 @@ class Shard:
         return self._entries("i1", self._index.modes + sequences.start, sequences.stop - sequences.start)
 
     def verify(self, seen: Callable[[Shard, int, Tokens], None] | None = None) -> ShardInfo:
-        """Read both files whole: index order, contiguous pointers, ids, and the hashes when `info` has them.
+        """Read both files in full: index order, contiguous pointers, ids, and the hashes if `info` has them.
 
-        `seen` is given every token once, in order: this shard, the offset of a part, and the part, int64 [n].
-        Raises DataError for the first thing that is wrong. Returns the description with fresh hashes.
+        `seen` gets every token once, in order: this shard, the offset of a part, and the part, int64 [n].
+        Raises DataError for the first problem. Returns the description with fresh hashes.
         """
         self.verify_index()
         bin_hash = xxhash.xxh3_128()
@@ -250,9 +252,9 @@ class Shard:
         return found
 
     def verify_index(self) -> None:
-        """Read the `.idx` whole: the document index ascends, every pointer is the end of the sequence before it.
+        """Read the `.idx` in full: the document index ascends, every pointer is the end of the sequence before it.
 
-        Raises DataError for the first entry that is wrong.
+        Raises DataError for the first wrong entry.
         """
         pointer = 0
         for part in chunks(self.sequences):
@@ -263,7 +265,7 @@ class Shard:
             if wrong.size:
                 self._broken_pointer(part.start + int(wrong[0]))
             pointer = int(ends[-1])
-        if pointer != self.bin_bytes:  # other ends than those that were there on opening
+        if pointer != self.bin_bytes:  # the ends have changed since opening
             self._broken_pointer(self.sequences - 1)
         last = 0
         for part in chunks(self.documents):
@@ -276,7 +278,7 @@ class Shard:
 
     @cached_property
     def _index(self) -> _Index:
-        # Opened only when a document is asked for: training on the token stream never needs it.
+        # Opened on the first request for a document: training on the token stream never needs it.
         try:
             descriptor = os.open(self.idx_path, os.O_RDONLY)
             weakref.finalize(self, os.close, descriptor)
@@ -295,7 +297,7 @@ class Shard:
         return entries
 
     def _numbers(self, kind: struct.Struct, at: int) -> tuple[int, ...]:
-        """A few numbers of the index; `_entries` would take four times as long for them."""
+        """A few numbers of the index, four times faster than `_entries`."""
         try:
             content = os.pread(self._index.descriptor, kind.size, at)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The lines of the skip ledger as objects: by position, or by identity (skip_ledger.py reads them)."""
+"""The lines of the skip ledger as objects, by position or by identity (skip_ledger.py reads them)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megastable.data.skips import Skips
 
 Int64s = npt.NDArray[np.int64]
 Place = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
-Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # as the columns hold it
+Number = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # the range of the columns
 Pair = Annotated[list[Place], Field(min_length=2, max_length=2)]
 
-RANGES = 4096  # of a line: a longer one would not be mended after a crash (jsonl.py)
+RANGES = 4096  # per line: a longer line would not be repaired after a crash (jsonl.py)
 
 
 class SkipEntry(LedgerEntry):
-    """A line by position: [first, end), why, by which incident, noticed at which step.
+    """A line by position: [first, end), the reason, its incident, the step at which it was noticed.
 
-    corpus: only the positions of that corpus; from `first` on it is swapped out.
+    corpus: skip only the positions of that corpus, which is swapped out from `first` on.
     """
 
     first: Place
@@ -43,7 +43,7 @@ class SkipEntry(LedgerEntry):
 
 
 class ShardDocuments(BaseModel):
-    """Documents by their numbers in a shard."""
+    """Documents by their number in a shard."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,9 +52,10 @@ class ShardDocuments(BaseModel):
 
 
 class SampleEntry(LedgerEntry):
-    """A line by identity: of `corpus`, as long as its manifest has `fingerprint`, every sample is left out that has any
-    of `tokens` among its own: ranges [first, end) of the training stream. documents: they are of, for people. released:
-    the other way about: what earlier lines say of these tokens no longer holds; later ones may name them again."""
+    """A line by identity: skips every sample of `corpus`, while its manifest has `fingerprint`, that has any of
+    `tokens`
+    (ranges [first, end) of the training stream) among its own. documents: theirs, for people. released: the reverse:
+    earlier lines about these tokens no longer hold; later lines may name them again."""
 
     corpus: Annotated[str, Field(min_length=1)]
     fingerprint: Annotated[str, Field(min_length=1)]
@@ -84,8 +85,8 @@ def sample_entries(
     incident: int | None = None,
     step: int | None = None,
 ) -> list[SampleEntry]:
-    """The lines that leave out the samples at `positions`, n integers, for as long as the run goes: at least one for
-    each of their corpora. documents: of those that are named, for people."""
+    """The lines that skip the samples at `positions`, n integers, for the rest of the run: at least one for each of
+    their corpora. documents: of the named ones, for people."""
     places, length = order.locate(positions), order.sequence_length
     named = list(documents)
     found = []
@@ -109,6 +110,6 @@ def sample_entries(
 
 
 def kind_of_line(content: Any) -> type[SkipEntry] | type[SampleEntry]:
-    """What a line is to be, by its content."""
+    """The class of a line, by its content."""
     named = isinstance(content, dict) and ("tokens" in content or "fingerprint" in content)
     return SampleEntry if named else SkipEntry

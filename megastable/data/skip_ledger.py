@@ -1,9 +1,9 @@
-"""The skip ledger of a run, `skips.jsonl`: what is not trained on, and why. Append-only, a JSON object per line.
+"""The skip ledger of a run, `skips.jsonl`: samples excluded from training, and why. Append-only, JSON lines.
 
-A line names absolute positions, which are left out in this pass over the corpora only, or samples by identity: tokens
-of a corpus's own training stream, which are left out for as long as the run goes (skips.py), or until a later line
-releases them. A ledger may have millions of lines: they are read as columns (pyarrow), and where a line is not as it
-should be by pydantic, which says why.
+A line names absolute positions, which are skipped in this pass over the corpora only, or samples by identity: tokens
+of a corpus's own training stream, which are skipped for the rest of the run (skips.py), or until a later line
+releases them. A ledger may have millions of lines: they are read as columns (pyarrow), and invalid lines again by
+pydantic, for its error message.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ log = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 
-BLOCK = 32 << 20  # bytes that are read as columns together
-LONGEST = 1 << 20  # bytes of a line that is read so; also what a thread takes at once
-FEW = 64  # lines: so many are read one by one together with a wrong one
+BLOCK = 32 << 20  # bytes read as columns at a time
+LONGEST = 1 << 20  # bytes of a line read that way; also a thread's share
+FEW = 64  # lines read one by one around an invalid one
 
 
 SCHEMA = pa.schema(
@@ -74,33 +74,34 @@ SCHEMA = pa.schema(
 )  # fmt: skip
 
 
-# Microseconds since 1970, of the times that Python has in every time zone.
+# Microseconds since 1970 of the times that Python can represent in every time zone.
 EARLIEST, LATEST = -62_135_500_000_000_000, 253_402_200_000_000_000
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The lines of a ledger, oldest first, as columns by `SCHEMA`, with `time` as time."""
+    """The lines of a ledger, oldest first, as columns by `SCHEMA`, with `time` parsed."""
 
     table: pa.Table
 
     @classmethod
     def read(cls, path: Path, odd: list[str] | None = None) -> Ledger:
-        """Of skips.jsonl; empty when there is no such file. A torn last line (a crash while it was written) is reported
-        as a warning and left out. Raises DataError as `ledger.read` does; `odd` as there."""
+        """The lines of skips.jsonl; empty if the file does not exist. A torn last line (a crash during the write) is
+        left
+        out with a warning. Raises DataError as `ledger.read` does; `odd` as there."""
         whole, torn = jsonl.content(path)
         _warn(path, whole, torn)
         return cls(pa.concat_tables([_timed(SCHEMA.empty_table()), *_tables(path, whole, 0, 0, odd)]))
 
     @classmethod
     def of(cls, entries: Sequence[AnyEntry]) -> Ledger:
-        """Made of objects."""
+        """A ledger made from objects."""
         rows = [entry.model_dump(mode="json") | {"time": _told(entry.time)} for entry in entries]
         return cls(_timed(pa.Table.from_pylist(rows, SCHEMA)))
 
     @property
     def entries(self) -> list[AnyEntry]:
-        """Each as an object: takes its time where there are millions."""
+        """Every line as an object; slow for millions of lines."""
         found: list[AnyEntry] = []
         for row in self.table.to_pylist():
             given = {key: value for key, value in row.items() if value is not None}
@@ -109,19 +110,21 @@ class Ledger:
 
     @property
     def exclusions(self) -> Exclusions:
-        """What all of them leave out."""
+        """The exclusions of all lines together."""
         return _excluded([self.table])
 
     def usable(self, path: Path, order: Order, more: Iterable[Range] = ()) -> tuple[Selection, list[str]]:
-        """The selection of the lines that `order` can do without, for who works while somebody else writes there, and
-        what is wrong with the others; more: as `Selection` has it. path: of the ledger, for the messages."""
+        """The selection by the lines that still leave `order` something to train on, for readers of a ledger that
+        others
+        write to, and the problems of the other lines; more: as in `Selection`. path: of the ledger, for the
+        messages."""
         more = list(more)
         excluded, odd = _usable(self.exclusions, lambda: self, path, order, more)
         return Selection(order, excluded, more), odd
 
     @property
     def reasons(self) -> Counter[str]:
-        """How many lines give which reason."""
+        """Number of lines by reason."""
         counts = pc.value_counts(self.table.column("reason")).to_pylist()
         return Counter({count["values"]: count["counts"] for count in counts})
 
@@ -129,7 +132,7 @@ class Ledger:
         return Ledger(self.table.filter(pc.equal(self.table.column("incident"), number)))
 
     def without(self, incident: int, reason: str) -> Ledger:
-        """But for the lines of an incident that give this reason."""
+        """All lines except those of an incident that give this reason."""
         one, other = (
             pc.equal(self.table.column("incident"), incident),
             pc.equal(self.table.column("reason"), reason),
@@ -137,7 +140,7 @@ class Ledger:
         return Ledger(self.table.filter(pc.invert(pc.fill_null(pc.and_(one, other), False))))
 
     def and_also(self, entries: Sequence[AnyEntry]) -> Ledger:
-        """With more lines."""
+        """This ledger with more lines."""
         return Ledger(pa.concat_tables([self.table, Ledger.of(entries).table]))
 
     @property
@@ -147,12 +150,12 @@ class Ledger:
 
     @property
     def by_others(self) -> Ledger:
-        """The lines that no incident wrote."""
+        """The lines that were not written by an incident."""
         return Ledger(self.table.filter(self.table.column("incident").is_null()))
 
     @property
     def ever(self) -> Ledger:
-        """As if nothing had been released."""
+        """The lines as if nothing had been released."""
         return Ledger(self.table.filter(self.table.column("released").is_null()))
 
     @property
@@ -161,12 +164,12 @@ class Ledger:
         return Ledger(self.table.filter(self.table.column("tokens").is_valid()))
 
     def until(self, time: float) -> Ledger:
-        """Those that were there at a time, in seconds since 1970; lines without one always were."""
+        """The lines written up to a time, in seconds since 1970; lines without a time always count."""
         then = pa.scalar(int(time * 1e6), self.table.schema.field("time").type)
         return Ledger(self.table.filter(pc.fill_null(pc.less_equal(self.table.column("time"), then), True)))
 
     def swaps(self, corpus: str) -> list[tuple[Range, datetime | None]]:
-        """The positions of a corpus that are left out, a line each, and since when."""
+        """The skipped positions of a corpus, one range per line, and since when."""
         of = pc.and_(pc.equal(self.table.column("corpus"), corpus), self.table.column("first").is_valid())
         rows = self.table.filter(pc.fill_null(of, False))
         ranges, times = _edges(rows).tolist(), rows.column("time").to_pylist()
@@ -176,8 +179,8 @@ class Ledger:
 def released(
     ledger: Ledger, order: Order, positions: Int64s, reason: str, incident: int, step: int
 ) -> list[SampleEntry]:
-    """The lines that withdraw what incidents of the run said of the samples at n positions. What a person, or another
-    tool, names too is not among them: it stays out."""
+    """The lines that release what incidents of the run said of the samples at n positions. Samples that a person or
+    another tool also named stay skipped."""
     others = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={}))
     free = positions[~others.mask(positions)]
     lines = sample_entries(order, free, f"released: {reason}", (), incident, step)
@@ -185,7 +188,7 @@ def released(
 
 
 class SkipLedger:
-    """The ledger at `path`, read again and again by one process: what is known already is not parsed again."""
+    """The ledger at `path`, read repeatedly by one process: known lines are not parsed again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -196,13 +199,13 @@ class SkipLedger:
         self._known, self._odd = Exclusions(), list[str]()
 
     def read(self) -> tuple[Exclusions, list[str]]:
-        """What it says now, and what is wrong with the lines that are left out. Raises DataError where it cannot be
+        """The current exclusions, and the problems of the lines that are left out. Raises DataError if it cannot be
         read."""
         whole, torn = jsonl.content(self.path)
         _warn(self.path, whole, torn)
         view = memoryview(whole)
         if xxhash.xxh3_128_digest(view[: self._size]) != self._digest:
-            self._forget()  # somebody changed or took back what was there
+            self._forget()  # earlier content was changed or removed
         ended = whole.rfind(b"\n") + 1
         if ended > self._size:
             self._known = self._parsed(whole[:ended], self._odd)
@@ -212,7 +215,7 @@ class SkipLedger:
         return self._parsed(whole, odd) if ended < len(whole) else self._known, odd
 
     def usable(self, order: Order, more: Iterable[Range] = ()) -> tuple[Exclusions, list[str]]:
-        """As `read`, but for the lines that `order` cannot do without; those are said to be wrong, too."""
+        """As `read`, but also leaves out and reports the lines that would leave `order` nothing to train on."""
         excluded, odd = self.read()
         excluded, refused = _usable(
             excluded, lambda: Ledger.read(self.path, []), self.path, order, list(more)
@@ -220,7 +223,7 @@ class SkipLedger:
         return excluded, [*odd, *refused]
 
     def _parsed(self, content: bytes, odd: list[str]) -> Exclusions:
-        """What is known, and the whole lines that come after that."""
+        """The known exclusions plus those of the complete lines that follow."""
         return _excluded(_tables(self.path, content, self._size, self._lines, odd), self._known)
 
 
@@ -232,8 +235,9 @@ def read_ledger(path: Path, odd: list[str] | None = None) -> list[AnyEntry]:
 def _usable(
     excluded: Exclusions, lines: Callable[[], Ledger], path: Path, order: Order, more: Sequence[Range]
 ) -> tuple[Exclusions, list[str]]:
-    """What of a ledger leaves something of `order` to train on, and what is wrong with the rest. lines: the ledger, for
-    where not all of it does; then each line holds that leaves something beside the older ones that hold."""
+    """The part of a ledger that leaves something of `order` to train on, and the problems of the rest. lines: the whole
+    ledger, used if not all of it can hold; then a line holds if it leaves something beside the older lines that
+    hold."""
     known = {corpus.name for corpus in order.corpora}
     odd = [f"{path}: there is no corpus {name!r}" for name in sorted(set(excluded.swapped) - known)]
     excluded = excluded.of_corpora(known)
@@ -243,14 +247,16 @@ def _usable(
             Selection(order, some, more)
         except DataError as error:
             return str(error)
-        return "every position from one on is named" if some.positions.contains(LAST_POSITION - 1) else ""
+        return (
+            "every position after some point is named" if some.positions.contains(LAST_POSITION - 1) else ""
+        )
 
     def leaves(table: pa.Table) -> bool:
         return not wrong_with(Ledger(table).exclusions.of_corpora(known))
 
     if not (problem := wrong_with(excluded)):
         return excluded, odd
-    Selection(order, NOTHING, more)  # raises where it is not the ledger
+    Selection(order, NOTHING, more)  # raises if the ledger is not the cause
     table = lines().table
     while len(table) and not leaves(table):
         some, all_gone = 0, len(table)  # `some` of the lines leave something, `all_gone` do not
@@ -259,7 +265,7 @@ def _usable(
             some, all_gone = (middle, all_gone) if leaves(table.slice(0, middle)) else (some, middle)
         wrong = table.slice(some, 1).to_pylist()[0]
         odd.append(
-            f"{path}: {problem}. Left out is the line with the reason {wrong['reason']!r}, of {wrong['time']}"
+            f"{path}: {problem}. The line with the reason {wrong['reason']!r}, of {wrong['time']}, is left out"
         )
         table = pa.concat_tables([table.slice(0, some), table.slice(all_gone)])
     return Ledger(table).exclusions.of_corpora(known), odd
@@ -272,7 +278,7 @@ def _warn(path: Path, whole: bytes, torn: bytes) -> None:
 
 
 def _tables(path: Path, content: bytes, at: int, before: int, odd: list[str] | None) -> Iterator[pa.Table]:
-    """The columns of the whole lines from byte `at` on, some at a time; before: how many lines come before them."""
+    """The columns of the complete lines from byte `at` on, in parts; before: number of lines before them."""
     while at < len(content):
         end = content.find(b"\n", at + BLOCK) + 1 or len(content)
         block, at = content[at:end], end
@@ -284,8 +290,8 @@ def _tables(path: Path, content: bytes, at: int, before: int, odd: list[str] | N
 def _parts(
     path: Path, table: pa.Table | None, block: bytes, before: int, odd: list[str] | None
 ) -> Iterator[tuple[pa.Table, int]]:
-    """The columns of a block, and of how many lines. table: all of it where no line is wrong; one that is costs a few
-    others that are read one by one, not the whole block."""
+    """The columns of a block, and their number of lines. table: the whole block if no line is invalid; an invalid line
+    costs reading a few others one by one, not the whole block."""
     middle = block.find(b"\n", len(block) // 2) + 1
     if table is not None:
         yield table, len(table)
@@ -299,13 +305,13 @@ def _parts(
 
 
 def _columns(block: bytes) -> pa.Table | None:
-    """The lines of a block; None where any of them is not as `_by_line` would have it."""
+    """The lines of a block; None if `_by_line` would read any of them differently."""
     options = pa.json.ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="error")
     reading = pa.json.ReadOptions(block_size=LONGEST)
     try:
         table = pa.json.read_json(pa.BufferReader(block), reading, options)
         if not block.isascii():
-            table.validate(full=True)  # texts that are no UTF-8
+            table.validate(full=True)  # strings that are not UTF-8
         table = _timed(table)
     except pa.ArrowInvalid:
         return None
@@ -318,8 +324,8 @@ def _timed(table: pa.Table) -> pa.Table:
 
 
 def _valid(table: pa.Table, block: bytes) -> bool:
-    """Whether every line of a block gave a row, and every row is a whole entry of one kind."""
-    # Between two entries is the end of a line, and nothing else: no string has one in it.
+    """Whether every line of a block gave a row, and every row is a complete entry of one kind."""
+    # Between two entries is one line end and nothing else: no string contains one.
     if len(table) != block.count(b"}\n{") + 1 or not (
         block.startswith(b"{") and block.endswith((b"}", b"}\n"))
     ):
@@ -361,12 +367,12 @@ def _known(table: pa.Table, column: str) -> npt.NDArray[np.bool_]:
 
 
 def _lengths(table: pa.Table, column: str, of: Any = pc.list_value_length) -> Int64s:
-    """Of the texts or lists of a column: int64 [n], 0 where there is none."""
+    """Lengths of the strings or lists of a column: int64 [n], 0 for null."""
     return np.asarray(of(table.column(column)).fill_null(0).to_numpy(), dtype=np.int64)
 
 
 def _edges(table: pa.Table) -> Int64s:
-    """`first` and `end`: int64 [n, 2], 0 where there are none."""
+    """`first` and `end`: int64 [n, 2], 0 for null."""
     columns = [table.column(name).fill_null(0).to_numpy() for name in ("first", "end")]
     return np.column_stack(columns).astype(np.int64, copy=False)
 
@@ -378,7 +384,7 @@ def _pairs(table: pa.Table) -> Int64s:
 
 
 def _excluded(tables: Iterable[pa.Table], known: Exclusions = NOTHING) -> Exclusions:
-    """What is `known` to be left out, and what the lines of some tables leave out."""
+    """The exclusions `known`, plus those of the lines of some tables."""
     swapped: dict[str | None, list[Int64s]] = {name: [skips.edges] for name, skips in known.swapped.items()}
     swapped[None] = [known.positions.edges]
     tokens = {identity: [skips.edges] for identity, skips in known.tokens.items()}
@@ -408,7 +414,7 @@ def _excluded(tables: Iterable[pa.Table], known: Exclusions = NOTHING) -> Exclus
 
 
 def _by_release(table: pa.Table) -> Iterator[tuple[pa.Table, bool]]:
-    """A table in its order, cut between lines that release and lines that do not, and which of both a part is."""
+    """A table in order, cut between lines that release and lines that do not, with which kind each part is."""
     released = _known(table, "released")
     edges = [0, *(np.flatnonzero(np.diff(released)) + 1).tolist(), len(table)]
     for first, end in pairwise(edges):
@@ -417,7 +423,7 @@ def _by_release(table: pa.Table) -> Iterator[tuple[pa.Table, bool]]:
 
 
 def _tokens(table: pa.Table) -> Iterator[tuple[Identity, Int64s]]:
-    """What some lines name, by corpus: ranges of tokens, int64 [n, 2]."""
+    """The token ranges that lines name, by corpus: int64 [n, 2]."""
     named, pairs, ranges = _known(table, "tokens"), _pairs(table), _lengths(table, "tokens")
     for identity, of in _groups(table, *Identity._fields):
         if (mine := of & named).any():
@@ -425,7 +431,7 @@ def _tokens(table: pa.Table) -> Iterator[tuple[Identity, Int64s]]:
 
 
 def _groups(table: pa.Table, *columns: str) -> Iterator[tuple[tuple[str | None, ...], npt.NDArray[np.bool_]]]:
-    """Each combination of texts in some columns, and which rows have it: bool [n]."""
+    """Each combination of values in some columns, and its rows: bool [n]."""
     code, texts = np.zeros(len(table), dtype=np.int64), list[list[str | None]]()
     for name in columns:
         coded = pc.dictionary_encode(table.column(name), null_encoding="encode").combine_chunks()
@@ -441,7 +447,7 @@ def _groups(table: pa.Table, *columns: str) -> Iterator[tuple[tuple[str | None, 
 
 
 def _by_line(path: Path, block: bytes, before: int, odd: list[str] | None) -> pa.Table:
-    """The lines of a block, one by one, as `ledger.read` reads them."""
+    """The lines of a block, read one by one like `ledger.read`."""
     tables = [Ledger.of([]).table]
     for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), start=before + 1):
         try:
@@ -455,11 +461,11 @@ def _by_line(path: Path, block: bytes, before: int, odd: list[str] | None) -> pa
 
 
 def _row(path: Path, number: int, line: bytes) -> pa.Table:
-    """The columns of a line. Raises DataError as `parse` does, and where no column could hold what it says."""
+    """The columns of a line. Raises DataError as `parse` does, and if a value does not fit its column."""
     entry = parse(path, number, line, kind_of_line)
     try:
         return Ledger.of([entry]).table
-    except (pa.ArrowException, OverflowError, ValueError) as error:  # half a character, a year that is none
+    except (pa.ArrowException, OverflowError, ValueError) as error:  # half a surrogate pair, an invalid year
         raise DataError(f"{path} line {number}: {error}: {remedy(path, number)}") from error
 
 

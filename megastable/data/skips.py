@@ -1,9 +1,8 @@
-"""What is not trained on: ranges of absolute positions, and samples by identity, wherever the order puts them.
+"""Sets of skipped data: ranges of absolute positions, and samples by identity at any position of the order.
 
-A **position** is met once: a range of positions is left out in this pass over the corpora only. A sample has an
-**identity**, its tokens in the stream of its corpus, and is left out in every epoch, whatever the blend, the sequence
-length and the number of steps. What is left out is passed over by a lookup; nothing is read and thrown away. Ranges are
-half-open, [first, end).
+A **position** is met once: a range of positions is skipped in this pass over the corpora only. A sample has an
+**identity**, its tokens in the stream of its corpus, and is skipped in every epoch, for any blend, sequence
+length and number of steps. Skipping is a lookup; nothing is read and thrown away. Ranges are half-open, [first, end).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Range = tuple[int, int]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-AT_ONCE = 1 << 16  # positions that are looked at together where most are left out
+AT_ONCE = 1 << 16  # positions examined at a time if most are skipped
 
 
 def ranges_of(numbers: npt.ArrayLike) -> list[Range]:
@@ -41,7 +40,7 @@ class Skips:
     def of(cls, ranges: Iterable[Range]) -> Skips:
         """The union of `ranges`, in any order, overlapping or not.
 
-        Raises DataError for a range that is not 0 <= first < end <= 2^62 in whole numbers.
+        Raises DataError for a range that violates 0 <= first < end <= 2^62 or is not of integers.
         """
         return cls.merged(np.array([_checked(item) for item in ranges], dtype=np.int64).reshape(-1, 2))
 
@@ -70,7 +69,7 @@ class Skips:
         return list(zip(self._firsts.tolist(), self._ends.tolist(), strict=True))
 
     def count(self) -> int:
-        """How many positions are skipped."""
+        """Number of skipped positions."""
         return int((self._ends - self._firsts).sum())
 
     def contains(self, position: int) -> bool:
@@ -86,21 +85,21 @@ class Skips:
         return np.asarray((index >= 0) & (positions < self._ends[index]))
 
     def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
-        """The next `count` positions from `cursor` on that are not skipped, int64 [count], and the cursor
-        after the last of them. O(count + log n), however long the skipped ranges are. Raises DataError where fewer are
-        left."""
+        """The next `count` positions from `cursor` on that are not skipped, int64 [count], and the cursor after the
+        last
+        of them. O(count + log n) for skipped ranges of any length. Raises DataError if fewer are left."""
         positions = self.up_to(cursor, count)
         if positions.size < count:
             raise nothing_left(cursor, count)
         return positions, int(positions[-1]) + 1 if count else cursor
 
     def up_to(self, cursor: int, count: int) -> Int64s:
-        """As `next_kept`, but fewer where fewer are left."""
-        # At least one kept position lies between two ranges, so no more than these can be passed.
+        """As `next_kept`, but fewer if fewer are left."""
+        # At least one kept position lies between two ranges, so at most this many ranges can be passed.
         low = int(np.searchsorted(self._ends, cursor, side="right"))
         firsts, ends = self._firsts[low : low + count], self._ends[low : low + count]
         starts = np.maximum(np.concatenate(([cursor], ends)), cursor)
-        # The stretch from starts[i] to the range behind it is kept; the last one has no end.
+        # The positions from starts[i] to the next range are kept; the last gap has no end.
         lengths = np.maximum(np.concatenate((firsts, [LAST_POSITION])) - starts, 0)
         before = np.minimum(np.cumsum(lengths) - lengths, count)
         taken = np.minimum(lengths, count - before)
@@ -121,15 +120,15 @@ class Skips:
 
     @classmethod
     def union_of(cls, parts: Iterable[Skips]) -> Skips:
-        """The numbers that are in any of the parts."""
+        """The numbers in any of the parts."""
         return cls.merged(np.concatenate([np.empty((0, 2), np.int64), *(part.edges for part in parts)]))
 
     def union(self, other: Skips) -> Skips:
-        """The numbers that are in either."""
+        """The numbers in either set."""
         return Skips.union_of((self, other))
 
     def minus(self, other: Skips) -> Skips:
-        """The numbers that are in this one alone."""
+        """The numbers in this set only."""
         return self.gaps().union(other).gaps()
 
 
@@ -137,7 +136,7 @@ NONE = Skips(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class Identity(NamedTuple):
-    """A corpus by its name and its manifest's fingerprint: with other content it is another one."""
+    """A corpus by its name and its manifest's fingerprint: changed content is another identity."""
 
     corpus: str
     fingerprint: str
@@ -145,8 +144,9 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Exclusions:
-    """What a ledger says. positions: of any corpus; swapped: positions by the corpus that is left out there; tokens: of
-    the training streams of corpora. counts: lines by the corpus that they swap out, None for all others."""
+    """The content of a skip ledger. positions: of any corpus; swapped: positions by the corpus that is swapped out
+    there;
+    tokens: of the training streams of corpora. counts: lines by the corpus that they swap out, None for all others."""
 
     positions: Skips = NONE
     swapped: Mapping[str, Skips] = field(default_factory=dict)
@@ -155,11 +155,11 @@ class Exclusions:
 
     @property
     def lines(self) -> int:
-        """How many there are."""
+        """Number of lines."""
         return sum(self.counts.values())
 
     def of_corpora(self, names: Set[str]) -> Exclusions:
-        """But for what is said of the positions of other corpora."""
+        """Without the swapped positions of other corpora."""
         swapped = {name: skips for name, skips in self.swapped.items() if name in names}
         counts = {name: count for name, count in self.counts.items() if name is None or name in names}
         return replace(self, swapped=swapped, counts=counts)
@@ -169,14 +169,16 @@ NOTHING = Exclusions()
 
 
 class Selection:
-    """Which positions a run trains on: those that are not left out, in whichever way. This alone decides."""
+    """The positions that a run trains on: those not skipped in any way. The only place that decides this."""
 
     def __init__(self, order: Order, excluded: Exclusions = NOTHING, more: Iterable[Range] = ()) -> None:
-        """excluded: of the ledger; more: further positions. Raises DataError where a corpus that is swapped out is not
-        one of `order`, or nothing is left.
+        """excluded: of the ledger; more: further positions. Raises DataError if a swapped-out corpus is not in `order`,
+        or
+        nothing is left.
 
-        `lines`: of the ledger; `positions`: what is left out by position, of any corpus; `sequences`: what is left out
-        by identity, by the index of the corpus.
+        `lines`: of the ledger; `positions`: skipped by position, of any corpus; `sequences`: skipped by identity, by
+        the
+        index of the corpus.
         """
         self.lines = excluded.lines
         self.positions = Skips.of(more).union(excluded.positions)
@@ -184,7 +186,7 @@ class Selection:
         names = [corpus.name for corpus in order.corpora]
         if unknown := sorted(set(excluded.swapped) - set(names)):
             raise DataError(
-                f"the skip ledger swaps out corpus {unknown[0]!r}, which is none of {names}: correct its name, or "
+                f"the skip ledger swaps out corpus {unknown[0]!r}, which is not one of {names}: correct its name, or "
                 "delete that line"
             )
         self.sequences: dict[int, Skips] = {}
@@ -195,7 +197,7 @@ class Selection:
             tokens = excluded.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
             chosen = sequences_of(tokens, order.sequence_length, order.sequences[index])
             if chosen.count() == order.sequences[index]:
-                out = Skips.of([(0, LAST_POSITION)])  # or the search for one that is left would not end
+                out = Skips.of([(0, LAST_POSITION)])  # otherwise the search for a kept one would not end
             elif chosen.count():
                 self._bitmaps[index] = Bitmap(order.sequences[index], *chosen.edges.T)
             if chosen.count():
@@ -209,13 +211,13 @@ class Selection:
             )
         self._passed = self.positions
         if len(self._out) == len(names):
-            # Where every corpus is out there is nothing to look for, however far that reaches.
+            # If every corpus is swapped out there is nothing to search, however far that reaches.
             in_some = Skips.union_of(skips.gaps() for skips in self._out.values())
             self._passed = self._passed.union(in_some.gaps())
 
     @property
     def text(self) -> str:
-        """How much is left out, for people; empty for nothing."""
+        """How much is skipped, as text; empty for nothing."""
         told = [f"{count:,} positions"] if (count := self.positions.count()) else []
         for index, sequences in self.sequences.items():
             of = f"of corpus {self._order.corpora[index].name} in every epoch"
@@ -224,11 +226,11 @@ class Selection:
 
     @property
     def corpora_left(self) -> int:
-        """How many corpora are not left out for good."""
+        """Number of corpora that are not swapped out for good."""
         return len(self._order.corpora) - len(self._gone())
 
     def share_without(self, *corpora: str) -> float:
-        """Which part of the blend is left when `corpora` are swapped out, too."""
+        """The share of the blend that is left if `corpora` are swapped out as well."""
         names = [c.name for c in self._order.corpora]
         gone = self._gone() | {names.index(corpus) for corpus in corpora}
         left = [quota for index, quota in enumerate(self._order.quotas) if index not in gone]
@@ -236,8 +238,8 @@ class Selection:
 
     @property
     def kept(self) -> float:
-        """Which part of the positions of the blend, as it is now, is trained on in the long run, but for those that are
-        left out by position."""
+        """The share of the current blend's positions that is trained on in the long run, ignoring ranges skipped by
+        position."""
         gone, order = self._gone(), self._order
         left = (
             quota * (1 - self.sequences.get(index, NONE).count() / order.sequences[index])
@@ -247,14 +249,14 @@ class Selection:
         return sum(left) / sum(order.quotas)
 
     def mix(self, position: int) -> dict[str, float]:
-        """The share of each corpus around a position, as far as it is not left out there as a whole."""
+        """The share of each corpus around a position, without corpora swapped out there."""
         quotas = self._order.quotas_at(position)
         out = {index for index, skips in self._out.items() if skips.contains(position)}
         left = {i: quota for i, quota in enumerate(quotas) if quota and i not in out}
         return {self._order.corpora[i].name: quota / sum(left.values()) for i, quota in left.items()}
 
     def mask(self, positions: Int64s) -> Bools:
-        """Which of n `positions` are left out: bool [n]."""
+        """Which of n `positions` are skipped: bool [n]."""
         return self._passed.mask(positions) | self._left_out(positions)
 
     def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
@@ -268,14 +270,13 @@ class Selection:
             kept = positions[~self._left_out(positions)][:missing]
             found.append(kept)
             at, missing = int(positions[-1]) + 1, missing - kept.size
-            # Where little is left, ever more at once.
+            # If little is left, examine more and more at a time.
             asked = missing if 2 * kept.size > asked else max(missing, min(2 * asked, AT_ONCE))
         chosen = np.concatenate(found)
         return chosen, int(chosen[-1]) + 1 if count else cursor
 
     def named_between(self, first: int, end: int) -> Int64s:
-        """The positions in [first, end) of the samples that are left out by identity: int64, ascending. O(samples) for
-        each epoch."""
+        """The positions in [first, end) of samples skipped by identity: int64, ascending. O(samples) for each epoch."""
         found = [np.empty(0, np.int64)]
         for index, sequences in self.sequences.items():
             numbers = sequences.gaps().next_kept(0, sequences.count())[0]
@@ -283,7 +284,7 @@ class Selection:
         return np.sort(np.concatenate(found))
 
     def _left_out(self, positions: Int64s) -> Bools:
-        """Which of n positions hold a sample that is left out for what it is, or for its corpus: bool [n]."""
+        """Which of n positions hold a sample that is skipped by identity or by its corpus: bool [n]."""
         out = np.zeros(positions.shape, dtype=bool)
         if not self._out and not self._bitmaps:
             return out
@@ -304,7 +305,7 @@ def nothing_left(cursor: int, count: int) -> DataError:
 
 
 def sequences_of(tokens: Skips, length: int, count: int) -> Skips:
-    """Those of the `count` sequences of a stream that have any of its `tokens` among their own `length`."""
+    """The sequences, of the `count` of a stream, that have any of `tokens` among their own `length` tokens."""
     first, end = tokens.edges.T
     edges = np.column_stack([first // length, np.minimum(-(-end // length), count)])
     return Skips.merged(edges[edges[:, 0] < edges[:, 1]])

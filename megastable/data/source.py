@@ -1,4 +1,4 @@
-"""Samples by position: what a run reads, found without a training process."""
+"""Samples by position: read a run's data without a training process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Source:
-    """Samples by position: an order and the streams of its corpora. `eod` ends a document in all of them."""
+    """Samples by position, from an order and the streams of its corpora. `eod` ends a document in all of them."""
 
     def __init__(self, order: Order, streams: Sequence[Stream], eod: int) -> None:
         given = [stream.tokens for stream in streams]
@@ -25,12 +25,12 @@ class Source:
         self.order, self.streams, self.eod = order, tuple(streams), eod
 
     def sample(self, position: int) -> Int64s:
-        """The tokens at a position: int64 [L + 1], the inputs and, one further, the labels."""
+        """The tokens at a position: int64 [L + 1], the inputs and, shifted by one, the labels."""
         place = self.order.locate_one(position)
         return self.streams[place.corpus].read(place.first_token, self.order.sequence_length + 1)
 
     def raw_sample(self, position: int) -> Int64s:
-        """As `sample`, whatever the ids: also those that no model could be given."""
+        """As `sample`, for any ids, also those outside the vocabulary."""
         return self.raw_samples(np.array([position]))[0]
 
     def samples(self, positions: Int64s) -> Int64s:
@@ -38,7 +38,7 @@ class Source:
         return self._rows(positions, Stream.read)
 
     def raw_samples(self, positions: Int64s) -> Int64s:
-        """As `samples`, whatever the ids."""
+        """As `samples`, for any ids."""
         return self._rows(positions, _raw)
 
     def _rows(self, positions: Int64s, read: Callable[[Stream, int, int], Int64s]) -> Int64s:

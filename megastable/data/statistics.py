@@ -1,4 +1,4 @@
-"""What a model must beat: the entropy of a text when only the frequency of each token is known."""
+"""Token counts and unigram entropy of a corpus: the loss of the best model without context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK = 1 << 20  # tokens read at a time
 
 
 def token_counts(stream: Stream, vocab_size: int, limit: int | None = None) -> npt.NDArray[np.int64]:
-    """How often each token occurs in a stream, or in its first `limit` tokens: int64 [vocab_size]. Reads in chunks."""
+    """Counts of each token in a stream, or in its first `limit` tokens: int64 [vocab_size]. Reads in chunks."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     end = min(stream.tokens, stream.tokens if limit is None else limit)
     for first in range(0, end, CHUNK):
@@ -23,8 +23,8 @@ def token_counts(stream: Stream, vocab_size: int, limit: int | None = None) -> n
 
 
 def sample_entropy(source: Source, tokens: int, vocab_size: int) -> float:
-    """The unigram entropy of about so many tokens from the beginning of a run's order, which are drawn from its corpora
-    as they are blended, nats per token. Ids outside of the vocabulary are left out; nan where a shard cannot be read.
+    """The unigram entropy, nats per token, of about `tokens` tokens from the beginning of a run's order, drawn from its
+    corpora as blended. Ids outside the vocabulary are left out; nan if a shard cannot be read.
     """
     try:
         ids = source.raw_samples(np.arange(max(1, tokens // source.order.sequence_length)))[:, :-1].ravel()

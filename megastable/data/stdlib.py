@@ -1,4 +1,4 @@
-"""The embedded corpus: the source of the Python standard library, real text that every machine has."""
+"""Build the embedded corpus: the source of the Python standard library, real text available on every machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def stdlib_files() -> list[Path]:
         path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts)
     )
     if not files:
-        raise DataError(f"there is no .py file in {root}: this Python comes without its source, use another")
+        raise DataError(
+            f"there is no .py file in {root}: this Python was installed without its source, use another"
+        )
     return files
 
 
@@ -38,9 +40,9 @@ def prepare_stdlib(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Summary:
-    """Train a tokenizer on the standard library and make the corpus `output` of it.
+    """Train a tokenizer on the standard library and make the corpus `output` from it.
 
-    A complete `output` is reused. Raises DataError when it has another vocabulary, or is another corpus.
+    A complete `output` is reused. Raises DataError if it has another vocabulary, or is another corpus.
     """
     if (output / FILE).exists() and not overwrite:
         return Summary.of("reused", output, load_reusable(output, vocab_size))
@@ -73,5 +75,5 @@ def load_reusable(output: Path, vocab_size: int) -> Manifest:
             f"not {NAME!r} with {vocab_size}: choose another --output, or replace it with --overwrite"
         )
     for split in manifest.splits:
-        Stream(output, manifest, split)  # looks at the sizes of all its files
+        Stream(output, manifest, split)  # checks the sizes of all its files
     return manifest

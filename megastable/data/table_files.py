@@ -1,7 +1,7 @@
-"""One column of a table, cell by cell: Parquet, Arrow (IPC file or stream, Feather) and CSV.
+"""Read one text column of a table, cell by cell: Parquet, Arrow (IPC file or stream, Feather) and CSV.
 
-A cell is its bytes, as UTF-8 but for what was broken in the file, or a `Flaw` of its row. A file in which the column is
-not there, or which ends too early, raises DataError.
+A cell is its bytes (UTF-8, or whatever is broken in the file) or a `Flaw` of its row. A file that lacks the column or
+ends too early raises DataError.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megastable.base.errors import DataError
 from megastable.data.forward import ForwardFile
 
 ROWS = 1024  # of Parquet and Arrow, at a time
-LONGEST_FIELD = 1 << 28  # characters of a CSV field: a quote that is never closed must not fill the memory
-_ARROW_FILE = b"ARROW1\0\0"  # what comes before the stream that an Arrow file is
+LONGEST_FIELD = 1 << 28  # characters of a CSV field: an unclosed quote must not fill the memory
+_ARROW_FILE = b"ARROW1\0\0"  # precedes the stream in an Arrow file
 
 
 class Flaw(NamedTuple):
-    """What is wrong with a row."""
+    """A problem with one row."""
 
     problem: str
 
@@ -31,8 +31,8 @@ Cells = Iterator[bytes | Flaw]
 
 
 def parquet_cells(path: Path, key: str) -> Iterator[tuple[bytes | Flaw, float]]:
-    """The cells of column `key`, and the share of the rows that is read with each."""
-    import pyarrow as pa  # a second or so, for whoever has such files
+    """The cells of column `key`, and the share of the rows read with each."""
+    import pyarrow as pa  # takes about a second: only for such files
     import pyarrow.parquet as pq
 
     try:
@@ -63,21 +63,21 @@ def arrow_cells(where: str, chunks: Iterable[bytes], key: str) -> Cells:
                     yield from _cells(column.slice(first, ROWS), key)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{where} cannot be read as Arrow with text in {key!r}: {error}") from error
-    if file.ended:  # it stops reading at the end mark, unless there is none
+    if file.ended:  # with an end mark it stops reading before the end
         raise DataError(f"{where} ends too early, without the end mark of its data: fetch it again")
 
 
 def csv_cells(where: str, chunks: Iterable[bytes], key: str, delimiter: str) -> Cells:
-    """The cells of column `key` of the header, with quotes as of RFC 4180. A good row is as long as the header."""
+    """The cells of column `key` of the header, with quotes as in RFC 4180. A good row is as long as the header."""
     csv.field_size_limit(LONGEST_FIELD)
     raw = io.BufferedReader(ForwardFile(chunks), buffer_size=1 << 20)
-    # What is not UTF-8 comes through as it is, so that it is the flaw of one row.
+    # Bytes that are not UTF-8 pass through, so that they are a flaw of one row only.
     lines = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         header = next(rows, [])
     except csv.Error as error:
-        raise DataError(f"{where}: its first line is no header: {error}") from error
+        raise DataError(f"{where}: its first line is not a header: {error}") from error
     _check_column(where, key, header)
     column = header.index(key)
     while True:
@@ -100,7 +100,7 @@ def csv_cells(where: str, chunks: Iterable[bytes], key: str, delimiter: str) -> 
 
 
 def _cells(column: Any, key: str) -> Cells:
-    """The cells of an Arrow array. As bytes, so that one which is not UTF-8 is one bad row, not a broken file."""
+    """The cells of an Arrow array. As bytes, so that one that is not UTF-8 is one bad row, not a broken file."""
     import pyarrow as pa
 
     for raw in column.cast(pa.large_binary()).to_pylist():

@@ -1,8 +1,8 @@
-"""Documents out of files, one after another: plain text, JSON lines, tables and archives, compressed or not.
+"""Read documents from files: plain text, JSON lines, tables and archives, compressed or not.
 
-The ending of a name decides: `.jsonl`, `.ndjson` and `.json` hold one JSON object per line; `.parquet`, `.arrow`,
-`.feather`, `.csv` and `.tsv` a table; `.tar` files of all these (but Parquet) or the samples of a WebDataset; any other
-file is one document. `.gz`, `.zst`, `.xz` and `.bz2` may follow each but Parquet.
+The file name's ending decides: `.jsonl`, `.ndjson` and `.json` hold one JSON object per line; `.parquet`, `.arrow`,
+`.feather`, `.csv` and `.tsv` a table; `.tar` files of all these (except Parquet) or the samples of a WebDataset; any
+other file is one document. `.gz`, `.zst`, `.xz` and `.bz2` may follow each except Parquet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megastable.data.left_out import UnreadFiles
 from megastable.data.table_files import Cells, Flaw, arrow_cells, csv_cells, parquet_cells
 
 CHUNK = 1 << 20  # bytes read at a time
-SNIFFED = 8192  # a NUL byte among the first so many makes a file binary, as for git
+SNIFFED = 8192  # bytes: a NUL among the first ones makes a file binary, as in git
 
 BINARY = "binary files"
 EMPTY = "empty files"
@@ -48,15 +48,15 @@ OTHER_PARTS = "other parts of WebDataset samples"
 
 
 class TextFiles:
-    """The documents of files and folders, in order, as often as one iterates; none is empty.
+    """The documents of files and folders, in order, for any number of iterations; none is empty.
 
-    inputs, globs: as of `find_files`. A document that cannot be used (broken JSON, no text under `key`, not UTF-8)
-    raises a DataError that names file and line; with `skip_bad` it is left out and counted. So is a file that is no
-    text though it is named in `inputs`, or is of a kind that holds documents and is not read. A file that is damaged or
-    ends too early always raises.
+    inputs, globs: as for `find_files`. An unusable document (broken JSON, no text under `key`, not UTF-8)
+    raises a DataError that names file and line; with `skip_bad` it is left out and counted. So is a binary file
+    named in `inputs`, or a file with documents in an unsupported format. A file that is damaged or ends too early
+    always raises.
 
     `total_bytes` is the size of the files, `read_bytes` how much of it the current iteration has consumed,
-    `left_out` has what it left out, by reason; of bad documents the first of each file, and how many more.
+    `left_out` lists what was left out, by reason; for bad documents the first of each file, and how many more.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TextFiles:
         self.read_bytes = 0
         self._reading = ""
         self.left_out = UnreadFiles(self._found.left_out)
-        for path in self.files:  # before hours are spent on the others
+        for path in self.files:  # fail before hours are spent on the others
             if format_of(path.name).kind == "unread":
                 self._unread(str(path))
 
@@ -105,7 +105,7 @@ class TextFiles:
         named: bool = False,
         group: str | None = None,
     ) -> Iterator[str]:
-        """The documents of a file or member. named: a person asked for it. group: as of `LeftOut.file`."""
+        """The documents of a file or member. named: the user named it. group: as for `UnreadFiles.file`."""
         if form.kind in ("unread", "parquet", "tar"):
             self._unread(where, group)
             return
@@ -126,7 +126,7 @@ class TextFiles:
         self.read_bytes += count
 
     def _chunks(self, path: Path, consumed: Callable[[int], None]) -> Iterator[bytes]:
-        # Unbuffered: a buffered read of a slow pipe waits for a whole chunk, deaf to Ctrl-C.
+        # Unbuffered: a buffered read of a slow pipe waits for a whole chunk and ignores Ctrl-C.
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(CHUNK):
                 consumed(len(chunk))
@@ -139,14 +139,14 @@ class TextFiles:
             chunks = self._chunks(path, consumed)
             return members(where, decompress(where, chunks, form.codec) if form.codec else chunks, note)
 
-        # To look at its first members it is opened once more, as a pipe cannot be: there each member is a file.
+        # The archive is opened twice, to examine its first members. A pipe cannot be: there each member is a file.
         webdataset = path.is_file() and is_webdataset(opened(_ignore, _ignore), self.key)
         found = opened(self._consumed, lambda name: self.left_out.file(NOT_PLAIN, f"{where}!{name}"))
         if webdataset:
             for sample in samples(found):
                 yield from self._sample(where, sample)
             return
-        # A pipe knows only of the data that came by.
+        # In a pipe only the data read so far is known.
         folders = _DataFolders(member.name for member in (opened(_ignore, _ignore) if path.is_file() else ()))
         for name, chunks in found:
             inside = PurePosixPath(name)
@@ -268,7 +268,7 @@ class TextFiles:
 
 
 class _DataFolders:
-    """The folders of an archive with data files in or below them; of its names it reads as many as it takes to tell."""
+    """The folders of an archive with data files in or below them; reads only as many names as needed."""
 
     def __init__(self, names: Iterator[str]) -> None:
         self._names, self._found = names, set[PurePosixPath]()
@@ -304,7 +304,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether `text` can be written as UTF-8; JSON can spell half of a surrogate pair."""
+    """Whether `text` can be written as UTF-8; JSON can contain half of a surrogate pair."""
     if text.isascii():
         return True
     try:

@@ -1,11 +1,11 @@
-"""Token ids that other programs wrote, as documents: datatrove's `.ds` and llm.c's `.bin`.
+"""Read token ids of other programs as documents: datatrove's `.ds` and llm.c's `.bin`.
 
 - datatrove (`DocumentTokenizer`): `NAME.ds` is uint16 or uint32 ids, `NAME.ds.index` the uint64 end of each document in
   tokens, `NAME.ds.metadata` the text "TOKENIZER|BYTES PER ID", then the number of tokens. `.ds.loss` holds loss masks.
-- llm.c (`dev/data/data_common.py`; modded-nanogpt's, too): 256 int32 of header (magic, version, tokens), then the ids:
-  uint16 (GPT-2) or uint32 (Llama 3). Before each document stands a token: GPT-2's end of text, Llama 3's begin of text
-  (128000), and none behind it; files are cut anywhere.
-- nanoGPT: ids alone. Nothing in the file says of which type they are.
+- llm.c (`dev/data/data_common.py`; also modded-nanogpt): a header of 256 int32 (magic, version, tokens), then the ids:
+  uint16 (GPT-2) or uint32 (Llama 3). A token precedes each document: GPT-2's end of text, Llama 3's begin of text
+  (128000), and none follows it; files are cut anywhere.
+- nanoGPT: bare ids. The file does not say their type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LLM_C_HEADER = 256 * 4  # bytes
 _EVALUATION = 20240522  # llm.c's magic of multiple-choice questions
 LONGEST_WITHOUT_END = (
     1 << 22
-)  # tokens: a file that begins with so many and no end of a document has other ends
+)  # tokens: a file without an end of document among its first ones uses another token
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,18 @@ class TokenFile:
     first_byte: int
     tokens: int
     ends: Path | None = None
-    note: str = ""  # what of it is not used
+    note: str = ""  # parts of it that are not used
 
     @property
     def itemsize(self) -> int:
         return np.dtype(self.dtype).itemsize
 
     def documents(self, eod: int) -> Iterator[Ids]:
-        """The documents in their order, 1-D each; those without an index end with `eod`, but for the last.
+        """The documents in their order, each 1-D; without an index they end with `eod`, except the last.
 
-        Memory is that of the longest document. Raises DataError for an index that is not one, a long file
-        without any `eod`, and a failing disk.
+        Takes memory for the longest document. Raises DataError for an invalid index, a long file without any `eod`, and
+        a
+        failing disk.
         """
         try:
             with self.path.open("rb") as file:
@@ -87,7 +88,7 @@ class TokenFile:
             for end in (np.flatnonzero(ids == eod) + 1).tolist():
                 ended = True
                 if end == 1 and left == self.tokens:
-                    continue  # the token before the first document, where it stands before each
+                    continue  # precedes the first document, in files where it precedes each
                 yield np.concatenate([*rest, ids[at:end]])
                 rest, at = [], end
             if at < ids.size:
@@ -110,11 +111,11 @@ class TokenFile:
 
 
 def datatrove_file(path: Path) -> TokenFile:
-    """`path` is NAME.ds. Raises DataError where its index is missing or says something else."""
+    """`path` is NAME.ds. Raises DataError if its index is missing or contradicts it."""
     index, size = path.with_name(path.name + ".index"), path.stat().st_size
     if not index.is_file():
         raise DataError(
-            f"{path} has no {index.name} beside it, which says where documents end: restore it, or write the file "
+            f"{path} has no {index.name} beside it, the index of document ends: restore it, or write the file "
             "again with save_index=True"
         )
     raw = index.read_bytes()[-8:] if index.stat().st_size < 8 else _tail(index)
@@ -137,7 +138,7 @@ def _tail(path: Path) -> bytes:
 
 
 def _datatrove_itemsize(path: Path) -> int | None:
-    """What the metadata says; None where there are none."""
+    """Bytes per id by the metadata; None without metadata."""
     metadata = path.with_name(path.name + ".metadata")
     try:
         first = metadata.read_text(encoding="utf-8").partition("\n")[0]
@@ -148,7 +149,7 @@ def _datatrove_itemsize(path: Path) -> int | None:
 
 
 def bin_file(path: Path, raw: IdType | None) -> TokenFile:
-    """`path` is llm.c's, or ids of the type `raw` alone. Raises DataError for anything else."""
+    """`path` is llm.c's, or bare ids of the type `raw`. Raises DataError for anything else."""
     size = path.stat().st_size
     with path.open("rb") as file:
         magic, version, tokens = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
@@ -165,12 +166,12 @@ def bin_file(path: Path, raw: IdType | None) -> TokenFile:
         raise DataError(f"{path} holds llm.c's multiple-choice questions, not a corpus: move it away")
     if raw is None:
         raise DataError(
-            f"{path} has no header that says what it is: neither an .idx beside it (Megatron) nor llm.c's magic "
+            f"{path} is of an unknown format: neither an .idx beside it (Megatron) nor llm.c's magic "
             "number; if it holds token ids alone, as nanoGPT's do, say their type with --raw uint16 (or uint32)"
         )
     itemsize = np.dtype(raw).itemsize
     if size % itemsize:
         raise DataError(
-            f"{path} has {size} bytes, not a multiple of {itemsize} ({raw}): it is something else, or cut off"
+            f"{path} has {size} bytes, not a multiple of {itemsize} ({raw}): it is something else, or truncated"
         )
     return TokenFile(path, raw, 0, size // itemsize)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, behind one face: a SentencePiece model or a Hugging Face `tokenizer.json`.
+"""Tokenizers behind one interface: a SentencePiece model or a Hugging Face `tokenizer.json`.
 
 Both encode a document without adding or interpreting special tokens: a text that spells out `</s>` or
-`<|endoftext|>` gets the ids of these characters, so no document can forge the end of a document.
+`<|endoftext|>` gets the ids of these characters, so no document can forge its own end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megastable.data.manifest import TokenizerInfo
 
 Ids = npt.NDArray[np.int32]
 
-# Looked for in this order when nobody names the end-of-document token.
+# Tried in this order if no end-of-document token is named.
 END_OF_DOCUMENT = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -36,7 +36,7 @@ END_OF_DOCUMENT = (
     "<eod>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with fullwidth bars
 )
-# ... and when documents are to begin with the tokenizer's own token.
+# ... and if documents are to begin with the tokenizer's own token.
 BEGIN_OF_DOCUMENT = (
     "<|begin_of_text|>",
     "<s>",
@@ -47,15 +47,15 @@ BEGIN_OF_DOCUMENT = (
     "<\uff5cbegin\u2581of\u2581sentence\uff5c>",  # DeepSeek's
 )
 OWN: Final = "own"
-SPACE = "\u2581"  # "▁", SentencePiece's own sign for a space
-LONG = 4096  # characters from which on a text is encoded in parts
+SPACE = "\u2581"  # "▁", SentencePiece's symbol for a space
+LONG = 4096  # characters: longer texts are encoded in parts
 _SPACE_INSIDE = re.compile(f"[^ {SPACE}][ {SPACE}]")
 _WORD_END = re.compile(r"(?<=[^ ])(?= )")
 
 
 class Tokenizer(ABC):
-    """Ids are 0 <= id < `vocab_size`; `eod` is the id that ends a document, `bos` one that begins it, None where none
-    does; `xxh3` is the file's hash."""
+    """Ids are 0 <= id < `vocab_size`; `eod` is the id that ends a document, `bos` the one that begins it (None: no such
+    token); `xxh3` is the file's hash."""
 
     kind: ClassVar[Literal["sentencepiece", "huggingface"]]
     file: Path
@@ -69,19 +69,19 @@ class Tokenizer(ABC):
 
     @cached_property
     def xxh3(self) -> str:
-        """xxh3-128 (hex) of the file as it was when it was read."""
+        """xxh3-128 (hex) of the file as it was read."""
         return xxhash.xxh3_128_hexdigest(self.content)
 
     @property
     def info(self) -> TokenizerInfo:
-        """What a manifest records of this tokenizer."""
+        """The manifest's record of this tokenizer."""
         return TokenizerInfo(
             file=self.file.name, kind=self.kind, xxh3=self.xxh3, vocab_size=self.vocab_size, eod=self.eod,
             bos=self.bos,
         )  # fmt: skip
 
     def copy_to(self, directory: Path) -> Path:
-        """Write the file into `directory` under its own name, as it was when it was read."""
+        """Write the file as it was read into `directory`, under its own name."""
         write_file(directory / self.file.name, self.content)
         return directory / self.file.name
 
@@ -91,7 +91,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def spelled(self, id: int) -> str:
-        """A token as the file spells it; "" where it has none of that id."""
+        """A token as the file spells it; "" if it has no such id."""
 
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[Ids]:
@@ -103,7 +103,7 @@ class Tokenizer(ABC):
 
     @property
     def added(self) -> tuple[int, ...]:
-        """What its own rules put before every text for other programs, such as Llama's <|begin_of_text|>."""
+        """Ids that its own rules put before every text in other programs, such as Llama's <|begin_of_text|>."""
         return ()
 
     @abstractmethod
@@ -111,18 +111,18 @@ class Tokenizer(ABC):
         """The id of a token, by its name."""
 
     def own_bos(self) -> int:
-        """Its own token to begin documents with. Raises DataError where it has none."""
+        """Its own begin-of-document token. Raises DataError if it has none."""
         named = (self._id_of(name) for name in BEGIN_OF_DOCUMENT)
         token = self.added[0] if len(self.added) == 1 else next((t for t in named if t is not None), None)
         if token is None:
             raise DataError(
-                f"{self.file} has no token to begin documents with: none that it puts before a text, nor one of "
+                f"{self.file} has no token to begin documents with: it puts none before a text and has none of "
                 f"{', '.join(BEGIN_OF_DOCUMENT)}: leave --bos out"
             )
         if token == self.eod:
             raise DataError(
-                f"{self.file} begins and ends documents with one token, {token}: without --bos each stands behind the "
-                "end of the one before it anyway: leave --bos out"
+                f"{self.file} begins and ends documents with one token, {token}, so that each follows the end of the "
+                "one before it even without --bos: leave --bos out"
             )
         return token
 
@@ -153,7 +153,7 @@ class Tokenizer(ABC):
             raise DataError(f"{self.file} has no token {eod!r} to end documents with: name another")
         raise DataError(
             f"{self.file} has none of the usual end-of-document tokens ({', '.join(END_OF_DOCUMENT)}): "
-            "name its own"
+            "name it"
         )
 
 
@@ -165,17 +165,17 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, file: Path, content: bytes, eod: str | int | None = None) -> None:
         super().__init__(file, content)
         if not content:
-            raise DataError(f"{file} is empty: it is no SentencePiece model")
+            raise DataError(f"{file} is empty: it is not a SentencePiece model")
         self.model = SentencePieceProcessor()
         try:
             self.model.LoadFromSerializedProto(content)
         except RuntimeError as error:
-            raise DataError(f"{file} is no SentencePiece model: {error}") from error
+            raise DataError(f"{file} is not a SentencePiece model: {error}") from error
         self.vocab_size = int(self.model.get_piece_size())
         if eod is None and self.model.eos_id() >= 0:
             eod = int(self.model.eos_id())
         self.eod = self._choose_eod(eod, self._id_of)
-        # Models that prepend or collapse spaces take every text whole: a part of it would change too.
+        # Models that prepend or collapse spaces must get every text whole: a part of it would change.
         self._keeps_spaces = self.model.normalize("  a  b ") == "  a  b ".replace(" ", SPACE)
         pieces = (str(self.model.id_to_piece(token)) for token in range(self.vocab_size))
         self._cuttable = self._keeps_spaces and not any(map(_SPACE_INSIDE.search, pieces))
@@ -208,7 +208,7 @@ class SentencePieceTokenizer(Tokenizer):
             yield from self._short_parts(part)
 
     def _short_parts(self, text: str) -> Iterator[str]:
-        """Cut `text` where that changes none of its ids: before a space, when no piece has one inside.
+        """Cut `text` where that changes none of its ids: before a space, if no piece contains one.
 
         SentencePiece's time and memory grow faster than the length of a text.
         """
@@ -231,7 +231,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A Hugging Face `tokenizer.json`. Whether decoding gives the text back is up to its normalizer."""
+    """A Hugging Face `tokenizer.json`. Its normalizer decides whether decoding restores the text."""
 
     kind = "huggingface"
 
@@ -239,11 +239,11 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(file, content)
         try:
             self.model = HuggingFaceModel.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises plain Exception for all that is wrong with a file
-            raise DataError(f"{file} is no Hugging Face tokenizer.json: {error}") from error
+        except Exception as error:  # the library raises a plain Exception for any problem with a file
+            raise DataError(f"{file} is not a Hugging Face tokenizer.json: {error}") from error
         self.model.no_truncation()
         self.model.no_padding()
-        self.model.encode_special_tokens = True  # as text, that is
+        self.model.encode_special_tokens = True  # encode them as text
         self.vocab_size = 1 + max(self.model.get_vocab(with_added_tokens=True).values(), default=-1)
         if self.vocab_size == 0:
             raise DataError(f"{file} has an empty vocabulary")
@@ -277,8 +277,7 @@ def load_tokenizer(
 
     `eod` is the end-of-document token, by name or by id (digits are an id). None takes the model's own
     end-of-sentence token (SentencePiece) or the first of END_OF_DOCUMENT that it has. `bos` is the id that begins a
-    document, "own": what the tokenizer has for that. Raises DataError when there is no tokenizer, more than one, or no
-    such token.
+    document, "own": the tokenizer's own. Raises DataError if there is no tokenizer, more than one, or no such token.
     """
     file = _tokenizer_file(path)
     try:
@@ -294,7 +293,7 @@ def load_tokenizer(
 def _tokenizer_file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    # Repositories that hold both forms of one tokenizer keep the .json up to date.
+    # Repositories with both forms of one tokenizer keep the .json up to date.
     if (path / "tokenizer.json").is_file():
         return path / "tokenizer.json"
     models = sorted(path.glob("*.model"))

@@ -1,6 +1,6 @@
-"""Training of a SentencePiece tokenizer that gives every text back unchanged.
+"""Train a SentencePiece tokenizer that decodes every text unchanged.
 
-Nothing is normalised, no space is added or collapsed, and what the vocabulary lacks is spelled in bytes:
+Nothing is normalised, no space is added or collapsed, and unknown characters are spelled in bytes:
 decode(encode(text)) == text.
 """
 
@@ -35,8 +35,8 @@ def train_sentencepiece(
 ) -> Tokenizer:
     """Train on a sample of `texts` (all of them up to `sample_bytes`) and write the model to `output`.
 
-    The same texts, in the same order, give the same file. It appears whole or not at all and replaces an
-    older one. Raises DataError when the texts are too few or `vocab_size` too small, saying the limit.
+    The same texts in the same order give the same file. It appears complete or not at all and replaces an
+    older one. Raises DataError if the texts are too few or `vocab_size` too small, with the limit.
     """
     sample = sample_blocks(texts, sample_bytes, seed)
     model = io.BytesIO()
@@ -62,10 +62,9 @@ def train_sentencepiece(
 
 
 def sample_blocks(texts: Iterable[str], budget: int, seed: int) -> list[str]:
-    """A uniform sample of blocks of `texts`, `budget` UTF-8 bytes at most, in their order.
+    """A uniform sample of blocks of `texts`, at most `budget` UTF-8 bytes, in their order.
 
-    Of the blocks the ones with the lowest hashes of (number, seed) are kept: one pass, memory for the
-    sample alone.
+    Keeps the blocks with the lowest hashes of (number, seed): one pass, memory for the sample only.
     """
     kept: list[tuple[int, int, str, int]] = []  # the block with the highest hash comes first
     total, limit = 0, 1 << 64

@@ -1,4 +1,4 @@
-"""DeepSpeed's engines and optimizer wrappers behind a narrow face; the only folder that imports deepspeed."""
+"""DeepSpeed's engines and optimizer wrappers behind a narrow interface; the only folder that imports deepspeed."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A model, or this rank's stage of it, as DeepSpeed's engines take it: built where it computes, cut and partitioned."""
+"""Build a model, or this rank's stage of it, for DeepSpeed's engines: on its device, cut into stages, partitioned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(
     config: RunConfig, ds_config: dict[str, Any], topology: Topology, kernels: Kernels, loss: LossFunction,
     cp: ContextParallel, device: torch.device,
 ) -> nn.Module:  # fmt: skip
-    """The model, or this rank's stage, with initial weights; under ZeRO 3 this rank's part of them."""
+    """The model, or this rank's stage, with initial weights; under ZeRO 3 this rank's partition of them."""
     make = partial(_make, config, ds_config, topology, device)
     module: nn.Module
     if topology.layout.pipeline == 1:
@@ -45,8 +45,8 @@ def _make(
     config: RunConfig, ds_config: dict[str, Any], topology: Topology, device: torch.device,
     layer: Callable[[], nn.Module],
 ) -> nn.Module:  # fmt: skip
-    """A layer, not yet filled, where and in what dtype it computes: `deepspeed.initialize` would hold it twice to
-    convert it, and whole to partition it."""
+    """An unfilled layer on its device and in its dtype: `deepspeed.initialize` would hold it twice to convert it, and
+    whole to partition it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[config.precision.kind])
     try:
@@ -68,7 +68,7 @@ def _make(
 
 @contextlib.contextmanager
 def refusals(file: str) -> Iterator[None]:
-    """What DeepSpeed refuses, as a ConfigError. file: the DeepSpeed JSON that the recipe names."""
+    """Turn DeepSpeed's refusals into a ConfigError. file: the DeepSpeed JSON that the recipe names."""
     try:
         yield
     except (AssertionError, ValueError, KeyError, DeepSpeedConfigError) as error:
@@ -79,7 +79,7 @@ def refusals(file: str) -> Iterator[None]:
 
 
 class Mpu:
-    """What DeepSpeed asks of a model-parallel unit where there is one pipeline stage."""
+    """The model-parallel unit that DeepSpeed requires if there is one pipeline stage."""
 
     def __init__(self, topology: Topology) -> None:
         self.t = topology
@@ -122,7 +122,7 @@ class _TiedSpec(TiedLayerSpec):
 
 
 class _Pipeline(PipelineModule):
-    """A PipelineModule that is cut where `parallel.pipeline.partition` says."""
+    """A PipelineModule partitioned by `parallel.pipeline.partition`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Joining and leaving the process group, and this rank's device."""
+"""Join and leave the process group, and choose this rank's device."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from megastable.engine import patches
 def start_distributed(timeout: float, deterministic: bool = False) -> None:
     """Join the process group that the launcher describes in the environment.
 
-    timeout: seconds before a collective counts as hung. deterministic: `run.deterministic`, for this process from here
+    timeout: seconds before a collective counts as hung. deterministic: `run.deterministic`, for this process from now
     on.
     """
     if deterministic:
         prepare()
-    # DeepSpeed collects garbage again and again while it builds an engine: what was imported is none.
+    # DeepSpeed runs the garbage collector repeatedly while it builds an engine: imported modules are not garbage.
     gc.freeze()
     patches.at_start()
     if device().type == "cuda":
         _take_gpu()
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-            # Evaluation and recomputation ask for other sizes than training: without it they leave holes.
-            # The second name warns in newer torch, and older ones have no other.
+            # Evaluation and recomputation allocate other sizes than training: without it the memory fragments.
+            # The second name warns in newer torch, and older versions have no other.
             settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
             (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     else:
         patches.on_cpu()
         if "OMP_NUM_THREADS" not in os.environ:
-            # Every rank would start a thread per core: ranks of one host share them.
+            # Ranks of one host share its cores; by default every rank would start a thread per core.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
     try:
         with silence():
@@ -60,7 +60,7 @@ def start_distributed(timeout: float, deterministic: bool = False) -> None:
 
 
 def _take_gpu() -> None:
-    """Make this rank's GPU the current one: object collectives of NCCL go through that, and all would use GPU 0."""
+    """Make this rank's GPU the current one: NCCL's object collectives use the current device, by default GPU 0."""
     try:
         torch.cuda.set_device(device())
     except RuntimeError as error:  # too old a driver, more ranks than GPUs, a GPU that fell off the bus
@@ -87,6 +87,6 @@ def device() -> torch.device:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """DeepSpeed prints its partitioning and settings on stdout; ours are in the run directory."""
+    """Silence DeepSpeed's partitioning and settings on stdout; ours are in the run directory."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

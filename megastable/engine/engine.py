@@ -1,11 +1,11 @@
-"""A narrow face over DeepSpeed's engines.
+"""The training engine: a narrow interface to DeepSpeed's engines.
 
     engine = Engine(config, ds_config, topology)
     result = engine.train_step(micro_batches, lr, judge)   # forward, backward, gate, update
     losses = engine.evaluate(micro_batches)                # per-sample cross-entropy
 
-What every caller sees is the same under one pipeline stage or many, ZeRO 1 to 3, bf16, fp16 or fp32.
-How the ZeRO wrappers differ: zero.py; what is changed in DeepSpeed: patches.py.
+The interface is the same for one pipeline stage or many, ZeRO 1 to 3, bf16, fp16 or fp32. Differences of the ZeRO
+wrappers: zero.py; changes to DeepSpeed: patches.py.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from megastable.parallel.topology import ContextParallel, TensorParallel, Topolo
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a step before the optimizer runs. The same numbers on every rank.
+    """Measurements of a step before the optimizer runs. The same numbers on every rank.
 
     losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of
-    the step's positions. grad_norm: global L2 norm before clipping, unscaled; inf when any gradient is not
-    finite. votes: what the ranks said (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's
-    range, which a smaller loss scale mends: part of fp16, no incident. fp8: whether it was computed in FP8, None where
-    the recipe does not ask for it.
+    the step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not
+    finite. votes: of all ranks (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's
+    range, which a smaller loss scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None
+    if
+    the recipe does not use it.
     """
 
     losses: Tensor
@@ -95,8 +96,8 @@ class Engine:
         if others := strangers(self.kernels):
             raise shared(
                 ConfigError(
-                    f"kernels: ranks {others} would compute by others than rank 0, and copies of weights drift apart: "
-                    "install the same on all hosts, or name kernels that all of them have"
+                    f"kernels: ranks {others} would use other kernels than rank 0, and copies of weights would drift "
+                    "apart: install the same software on all hosts, or choose kernels that all of them have"
                 )
             )
         self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
@@ -128,10 +129,10 @@ class Engine:
         self.counters_before = self.counters()
 
     def _tie(self) -> TiedGradient | None:
-        """Tied gradients are summed after the data-parallel sum, instead of by DeepSpeed before it. None on a stage
+        """Sum tied gradients after the data-parallel sum, instead of before it as DeepSpeed does. None on a stage
         without a copy."""
         group = self.topology.tied_group()
-        self.ds.module.tied_comms = {}  # what DeepSpeed would sum over
+        self.ds.module.tied_comms = {}  # disables DeepSpeed's own sum
         tied = {placement_of(p).name for p in self.ds.module.tied_modules.parameters()}
         if not tied:
             return None
@@ -154,10 +155,11 @@ class Engine:
         judge: Judge,
         votes: Callable[[], Sequence[float]] = tuple,
     ) -> tuple[Measured, bool]:
-        """One step on this rank's micro-batches: what was measured, and whether the update was applied.
+        """One step on this rank's micro-batches: its measurements, and whether the update was applied.
 
-        What `votes` says after the backward pass, as many numbers on every rank, is added up over the ranks and comes
-        back in `Measured`: votes that cost no collective.
+        `votes` is called after the backward pass and returns as many numbers on every rank. Their sum over the ranks is
+        in
+        `Measured`: votes piggyback on the gate's all-reduce.
         """
         if not self._probing:
             self.counters_before = self.counters()
@@ -204,8 +206,9 @@ class Engine:
         return (tokens if batch.segments is None else (tokens, move(batch.segments))), labels
 
     def _collect(self, micro_batches: int, extra: Tensor) -> tuple[Tensor, Tensor, list[float]]:
-        """One sum over the world: per-sample numbers of the last stage, and `extra` (fp64 [n]) of every rank. Of a
-        sample that ranks share each of them knows the mean over its tokens."""
+        """One sum over the world: per-sample numbers of the last stage, and `extra` (fp64 [n]) of every rank. For a
+        sample
+        that ranks share, each of them has the mean over its own tokens."""
         t, b = self.topology, self.config.train.micro_batch
         table = torch.zeros(2, micro_batches, t.layout.samples, b, dtype=torch.float64, device=self.device)
         if t.is_last_stage and t.tensor_rank == 0:
@@ -217,7 +220,7 @@ class Engine:
         return flat[:n], flat[n : 2 * n], flat[2 * n :].tolist()
 
     def _gate(self, lr_kwargs: Any = None) -> None:
-        """In place of DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
+        """Replaces DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
         self.zero.average()
         if self.tied is not None:
             self._sum_tied(self.tied)
@@ -229,7 +232,7 @@ class Engine:
         )
         grad_norm = math.sqrt(squared_norm)
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
-        # A loss that is not finite is no overflow of the scaled gradients: a smaller scale would not mend it.
+        # A non-finite loss is not an overflow of the scaled gradients: a smaller scale would not fix it.
         overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
         overflow &= bool(torch.isfinite(losses).all())
         norm_or_inf = math.inf if broken else grad_norm
@@ -241,10 +244,10 @@ class Engine:
         assert self._judge is not None
         self._wait_for_copies()
         if self._judge(self.measured):
-            # One that is not finite goes on to DeepSpeed, which drops the update, whatever the judge says.
+            # A non-finite norm goes on to DeepSpeed, which drops the update whatever the judge says.
             self._step(lr_kwargs, norm_or_inf if known is None else known)
         elif self.measured.overflow and not self._probing:
-            # An overflow of fp16 is DeepSpeed's to skip: it lowers the loss scale on the way.
+            # DeepSpeed skips an fp16 overflow itself and lowers the loss scale.
             self._step(lr_kwargs, known)
         else:
             self._discard()
@@ -260,7 +263,7 @@ class Engine:
         return float(getattr(self.optimizer.loss_scaler, "min_scale", 0.0))
 
     def _discard(self) -> None:
-        """In place of an update."""
+        """Drop the gradients instead of an update."""
         self.zero.discard()
         self.ds._step_applied = False
         self.ds.skipped_steps += 1
@@ -268,7 +271,7 @@ class Engine:
         self.ds.global_samples += self.ds.train_batch_size()
 
     def measure(self, micro_batches: Sequence[MicroBatch]) -> Measured:
-        """What a step on these micro-batches would measure, by the same forward and backward; it leaves no trace."""
+        """Measurements of a step on these micro-batches, by the same forward and backward; the state is unchanged."""
         counters, last = self.counters(), (self.measured, self.applied)
         self._probing = True
         try:
@@ -281,13 +284,13 @@ class Engine:
         return measured
 
     def statistics(self) -> LayerStatistics:
-        """How weights, moments and the last update are, and what `probe.watch()` has seen of the last step."""
+        """Statistics of weights, moments and the last update, and of the last step if `probe.watch()` preceded it."""
         return self.probe.collect(self.flat_state(), self.applied)
 
     # State
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The tensors that a snapshot copies: fp32 masters and Adam's state by name. Not copies: the very ones."""
+        """The tensors that a snapshot copies: fp32 masters and Adam's state by name. The originals, not copies."""
         found: dict[str, Tensor] = {}
         for index, master in enumerate(self.masters):
             found[f"{index}/weight"] = master.data
@@ -297,7 +300,8 @@ class Engine:
 
     @torch.no_grad()
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:
-        """Bring masters and Adam's state to `saved`, in place; afterwards `refresh_weights`. Gradients are dropped."""
+        """Restore masters and Adam's state from `saved`, in place; call `refresh_weights` afterwards. Drops
+        gradients."""
         self._wait_for_copies()
         inner = self.optimizer.optimizer
         for index, master in enumerate(self.masters):
@@ -314,7 +318,7 @@ class Engine:
                     state[key] = value.to(on, copy=True)
 
     def counters(self) -> dict[str, Any]:
-        """DeepSpeed's counts of steps, fp16's loss scaler, and what delayed scales of FP8 remember."""
+        """DeepSpeed's step counters, fp16's loss scaler, and the state of FP8's delayed scales."""
         return {
             "engine": {name: getattr(self.ds, name) for name in COUNTERS},
             "scaler": self.scaler,
@@ -329,7 +333,7 @@ class Engine:
             self.fp8.restore(saved["fp8"])
 
     def fp8_history(self) -> dict[str, list[list[float]]]:
-        """What delayed scales of FP8 remember, of all layers of the model; collective."""
+        """State of FP8's delayed scales, of all layers of the model; collective."""
         here = self.fp8.history() if self.fp8 is not None else {}
         if self.topology.layout.pipeline == 1 or self.fp8 is None:
             return here
@@ -341,14 +345,14 @@ class Engine:
 
     @property
     def scaler(self) -> dict[str, Any]:
-        """fp16's loss scaler: its scale, and what it counts; empty in other precisions."""
+        """fp16's loss scaler: its scale and its counters; empty in other precisions."""
         if self.config.precision.kind != "fp16":
             return {}
         values = vars(self.optimizer.loss_scaler).items()
         return {name: value for name, value in values if isinstance(value, int | float | bool)}
 
     def set_loss_scale(self, scale: float) -> None:
-        """fp16: go on with this loss scale. Elsewhere there is none."""
+        """fp16: continue with this loss scale. No effect in other precisions."""
         if self.config.precision.kind == "fp16":
             self.restore_scaler({"cur_scale": scale})
 
@@ -357,7 +361,7 @@ class Engine:
             setattr(self.optimizer.loss_scaler, name, saved[name])
 
     def hold_updates(self, until: Filled | torch.cuda.Event) -> None:
-        """The next update waits, on the GPU or for a thread, for `until`: what it overwrites is still being copied."""
+        """Delay the next update, on the GPU or for a thread, until `until`: its tensors are still being copied."""
         self._copies.append(until)
 
     def _wait_for_copies(self) -> None:
@@ -369,7 +373,7 @@ class Engine:
         self._copies.clear()
 
     def flat_state(self) -> FlatState:
-        """Masters and moments of this rank by parameter; see flatstate.py. Views: what is written there counts."""
+        """Masters and moments of this rank by parameter; see flatstate.py. Views: writing to them changes the state."""
         return self.zero.flat_state()
 
     @property
@@ -378,7 +382,7 @@ class Engine:
         return self.zero.masters
 
     def refresh_weights(self) -> None:
-        """Bring the parameters that compute up to date with the master weights."""
+        """Copy the master weights to the parameters in compute precision."""
         self.zero.refresh_weights()
 
 

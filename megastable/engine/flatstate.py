@@ -1,9 +1,8 @@
-"""The optimizer's state of this rank, whatever ZeRO made of it: flat buffers, and which piece belongs to which
-parameter.
+"""The optimizer's state on this rank for any ZeRO wrapper: flat buffers, and the piece of each parameter in them.
 
 DeepSpeed's wrappers all keep a few flat buffers of fp32 master weights and of Adam's moments (fp32, or bf16 by
-optim/adamw.py). A `Fragment` says where a parameter's piece lies in them, so norms, whole tensors, a checkpoint of
-another layout (and later snapshots) are one piece of code for all wrappers. Imports no DeepSpeed: engine.py finds the
+optim/adamw.py). A `Fragment` says where a parameter's piece lies in them, so that norms, whole tensors, snapshots and
+checkpoints of another layout share one implementation for all wrappers. Imports no DeepSpeed: zero.py finds the
 fragments.
 """
 
@@ -24,8 +23,8 @@ from megastable.base.tensor_size import Size
 from megastable.parallel.sharding import Placement
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # fp32 master weights, Adam's first and second moment
-CHUNK = 1 << 22  # elements worked on at a time: 16 MiB, where a whole embedding would be gigabytes
-CACHED = 1 << 18  # the same on a CPU, whose fp32 sums of so many squares are right to 1e-6
+CHUNK = 1 << 22  # elements processed at a time: 16 MiB; a whole embedding would take gigabytes
+CACHED = 1 << 18  # the same on a CPU, whose fp32 sums of this many squares are exact to 1e-6
 
 
 class Fragment(BaseModel):
@@ -70,7 +69,7 @@ class FlatState:
         data_group: Any,
         settings: Sequence[dict[str, Any]],
     ) -> None:
-        """settings: of every buffer, the optimizer's: "lr", "betas", "eps", "weight_decay"."""
+        """settings: the optimizer's settings of every buffer: "lr", "betas", "eps", "weight_decay"."""
         self.masters, self.optimizer, self.fragments, self.data_group = (
             masters,
             optimizer,
@@ -81,7 +80,7 @@ class FlatState:
 
     @property
     def moments(self) -> torch.dtype:
-        """In which the moments are kept."""
+        """Dtype of the moments."""
         dtype: torch.dtype = getattr(self.optimizer, "moments", torch.float32)
         return dtype
 
@@ -97,11 +96,12 @@ class FlatState:
 
     @torch.no_grad()
     def updates(self, fragment: Fragment) -> Iterator[Tensor]:
-        """What the last AdamW update took from a fragment's weights, in chunks; nothing before the first one.
+        """The change of a fragment's weights by the last AdamW update, in chunks; nothing before the first one.
 
-        It is told from the state after it: w' = (1 - lr d) w - lr a with a = m_hat / (sqrt(v_hat) + eps) and decay d
-        gives w - w' = lr (a + d w') / (1 - lr d). Moments that were rounded to bf16 after the update make an element
-        wrong by up to 1.2 %, to either side alike.
+        It is derived from the state after it: w' = (1 - lr d) w - lr a with a = m_hat / (sqrt(v_hat) + eps) and decay d
+        gives w - w' = lr (a + d w') / (1 - lr d). Moments rounded to bf16 after the update make an element wrong by up
+        to
+        1.2 %, in either direction.
         """
         of, state = self.settings[fragment.group], self.optimizer.state.get(self.masters[fragment.group], {})
         held = [self.piece(fragment, kind) for kind in KINDS]
@@ -136,7 +136,7 @@ class FlatState:
         """
         device = self.masters[0].device
         row = {name: i for i, name in enumerate(names)}
-        # Counts tell what there is: the largest magnitude of a tensor may be zero.
+        # Counts show which tensors exist: the largest magnitude of one may be zero.
         sums = torch.zeros(2, len(KINDS), len(row), dtype=torch.float64, device=device)
         largest = torch.zeros(len(KINDS), len(row), dtype=torch.float64, device=device)
         for f in self.fragments:
@@ -181,20 +181,20 @@ class FlatState:
 
     @torch.no_grad()
     def fill(self, read: Callable[[Fragment, str], Tensor], step: float) -> None:
-        """Set masters and moments: `read(fragment, kind)` gives its elements; `step` is Adam's count of updates, 0
-        where there are no moments. What bf16 moments have no room for is rounded to nearest.
+        """Set masters and moments: `read(fragment, kind)` returns its elements; `step` is Adam's count of updates, 0
+        without moments. bf16 moments are rounded to nearest.
 
-        The caller brings the low-precision parameters up to date afterwards.
+        The caller refreshes the parameters in compute precision afterwards.
         """
         for master in self.masters if step else []:
             state = self.optimizer.state[master]
-            # The fused kernel wants its count where the weights are, the plain one on the CPU.
+            # The fused kernel needs its step count on the weights' device, the plain one on the CPU.
             fused = self.optimizer.defaults.get("fused")
             state["step"] = torch.tensor(float(step), device=master.device if fused else "cpu")
             for kind in KINDS[1:]:
                 state[kind] = torch.zeros_like(master.data, dtype=self.moments)
         for master in self.masters if not step else []:
-            self.optimizer.state.get(master, {}).clear()  # of another checkpoint that was loaded before
+            self.optimizer.state.get(master, {}).clear()  # moments of a checkpoint loaded before
         for kind in KINDS if step else KINDS[:1]:
             for fragment in self.fragments:
                 piece = self.piece(fragment, kind)

@@ -1,8 +1,8 @@
-"""Copies of tensors in host memory, without holding up the step more than it must.
+"""Copy tensors to host memory in the background of a step; snapshots and checkpoints start with such a copy.
 
-Nothing but an update overwrites what is copied. So the copy may go on through the next forward and backward pass, and
-whoever updates waits for it: on a GPU the copies run on a stream of their own into pinned memory, and the update waits
-there, not the host; without a GPU they run in a thread. Snapshots and checkpoints both begin with one.
+Only an update overwrites the copied tensors. So the copy may continue during the next forward and backward pass, and
+the update waits for it: on a GPU the copies run on a separate stream into pinned memory, and the update waits on the
+GPU, not on the host; without a GPU they run in a thread.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 
 class Filled:
-    """When a thread has filled the copies. waited: seconds that `synchronize` took, in all."""
+    """Completion of copies by a thread. waited: total seconds spent in `synchronize`."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future, self.waited = future, 0.0
 
     def synchronize(self) -> None:
-        """Until they are filled, or could not be: whoever reads them hears of that (`Copied.wait`)."""
+        """Wait until the copies are filled or have failed; readers get the error from `CopiedTensors.wait`."""
         begun = time.perf_counter()
         wait((self._future,))
         self.waited += time.perf_counter() - begun
@@ -35,13 +35,13 @@ class Filled:
 
 @dataclass(frozen=True)
 class CopiedTensors:
-    """tensors: on the CPU, complete only after `wait`. done: a `Filled`, a CUDA event, or None for what is complete."""
+    """tensors: on the CPU, complete only after `wait`. done: a `Filled`, a CUDA event, or None if complete."""
 
     tensors: dict[str, Tensor]
     done: Any = None
 
     def wait(self) -> None:
-        """Until all is there; from any thread. Raises what kept a thread from copying."""
+        """Wait until all copies are complete; from any thread. Raises the error of a failed copy."""
         if isinstance(self.done, Filled):
             self.done.result()
         elif self.done is not None:
@@ -54,15 +54,15 @@ class CopiedTensors:
 
 
 class HostCopy:
-    """Copies what it is given. hold: told what whoever overwrites the originals must wait for; thread: where to copy
-    without a GPU, None = at once."""
+    """Copies tensors. hold: called with what an update must wait for before it overwrites the originals; thread: where
+    to copy without a GPU, None = at once."""
 
     def __init__(self, hold: Callable[[Any], None], thread: Executor | None = None) -> None:
         self._hold, self._thread = hold, thread
         self._stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
 
     def copy(self, source: dict[str, Tensor], spare: dict[str, Tensor]) -> CopiedTensors:
-        """spare: tensors of an older copy that nobody needs; their memory is used again where it fits."""
+        """spare: tensors of an older, unneeded copy; their memory is reused where it fits."""
 
         def place(name: str, tensor: Tensor) -> Tensor:
             old = spare.get(name)
@@ -91,13 +91,13 @@ class HostCopy:
         return CopiedTensors(copies, done)
 
     def fetch(self, shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Memory to copy into (`spare`). A system gives it page by page at the first write, which is slow."""
+        """Memory to copy into (`spare`), touched: the system provides pages on the first write, which is slow."""
         pinned = self._stream is not None
         return {
             name: torch.empty(shape, dtype=dtype, pin_memory=pinned).zero_() for name, shape in shapes.items()
         }
 
     def synchronize(self) -> None:
-        """Until all copies to pinned memory are complete."""
+        """Wait until all copies to pinned memory are complete."""
         if self._stream is not None:
             self._stream.synchronize()

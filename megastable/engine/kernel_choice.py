@@ -1,6 +1,6 @@
-"""Which kernels compute the model on this device: what the recipe asks for, or, with a note, what can be had instead.
+"""Choose the kernels that compute the model on this device: the recipe's, or, with a note, an available fallback.
 
-Pure but for looking at what is installed; the same on every rank that sees the same machine.
+Pure except for the check of installed packages; the same on every rank with the same software.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def choose(config: RunConfig, device: torch.device) -> Kernels:
 
 
 def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this core cannot be used."""
+    """The reason why this core cannot be used."""
     if attention == "blocked" and not supported(device, dtype):
-        return "it is for CPUs, in fp32, and in bf16 where oneDNN has products of it"
+        return "it supports only CPUs, in fp32, and in bf16 where oneDNN has bf16 products"
     if attention == "te":
         fp8 = config.precision.fp8
         if fp8 is not None and fp8.recipe == "delayed":
-            # It would enter itself in Transformer Engine's list, and its messages come in the midst of a pipeline's.
-            return "beside delayed scales of FP8 it takes part in sums that are not ours"
+            # It would register itself in Transformer Engine's global list, and its messages would disturb a pipeline's.
+            return "with FP8's delayed scales it takes part in Transformer Engine's own reductions"
         if find_spec("transformer_engine") is None:
             return "Transformer Engine is not installed (bash launch/install.sh gpu)"
         if device.type != "cuda" or dtype is torch.float32:
@@ -58,7 +58,7 @@ def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype
 
 
 def _fp8(config: RunConfig, device: torch.device) -> tuple[str, list[str]]:
-    """The backend, and why it is not the one that was asked for."""
+    """The backend, and why it is not the one asked for."""
     wanted = config.precision.fp8
     if wanted is None:
         return "off", []
@@ -70,13 +70,13 @@ def _fp8(config: RunConfig, device: torch.device) -> tuple[str, list[str]]:
     if reason is None:
         return "te", []
     key = f"precision.fp8.backend={wanted.backend}"
-    return "emulated", [f"{key}: {reason}; FP8 is emulated, which is slower than none at all"]
+    return "emulated", [f"{key}: {reason}; FP8 is emulated, which is slower than no FP8"]
 
 
 def _no_compilation(config: RunConfig, on_gpu: bool, fp8: str) -> str | None:
-    """Why blocks cannot be compiled."""
+    """The reason why blocks cannot be compiled."""
     if fp8 == "emulated":
-        return "emulated FP8 looks at numbers as it computes"
+        return "emulated FP8 inspects values while it computes"
     if config.parallel.zero == 3:
         return "ZeRO 3 gathers the weights between the operations of a block"
     if on_gpu:

@@ -1,15 +1,15 @@
-"""What goes on inside the model and the optimizer, looked at now and then; equal under every parallel layout.
+"""Periodic statistics of the model's layers and the optimizer; equal under every parallel layout.
 
-    probe.watch()                            # before a step: what its blocks put out, what its attention sees
+    probe.watch()                            # before a step: hooks on block outputs and attention
     ... forward and backward ...
     probe.gradients(flat, pieces, scale)     # before the optimizer runs
     ... update ...
-    statistics = probe.collect(flat, applied)    # the one place that communicates
+    statistics = probe.collect(flat, applied)    # the only communication
 
-Everything is a sum of squares, a count and a maximum that each rank takes over the part that it holds, so two
-all-reduces at the end (sums, maxima) make them those of the whole model and global batch. A step that is not watched
-runs without hooks. What attention sees: its largest logit (Dehghani et al., arXiv:2302.05442 section 2) and its
-entropy, whose collapse goes before divergence (Zhai et al., arXiv:2303.06296).
+Every statistic is a sum of squares, a count and a maximum that each rank takes over its own part, so two
+all-reduces at the end (sums, maxima) give those of the whole model and global batch. A step that is not watched
+runs without hooks. Of attention: the largest logit (Dehghani et al., arXiv:2302.05442 section 2) and the
+entropy, whose collapse precedes divergence (Zhai et al., arXiv:2303.06296).
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ INDICATORS = (
 )  # fmt: skip
 SHARES = tuple(
     f"{slot}_{fate}" for slot in SLOTS for fate in ("saturation", "underflow")
-)  # of what FP8 quantizes
+)  # of tensors that FP8 quantizes
 KINDS = ("gradient", "weight", "update", "second_moment", "activation", "attention", *SHARES)
 SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB in fp32, and their exponentials
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What a probe found; the same numbers on every rank. What was not measured, or is not there yet, has no key.
+    """Findings of a probe; the same numbers on every rank. A statistic that was not measured, or does not exist yet,
+    has
+    no key.
 
     overall: "parameter_norm", "second_moment_norm": global L2 norms of the fp32 masters and of Adam's second moments;
     "second_moment_max": the largest of these; "update_ratio": |w after - w before| / |w after| of the step, if its
     update was applied. Of a watched step also "attention_logit", the largest pre-softmax logit q k / sqrt(d) of any
     block, and "attention_entropy", the mean of the block where it is lowest, nats; in FP8 "fp8_saturation" and
     "fp8_underflow", the largest share of any tensor that was cut to the format's largest number, or became zero.
-    layers: by parameter and block, what `records.LayerRecord` holds; empty unless the step was watched.
+    layers: by parameter and block, the content of `records.LayerRecord`; empty unless the step was watched.
     """
 
     overall: dict[str, float]
@@ -59,7 +61,7 @@ class LayerStatistics:
 
     @property
     def indicators(self) -> dict[str, float]:
-        """What the detector hears, for `Signals.indicators`."""
+        """The detector's input, for `Signals.indicators`."""
         return {name: self.overall[name] for name in INDICATORS if name in self.overall}
 
 
@@ -77,14 +79,14 @@ class LayerTally:
         self._highest: list[Tensor] = []
 
     def add(self, row: str, kind: str, total: Tensor, count: int, highest: Tensor) -> None:
-        """Count in `count` numbers of a cell: their sum or that of their squares, fp64, and maximum, fp32."""
+        """Add `count` numbers to a cell: their sum or that of their squares, fp64, and maximum, fp32."""
         self._cells.append(self.rows[row] * len(KINDS) + KINDS.index(kind))
         self._counts.append(count)
         self._totals.append(total)
         self._highest.append(highest)
 
     def add_moments(self, row: str, kind: str, x: Tensor, scale: float = 1.0) -> None:
-        """Count in the squares and the largest magnitude of x / scale; x of any shape and dtype."""
+        """Add the squares and the largest magnitude of x / scale to a cell; x of any shape and dtype."""
         for part in x.detach().reshape(-1).split(CHUNK):
             norm = torch.linalg.vector_norm(part, dtype=torch.float64)
             low, high = torch.aminmax(part)
@@ -101,7 +103,7 @@ class LayerTally:
             where = torch.tensor(self._cells, device=self.device)
             counts = torch.tensor(self._counts, dtype=torch.float64, device=self.device)
             sums.index_add_(1, where, torch.stack((torch.stack(self._totals), counts)))
-            # Libraries differ in what the maximum of a nan and a number is.
+            # Libraries differ in the maximum of a NaN and a number.
             highest = torch.stack(self._highest).double().nan_to_num(math.inf, math.inf, -math.inf)
             maxima.scatter_reduce_(0, where, highest, "amax")
         dist.all_reduce(sums)
@@ -122,7 +124,7 @@ class Probe:
     ) -> None:
         self._fp8 = fp8
         self.blocks = [m for m in module.modules() if isinstance(m, Block)]
-        # Between the blocks x is the same on all ranks of a tensor group, unless they share out the sequence.
+        # Between the blocks x is the same on all ranks of a tensor group, unless they split the sequence.
         self._counts_activations = topology.tensor_rank == 0 or tp.sequence
         mine = [placement_of(p).name for p in module.parameters()], [b.name for b in self.blocks]
         everyone = gathered(mine)
@@ -133,7 +135,7 @@ class Probe:
         self._hooks: list[RemovableHandle] = []
 
     def watch(self) -> None:
-        """Look at the coming step: at the output and the attention of every block."""
+        """Watch the coming step: the output and the attention of every block."""
         self._look_away()
         self.tally.clear()
         self.watching = True
@@ -151,7 +153,7 @@ class Probe:
             self._fp8.watch(None)
 
     def _before(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        # Before the block, which then saves its own activations: what is made here is gone by then.
+        # Before the block, which then saves its own activations: the probe's tensors are freed by then.
         assert isinstance(block, Block)
         (stream,) = args
         segments = stream[1] if isinstance(stream, tuple) else None
@@ -172,7 +174,7 @@ class Probe:
             self.tally.add(f"{layer}.weight", f"{slot}_{fate}", number, count, nothing)
 
     def gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
-        """Count in the gradients of a watched step, before the optimizer runs. Local.
+        """Add the gradients of a watched step, before the optimizer runs. Local.
 
         pieces: by (group, offset) of a fragment, the mean over the global batch times `scale`.
         """
@@ -183,7 +185,7 @@ class Probe:
                 self.tally.add_moments(f.name, "gradient", piece, scale)
 
     def collect(self, flat: FlatState, applied: bool) -> LayerStatistics:
-        """Weights, moments and, if it was `applied`, the last update; with what was watched. Collective."""
+        """Statistics of weights, moments and, if `applied`, the last update; and of the watched step. Collective."""
         watched, self.watching = self.watching, False
         if not watched:
             self.tally.clear()
@@ -202,7 +204,7 @@ class Probe:
 
 
 def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerStatistics:
-    """numbers: [3, rows, kinds], see `Tally.reduce`."""
+    """numbers: [3, rows, kinds], see `LayerTally.reduce`."""
     column = {kind: numbers[:, :, i] for i, kind in enumerate(KINDS)}
     total = {kind: float(of[0].sum()) for kind, of in column.items()}
     highest = {kind: float(of[2].max()) for kind, of in column.items() if of[1].any()}
@@ -231,7 +233,7 @@ def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerSta
 
 
 def _row(cells: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """What a parameter or block is recorded with, of its (total, count, maximum) by kind."""
+    """The record of a parameter or block, from its (total, count, maximum) by kind."""
     found: dict[str, float] = {}
     for kind, (total, count, highest) in cells.items():
         if not count:
@@ -258,7 +260,7 @@ def attention_chunks(
     """Entropy (nats) and largest logit of causal attention, both fp32 [b, k, q / k, c], for c queries at a time.
 
     q [b, q, s, d], k [b, k, s, d], after the rotation; segments [b, s]: attention stays inside documents. At most
-    `scores` scores, though at least those of one query of each head, are in memory at a time; those of keys after a
+    `scores` scores, but at least those of one query of each head, are in memory at a time; those of keys after a
     chunk are not computed.
     """
     b, heads, s, _ = q.shape
@@ -277,8 +279,8 @@ def attention_chunks(
 
 
 def _entropy(q: Tensor, k: Tensor, refused: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a chunk: q [b, k, q / k, c, d], k fp32 [b, k, d, n], refused broadcastable to [b, k, q / k, c, n]. A function,
-    so that its scores are gone before the next chunk's."""
+    """One chunk: q [b, k, q / k, c, d], k fp32 [b, k, d, n], refused broadcastable to [b, k, q / k, c, n]. A function,
+    so that its scores are freed before the next chunk's."""
     rows = q.float().flatten(2, 3) / math.sqrt(q.shape[-1])
     logits = (rows @ k).unflatten(2, q.shape[2:4])
     # Finite, so that its product with a probability of zero is zero.

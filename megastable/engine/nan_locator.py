@@ -1,11 +1,11 @@
-"""Where the first non-finite number of a refused step arose: in the state already, or where in forward or backward.
+"""Locate the first non-finite number of a refused step: in the state, or in a layer's forward or backward.
 
-    found = diagnose.locate(engine, micro_batches)   # right after the refused step, on every rank
+    found = locate(engine, micro_batches)   # right after the refused step, on every rank
     log.emit(Located(step=step, **asdict(found)), say=True)
 
-The state is looked through first. If it is finite, the same micro-batches run again on the same weights, with hooks
-on every layer that see values and gradients; what is found is the earliest over all ranks. The replay leaves no trace.
-If the replay is finite, that is all it reports: recovery.py tells the cause from several replays.
+The state is checked first. If it is finite, the same micro-batches run again on the same weights, with hooks on every
+layer that check values and gradients; the result is the earliest finding over all ranks. The replay does not change
+the state. If the replay is finite, that is all it reports: recovery/ finds the cause with several replays.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megastable.parallel.sharding import placement_of
 
 Kind = Literal["state", "forward", "backward", "sum", "not reproduced"]
 STATE = dict(zip(KINDS, ("fp32 master of", "first moment of", "second moment of"), strict=True)) | {
-    "computing": "computing copy of"  # what forward and backward use, in the run's precision
+    "computing": "computing copy of"  # used by forward and backward, in the run's precision
 }
-NAMED = 8  # so many parameters, ranks or positions are named in a message; the rest is counted
+NAMED = 8  # parameters, ranks or positions named in a message; the rest is counted
 
-# Between two modules something happens that is none: what enters the left is what the right gave, ...
+# Operations between two modules belong to neither: the input of the left module is the output of the right one, ...
 GIVEN_BY = {".attention.out": ".attention.core", ".mlp.down": ".mlp.swiglu", "loss": "head"}
-# ... and a gradient that reaches the left's output has come through the right.
+# ... and a gradient that reaches the left's output has passed through the right one.
 TAKEN_BY = {
     ".attention.qkv": ".attention.core",
     ".attention.q_norm": ".attention.core",
@@ -48,16 +48,17 @@ TAKEN_BY = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where it began; the same on every rank. Fields that do not apply are None or empty.
+    """Where the non-finite number arose; the same on every rank. Fields that do not apply are None or empty.
 
-    kind: "state": a weight or moment is poisoned already. "forward", "backward": a layer's output, or a gradient.
+    kind: "state": a weight or moment is already non-finite. "forward", "backward": a layer's output, or a gradient.
     "sum": every tensor was finite, but not the gradients' sum over micro-batches and ranks, or its norm.
     "not reproduced": the replay was finite.
-    rank ... tensor_rank: who saw it first. seen_by: all ranks that saw it at the same place: more than one after
-    a sum over the tensor group, or an exchange in the context group, where it cannot be told whose part was bad.
+    rank ... tensor_rank: the rank that saw it first. seen_by: all ranks that saw it at the same place: more than one
+    after
+    a sum over the tensor group, or an exchange in the context group, which hides whose part was bad.
     layer: its name in the whole model, e.g. "blocks.7.mlp.down". tensor: which of its tensors ("output", "weight
     gradient", ...). value: "nan" or "inf". micro_batch: from 0, within the step.
-    parameters: for "state", as `poisoned` gives them.
+    parameters: for "state", as `poisoned` returns them.
     positions, losses: the samples of that micro-batch, absolute, and their losses in the replay (nats).
     sentence: all of this in one line.
     """
@@ -84,16 +85,17 @@ class Diagnosis:
 
 
 def poisoned(engine: Engine) -> list[str]:
-    """The parameters of which a master, moment or computing copy is not finite, e.g. "first moment of
-    blocks.0.mlp.down.weight on rank 1"; empty when the state is sound. Collective; reads the state once.
+    """The parameters with a non-finite master, moment or computing copy, e.g. "first moment of
+    blocks.0.mlp.down.weight on rank 1"; empty if the state is sound. Collective; reads the state once.
     """
     return _described(gathered(_poison(engine)))
 
 
 def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
-    """Where the step that was just refused went wrong. Collective; costs about a step, and leaves no trace.
+    """Locate the fault of the step that was just refused. Collective; costs about a step, and does not change the
+    state.
 
-    micro_batches: those of the refused step; weights and moments must still be as they were before it.
+    micro_batches: those of the refused step; weights and moments must be unchanged since.
     """
     hosts = gathered(socket.gethostname())
     poison = gathered(_poison(engine))
@@ -107,7 +109,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
             layer=poison[rank][0][1].rpartition(".")[0],
             parameters=tuple(parameters),
         )
-    # The step again, under observation
+    # Replay the step with hooks
     with _loss_scale_kept(engine), _watched(engine) as watch:
         if engine.measured is not None:
             engine.set_loss_scale(engine.measured.loss_scale)  # DeepSpeed may have lowered it since
@@ -128,7 +130,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
     rank, found = min(seen, key=lambda s: (s[1].order, s[0]))
     seen_by = tuple(r for r, other in seen if other.order == found.order)
     place = _place(engine, rank, hosts[rank])
-    # Every rank has another part of the batch; the losses are of the whole.
+    # Every rank has another part of the batch; the losses cover the whole.
     positions = gathered(micro_batches[found.micro_batch].positions.tolist())[rank]
     layout = engine.topology.layout
     shape = (len(micro_batches), layout.samples, len(positions))
@@ -173,7 +175,7 @@ def _listed(items: Sequence[Any]) -> str:
 
 @torch.no_grad()
 def _poison(engine: Engine) -> list[tuple[str, str]]:
-    """(key of `STATE`, parameter) of what is not finite on this rank. One wait for the device."""
+    """(key of `STATE`, parameter) of non-finite state on this rank. Waits once for the device."""
     flat = engine.flat_state()
     held = {fragment.name: fragment.numel for fragment in flat.fragments}
     tensors = [
@@ -181,13 +183,13 @@ def _poison(engine: Engine) -> list[tuple[str, str]]:
     ]
     for parameter in engine.ds.module.parameters():
         key = ("computing", placement_of(parameter).name)
-        # Under ZeRO 3 empty, but for small ones that every rank keeps whole.
+        # Under ZeRO 3 empty, except small ones that every rank keeps whole.
         tensors.append((key, parameter.detach()))
         if hasattr(parameter, "ds_tensor"):
-            # Beyond what the fragment holds lies padding, which nobody ever wrote.
+            # After the fragment's elements comes padding, which is never written.
             tensors.append((key, parameter.ds_tensor.flatten()[: held.get(key[1], 0)]))
     tensors = [(key, tensor) for key, tensor in tensors if tensor.numel()]
-    # An offloaded optimizer keeps its part on the CPU.
+    # An offloaded optimizer keeps its partition on the CPU.
     extremes = torch.stack([torch.stack(t.aminmax()).to(engine.device, torch.float32) for _, t in tensors])
     finite = extremes.isfinite().all(1).tolist()
     # A dict: each once, and in the order above.
@@ -211,7 +213,7 @@ def _described(poison: list[list[tuple[str, str]]]) -> list[str]:
 
 
 class _Sighting(NamedTuple):
-    """A tensor that was not finite. tick: counts what this rank looked at."""
+    """A non-finite tensor. tick: number of tensors that this rank had checked."""
 
     micro_batch: int
     backward: bool
@@ -246,14 +248,14 @@ def _split(stream: Any) -> tuple[Tensor, tuple[Any, ...]]:
 
 
 class _Watch:
-    """Looks at every tensor that passes a module's border, and keeps the earliest that is not finite."""
+    """Checks every tensor that crosses a module's boundary, and keeps the earliest non-finite one."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self.first: _Sighting | None = None
         self._tick = 0
         self._calls: Counter[str] = Counter()
-        self._forward: int | None = None  # the micro-batch; None while backward computes a block again
+        self._forward: int | None = None  # the micro-batch; None while backward recomputes a block
         self._backward = 0
 
     def _look(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
@@ -269,7 +271,7 @@ class _Watch:
 
     def _gradient(self, micro_batch: int, layer: str, tensor: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            # An activation's hook opens every backward pass: the weights' hooks then know whose pass it is.
+            # An activation's hook opens every backward pass: it sets the pass for the weights' hooks.
             self._backward = micro_batch
             self._look(gradient, micro_batch, True, layer, tensor)
 
@@ -279,7 +281,7 @@ class _Watch:
         giver = _renamed(name, GIVEN_BY)
         self._look(x, micro_batch, False, giver or name, "output" if giver else "input")
         if x.requires_grad:
-            # The gradient of `x` is the sum over all that read it; that of a view is this module's alone.
+            # The gradient of `x` is summed over all its readers; that of a view belongs to this module alone.
             x = x.view_as(x)
             x.register_hook(self._gradient(micro_batch, name, "input gradient"))
         return x
@@ -292,7 +294,8 @@ class _Watch:
             y.register_hook(self._gradient(micro_batch, taker or name, whose))
 
     def module(self, module: nn.Module, name: str) -> list[Any]:
-        """Hooks on a module. Layers of the list (blocks, embedding, ...) count the micro-batches for their parts."""
+        """Hooks on a module. Layers of the list (blocks, embedding, ...) count the micro-batches for their
+        submodules."""
         is_layer = name.count(".") == (1 if name.startswith("blocks.") else 0)
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -322,8 +325,8 @@ class _Watch:
         return parameter.register_hook(hook)
 
     def loss(self, function: LossFunction) -> Callable[[Tensor | Features, Tensor], Tensor]:
-        """The loss function, watched: it is no module. Where the head's projection is a part of it, the logits are made
-        once more to be looked at, chunk by chunk."""
+        """The loss function with checks: it is not a module. If it contains the head's projection, the logits are
+        computed once more to be checked, chunk by chunk."""
 
         def watched(given: Tensor | Features, labels: Tensor) -> Tensor:
             micro_batch = self._calls["loss"]
@@ -357,7 +360,7 @@ def _watched(engine: Engine) -> Iterator[_Watch]:
             if isinstance(part, Block):
                 handles += watch.module(part, part.name)
             elif isinstance(part, Head) and engine.kernels.loss == "chunked":
-                continue  # what it puts out is the loss, which does its work
+                continue  # its output is the loss, which does its work
             elif isinstance(getattr(part, "weight", None), nn.Parameter):
                 handles += watch.module(part, placement_of(part.weight).name.removesuffix(".weight"))
         handles += [watch.parameter(parameter) for parameter in module.parameters()]

@@ -1,4 +1,4 @@
-"""What is changed in DeepSpeed 0.19.8, each with its reason and with what would make it needless."""
+"""Patches of DeepSpeed 0.19.8, each with its reason and with the change that would make it needless."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ from megastable.optim.adamw import AdamW
 from megastable.optim.fused import FusedAdamW
 from megastable.parallel.mappings import sum_and_scatter
 
-CHUNK = 1 << 18  # numbers, of which a CPU's cache has room for a copy
+CHUNK = 1 << 18  # elements; a copy fits in a CPU's cache
 
 
 def at_start() -> None:
-    """Before the process group exists."""
-    # It logs every setting. Needless when it logs on rank 0 and at debug only.
+    """Patches before the process group exists."""
+    # DeepSpeed logs every setting. Needless when it logs on rank 0 and at debug only.
     deepspeed_logger.setLevel(logging.WARNING)
-    # Its pipeline sends activations that require gradients; the gradients come back by a send of their own. Needless
+    # Its pipeline sends activations that require gradients; the gradients come back by a separate send. Needless
     # when it detaches what it sends.
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
     # It calls collectives by names that torch 2.13 replaced. Needless with a version for torch 2.13.
     warnings.filterwarnings("ignore", message=".*`torch.distributed.* is deprecated.*")
     if os.environ.get("DS_ACCELERATOR") == "cpu" and get_accelerator().device_name() != "cpu":
-        # It decides once, at the import: for a forked rank that was in its parent. Needless when it decides at the
-        # first use.
+        # It probes CUDA once, at import: for a forked rank that was in its parent. Needless when it probes at the first
+        # use.
         set_accelerator(CPU_Accelerator())
-    # It imports its Muon only to see that the optimizer is another one, and that would be compiled at its import: for
-    # this every rank would load torch's whole compiler. Needless when it looks without the import.
+    # It imports its Muon only to check that the optimizer is another one, and Muon is compiled on import: every rank
+    # would load torch's whole compiler. Needless when it checks without the import.
     compiler.compile = lambda: compiler.dummy_decorator
-    # It warns of optimizers that it does not know; these work element by element, as ZeRO needs it. Needless when it
-    # asks an optimizer.
+    # It warns of optimizers that it does not know; ours work elementwise, as ZeRO needs. Needless when it asks an
+    # optimizer.
     known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
     known += [optimizer for optimizer in (AdamW, FusedAdamW) if optimizer not in known]
 
 
 def on_cpu() -> None:
-    """Where this rank computes on a CPU."""
-    # It refuses fp16 on CPUs without its instructions; torch computes it on all of them, slowly. Needless when it asks
+    """Patches for a rank that computes on a CPU."""
+    # It refuses fp16 on CPUs without fp16 instructions; torch computes it on all of them, slowly. Needless when it asks
     # torch.
     get_accelerator().is_fp16_supported = lambda: True
-    # Of its own operations it would use the shared-memory collectives alone, which leave 66 MiB a rank in /dev/shm
-    # after every run. To look which others there are, it would run a compiler on every rank. Needless when they clean
-    # up, and can be declined.
+    # Of its own operators it would use only the shared-memory collectives, which leave 66 MiB per rank in /dev/shm
+    # after every run. To check which others exist, it would run a compiler on every rank. Needless when they clean
+    # up, and can be disabled.
     deepspeed.ops.__compatible_ops__ = {}
-    # Ranges for a GPU's profiler around every hook of ZeRO 3: thousands a step. Needless when it asks for a GPU.
+    # Profiler ranges for a GPU around every hook of ZeRO 3: thousands a step. Needless when it checks for a GPU.
     nvtx.enable_nvtx = False
 
 
 class Partitioned(deepspeed.zero.Init):
     """Partitions the parameters of a module that are not yet filled.
 
-    Its own broadcasts them before: bytes of no meaning, which gloo holds whole for longer than they are needed.
-    Needless when the broadcast can be declined.
+    DeepSpeed broadcasts them first: uninitialised bytes, which gloo holds in full for longer than needed.
+    Needless when the broadcast can be disabled.
     """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
@@ -76,18 +76,19 @@ class Partitioned(deepspeed.zero.Init):
 
 
 def untimed(engine: Any) -> None:
-    """Its pipeline times every step, and drops the times (two CUDA events each) only when it prints them. Needless when
-    it does not time what it will not print."""
+    """Disable step timers: its pipeline times every step, and frees the times (two CUDA events each) only when it
+    prints
+    them. Needless when it does not time what it will not print."""
     if engine.steps_per_print() is None:
         engine.timers = NoopTimer()
 
 
 def sum_in_parts(o: BF16_Optimizer, engine: Any, ranks: int, group: Any, counted: Sequence[Tensor]) -> None:
-    """Sums of gradients as ZeRO 1 has them (arXiv:1910.02054 section 5.1): a rank gets the part that it updates.
+    """Reduce-scatter gradients as in ZeRO 1 (arXiv:1910.02054 section 5.1): a rank gets the part that it updates.
 
-    Of its own every rank gets all: twice the bytes, by way of copies, and norm and clipping of it all. Needless when
-    BF16_Optimizer reduces and scatters. ranks: that share the data, `group`; counted: what this rank counts of its part
-    for the norm.
+    By default every rank gets all: twice the bytes, with copies, and norm and clipping of everything. Needless when
+    BF16_Optimizer reduce-scatters. ranks: that share the data, `group`; counted: the tensors of its part that this rank
+    counts in the norm.
     """
     o._update_hp_grad = Accumulate(o)
     parts = o.fp32_groups_gradient_flat_partition
@@ -102,9 +103,9 @@ def sum_in_parts(o: BF16_Optimizer, engine: Any, ranks: int, group: Any, counted
 
 
 class Accumulate:
-    """In place of BF16_Optimizer's: adds a bf16 gradient to its fp32 sum in as few passes over memory as can be.
+    """Replaces BF16_Optimizer's accumulation: adds a bf16 gradient to its fp32 sum in the fewest passes over memory.
 
-    Its own makes an fp32 copy of every gradient, in new memory, and adds that. Needless when it adds in place.
+    The original makes an fp32 copy of every gradient, in new memory, and adds that. Needless when it adds in place.
     """
 
     def __init__(self, optimizer: BF16_Optimizer) -> None:
@@ -120,7 +121,7 @@ class Accumulate:
         if not o.fp32_groups_has_gradients[group][index]:
             total.copy_(grad)
         elif total.is_cuda:
-            total.add_(grad)  # one kernel, which converts as it reads
+            total.add_(grad)  # one kernel, which converts while it reads
         else:
             for to, given in zip(total.view(-1).split(CHUNK), grad.view(-1).split(CHUNK), strict=True):
                 to.add_(self._wide[: len(given)].copy_(given))
@@ -130,7 +131,7 @@ class Accumulate:
 
 @contextlib.contextmanager
 def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value of an attribute, for as long as the block runs."""
+    """Set another value of an attribute for the duration of the block."""
     own = vars(owner)
     missing = object()
     before = own.get(name, missing)
@@ -145,7 +146,7 @@ def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def gated(engine: Any, gate: Callable[..., None]) -> Callable[..., None]:
-    """Put `gate` in place of the engine's update; gives that. Needless with a hook between backward pass and update."""
+    """Replace the engine's update by `gate`; returns the original. Needless with a hook between backward and update."""
     update: Callable[..., None] = engine._take_model_step
     engine._take_model_step = gate
     return update

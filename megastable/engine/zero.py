@@ -1,4 +1,4 @@
-"""One face over DeepSpeed's three ZeRO wrappers of an optimizer: what the gate, snapshots and checkpoints ask of them.
+"""One interface to DeepSpeed's three ZeRO optimizer wrappers, for the gate, snapshots and checkpoints.
 
 Sources: arXiv:1910.02054; DeepSpeed 0.19.8's runtime/bf16_optimizer.py and runtime/zero/.
 """
@@ -26,7 +26,7 @@ from megastable.parallel.topology import Topology
 class Wrapper(ABC):
     """DeepSpeed's wrapper `o` of the optimizer, on this rank. engine: DeepSpeed's.
 
-    known: what DeepSpeed itself computes for the gradient norm, in its own form, None where that is ours.
+    known: DeepSpeed's own result for the gradient norm, in its own form, None where we compute it.
     """
 
     norm: ClassVar[str]  # what computes the norm that the update clips by
@@ -41,23 +41,25 @@ class Wrapper(ABC):
 
     @abstractmethod
     def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
-        """(group, offset in its master, first element of the parameter, how many) of what this rank updates; None for
-        nothing."""
+        """(group, offset in its master, first element of the parameter, number of elements) that this rank updates;
+        None if
+        it updates nothing."""
 
     @abstractmethod
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
-        """(this rank's part of the squared gradient norm, whether it is a number, known): unscaled and unclipped, fp64;
+        """(this rank's part of the squared gradient norm, whether it is a number, known): unscaled, before clipping,
+        fp64;
         the parts of all ranks are summed."""
 
     @abstractmethod
     def refresh_weights(self) -> None:
-        """Bring the parameters that compute up to date with the master weights."""
+        """Copy the master weights to the parameters in compute precision."""
 
     def average(self) -> None:  # noqa: B027
-        """Divide what is summed over the data ranks, where DeepSpeed has not."""
+        """Divide sums over the data ranks, where DeepSpeed has not done so."""
 
     def gradients(self, fragments: Sequence[Fragment]) -> dict[tuple[int, int], Tensor]:
-        """What the optimizer is about to use, times the loss scale, by the (group, offset) of its fragments."""
+        """The optimizer's input, times the loss scale, by the (group, offset) of its fragments."""
         found = {}
         for group, pieces in self.o.averaged_gradients.items():
             offset = 0
@@ -67,15 +69,15 @@ class Wrapper(ABC):
         return found
 
     def discard(self) -> None:
-        """Forget the gradients. Weights, moments and loss scale stay as they are, bit for bit."""
+        """Drop the gradients. Weights, moments and loss scale stay the same, bit for bit."""
         self.o.zero_grad()
 
     def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
-        """An update in it goes not once more over all gradients for the norm that it clips by."""
+        """In this context an update clips by the known norm instead of computing it again."""
         return patches.instead(self.o, self.norm, lambda *_, **__: known)
 
     def flat_state(self) -> FlatState:
-        """Masters and moments of this rank by parameter; see flatstate.py. Views: what is written there counts."""
+        """Masters and moments of this rank by parameter; see flatstate.py. Views: writing to them changes the state."""
         fragments = []
         for parameter in self.engine.module.parameters():
             placement = placement_of(parameter)
@@ -91,24 +93,24 @@ class Wrapper(ABC):
                     )
                 )  # fmt: skip
         masters, groups = self.masters, self.o.optimizer.param_groups
-        # ZeRO 3 cuts the optimizer's groups into buffers of at most `sub_group_size` elements.
+        # ZeRO 3 splits the optimizer's groups into buffers of at most `sub_group_size` elements.
         owner = getattr(self.o, "sub_group_to_group_id", range(len(groups)))
         settings = [groups[owner[i]] for i in range(len(masters))]
         return FlatState(masters, self.o.optimizer, fragments, self.topology.data_group, settings)
 
     def _said_once(self, norm: Tensor, known: Any) -> tuple[Tensor, Tensor, Any]:
         norm = norm / float(getattr(self.o, "loss_scale", 1.0))
-        # All ranks have the norm of all: one says it, so that a last bit that differs cannot split them.
+        # All ranks have the global norm: only one contributes it, so that a differing last bit cannot split them.
         said = norm.square() if self.topology.rank == 0 else torch.zeros_like(norm)
         return said, torch.isfinite(norm) & (norm >= 0), known
 
     def scalar(self, value: Any) -> Tensor:
-        """Numbers of this rank on its device, fp64. Without waiting: a GPU still computes the gradients."""
+        """A number of this rank on its device, fp64. Without waiting: a GPU still computes the gradients."""
         return torch.as_tensor(value, dtype=torch.float64).to(self.device, non_blocking=True)
 
 
 class _Linked(Wrapper):
-    """ZeRO 1 and 2: every parameter knows where its part lies."""
+    """ZeRO 1 and 2: every parameter has a link to its part."""
 
     def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         held: Any = getattr(parameter, "_hp_mapping", None)
@@ -159,7 +161,7 @@ class Zero12(_Linked):
 
     def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
         super().__init__(o, engine, topology, device)
-        # ZeRO 2 divides 16-bit gradients before it sums them in fp32: by 3, each is rounded once more.
+        # ZeRO 2 divides 16-bit gradients before it sums them in fp32: division by 3 rounds each once more.
         o.gradient_average = False
 
     @property
@@ -188,7 +190,7 @@ class Zero12(_Linked):
 
 
 class Zero3(Wrapper):
-    """DeepSpeedZeroOptimizer_Stage3: the parameters, too, are shared out."""
+    """DeepSpeedZeroOptimizer_Stage3: the parameters are partitioned as well."""
 
     norm = "_get_norm_groups"
 
@@ -210,11 +212,11 @@ class Zero3(Wrapper):
 
     def discard(self) -> None:
         super().discard()
-        self.o.averaged_gradients = {}  # and its micro_step_id begins at 0: zero_grad has seen to it
+        self.o.averaged_gradients = {}  # zero_grad has already reset its micro_step_id to 0
 
     def refresh_weights(self) -> None:
         o = self.o
-        # An evaluation leaves whole parameters behind, and they would be used as they are.
+        # An evaluation leaves gathered parameters behind, which would be used stale.
         o._partition_all_parameters()
         for master, low in zip(o.fp32_partitioned_groups_flat, o.fp16_partitioned_groups_flat, strict=True):
             low.data.copy_(master.data)
@@ -230,8 +232,8 @@ WRAPPERS: dict[type, type[Wrapper]] = {
 
 
 def wrapper(o: Any, engine: Any, topology: Topology, device: torch.device) -> Wrapper:
-    """The face of the wrapper that DeepSpeed chose."""
+    """The interface to the wrapper that DeepSpeed chose."""
     for kind, face in WRAPPERS.items():
         if isinstance(o, kind):
             return face(o, engine, topology, device)
-    raise TypeError(f"DeepSpeed chose {type(o).__name__}, which the gate does not know")
+    raise TypeError(f"DeepSpeed chose {type(o).__name__}, which the gate does not support")

@@ -1,7 +1,7 @@
-"""What a run is about to train on, measured before it does: the order is a pure function, so that the future is known.
+"""Measure the samples that a run will read next: the data order is a pure function, so they are known in advance.
 
-Every part of a document in the samples to come is held against what is usual in its corpus (yardstick.py). A document
-is never held against itself: its key, made of its first tokens, says which half of the tables knows it.
+Every part of a document in the coming samples is compared with its corpus's baseline (yardstick.py), never with itself:
+a key from its first tokens says which half of the tables contains it, and the other half is used.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from megastable.report.sheet import Column, Passage, Sheet
 
 Int64s = npt.NDArray[np.int64]
 
-SAMPLE = 4 << 20  # tokens of a corpus that what is usual in it is learnt from
-AT_ONCE = 1 << 20  # tokens that are measured together
-CLEAR = 6.0  # score from which on a piece is shown as a suspect
-COUNTED = 32  # a shorter piece says little
+SAMPLE = 4 << 20  # tokens of a corpus from which its baseline is learnt
+AT_ONCE = 1 << 20  # tokens measured at a time
+CLEAR = 6.0  # minimum score of a suspect piece
+COUNTED = 32  # tokens: shorter pieces are ignored
 
 COLUMNS = (
     Column(
         "score", "score", "score", "about -log10 of the share of ordinary text that is as odd", limit=CLEAR
     ),
     Column("kind", "looks like"),
-    Column("step", "step", "count", "at which it will be read, as far as is known today"),
+    Column("step", "step", "count", "at which it will be read, by the current order"),
     Column("position", "position", "count"),
     Column("corpus", "corpus"),
     Column("shard", "shard"),
     Column("document", "document", "count"),
-    Column("odd", "odd tokens", "count", "of this part, in pieces that are as odd as that"),
+    Column("odd", "odd tokens", "count", "of this part, in pieces with that score"),
     Column("tokens", "tokens", "count", "of this part of the document"),
     Column("first_token", "first token", "count", "of this part, counted in the shard", wide=True),
     Column("why", "why"),
@@ -55,7 +55,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class FoundPart:
-    """A part of a document at a position that is to come. odd: how many of its tokens are in pieces as odd as CLEAR;
+    """A part of a document at a coming position. odd: number of its tokens in pieces with a score of at least CLEAR;
     score, kind, why: of the worst piece, which begins `worst` tokens into the part."""
 
     position: int
@@ -80,7 +80,7 @@ class Lookout:
         self._heads: dict[tuple[str, int], int] = {}
 
     def yardstick(self, corpus: int) -> Yardstick:
-        """What is usual in a corpus, learnt once."""
+        """The baseline of a corpus, learnt once."""
         if corpus not in self._yardsticks:
             self._yardsticks[corpus] = learn(self.source.streams[corpus], self.library.tokenizer)
         return self._yardsticks[corpus]
@@ -145,7 +145,7 @@ class Lookout:
 
 
 def key_of(shard: Shard, number: int, first: int, tokens: int) -> int:
-    """The key by which a document is known to be in one half of the tables or the other."""
+    """The key that decides which half of the tables a document belongs to."""
     if tokens > BLOCK:
         return long_key(shard.name, number)
     head = min(tokens, HEAD)
@@ -153,7 +153,7 @@ def key_of(shard: Shard, number: int, first: int, tokens: int) -> int:
 
 
 def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Yardstick:
-    """What is usual in the shards of a stream's corpus, from about `most` tokens spread over all of them."""
+    """The baseline of a stream's corpus, from about `most` tokens spread over all of its shards."""
     assert not isinstance(stream, GoneStream)
     shards = [Shard(stream.directory / info.name, info) for info in stream.manifest.shards]
 
@@ -172,8 +172,7 @@ def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Ya
 
 
 def to_come(history: History, steps: int) -> tuple[int, Int64s]:
-    """The step that the run has come to, and the positions that its next `steps` steps will read, by what is skipped
-    today."""
+    """The run's current step, and the positions that its next `steps` steps will read, by today's skips."""
     step, cursor = live_place(history)
     selection = history.selection(history.library())
     positions, _ = selection.next_kept(cursor, steps * history.config.train.global_batch)
@@ -181,7 +180,7 @@ def to_come(history: History, steps: int) -> tuple[int, Int64s]:
 
 
 def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
-    """What of the next `steps` steps of a run looks corrupt, the worst first."""
+    """The parts of a run's next `steps` steps that look corrupt, the worst first."""
     step, positions = to_come(history, steps)
     library, batch = history.library(), history.config.train.global_batch
     lookout = Lookout(library)

@@ -1,4 +1,4 @@
-"""What a run has read so far: samples, tokens and epochs of every corpus, and what it left out, and why."""
+"""Report a run's data consumption: samples, tokens and epochs of every corpus, and skipped samples with reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megastable.report.sheet import Column, Sheet
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import IncidentEvent
 
-FEW = 1 << 24  # positions: of a longer range nobody asks whether any of it was read before
+FEW = 1 << 24  # positions: longer ranges are not checked for earlier reads
 
 COLUMNS = (
     Column("corpus", "corpus"),
@@ -81,15 +81,15 @@ def run_sheet(history: History) -> Sheet:
         title=f"{history.run.root.name}, read so far",
         lead=[
             f"{plural(total, 'sample')} of {length:,} tokens up to position {cursor:,}. Refused batches were read, but "
-            "no update was made of them."
+            "caused no update."
         ],
         facts=facts, columns=COLUMNS, rows=rows, notes=[*notes, *history.problems], data=data,
     )  # fmt: skip
 
 
 def _out(history: History, done: Sequence[Done]) -> list[Range]:
-    """What was left out whatever its corpus: on the ledger, and not read before it came there."""
-    # A sample that was released after its place was passed was not read there.
+    """Ranges skipped in any corpus: on the ledger, and not read before that."""
+    # A sample that was released after its position was passed was not read there.
     selection = history.selection(history.library(), ever=True)
     named = selection.named_between(0, history.cursor)
     told = selection.positions.union(Skips.of_numbers(named))
@@ -100,14 +100,14 @@ def _out(history: History, done: Sequence[Done]) -> list[Range]:
 
 
 def _swapped_out(history: History, corpus: str, done: Sequence[Done]) -> list[Range]:
-    """From where on a corpus was left out: what was read before that was decided stays read."""
+    """Ranges in which a corpus was swapped out: positions read before that decision stay read."""
     order, found = history.library().source.order, []
     for (begin, end), time in history.ledger.swaps(corpus):
         then = -math.inf if time is None else time.timestamp()
         at = bisect_right(done, then, key=lambda d: d.time)
         first = max(begin, done[at - 1].next_position) if at else begin
         if 0 < at < len(done):
-            # The step that was on its way.
+            # The step in progress.
             places = order.locate(history.positions(done[at])).corpus
             if any(order.corpora[index].name == corpus for index in np.unique(places)):
                 first = max(first, done[at].next_position)

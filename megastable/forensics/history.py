@@ -1,8 +1,8 @@
-"""What a run read, step by step, from its directory alone: records, journal, blends, recipe. No training process, no
-model, no GPU.
+"""Reconstruct a run's data history, step by step, from its directory: records, journal, blends, recipe. Without a
+training process, a model or a GPU.
 
-A step may have been done several times, where the run went back; every time is a row of its own. The order of the data
-is that of the time: of the blends and the exchanges that were decided by then.
+A step may have been done several times, if the run was rewound; each time is a row of its own. The data order is the
+one in force at that time: of the blends and exchanges decided by then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ SPANS = ("step", "time", "first_position", "next_position", "skipped", "applied"
 
 @dataclass(frozen=True, slots=True)  # there may be millions
 class Done:
-    """A step, once. undone: the run went back behind it later. skipped: None where an older version wrote it."""
+    """One execution of a step. undone: the run was rewound past it later. skipped: None if an older version wrote
+    it."""
 
     step: int
     time: float
@@ -68,13 +69,13 @@ class Done:
 
 
 class History:
-    """Of the run in `root`. Raises DataError or ConfigError where that is none, or cannot be read."""
+    """The history of the run in `root`. Raises DataError or ConfigError if it is not a run, or cannot be read."""
 
     def __init__(self, root: Path) -> None:
         self.run = RunDirectory(root)
         if not self.run.recipe.is_file():
             raise DataError(
-                f"{root} is not the directory of a run that has begun: {self.run.recipe.name} is not there; give one "
+                f"{root} is not the directory of a run: {self.run.recipe.name} is missing; give one "
                 "such as runs/quickstart"
             )
         self.config = load(self.run.recipe)
@@ -84,30 +85,32 @@ class History:
         self._library = lru_cache(maxsize=4)(self._open)
 
     def library(self, time: float | None = None) -> Library:
-        """The corpora in the order that held at a time, of now without one. Raises DataError for one of before the
-        corpora became others (data.accept_changed_manifest)."""
+        """The corpora in the order in force at a time (default: now). Raises DataError for a time before the corpora
+        changed
+        (data.accept_changed_manifest)."""
         if time is not None and time < self._changed:
             raise DataError(
-                f"{self.run.journal}: the corpora, the seed or the sequence length became others after this step "
-                '("order_changed"): what it read can no longer be told'
+                f"{self.run.journal}: the corpora, the seed or the sequence length changed after this step "
+                '("order_changed"): its samples can no longer be determined'
             )
         return self._library(self._held(time))
 
     def eras(self, done: Sequence[Done]) -> Iterator[tuple[Library, list[Done]]]:
-        """`done`, in the order of time, in parts within which the order of the data stayed as it was, and that order;
-        without what was done before the corpora became others."""
+        """`done`, in the order of time, in parts with the same data order, each with that order; without steps from
+        before
+        the corpora changed."""
         told = (one for one in done if one.time >= self._changed)
         for count, some in groupby(told, key=lambda one: self._held(one.time)):
             yield self._library(count), list(some)
 
     def _held(self, time: float | None) -> int:
-        """How many lines of blends.jsonl there were at a time: the first one always was."""
+        """Number of lines in blends.jsonl at a time: at least the first."""
         held = len(self.blends) if time is None else bisect_right(self._decided, time)
         return max(held, min(1, len(self.blends)))
 
     @cached_property
     def _decided(self) -> list[float]:
-        """When each line of blends.jsonl was there, ascending."""
+        """The times of the lines of blends.jsonl, ascending."""
         times = (-math.inf if e.time is None else e.time.timestamp() for e in self.blends)
         return list(accumulate(times, max))
 
@@ -115,27 +118,26 @@ class History:
         return Library(self.config, self.blends[:count])
 
     def share(self, fingerprint: str) -> Share:
-        """The corpus of the run with that manifest fingerprint. Raises DataError where there is none."""
-        # One that was taken out is still read up to the next block.
+        """The corpus of the run with that manifest fingerprint. Raises DataError if there is none."""
+        # A removed corpus is still read up to the next block.
         shares = [share for entry in reversed(in_force(self.blends)) for share in entry.corpora]
         found = next((share for share in shares if share.fingerprint == fingerprint), None)
         if found is None:
             known = ", ".join(dict.fromkeys(share.path for share in shares)) or "none that it wrote down"
             raise DataError(
-                f"{self.run.root} does not train on the corpus that the plan was made for (fingerprint "
+                f"{self.run.root} does not train on the corpus of the plan (fingerprint "
                 f"{fingerprint[:12]}...), but on {known}: make a plan of one of those"
             )
         return found
 
     def steps(self, first: int, last: int, columns: Sequence[str] = COLUMNS) -> list[Done]:
-        """Every time that a step of [first, last] was done, in the order of time; damaged files are named in
-        `problems`."""
+        """Every execution of the steps [first, last], in the order of time; damaged files are listed in `problems`."""
         rows, problems = self._folder.rows(first, last, columns)
         self.problems += [p for p in problems if p not in self.problems]
         return [Done(**row, undone=self._undone(row["step"], row["time"])) for row in rows]
 
     def at(self, first: int, last: int) -> list[Done]:
-        """As `steps`. Raises DataError where none was recorded."""
+        """As `steps`. Raises DataError if none was recorded."""
         found = self.steps(first, last)
         if not found:
             rows = self._folder.files(0, LAST)
@@ -148,14 +150,14 @@ class History:
         return found
 
     def positions(self, done: Done) -> Int64s:
-        """What the step trained on: int64, ascending."""
-        # Whole epochs may be left out: not one by one.
+        """The positions that the step trained on: int64, ascending."""
+        # Whole epochs may be skipped: do not enumerate them.
         kept = self._left_out(done).gaps().between(done.first_position, done.next_position)
         return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in kept)])
 
     def that_read(self, positions: Int64s, among: Sequence[Done] | None = None) -> list[tuple[Done, Int64s]]:
-        """Every step, of `among` or of all, that trained on any of `positions`, ascending, and on which: in the order
-        of time."""
+        """Every step, of `among` or of all, that trained on any of `positions`, with those positions: in the order of
+        time."""
         found = []
         for done in self.steps(0, LAST, SPANS) if among is None else among:
             if done.time < self._changed:
@@ -171,16 +173,18 @@ class History:
         return Ledger.read(self.run.skips, self.problems)
 
     def selection(self, library: Library, ever: bool = False) -> Selection:
-        """What the ledger of now leaves of the order of `library`. ever: as if nothing had been released, as what was
-        passed over before stays passed over."""
+        """The selection by today's ledger over the order of `library`. ever: ignore releases, as positions passed
+        before a
+        release stay skipped."""
         ledger = self.ledger.ever if ever else self.ledger
         found, problems = ledger.usable(self.run.skips, library.source.order, self.config.data.skip)
         self.problems += [p for p in problems if p not in self.problems]
         return found
 
     def left_out(self, library: Library, positions: Int64s) -> npt.NDArray[np.bool_]:
-        """Which of the samples at n positions of the order of `library` are left out now: bool [n]. They may stand
-        elsewhere by now; those that the present order never gives are not left out."""
+        """Which samples at n positions of the order of `library` are skipped now: bool [n]. They may be at other
+        positions by
+        now; samples that the present order never gives are not skipped."""
         today, then = self.library(), library.source.order
         there = then.moved_to(today.source.order, positions)
         out = there[self.selection(today).mask(there)]
@@ -188,17 +192,17 @@ class History:
 
     @property
     def step(self) -> int:
-        """The step that the run has come to, by its records."""
+        """The run's current step, by its records."""
         return self._latest.step if self._latest else 0
 
     @property
     def cursor(self) -> int:
-        """The position that the run has come to, by its records."""
+        """The run's current position, by its records."""
         return self._latest.next_position if self._latest else 0
 
     @cached_property
     def _latest(self) -> Done | None:
-        # A name tells the time of its last row; a file that somebody named otherwise is read last.
+        # File names sort by the time of their last row; other names are read last.
         named = [match for path in self._folder.files(0, LAST) if (match := NAMES.fullmatch(path.name))]
         for match in sorted(named, key=lambda match: int(match[3]), reverse=True):
             first, end = sorted((int(match[1]), int(match[2])))
@@ -222,9 +226,9 @@ class History:
 
     @cached_property
     def _goings_back(self) -> tuple[list[float], list[int]]:
-        """When the run went back, ascending; and the lowest step after which it went on, then or later."""
+        """Times of rewinds and restarts, ascending; and the lowest step from which the run continued, then or later."""
         found = []
-        # A process that finds no checkpoint says only that it trains.
+        # A process that finds no checkpoint only reports that it trains.
         for event in self._events:
             to = event.get("to_step") if event.get("what") == "rewound" else None
             to = event.get("step") if isinstance(event, Resumed | Training) else to
@@ -236,12 +240,12 @@ class History:
 
     @cached_property
     def _changed(self) -> float:
-        """When the order of the data became another one altogether; a time before all where it never did."""
+        """When the data order last changed entirely; before all times if never."""
         times = [float(e["time"]) for e in self._events if isinstance(e, OrderChanged)]
         if times:
             self.problems.append(
-                "The corpora, the seed or the sequence length became others on the way (order_changed in the journal): "
-                "nothing is told of the steps before."
+                "The corpora, the seed or the sequence length changed during the run (order_changed in the journal): "
+                "earlier steps are not shown."
             )
         return max(times, default=-math.inf)
 
@@ -253,8 +257,8 @@ class History:
 
     @cached_property
     def _events(self) -> list[Event]:
-        """Those that say how the run went on, in order."""
-        # A journal has a hundred times as many lines as are wanted here: most need not be understood.
+        """The events on how the run continued, in order."""
+        # Most journal lines are irrelevant here: they are not parsed.
         told = read_events(self.run.journal, *MARKS)
         return [e for e in told if "event" in e and isinstance(e.get("time"), int | float)]
 

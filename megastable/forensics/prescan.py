@@ -1,9 +1,10 @@
-"""Goes ahead of a run and puts what is clearly corrupt on its skip ledger before it can spike: `data.look_ahead`.
+"""Scan a run's data ahead of training and skip clearly corrupt samples before they can cause a spike:
+`data.look_ahead`.
 
     python -m megastable.forensics.prescan RUN RECIPE [key=value ...]
 
-The supervisor starts it beside the training, on a core that is to spare. Every skip is journaled with its evidence, and
-there is a budget: a scan that finds half of the data odd is wrong itself, or a person is needed.
+The supervisor starts it beside the training, on a spare core. Every skip is journaled with its evidence, and there is
+a budget: if a scan finds half of the data odd, the scan is wrong, or a person is needed.
 """
 
 from __future__ import annotations
@@ -37,21 +38,22 @@ from megastable.run.log import RunLog
 
 Int64s = npt.NDArray[np.int64]
 
-REASON = "looked ahead: "  # of the lines that are written here
-FREE = 64  # positions that may be skipped before a share counts
+REASON = "looked ahead: "  # prefix of the reasons written here
+FREE = 64  # positions that may be skipped before the share is limited
 PAUSE = 1.0  # seconds between two looks
-CHUNK = 1 << 19  # tokens after which what was found is written down
+CHUNK = 1 << 19  # tokens after which findings are written
 SHOWN, EXCERPT = 8, 100  # pieces of evidence, and characters of each
 
 
 class Scout:
-    """Of one run. `looked` is the position up to which it has looked, from `begin` on; `seen` samples in all."""
+    """The scan of one run. `looked` is the position up to which it has looked, from `begin` on; `seen` samples in
+    all."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         self.config, self.run, self.settings = config, run, config.data.look_ahead
         self.log = RunLog(run, partial(print, flush=True))
         self.looked = self.begin = self.seen = 0
-        self._used = 0  # samples that were skipped from `begin` on
+        self._used = 0  # samples skipped from `begin` on
         self._ledger = SkipLedger(run.skips)
         self._selection: tuple[object, Selection] | None = None
         self._blends: list[Line] | None = None
@@ -59,11 +61,11 @@ class Scout:
         self._spent = False
 
     def look(self) -> bool:
-        """Look at a piece of what is to come; whether there was anything new. Raises MegastableError."""
+        """Scan some of the coming samples; whether there was anything new. Raises MegastableError."""
         lookout, cursor = self._ready(), self._cursor()
         order, batch = lookout.source.order, self.config.train.global_batch
         if not self.looked or cursor < self.begin:
-            self.begin = self.looked = cursor  # the first look, or the run went back to before that
+            self.begin = self.looked = cursor  # the first look, or the run was rewound past it
             self._used = self._skipped_before()
         self.looked = max(self.looked, cursor)
         selection = self._left(order)
@@ -78,24 +80,23 @@ class Scout:
         return True
 
     def _ready(self) -> Lookout:
-        """The order of the data may change while the run trains."""
+        """The lookout for the current data order, which may change during training."""
         blends = read_blends(self.run.blends)
         if self._lookout is None or blends != self._blends:
-            # The first line only says what the recipe says.
+            # The first line only repeats the recipe.
             if self._lookout is None or self._blends:
                 self.looked, self._lookout = 0, Lookout(Library(self.config, blends))
             self._blends = blends
         return self._lookout
 
     def _cursor(self) -> int:
-        """Where the run is. Before it trains, where it will begin: what a process of before said is no longer so."""
+        """The run's position. Before it trains, where it will begin: a previous process's position is outdated."""
         told = read_object(self.run.progress)
         cursor = None if told.get("phase") in ("starting", "ended") else whole(told.get("cursor"))
         return checkpoint_cursor(self.run, max) if cursor is None else cursor
 
     def _left(self, order: Order) -> Selection:
-        """What the ledger leaves, read again where it is another one: it may be long. The run says what is wrong with a
-        line."""
+        """The selection by the ledger, read again only if it changed: it may be long. The run reports invalid lines."""
         try:
             found = self.run.skips.stat()
             state = found.st_size, found.st_mtime_ns, order
@@ -107,12 +108,12 @@ class Scout:
         return self._selection[1]
 
     def _skipped_before(self) -> int:
-        """How many samples from `begin` on a scout of before skipped, or this one until the run went back."""
+        """Number of samples from `begin` on skipped by an earlier scan, or by this one before a rewind."""
         told = [r for event in self.run.events(LookedAhead) for r in event.positions]
         return sum(end - first for first, end in told if first >= self.begin)
 
     def _clear(self, found: Sequence[FoundPart]) -> dict[int, list[FoundPart]]:
-        """Those samples of which enough looks corrupt, by position."""
+        """The samples with enough corrupt tokens, by position."""
         kinds, by_position = set(self.settings.kinds), dict[int, list[FoundPart]]()
         for one in found:
             if one.kind in kinds:
@@ -121,7 +122,7 @@ class Scout:
         return {p: some for p, some in by_position.items() if sum(one.odd for one in some) >= least}
 
     def _skip(self, clear: dict[int, list[FoundPart]]) -> None:
-        # Of what was looked at: neither the run's length says anything of it nor what was skipped before.
+        # The budget is a share of what was scanned, independent of the run's length and of earlier skips.
         left = FREE + int(self.settings.most * self.seen) - self._used
         chosen = dict(list(clear.items())[: max(0, left)])
         if len(chosen) < len(clear) and not self._spent:
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with user_errors():
         scout = Scout(recipe.load(args.recipe, args.overrides), RunDirectory(args.run))
         try:
-            while os.getppid() == args.parent:  # it ends with the supervisor, however that ends
+            while os.getppid() == args.parent:  # end with the supervisor in any case
                 if not scout.look():
                     time.sleep(PAUSE)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Sheets of samples: what was in the batch of a step, or of an incident, document by document."""
+"""Sheets of samples: the batch of a step, or the samples of an incident, document by document."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MOST = 200_000  # samples of one sheet
 
 COLUMNS = (
     Column("step", "step", "count"),
-    Column("state", "state", help="trained; refused: the update was not applied; undone: the run went back behind it"),
+    Column("state", "state", help="trained; refused: the update was not applied; undone: the run was rewound past it"),
     Column("guilty", "guilty", help="found guilty of an incident"),
-    Column("deferred", "deferred", help="put off: the sample is read again later"),
+    Column("deferred", "deferred", help="deferred: the sample is read again later"),
     Column("position", "position", "count", "absolute number of the sample in the run"),
     Column("loss", "loss", "number", "nats per token of the sample, where it was recorded or measured"),
-    Column("z", "z", "number", "its loss against ordinary ones, in robust standard deviations", wide=True),
-    Column("gradient_norm", "gradient", "number", "norm of the sample's own, where it was measured", wide=True),
+    Column("z", "z", "number", "its loss relative to ordinary ones, in robust standard deviations", wide=True),
+    Column("gradient_norm", "gradient", "number", "norm of the sample's gradient, if measured", wide=True),
     Column("corpus", "corpus"),
     Column("epoch", "epoch", "count", "of the corpus, from 0", wide=True),
     Column("shard", "shard"),
@@ -53,7 +53,7 @@ COLUMNS = (
 def step_sheet(
     history: History, first: int, last: int, texts: int, losses: TokenLosses | None = None
 ) -> Sheet:
-    """The samples of the steps [first, last], every time they were done. texts: rows with their text.
+    """The samples of the steps [first, last], for every execution. texts: number of rows with text.
 
     Raises DataError for steps that were not recorded.
     """
@@ -79,7 +79,7 @@ def step_sheet(
     again = len(done) - len({d.step for d in done})
     lead = [f"{plural(total, 'sample')}, {plural(_documents(rows), 'document')}."]
     if again:
-        lead.append("The run went back: what was done more than once is there every time.")
+        lead.append("The run was rewound: repeated steps are listed each time.")
     data = {
         "samples": total, "documents": _documents(rows),
         "steps": [{"step": d.step, "loss": d.loss, "grad_norm": d.grad_norm, "state": d.state} for d in done],
@@ -92,9 +92,9 @@ def step_sheet(
 
 
 def incident_sheet(history: History, number: int, texts: int, losses: TokenLosses | None = None) -> Sheet:
-    """The samples of an incident: guilty ones first, then what else the steps from its onset on read.
+    """The samples of an incident: guilty ones first, then the others of the steps from its onset on.
 
-    Raises DataError for a number that there is not.
+    Raises DataError for a number that does not exist.
     """
     journal = Journal(history.run)
     if number not in journal.own:
@@ -111,7 +111,7 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     size = guilty.union(Skips.of(incident.deferred)).count()
     if size > MOST:
         raise DataError(f"incident {number} has {size:,} positions: look at its steps, a few at a time")
-    # Each by the order of its time, and as what.
+    # Each by the order of its time, and with its role.
     given = [
         (history.library(time), _numbers(some), kind)
         for time, skipped, deferred in named_when(told)
@@ -170,12 +170,12 @@ def step_range(text: str) -> tuple[int, int]:
     """STEP or STEP-STEP. Raises DataError for anything else."""
     first, dash, last = text.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
-        raise DataError(f"{text!r} is no step and no range of steps: write 120 or 120-122")
+        raise DataError(f"{text!r} is not a step or a range of steps: write 120 or 120-122")
     return int(first), int(last or first)
 
 
 def losses_under(checkpoint: Path | None) -> TokenLosses | None:
-    """What colours the tokens: their losses under a checkpoint. Imports torch only where there is one."""
+    """Token losses under a checkpoint, for colours. Imports torch only if there is a checkpoint."""
     if checkpoint is None:
         return None
     from megastable.forensics.scoring.losses import losses_under
@@ -194,7 +194,7 @@ def _add(
     rows: list[dict[str, Any]],
     passages: dict[int, list[Passage]],
 ) -> None:
-    """A row for every part of a document in every sample, and the text of the first `texts` rows."""
+    """Add a row for every part of a document in every sample, and the text of the first `texts` rows."""
     order = library.source.order
     places = order.locate(positions)
     now = history.left_out(library, positions)
@@ -253,7 +253,7 @@ def _documents(rows: Sequence[Mapping[str, Any]], chosen: Callable[[int], bool] 
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Those that say something."""
+    """The columns with content."""
     return [c for c in COLUMNS if any(row.get(c.key) is not None for row in rows)]
 
 

@@ -1,6 +1,6 @@
-"""Shards to look at, whoever wrote them: a corpus with its manifest, or bare `.bin/.idx` files.
+"""Open a set of shards to examine: a corpus with its manifest, or bare `.bin/.idx` files from any program.
 
-Here token ids are raw: one beyond the vocabulary is a finding, not an error.
+Token ids are raw here: one beyond the vocabulary is a finding, not an error.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megastable.data.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Shelf:
-    """Opened shards. directory, manifest: of the corpus that they are, None for bare shards.
+    """Opened shards. directory, manifest: of their corpus, None for bare shards.
 
-    vocab_size, eod: None where nobody knows them. tokenizer: None where there is none; `problem` says why. fingerprint:
-    of all that decides what a scan of them finds.
+    vocab_size, eod: None if unknown. tokenizer: None if there is none; `problem` says why. fingerprint:
+    of everything that the result of a scan depends on.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Shelf:
 
     @property
     def folder_name(self) -> str:
-        """What tells it from other corpora of the same name."""
+        """A folder name that distinguishes it from other corpora of the same name."""
         return self.directory.resolve().name if self.directory is not None else self.name
 
     def shard(self, name: str) -> Shard:
-        """The shard of that name. Raises DataError where there is none."""
+        """The shard of that name. Raises DataError if there is none."""
         found = next((shard for shard in self.shards if shard.name == name), None)
         if found is None:
             known = ", ".join(shard.name for shard in self.shards[:5])
@@ -62,7 +62,7 @@ class Shelf:
 def open_shelf(paths: Sequence[Path], tokenizer: Path | None = None) -> Shelf:
     """Open what `paths` name: one corpus directory, or any number of shards, each by its prefix, .idx or .bin.
 
-    tokenizer: for bare shards; for a corpus it must be its own. Raises DataError for what is missing, damaged, foreign
+    tokenizer: for bare shards; for a corpus it must be its own. Raises DataError for anything missing, damaged, foreign
     or made with another tokenizer.
     """
     if not paths:
@@ -88,7 +88,7 @@ def open_shelf(paths: Sequence[Path], tokenizer: Path | None = None) -> Shelf:
     if tokenizer is None:
         beside = {path.parent for path in paths}
         if len(beside) == 1 and (next(iter(beside)) / FILE).exists():
-            # Single shards of a corpus: what its manifest knows of them holds.
+            # Single shards of a corpus: its manifest applies.
             return _of_corpus(next(iter(beside)), names)
     known = None if tokenizer is None else load_tokenizer(find(tokenizer))
     return Shelf(
@@ -144,7 +144,7 @@ def _of_corpus(directory: Path, names: Sequence[str]) -> Shelf:
 
 
 def _facts(shard: Shard) -> tuple[str, int, int, int]:
-    # Contents would take long to read; the time of the last change stands for them.
+    # Hashing the contents would take long; the modification time stands in for them.
     return shard.name, shard.bin_bytes, shard.idx_bytes, shard.bin_path.stat().st_mtime_ns
 
 

@@ -1,7 +1,7 @@
-"""Documents, or a whole corpus, onto the skip ledger of a run: a live one leaves them out from its next step on.
+"""Add documents, or a whole corpus, to a run's skip ledger: a live run skips them from its next step on.
 
-Documents are named by their tokens in the stream of their corpus: no sample that holds one of these is trained on any
-more, in any epoch, however long the run becomes.
+Documents are identified by their tokens in the stream of their corpus: no sample that contains any of these is trained
+on again, in any epoch, for any length of the run.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from megastable.run.log import RunLog
 
 Int64s = npt.NDArray[np.int64]
 
-PATIENCE = 60.0  # seconds that a live run has to take it up
+PATIENCE = 60.0  # seconds to wait for a live run to read it
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """What was added. samples: different ones that are left out by it, in every epoch; already: those of the documents'
-    samples that were left out before; taken_up: the step after which a live run reads without them, None where none is
-    live (it reads the ledger when it starts) or did not say so yet."""
+    """Result of an addition. samples: different ones skipped by it, in every epoch; already: those of the documents'
+    samples that were skipped before; taken_up: the step from which a live run skips them, None if no run is
+    live (it reads the ledger when it starts) or has not reported it yet."""
 
     corpus: str
     documents: int
@@ -72,7 +72,7 @@ class Skipped:
             return head
         if self.taken_up is not None:
             return f"{head}; taken up by the run after step {self.taken_up}"
-        return f"{head}; {'the run has not said yet that it took it up' if self.live else 'nothing trains there now'}"
+        return f"{head}; {'the run has not confirmed it yet' if self.live else 'no process is training there now'}"
 
 
 def skip_documents(
@@ -80,7 +80,7 @@ def skip_documents(
 ) -> Skipped:
     """documents: their numbers, or also spans of some, by shard, of the corpus with that manifest fingerprint.
 
-    Raises DataError where the run has no such corpus, or nothing would be left.
+    Raises DataError if the run has no such corpus, or nothing would be left.
     """
     library = history.library()
     order = library.source.order
@@ -94,7 +94,7 @@ def skip_documents(
     known = history.selection(library).sequences.get(corpus, NONE)
     samples = sequences_of(Skips.merged(edges), order.sequence_length, order.sequences[corpus])
     new = known.union(samples).count() - known.count()
-    # By tokens: shorter sequences may leave only some of them in samples that are out.
+    # By tokens: with shorter sequences only some of them may lie in skipped samples.
     named = history.ledger.exclusions.tokens.get(Identity(name, fingerprint), NONE)
     lacking = named.union(Skips.merged(edges)).count() > named.count()
     entries: list[AnyEntry] = []
@@ -114,13 +114,11 @@ def skip_documents(
 
 
 def skip_plan(history: History, path: Path) -> Skipped:
-    """The documents of a plan (pruning/plan.py), which must be of one of the run's corpora. Raises DataError."""
+    """Skip the documents of a plan (pruning/prune_plan.py) for one of the run's corpora. Raises DataError."""
     plan = read_plan(path)
     if plan.fingerprint is None:
-        raise DataError(
-            f"{path} does not say of which corpus it is: make a plan of it with prune_data.py plan --list"
-        )
-    # Where it is today: the recipe may have followed a corpus that moved.
+        raise DataError(f"{path} does not name its corpus: make a plan of it with prune_data.py plan --list")
+    # At its current path: the recipe may have followed a moved corpus.
     names = [corpus.name for corpus in history.library().source.order.corpora]
     stream = history.library().source.streams[names.index(history.share(plan.fingerprint).name)]
     if isinstance(stream, GoneStream):
@@ -131,9 +129,9 @@ def skip_plan(history: History, path: Path) -> Skipped:
 
 
 def swap_out(history: History, corpus: str, reason: str = "swapped out by a person") -> Skipped:
-    """A whole corpus, from where the run may go back to on.
+    """Swap out a whole corpus, from the earliest position to which the run may be rewound.
 
-    Raises DataError where there is none, or no other would be left.
+    Raises DataError if there is no such corpus, or no other would be left.
     """
     _, cursor = live_place(history)
     blends = in_force(history.blends)
@@ -150,12 +148,12 @@ def swap_out(history: History, corpus: str, reason: str = "swapped out by a pers
 
 
 def goes_back_to(history: History, cursor: int) -> int:
-    """The lowest position that the run may read again: that of its oldest checkpoint, 0 where there is none."""
+    """The lowest position that the run may read again: that of its oldest checkpoint, 0 if there is none."""
     return min(cursor, checkpoint_cursor(history.run, min))
 
 
 def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[str, int, Range]]:
-    """Shard, number and tokens of the stream of each of the documents, or of each span. Those for validation, and those
+    """Shard, number and stream tokens of each of the documents, or of each span. Documents for validation, and those
     in no split, have none."""
     for name, named in documents.items():
         shard = stream.open(name)
@@ -175,9 +173,7 @@ def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[st
 
 def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipped:
     order, more = history.library().source.order, history.config.data.skip
-    Selection(
-        order, history.ledger.and_also(entries).exclusions, more
-    )  # nothing that a run could not live with
+    Selection(order, history.ledger.and_also(entries).exclusions, more)  # refuses what would stop the run
     live, before = _is_live(history), len(_told(history))
     if not entries:
         return added
@@ -204,7 +200,7 @@ def _is_live(history: History) -> bool:
 
 
 def _told(history: History) -> list[int]:
-    """The steps after which the run said that it read the ledger again."""
+    """The steps after which the run reported reading the ledger again."""
     return [int(event["step"]) for event in history.run.events(SkipsRead)]
 
 

@@ -1,4 +1,4 @@
-"""A text cut at its tokens, so that each can be coloured."""
+"""Split a text at its tokens, so that each can be coloured."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Iterator, Sequence
 from megastable.data.tokenizer import Tokenizer
 from megastable.report.sheet import Span
 
-HOT = 12.0  # nats: the loss of a token that is coloured most; a vocabulary of 160,000 has ln = 12
-CONTEXT = 4  # tokens before one that its text may depend on: a space that the first of a text loses
-LONGEST = 8  # tokens that one character may be spelled with
+HOT = 12.0  # nats: the loss with the strongest colour; a vocabulary of 160,000 has ln = 12
+CONTEXT = 4  # preceding tokens that a token's text may depend on: the first of a text loses its space
+LONGEST = 8  # maximum tokens per character
 
 
 def spans(
     ids: Sequence[int], tokenizer: Tokenizer | None, losses: Sequence[float] | None = None
 ) -> list[Span]:
-    """The text of `ids`, cut at tokens; together as `tokenizer.decode` gives it. losses: nats, one per token.
+    """The text of `ids`, split at tokens; joined it equals `tokenizer.decode`. losses: nats, one per token.
 
-    Tokens that only together are a character are one piece, as hot as the hottest of them. Without a tokenizer, or for
-    ids beyond its vocabulary, the ids stand for themselves.
+    Tokens that form a character only together are one piece, with the highest of their losses. Without a tokenizer, or
+    for
+    ids beyond its vocabulary, the ids themselves are shown.
     """
     if tokenizer is None or max(ids, default=0) >= tokenizer.vocab_size:
         hints = _hints(ids, losses)
@@ -44,13 +45,13 @@ def _heat(loss: float) -> float | None:
 
 
 def _pieces(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Texts and how many tokens each is of."""
+    """Texts and the number of tokens of each."""
     begin = 0
     for end in range(1, len(ids) + 1):
         before = ids[max(0, begin - CONTEXT) : begin]
         known = tokenizer.decode(before)
         text = tokenizer.decode([*before, *ids[begin:end]])[len(known) :]
-        # An unfinished character shows as U+FFFD; one that stays unfinished is shown as that.
+        # An incomplete character shows as U+FFFD.
         if text.endswith("\ufffd") and end - begin < LONGEST and end < len(ids):
             continue
         yield text, end - begin

@@ -1,4 +1,4 @@
-"""One document, and every step of some runs that ever trained on it: the way back from a text to the steps."""
+"""Trace one document to every step of some runs that trained on it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megastable.report.sheet import Column, Passage, Sheet
 Int64s = npt.NDArray[np.int64]
 
 SHOWN = 20_000  # tokens of the document that are shown
-AHEAD = 50  # positions to come that are listed
+AHEAD = 50  # future positions listed
 
 COLUMNS = (
     Column("run", "run"),
     Column("step", "step", "count"),
-    Column("state", "state", help="trained; refused; undone; skipped: passed over; ahead: not yet read"),
+    Column("state", "state", help="trained; refused; undone; skipped: not trained on; ahead: not yet read"),
     Column("position", "position", "count"),
     Column("epoch", "epoch", "count"),
     Column("first_token", "first token", "count", "of the document, from 0"),
@@ -46,7 +46,7 @@ def document_sheet(
 ) -> Sheet:
     """Document number `document` of a shard, with its first `most` tokens as text.
 
-    Raises DataError where there is none, or a run has no such shard.
+    Raises DataError if there is none, or a run has no such shard.
     """
     shard = shelf.shard(shard_name)
     if not 0 <= document < shard.documents:
@@ -79,7 +79,7 @@ def document_sheet(
 
 
 def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
-    """Which of a run's corpora, by index, a shard belongs to. Raises DataError where it is none of them."""
+    """Index of the run's corpus that a shard belongs to. Raises DataError if it is none of them."""
     streams = library.source.streams
     found = [
         index
@@ -90,7 +90,7 @@ def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
     here = given.bin_path.resolve().parent
     same = [i for i in found if find(streams[i].directory).resolve() == here]
     if not same:
-        # A copy elsewhere, not another corpus whose shards have the same names.
+        # Accepts a copy elsewhere, but not another corpus with shards of the same names.
         infos = {i: next(x for x in streams[i].manifest.shards if x.name == shard) for i in found}
         if given.info is not None:
             same = [i for i, x in infos.items() if x == given.info]
@@ -100,7 +100,7 @@ def stream_of(library: Library, shelf: Shelf, shard: str) -> int:
     if len(same) != 1:
         paths = ", ".join(str(s.directory) for s in streams if not isinstance(s, GoneStream))
         raise DataError(
-            f"{given.bin_path} is not what the run trained on: that was {paths}; give the shard of one of these"
+            f"{given.bin_path} is not the run's training data, which was {paths}; give the shard of one of these"
         )
     return same[0]
 
@@ -123,7 +123,7 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
         return [{"run": run, "state": "not in the part that is trained on"}]
     step, cursor, selection = history.step, history.cursor, history.selection(library)
     horizon = _horizon(history, selection, step, cursor)
-    # Steps that were undone may have gone further than where the run is now.
+    # Undone steps may have gone further than the run's current position.
     most = max(horizon, _horizon(history, selection, 0, 0))
     span = at, at + end - first
     positions = positions_with(library, corpus, *span, 0, most)
@@ -138,7 +138,7 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
         facts |= {"first_token": low - at, "tokens": high - low}
         return {"run": run, "position": position, "epoch": place.epoch, **facts}
 
-    # Where the document stood when each step was done: it may stand elsewhere by now.
+    # The document's position when each step was done: it may have moved since.
     for then, steps in history.eras(history.steps(0, LAST, SPANS)):
         names = [c.name for c in then.source.order.corpora]
         if order.corpora[corpus].name not in names:
@@ -168,8 +168,7 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
 
 
 def _horizon(history: History, selection: Selection, step: int, cursor: int) -> int:
-    """A position that a run does not come to in the steps that its recipe has left after `step`, with a tenth to spare
-    for what will be skipped on the way."""
+    """A position beyond the recipe's remaining steps after `step`, with a tenth to spare for later skips."""
     c = history.config.train
     left = max(0, c.steps - step) * c.global_batch / selection.kept
     end, before = cursor + int(1.1 * left), -1

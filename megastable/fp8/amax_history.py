@@ -1,9 +1,8 @@
-"""Delayed scaling: the largest magnitudes of the last steps, of all that a layer quantizes, and scales from them.
+"""Delayed scaling: the history of largest magnitudes of all quantized tensors, and the scales derived from it.
 
-Micikevicius et al., arXiv:2209.05433 section 3; Transformer Engine's DelayedScaling. Different from it, on purpose: the
-history moves once a step, not with every micro-batch; what a refused update has shown never enters, nor does what is
-not finite; and where nothing is known yet the scale is the tensor's own, in place of 1, by which the first gradients
-would all become zero.
+Micikevicius et al., arXiv:2209.05433 section 3; Transformer Engine's DelayedScaling. Deliberate differences: the
+history moves once per step, not per micro-batch; magnitudes of a refused update and non-finite ones never enter it;
+and without a history the scale is the tensor's own instead of 1, which would turn the first gradients into zeros.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ SLOTS = ("input", "weight", "gradient")
 
 
 class Meters:
-    """Of the layers `names`, on this rank. formats: of the slots.
+    """The history of the layers `names`, on this rank. formats: of the slots.
 
-    scales: fp32 [layers, slots], 0 where nothing is known. history: fp32 [layers, slots, length], the newest first, 0
-    where nothing is known. seen: the largest magnitudes of this step, up to now.
+    scales: fp32 [layers, slots], 0 if unknown. history: fp32 [layers, slots, length], the newest first, 0
+    if unknown. seen: the largest magnitudes of this step so far.
     """
 
     def __init__(
@@ -45,13 +44,13 @@ class Meters:
         self.seen = torch.zeros(shape, device=device)
 
     def see(self, layer: int, slot: int, largest: Tensor) -> None:
-        """A magnitude of this step; fp32, one number."""
+        """Record a magnitude of this step; fp32, one number."""
         cell = self.seen[layer, slot]
         torch.maximum(cell, largest, out=cell)
 
     def settle(self, applied: bool, group: Any = None) -> None:
-        """After a step: what was seen moves into the history, if the step's update was applied. Collective over `group`
-        (None: the world; without a process group: alone), all of whose ranks say the same of `applied`."""
+        """After a step: move the recorded magnitudes into the history if the step's update was applied. Collective over
+        `group` (None: the world; without a process group: this rank only), with the same `applied` on all ranks."""
         if applied:
             if dist.is_initialized() and dist.get_world_size(group) > 1:
                 dist.all_reduce(self.seen, dist.ReduceOp.MAX, group=group)
@@ -67,26 +66,26 @@ class Meters:
         self.scales.copy_(torch.where(largest > 0, scales, 0.0))
 
     def forget(self) -> None:
-        """Nothing is known."""
+        """Clear the history."""
         for tensor in (self.history, self.scales, self.seen):
             tensor.zero_()
 
     def state(self) -> Tensor:
-        """A copy of the history, from which all follows."""
+        """A copy of the history, from which everything follows."""
         return self.history.clone()
 
     def restore(self, saved: Tensor) -> None:
-        """Bring back what `state` was."""
+        """Restore what `state` returned."""
         self.history.copy_(saved)
         self._rescale()
         self.seen.zero_()
 
     def told(self) -> dict[str, list[list[float]]]:
-        """The history by layer, for a checkpoint: exact, since an fp32 number is a Python number."""
+        """The history by layer, for a checkpoint: exact, since Python's floats hold every fp32 number."""
         return dict(zip(self.names, self.history.tolist(), strict=True))
 
     def read(self, told: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        """What `told` said, of those of its layers that are here; cut or filled up to this history's length."""
+        """Load what `told` returned, for the layers on this rank; cut or padded to this history's length."""
         saved = torch.zeros_like(self.history)
         for number, name in enumerate(self.names):
             for slot, values in enumerate(told.get(name, ())):

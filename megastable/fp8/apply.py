@@ -1,11 +1,11 @@
-"""FP8 applied from outside to a built model: which linear layers compute in it, switched on and off while it trains.
+"""Apply FP8 to a built model: choose the linear layers that compute in it, and switch it on and off during training.
 
     fp8 = apply(module, config, "emulated", group, device)  # before deepspeed.initialize; None without precision.fp8
     with fp8.computing(): ...                              # around forward and backward of a step, or an evaluation
     fp8.settle(applied)                                    # after it
-    fp8.on = False                                         # from the next step on in the precision of the rest
+    fp8.on = False                                         # from the next step on in the model's own precision
 
-Parameters stay what they are, with their names: checkpoints of either backend, and of none, are the same.
+Parameters and their names do not change: checkpoints are the same with either backend and without FP8.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Linear = ColumnParallelLinear | RowParallelLinear
 
 
 def apply(module: nn.Module, config: RunConfig, backend: str, group: Any, device: torch.device) -> Fp8 | None:
-    """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None where it says nothing.
+    """Make `module`, a built model or a stage of one, compute as `precision.fp8` says; None without that section.
 
     backend: "emulated" or "te", see `kernel_choice`. group: the ranks that share delayed scales: all with parts
     of the same layers; None: the world. device: where the module will be.
@@ -35,7 +35,7 @@ def apply(module: nn.Module, config: RunConfig, backend: str, group: Any, device
     if config.precision.fp8 is None:
         return None
     if backend == "te":
-        from megastable.fp8 import te  # nowhere else: it needs what most machines do not have
+        from megastable.fp8 import te  # only here: most machines lack its dependencies
 
         return te.apply(module, config, group, device)
     return emulate(module, config.precision.fp8, in_fp8(config), group, device)
@@ -55,13 +55,13 @@ def emulate(
     group: Any = None,
     device: torch.device | None = None,
 ) -> Emulated:
-    """Emulated FP8 in the layers `names`, so far as they are here. device: None = where the module is."""
+    """Emulate FP8 in the layers `names` that are on this rank. device: None = the module's."""
     here = {name: linear for name, linear in linears(module).items() if name in names}
     meters = metered(config, list(here), device or next(module.parameters()).device)
     found = Emulated(list(here), meters, group)
     for (name, linear), quantize in zip(here.items(), quantizers(config, len(here), meters), strict=True):
         before = linear.product
-        plain = before.plain if isinstance(before, Product) else before  # emulated anew, as tools do
+        plain = before.plain if isinstance(before, Product) else before  # tools apply the emulation again
         linear.product = Product(name, quantize, lambda: found.on, plain)
         found.products.append(linear.product)
     return found

@@ -1,4 +1,4 @@
-"""What the engine knows of FP8: on or off, what surrounds a step, and delayed scaling's state."""
+"""FP8 controller: switches FP8 on and off, wraps a step, and holds the state of delayed scaling."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megastable.fp8.scale_factors import AT_ONCE, BLOCK, Quantized
 History = Mapping[
     str, Sequence[Sequence[float]]
 ]  # by layer and slot: the largest magnitudes, the newest first
-# layer, slot, and of how many numbers how many became the format's largest, and how many zero
+# layer, slot, total numbers, numbers that were saturated, numbers that became zero
 Record = Callable[[str, str, Tensor, Tensor, int], None]
 
 
 class Fp8:
-    """Of the layers that a rank holds. Subclasses are the backends; this one's scales have no memory.
+    """FP8 of the layers that a rank holds. Subclasses are the backends; this one's scales have no memory.
 
-    layers: their names. All ranks call all methods alike. While it is off nothing is remembered: magnitudes of long ago
-    are worse than none.
+    layers: their names. Collective: all ranks call all methods alike. While it is off no magnitudes are recorded:
+    outdated ones are worse than none.
     """
 
     def __init__(self, layers: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class Fp8:
 
     @property
     def on(self) -> bool:
-        """Whether the layers compute in FP8 from now on, or in the precision of the rest."""
+        """Whether the layers compute in FP8 from now on, or in the model's own precision."""
         return self._on
 
     @on.setter
@@ -46,29 +46,29 @@ class Fp8:
         self._on = value
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around forward and backward of a step, or around an evaluation."""
+        """Context for forward and backward of a step, or for an evaluation."""
         return contextlib.nullcontext()
 
     def watch(self, record: Record | None) -> None:
-        """Tell `record` of every tensor that is quantized; None: no longer."""
+        """Call `record` for every tensor that is quantized; None: stop."""
 
     def settle(self, applied: bool) -> None:
-        """After a step, whose update was applied or not."""
+        """Call after a step, whose update was applied or not."""
 
     def forget(self) -> None:
-        """What scales remember."""
+        """Clear the state of delayed scales."""
 
     def state(self) -> Any:
-        """A copy of what scales remember, for `restore`: a rewind."""
+        """A copy of the state of delayed scales, for `restore` after a rewind."""
 
     def restore(self, saved: Any) -> None: ...
 
     def history(self) -> dict[str, list[list[float]]]:
-        """What scales remember, for a checkpoint."""
+        """The state of delayed scales, for a checkpoint."""
         return {}
 
     def read(self, history: History) -> None:
-        """The opposite of `history`, of any backend and layout: what it says of other layers is left aside."""
+        """Load a `history` of any backend and layout; layers of other ranks are ignored."""
 
 
 class Metered(Fp8):
@@ -95,7 +95,7 @@ class Metered(Fp8):
         if self._on:
             self._meters.restore(saved)
         else:
-            self.forget()  # or points of the time while it is off would hold on to what was before
+            self.forget()  # otherwise snapshots taken while it is off would keep the old history
 
     def history(self) -> dict[str, list[list[float]]]:
         return self._meters.told() if self._meters is not None else {}
@@ -118,7 +118,7 @@ class Emulated(Metered):
 
 
 def tell(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) -> None:
-    """What became of the numbers of a matrix, to `record`."""
+    """Report the quantization of a matrix to `record`."""
     record(layer, SLOTS[slot], *losses(x, became), x.numel())
 
 
@@ -126,7 +126,7 @@ def tell(record: Record, layer: str, slot: int, x: Tensor, became: Quantized) ->
 def losses(x: Tensor, became: Quantized) -> tuple[Tensor, Tensor]:
     """How many numbers of a matrix were cut to the format's largest, and how many became zero; fp64.
 
-    A magnitude that lies within half a step above the largest is rounded to it, not cut.
+    A magnitude within half a step above the largest is rounded to it, not cut.
     """
     to = became.format
     half = 2.0 ** (math.floor(math.log2(to.max)) - to.mantissa - 1)

@@ -1,10 +1,11 @@
-"""A linear layer's three products with FP8 operands, emulated: quantize, and multiply what is left.
+"""Emulate the three FP8 products of a linear layer: quantize the operands, then multiply them in bf16.
 
     y = q(x) q(w)^T        dx = q(g) q(w)        dw = q(g)^T q(x)
 
-The products of FP8 numbers are summed up in fp32, as tensor cores do: every FP8 number is a bf16 number, so the product
-is one of bf16, and what is saved for the backward pass is FP8. Scales of whole tensors are multiplied in behind the
-sum, before anything is rounded; those of blocks are powers of two, which bf16 takes exactly.
+The products of FP8 numbers are summed in fp32, as tensor cores do: every FP8 number is a bf16 number, so the product
+is one of bf16, and FP8 values are saved for the backward pass. Scales of whole tensors are applied after the sum,
+before
+any rounding; those of blocks are powers of two, which bf16 represents exactly.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ INPUT, WEIGHT, GRADIENT = range(len(SLOTS))
 
 
 def formats(config: Fp8Config) -> tuple[FP8Format, FP8Format, FP8Format]:
-    """Of inputs, weights and gradients."""
+    """The formats of inputs, weights and gradients."""
     hybrid = config.formats == "hybrid" or (config.formats == "auto" and config.recipe != "block")
     return E4M3, E4M3, E5M2 if hybrid else E4M3
 
 
 class Quantizer(Protocol):
-    """How a layer quantizes a matrix of slot INPUT, WEIGHT or GRADIENT: for the product that sums over its columns, and
-    for the one that sums over its rows; the same one where one serves both. note: it is a training step's. largest: the
-    magnitude of the matrix that x is some rows of, whole blocks of them; None: x is the matrix."""
+    """Quantizes a layer's matrix of slot INPUT, WEIGHT or GRADIENT: for the product that sums over its columns, and
+    for the one that sums over its rows; the same result if one serves both. note: it is a training step's. largest: the
+    magnitude of the matrix that x is a slice of rows of, in whole blocks; None: x is the matrix."""
 
     def __call__(
         self, x: Tensor, slot: int, note: bool, largest: Tensor | None = None
@@ -52,7 +53,7 @@ class Quantizer(Protocol):
 
 @dataclass(frozen=True)
 class Current:
-    """By the tensor's own largest magnitude."""
+    """Scales by the tensor's own largest magnitude."""
 
     formats: tuple[FP8Format, FP8Format, FP8Format]
 
@@ -66,7 +67,7 @@ class Current:
 
 @dataclass(frozen=True)
 class Delayed:
-    """By the largest magnitudes of the last steps."""
+    """Scales by the largest magnitudes of the last steps."""
 
     formats: tuple[FP8Format, FP8Format, FP8Format]
     meters: Meters
@@ -85,7 +86,7 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Blocks:
-    """By the largest magnitude of every block."""
+    """Scales by the largest magnitude of every block."""
 
     formats: tuple[FP8Format, FP8Format, FP8Format]
 
@@ -100,14 +101,14 @@ class Blocks:
 
 
 def metered(config: Fp8Config, layers: Sequence[str], device: torch.device) -> Meters | None:
-    """For delayed scales, of these layers."""
+    """The history of delayed scales of these layers; None for other recipes."""
     if config.recipe != "delayed":
         return None
     return Meters(layers, formats(config), config.history, config.margin, device)
 
 
 def quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> list[Quantizer]:
-    """Of so many layers, those of `meters` where scales are delayed."""
+    """The quantizers of `layers` layers, those of `meters` if scales are delayed."""
     to = formats(config)
     if meters is not None:
         return [Delayed(to, meters, number) for number in range(layers)]
@@ -115,9 +116,9 @@ def quantizers(config: Fp8Config, layers: int, meters: Meters | None) -> list[Qu
 
 
 class Product:
-    """x [..., in], w [out, in] -> [..., out], in place of `plain`. on: asked every time whether in FP8.
+    """x [..., in], w [out, in] -> [..., out], replacing `plain`. on: called every time: whether to compute in FP8.
 
-    observe: shown the slot, the tensor and what became of it, while somebody looks.
+    observe: called with the slot, the tensor and its quantization, while set.
     """
 
     def __init__(
@@ -133,12 +134,12 @@ class Product:
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         if not self._on():
             return self.plain(x, w)
-        # Asked here: inside of the function gradients are off.
+        # Asked here: inside the function gradients are off.
         y: Tensor = _Product.apply(x, w, self, torch.is_grad_enabled())
         return y
 
     def quantized(self, x: Tensor, slot: int, note: bool = True) -> tuple[Quantized, Quantized]:
-        """A matrix, quantized as the layer does it; a training step's is shown to who looks."""
+        """A matrix quantized as in the layer; a training step's is passed to `observe`."""
         both = self.quantize(x, slot, note)
         if note and self.observe is not None:
             self.observe(slot, x, both[0])
@@ -151,8 +152,8 @@ class _Product(torch.autograd.Function):
         rows, columns = product.quantized(x.reshape(-1, x.shape[-1]), INPUT, note)
         weight, _ = product.quantized(w, WEIGHT, note)
         ctx.product, ctx.dtype, ctx.shape, ctx.layout = product, x.dtype, x.shape, columns.layout
-        # The weight itself, quantized once more: every micro-batch of a pipeline would keep a copy, and ZeRO 3 one of
-        # what it takes away.
+        # Save the weight itself and quantize it again: otherwise every micro-batch of a pipeline would keep a copy, and
+        # ZeRO 3 a copy of what it releases.
         ctx.save_for_backward(columns.values, columns.inverse, w)
         return multiply(rows, weight, x.dtype, transpose_b=True).view(*x.shape[:-1], w.shape[0])
 
@@ -173,7 +174,7 @@ class _Product(torch.autograd.Function):
 def multiply(
     a: Quantized, b: Quantized, dtype: torch.dtype, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> Tensor:
-    """a b, or with either transposed, in `dtype`: bf16 or fp32; summed up in fp32, rounded once."""
+    """a b, or with either transposed, in `dtype`: bf16 or fp32; summed in fp32, rounded once."""
     whole = not a.inverse.dim() and not b.inverse.dim()
     left, right = (q.decoded(dtype) if whole else q.dequantized(dtype) for q in (a, b))
     left, right = left.t() if transpose_a else left, right.t() if transpose_b else right

@@ -1,14 +1,14 @@
-"""Which models Transformer Engine has FP8 products for, by their sizes alone. Pure; without torch."""
+"""Check by sizes alone whether Transformer Engine has FP8 products for a model. Pure; without torch."""
 
 from __future__ import annotations
 
 from megastable.config.tree import RunConfig
 
-MULTIPLE = 16  # of what its FP8 products can be in size
+MULTIPLE = 16  # sizes of its FP8 products must be multiples of this
 
 
 def misfit(config: RunConfig) -> str | None:
-    """Why it has no products for a model in this layout, on any GPU; None if it has."""
+    """The reason why it has no products for a model in this layout, on any GPU; None if it has."""
     c, m, p = config, config.model, config.parallel
     if c.precision.kind != "bf16":
         return f"around Transformer Engine's FP8 everything is bf16, and precision.kind is {c.precision.kind}"
@@ -22,7 +22,7 @@ def misfit(config: RunConfig) -> str | None:
     }
     for name, size in sizes.items():
         if size % MULTIPLE:
-            return f"its FP8 products want multiples of {MULTIPLE}, and of {name} there are {size:,}"
+            return f"its FP8 products need multiples of {MULTIPLE}, but {name}: {size:,}"
     return None
 
 

@@ -1,7 +1,7 @@
-"""The two FP8 formats, as numbers are rounded to them: E4M3 and E5M2 (Micikevicius et al., arXiv:2209.05433, table 1).
+"""Rounding to the two FP8 formats, E4M3 and E5M2 (Micikevicius et al., arXiv:2209.05433, table 1).
 
-E4M3 has no infinities and one NaN (torch's float8_e4m3fn), E5M2 is a shorter fp16. What is too large becomes the
-largest number, an infinity too; NaN stays NaN. `tests/fp8/model.py` is the independent reference.
+E4M3 has no infinities and one NaN (torch's float8_e4m3fn), E5M2 is a shorter fp16. Numbers beyond the range saturate,
+infinities too; NaN stays NaN. `tests/fp8/model.py` is the independent reference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FP8Format:
-    """max: the largest number; normal: the smallest with all of its mantissa; least: the smallest above zero.
+    """max: the largest number; normal: the smallest with a full mantissa; least: the smallest above zero.
     mantissa: its bits; bias: of the exponent."""
 
     name: str
@@ -46,16 +46,17 @@ def cast(x: Tensor, scale: Tensor, to: FP8Format) -> Tensor:
 
 
 def decode(values: Tensor, of: FP8Format, dtype: torch.dtype) -> Tensor:
-    """The numbers that `values`, of type `of.dtype`, stand for: every one is a bf16 number, too."""
+    """The numbers encoded by `values`, of type `of.dtype`: each is also a bf16 number."""
     if values.device.type != "cpu" or dtype is not torch.bfloat16:
         return values.to(dtype)
-    # torch converts one number at a time on CPUs. Instead: exponent and mantissa to where bf16 has them, and the
-    # exponent's other bias by a product, which is exact for subnormals, too. 15 times as fast.
+    # torch converts one number at a time on CPUs. Instead shift exponent and mantissa to their place in bf16, and
+    # correct
+    # the exponent's bias by a product, which is exact for subnormals as well. 15 times as fast.
     shift = 7 - of.mantissa
     bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(shift)
     bits.bitwise_and_(((0x7F << shift) | 0x8000) - 0x10000)
     numbers = bits.view(torch.bfloat16).mul_(2.0 ** (127 - of.bias))
     low, high = torch.aminmax(numbers) if numbers.numel() else (numbers.new_zeros(()),) * 2
-    if float(high) > of.max or float(low) < -of.max:  # codes that stand for no number
+    if float(high) > of.max or float(low) < -of.max:  # codes that encode no number
         numbers.masked_fill_(numbers.abs() > of.max, torch.nan)
     return numbers

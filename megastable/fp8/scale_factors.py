@@ -1,4 +1,4 @@
-"""Scales, and tensors quantized by them: one for a whole tensor, or one for every block (power of two).
+"""FP8 scale factors, and tensors quantized by them: one for a whole tensor, or one (a power of two) per block.
 
 As Transformer Engine 2.20 defines them: a scale is the format's largest number over the largest magnitude. Blocks of
 128 neighbours along the dimension that a product sums over, 128 x 128 of a weight: DeepSeek-V3, arXiv:2412.19437
@@ -17,13 +17,13 @@ from megastable.fp8.formats import FP8Format, cast, decode
 
 BLOCK = 128
 LARGEST = torch.finfo(torch.float32).max
-AT_ONCE = 1 << 20  # numbers that are counted at a time: their copies in fp32 take 4 MiB each
+AT_ONCE = 1 << 20  # numbers counted at a time: their copies in fp32 take 4 MiB each
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """values: of an FP8 type. inverse: fp32, what they are to be multiplied by: one number, or one of every block
-    [rows / height, columns / width], blocks at the ends being smaller."""
+    """values: of an FP8 type. inverse: fp32, the factor that restores them: one number, or one per block
+    [rows / height, columns / width], with smaller blocks at the ends."""
 
     values: Tensor
     inverse: Tensor
@@ -33,22 +33,22 @@ class Quantized:
 
     @property
     def layout(self) -> tuple[FP8Format, int, int]:
-        """What is no tensor."""
+        """The fields that are not tensors."""
         return self.format, self.height, self.width
 
     def rows(self, begin: int, end: int) -> Quantized:
-        """Of a matrix these rows, from a multiple of `height` on."""
+        """These rows of a matrix, from a multiple of `height` on."""
         blocks = self.inverse
         if blocks.dim():
             blocks = blocks[begin // self.height : -(-end // self.height)]
         return Quantized(self.values[begin:end], blocks, *self.layout)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """As if all scales were one."""
+        """The values with all scales taken as one."""
         return decode(self.values, self.format, dtype)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """With their scales; exact where these are powers of two (but for subnormal numbers of `dtype`)."""
+        """The values with their scales; exact for powers of two (except subnormal numbers of `dtype`)."""
         numbers = self.decoded(dtype)
         if not self.inverse.dim():
             return numbers.float().mul_(self.inverse).to(dtype)
@@ -57,7 +57,7 @@ class Quantized:
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """The largest, fp32; nan where one is nan; 0 of nothing."""
+    """The largest magnitude, fp32; nan if any is nan; 0 if empty."""
     if not x.numel():
         return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x)
@@ -65,12 +65,12 @@ def magnitude(x: Tensor) -> Tensor:
 
 
 def scale_of(largest: Tensor, to: FP8Format, power_of_two: bool = False) -> Tensor:
-    """fp32, of the shape of `largest`: what brings these magnitudes to the format's largest number, or just below it
-    with powers of two. 1 where the magnitude is 0, infinite or nan."""
-    # A number over a tensor would be its reciprocal times that, rounded twice.
+    """fp32, of the shape of `largest`: the factor that maps these magnitudes to the format's largest number, or just
+    below it with powers of two. 1 where the magnitude is 0, infinite or nan."""
+    # A number divided by a tensor would be computed as a reciprocal and a product, rounded twice.
     scale = (
         torch.full_like(largest, to.max).div_(largest).clamp_(max=LARGEST)
-    )  # of the tiniest it would be infinite
+    )  # infinite for the tiniest magnitudes
     if power_of_two:
         scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
     usable = torch.isfinite(largest) & (largest > 0)
@@ -105,7 +105,7 @@ def _by_blocks(x: Tensor, to: FP8Format, height: int, width: int) -> Quantized:
 
 
 def _grid(x: Tensor, height: int, width: int) -> Tensor:
-    """[rows, columns] -> [blocks down, height, blocks across, width], filled up with zeros."""
+    """[rows, columns] -> [blocks down, height, blocks across, width], padded with zeros."""
     rows, columns = x.shape
     if rows % height or columns % width:
         x = F.pad(x, (0, -columns % width, 0, -rows % height))

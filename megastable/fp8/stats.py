@@ -1,7 +1,7 @@
-"""What becomes of the numbers that somebody else's modules quantize, worked out beside them, for a step looked at.
+"""Statistics of quantization inside third-party FP8 modules, recomputed for a watched step.
 
-Their own FP8 tensors are not asked for. What goes in, the weights and the gradients that come back are quantized once
-more, as the emulation does it, and counted: some rows at a time, so that such a step takes no more memory.
+The modules' own FP8 tensors are not accessible. Inputs, weights and output gradients are quantized once more by the
+emulation, and counted a few rows at a time, so that such a step takes no more memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from megastable.fp8.scale_factors import AT_ONCE, BLOCK, Quantized, magnitude
 
 @dataclass(frozen=True)
 class Watched:
-    """A module x -> y of one linear layer after the other. layers, weights: of these.
+    """A module x -> y of one or more linear layers in sequence. layers, weights: of these.
 
-    inputs: x -> what the first layer multiplies with. between: what the second one multiplies with, of what the first
-    one puts out. The gradient is that of y, of the last layer.
+    inputs: x -> the first layer's operand. between: the first layer's output -> the second one's operand. The gradient
+    is
+    that of y, of the last layer.
     """
 
     module: nn.Module
@@ -42,10 +43,11 @@ def _itself(x: Tensor) -> Tensor:
 def watch(
     watched: Watched, quantizers: Sequence[Quantizer], show: Callable[[int, int, Tensor, Quantized], None]
 ) -> RemovableHandle:
-    """`show(number of the layer, slot, rows of a matrix, what became of them)` in every training pass until the handle
+    """Call `show(number of the layer, slot, rows of a matrix, their quantization)` in every training pass until the
+    handle
     is removed.
 
-    Of the first of two layers the gradient is not seen. quantizers: of the layers.
+    The gradient of the first of two layers is not visible. quantizers: of the layers.
     """
 
     def quantize(number: int, slot: int, matrix: Tensor, of: Callable[[Tensor], Tensor] = _itself) -> None:
@@ -59,7 +61,7 @@ def watch(
                 show(number, slot, x, quantizers[number](x, slot, False, largest)[0])
 
     def into(number: int) -> Callable[[Tensor], Tensor]:
-        """From what goes into the module to what layer `number` multiplies with."""
+        """From the module's input to the operand of layer `number`."""
         if not number:
             return watched.inputs
         before, weight = into(number - 1), watched.weights[number - 1]
@@ -74,5 +76,5 @@ def watch(
         if y.requires_grad:
             y.register_hook(lambda gradient: quantize(len(watched.layers) - 1, GRADIENT, gradient))
 
-    # Before those of others: ZeRO 3 takes the weights away in one.
+    # Registered before other hooks: one of ZeRO 3's releases the weights.
     return watched.module.register_forward_hook(after, prepend=True)

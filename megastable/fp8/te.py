@@ -1,20 +1,21 @@
-"""FP8 by Transformer Engine: its modules in the place of a block's norms and linear layers, around our own parameters.
+"""FP8 by Transformer Engine: its modules replace a block's norms and linear layers, with our own parameters.
 
-Written against its source, version 2.20; of what it does, this is relied on:
-- A module that is built on the meta device neither initialises its parameters nor marks them as tensor-parallel, and
-  looks them up by name whenever it computes: ours, put in the place of its own, keep their marks and placement.
-- torch.compile cannot look into most of its modules. Into te.Linear of 2.20 it can, but not with delayed scales, and
-  anew for every switch: all are hidden from it. What lies between them is compiled by itself: `Block.in_pieces`.
-- Whether, and by which recipe, is asked of one object of the process in every forward, also in one that recomputes, in
-  autograd's thread; a backward pass goes by what its forward has noted. So one autocast goes around a whole step.
-- With delayed scales its kernels read a scale and raise the largest magnitude seen, in place; all else (history, new
-  scales, sums over ranks) it does for modules that have entered themselves in a global list. Ours never do: scales and
+Written against the source of version 2.20; this code relies on the following:
+- A module built on the meta device neither initialises its parameters nor marks them as tensor-parallel, and
+  looks them up by name in every call: our parameters, assigned in their place, keep their marks and placement.
+- torch.compile cannot trace most of its modules. It can trace te.Linear of 2.20, but not with delayed scales, and
+  recompiles on every switch: all are hidden from it. The code between them is compiled separately: `Block.in_pieces`.
+- Every forward, also a recomputing one in autograd's thread, asks one object of the process whether to use FP8, and by
+  which recipe; a backward pass uses what its forward has noted. So one autocast wraps a whole step.
+- With delayed scales its kernels read a scale and raise the recorded largest magnitude, in place; everything else
+  (history, new scales, sums over ranks) it does for modules registered in a global list. Ours never register: scales
+  and
   magnitudes are cells of `Meters`, and no scale moves within a step. Hence many micro-batches, 1F1B and torch's own
-  recomputation need no more care: a forward that is done again reads the same scales and raises nothing.
-- Its tensor-parallel messages are those of `mappings`, but that gathered activations travel in FP8. The gradient of a
-  norm's weight under sequence parallelism it leaves to us.
-What it can and we leave out: FP8 copies of weights kept over the micro-batches of a step (they need all its modules
-told which is the first, and a byte or two a parameter), gradients added up in its products, overlapped messages.
+  recomputation need no special care: a repeated forward reads the same scales and raises nothing.
+- Its tensor-parallel messages are those of `mappings`, except that gathered activations are sent in FP8. Under sequence
+  parallelism it leaves the gradient of a norm's weight to us.
+Features that we do not use: FP8 copies of weights kept over the micro-batches of a step (all its modules would have to
+know the first one, and a byte or two per parameter), gradient accumulation in its products, overlapped messages.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.sharding import shape_of
 from megastable.parallel.topology import TensorParallel
 
-# For the first step, and the first one after FP8 was left; of weights the largest is looked up where they are here.
-# E5M2 then holds gradients from 1e-11 (the normal ones from 6e-11) to 0.05, E4M3 inputs from 0.001 to 448 and weights
-# from 4e-6 to 1.75. Rather lost than cut: trained models have a few inputs of hundreds, and are nothing without them.
+# Scales for the first step, and the first one after FP8 was off; for local weights the largest magnitude is computed.
+# E5M2 then covers gradients from 1e-11 (normal ones from 6e-11) to 0.05, E4M3 inputs from 0.001 to 448 and weights
+# from 4e-6 to 1.75. Underflow is preferred to saturation: trained models have a few essential inputs of hundreds.
 FIRST_SCALES = (1.0, 2.0**8, 2.0**20)
 
 
-# Whether it can be had
+# Availability
 
 
 def why_not(config: RunConfig, device: torch.device) -> str | None:
-    """Why Transformer Engine cannot compute `config.precision.fp8` on this device; None if it can."""
+    """The reason why Transformer Engine cannot compute `config.precision.fp8` on this device; None if it can."""
     if device.type != "cuda":
         return "Transformer Engine computes on GPUs only"
     if reason := misfit(config):
@@ -78,15 +79,15 @@ def why_not(config: RunConfig, device: torch.device) -> str | None:
 
 
 def _unsupported(te: Any, config: Fp8Config) -> str | None:
-    """Why the current GPU has no products of this recipe."""
+    """The reason why the current GPU has no products of this recipe."""
     if config.recipe != "block":
         possible, reason = te.is_fp8_available(return_reason=True)
-        return None if possible else f"of this GPU it says: {reason}"
+        return None if possible else f"on this GPU it reports: {reason}"
     possible, reason = te.is_fp8_block_scaling_available(return_reason=True)
     if possible and torch.cuda.get_device_capability() >= (10, 0):
-        # From Blackwell on it computes this recipe by blocks of 32, which newer GPUs have not for all products.
+        # From Blackwell on it computes this recipe with blocks of 32, which newer GPUs do not support for all products.
         possible, reason = te.is_mxfp8_available(return_reason=True)
-    return None if possible else f"of blocks on this GPU it says: {reason}"
+    return None if possible else f"for blocks on this GPU it reports: {reason}"
 
 
 # Its modules
@@ -102,15 +103,15 @@ class Fitted:
 
 
 def linears_of(block: Block, config: RunConfig) -> set[str]:
-    """Which of `config.LINEARS` are in FP8 in this block."""
+    """The layers of `config.LINEARS` that are in FP8 in this block."""
     return set(fp8_linears(config, int(block.name.rpartition(".")[2])))
 
 
 def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
-    """Put modules of Transformer Engine in the place of those `linears` (of `config.LINEARS`) of a built block.
+    """Replace those `linears` (of `config.LINEARS`) of a built block by modules of Transformer Engine.
 
-    A norm before a layer becomes a part of its module, which quantizes what it norms while that is at hand; an MLP that
-    is in FP8 as a whole becomes one module, which keeps for the backward pass what recompute=selective would keep.
+    A norm before a layer becomes a part of its module, which quantizes the norm's output directly; an MLP that
+    is in FP8 as a whole becomes one module, which saves for the backward pass what recompute=selective would save.
     """
     found, attention, mlp = [], block.attention, block.mlp
     assert isinstance(mlp, MLP)
@@ -144,7 +145,7 @@ def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
 
 
 def _linear(linear: ColumnParallelLinear | RowParallelLinear, norm: RMSNorm | None) -> Any:
-    """[norm,] x [s, b, in] (column: or its sequence shard) -> [s, b, out], as our own layers."""
+    """[norm,] x [s, b, in] (column: or its sequence shard) -> [s, b, out], like our own layers."""
     import transformer_engine.pytorch as te
 
     (outputs, inputs), tp = shape_of(linear.weight), linear.tp
@@ -152,7 +153,7 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear, norm: RMSNorm | No
     told = _told(tp, linear.weight) | {
         "parallel_mode": None if tp.size == 1 else "column" if column else "row"
     }
-    # It is told the sizes of the whole and divides them.
+    # It takes the sizes of the whole and divides them.
     whole = (inputs, outputs * tp.size) if column else (inputs * tp.size, outputs)
     with _quietly():
         if norm is None:
@@ -193,7 +194,7 @@ def _told(tp: TensorParallel, weight: Tensor) -> dict[str, Any]:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
-        # Every tensor-parallel module says that messages overlap for sure only with CUDA_DEVICE_MAX_CONNECTIONS=1.
+        # Every tensor-parallel module warns that messages overlap reliably only with CUDA_DEVICE_MAX_CONNECTIONS=1.
         warnings.simplefilter("ignore", UserWarning)
         yield
 
@@ -207,13 +208,13 @@ def _give(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _give_norm(module: nn.Module, norm: RMSNorm) -> None:
     _give(module, "layer_norm_weight", norm.weight)
     if norm.tp.size > 1:
-        # Every rank norms its own part of the tokens. Before the gradient is added up or anybody looks at it.
+        # Every rank norms its own part of the tokens. The hook runs before the gradient is accumulated or read.
         norm.weight.register_hook(_Sum(norm.tp))
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """A gradient, summed over the tensor group as `mappings.share` does it: in fp32."""
+    """Sums a gradient over the tensor group like `mappings.share`: in fp32."""
 
     tp: TensorParallel
 
@@ -223,11 +224,11 @@ class _Sum:
         return wide.to(gradient.dtype)
 
 
-# What the engine knows of it
+# The controller
 
 
 def apply(module: nn.Module, config: RunConfig, group: Any, device: torch.device) -> Fp8:
-    """`module`, a built model or a stage of one, with its linear layers as `config.precision.fp8` says.
+    """Convert `module`, a built model or a stage of one, to `config.precision.fp8`; returns its controller.
 
     group: the ranks that share delayed scales, those of the stage; None: the world. device: where the module will be.
     """
@@ -248,9 +249,9 @@ class TransformerEngine(Metered):
         self._hooks: list[RemovableHandle] = []
         self._weights = [weight for one in fitted for weight in one.weights]
         self._weight_format, self._room = formats(config)[WEIGHT], 2.0**config.margin
-        self._first: Tensor | None = None  # scales where nothing is known
+        self._first: Tensor | None = None  # scales without a history
         if meters is not None:
-            self._scales = torch.ones_like(meters.scales)  # those that the kernels read: never 0
+            self._scales = torch.ones_like(meters.scales)  # read by the kernels: never 0
             with self._autocast(True):
                 _connect(fitted, meters, self._scales)
 
@@ -279,12 +280,12 @@ class TransformerEngine(Metered):
         with self._autocast(self.on):
             yield
         if not torch.is_grad_enabled():
-            meters.seen.zero_()  # an evaluation raises them, too, and is no step
+            meters.seen.zero_()  # an evaluation also raises them, but is not a step
 
     def _autocast(self, on: bool) -> contextlib.AbstractContextManager[Any]:
         import transformer_engine.pytorch as te
 
-        # The group is for sums that never take place; without one they would be over the world, of all stages.
+        # The group is for reductions that never take place; without it they would cover the world, with all stages.
         found: contextlib.AbstractContextManager[Any] = te.autocast(
             enabled=on, recipe=self._recipe, amax_reduction_group=self._group
         )
@@ -292,9 +293,9 @@ class TransformerEngine(Metered):
 
     @torch.no_grad()
     def _guess(self, meters: Meters) -> Tensor:
-        """Scales [layers, slots] for a step of which nothing is known."""
+        """Scales [layers, slots] for a step without a history."""
         first = torch.tensor(FIRST_SCALES, device=meters.scales.device).expand_as(meters.scales).clone()
-        # Under ZeRO 3 the weights are elsewhere.
+        # Under ZeRO 3 the weights are partitioned.
         here = {row: w.detach() for row, w in enumerate(self._weights) if w.numel()}
         if here:
             largest = torch.stack(torch._foreach_norm(list(here.values()), torch.inf)).float()
@@ -311,7 +312,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def _normed(module: Any, x: Tensor) -> Tensor:
-    """What a module with an RMSNorm in it multiplies with."""
+    """The operand of a module that includes an RMSNorm."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
     return (wide * module.layer_norm_weight.float()).to(x.dtype)
@@ -324,7 +325,7 @@ def _show(
 
 
 def _recipe(config: Fp8Config) -> Any:
-    """Its object for ours. Of delayed scaling it knows only that there is one: see `Meters`."""
+    """Its recipe object for ours. Delayed scaling is only declared: see `Meters`."""
     from transformer_engine.common import recipe
 
     to = recipe.Format.HYBRID if formats(config)[2] is E5M2 else recipe.Format.E4M3
@@ -336,7 +337,7 @@ def _recipe(config: Fp8Config) -> Any:
 
 
 def _connect(fitted: Sequence[Fitted], meters: Meters, scales: Tensor) -> None:
-    """Let the kernels of delayed scaling read `scales` and raise `meters.seen`, [layers, slots] both; in an autocast.
+    """Make the kernels of delayed scaling read `scales` and raise `meters.seen`, [layers, slots] both; in an autocast.
 
     A module has three tensors a product in its forward pass (input, weight, output) and two in its backward pass
     (gradient of the output, of the input); outputs and gradients of inputs stay bf16.
@@ -346,7 +347,7 @@ def _connect(fitted: Sequence[Fitted], meters: Meters, scales: Tensor) -> None:
     rows = {layer: row for row, layer in enumerate(meters.names)}
     for one in fitted:
         one.module.init_fp8_metadata(num_gemms=len(one.layers))
-        # It takes this for its place in the global list, and does not enter itself.
+        # It takes this for its entry in the global list, and does not register itself.
         one.module.fp8_meta[FP8GlobalStateManager.get_buffer_info()] = []
         for number, layer in enumerate(one.layers):
             forward, backward = (one.module.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))

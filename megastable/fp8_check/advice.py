@@ -1,8 +1,8 @@
-"""What FP8 costs a model, in numbers, and which layers had better stay out of it. Pure; without torch.
+"""Judge the effect of FP8 on a model, and choose the layers that should stay out of it. Pure; without torch.
 
     keep = advise(layers)                   # {"blocks.3.mlp.down": ("y is 31 % off, other layers 4 %",)}
-    problems = unstable(loss, measured)     # () where nothing speaks against it
-    best(outcomes)                          # the recipe to take, None where there is none
+        problems = unstable(loss, measured)     # () if nothing speaks against it
+        best(outcomes)                          # the recipe to take, None if there is none
 
 The limits are in `ErrorLimits`, each with its reason.
 """
@@ -19,21 +19,22 @@ ORDINARY = 1.4826  # times the median absolute deviation: a standard deviation, 
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """Rounding to three bits of mantissa (E4M3) moves a tensor by 2.6 %, to two (E5M2) by 5.3 %, whatever the model; a
-    product of two by the root of both squares, 4 to 6 %, or less. What is beyond was cut, lost, or cancels out.
+    """Rounding to three bits of mantissa (E4M3) changes a tensor by 2.6 %, to two (E5M2) by 5.3 %, in any model; a
+    product of two by the root of the sum of squares, 4 to 6 %, or less. Anything beyond is saturation, underflow or
+    cancellation.
 
-    product: an output or gradient that is this far off is no reason to keep a layer, whatever the others are.
-    robust: standard deviations, of the logarithm, that one must lie above the other layers; factor: and so many times
-    their median, where they are all alike.
-    useless: so far off a product says little about the true one, be the others as bad.
-    saturation: share of numbers that were cut. In an ordinary step delayed scales cut a few of 10^5, and what is cut is
-    the largest there is.
-    underflow: share of numbers other than zero that became zero. Ordinary ones lose up to some percent, which are too
-    small to matter; where one channel is 10^4 times as large as the rest, all of the rest goes, and no error tells,
-    since it is measured by that channel. crowd: and so many times the median of the same tensor in the other layers.
+    product: an output or gradient with at most this error is no reason to keep a layer, whatever the others have.
+    robust: standard deviations, of the logarithm, above the other layers; factor: and multiple of their median, in
+    case they are all alike.
+    useless: error at which a product says little about the true one, even if the others are as bad.
+    saturation: share of numbers that were cut. In an ordinary step delayed scales cut a few in 10^5, the largest ones.
+    underflow: share of nonzero numbers that became zero. Ordinary tensors lose up to a few percent, too small to
+    matter;
+    if one channel is 10^4 times as large as the rest, the whole rest is lost, and no error shows it, because that
+    channel dominates the error. crowd: and multiple of the median of the same tensor in the other layers.
     loss: of the whole model, relative: DeepSeek-V3 trained within 0.25 % of bf16 (arXiv:2412.19437
     section 3.3), this is four times that. cosine: of the whole gradient with that of bf16.
-    kept: share of the layers beyond which FP8 would be left with too little.
+    kept: share of the layers beyond which too little would be left in FP8.
     """
 
     product: float = 0.12
@@ -53,7 +54,8 @@ USUAL = ErrorLimits()
 
 @dataclass(frozen=True)
 class TensorLoss:
-    """error: |q(x) - x| / |x|. saturation, underflow: shares of its numbers. largest: magnitude. format: it became."""
+    """error: |q(x) - x| / |x|. saturation, underflow: shares of its numbers. largest: magnitude. format: its FP8
+    type."""
 
     error: float
     saturation: float
@@ -83,8 +85,8 @@ class LayerLoss:
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """Of the whole model: loss, nats per token; kl: divergence from bf16's predictions, nats per token; cosine: of the
-    gradient with bf16's; gradient_error: their distance by bf16's norm."""
+    """The whole model: loss, nats per token; kl: divergence from bf16's predictions, nats per token; cosine: of the
+    gradient with bf16's; gradient_error: their distance relative to bf16's norm."""
 
     loss: float
     kl: float
@@ -94,8 +96,8 @@ class ModelLoss:
 
 @dataclass(frozen=True)
 class RecipeOutcome:
-    """Of a recipe. everything: with all layers in FP8; keep: layer -> why it should not be; kept: the whole model with
-    those left out, None where there are none."""
+    """Results of a recipe. everything: with all layers in FP8; keep: layer -> why to keep it out; kept: the whole model
+    with those left out, None if there are none."""
 
     recipe: str
     layers: Sequence[LayerLoss]
@@ -114,7 +116,7 @@ class RecipeOutcome:
 
 
 def advise(layers: Sequence[LayerLoss], limits: ErrorLimits = USUAL) -> dict[str, tuple[str, ...]]:
-    """Layers to keep out of FP8, in their order, and why. An error that is no number counts as infinite."""
+    """Layers to keep out of FP8, in their order, and why. A nan error counts as infinite."""
     found = {
         layer.name: [*_products(layer, layers, limits), *_tensors(layer, layers, limits)] for layer in layers
     }
@@ -131,7 +133,7 @@ def _products(layer: LayerLoss, layers: Sequence[LayerLoss], limits: ErrorLimits
 
 
 def _usual(errors: Sequence[float], limits: ErrorLimits) -> float:
-    """What an ordinary one of these does not exceed."""
+    """An upper limit for ordinary errors among these."""
     logs = [math.log(min(max(error, 1e-12), 1e12)) for error in errors]
     middle = median(logs)
     spread = ORDINARY * median([abs(log - middle) for log in logs])
@@ -157,10 +159,10 @@ def unstable(
     problems = []
     change = (found.loss - loss) / loss if loss > 0 else 0.0
     if abs(change) > limits.loss:
-        problems.append(f"the loss is another one by {change:+.2%}, more than {limits.loss:.0%}")
+        problems.append(f"the loss changes by {change:+.2%}, more than {limits.loss:.0%}")
     if found.cosine < limits.cosine:
         problems.append(
-            f"the gradient points elsewhere: cosine {found.cosine:.3f}, less than {limits.cosine:g}"
+            f"the gradient's direction changes: cosine {found.cosine:.3f}, less than {limits.cosine:g}"
         )
     if kept > limits.kept * layers:
         problems.append(f"{kept} of {layers} layers would have to be kept: too little is left to FP8")
@@ -168,7 +170,7 @@ def unstable(
 
 
 def best(outcomes: Sequence[RecipeOutcome]) -> RecipeOutcome | None:
-    """Of those that are stable the one that keeps the fewest layers out, and of these the one whose gradient is nearest
+    """The stable outcome that keeps the fewest layers out; among equals the one whose gradient is nearest
     to bf16's."""
     stable = [outcome for outcome in outcomes if outcome.stable]
     return min(stable, key=lambda o: (len(o.keep), o.advised.gradient_error), default=None)

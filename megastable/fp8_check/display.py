@@ -1,4 +1,4 @@
-"""What a check of FP8 found, for people, for programs and as a picture."""
+"""Present the results of an FP8 check: tables, advice, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megastable.fp8_check.advice import ErrorLimits, LayerLoss, ModelLoss, Recip
 from megastable.report.figures import save
 
 LEGEND = (
-    "y, dx, dw: how far a layer's products are off, in FP8 against without. input, weight, gradient: what rounding "
-    "takes from each. cut, lost: the largest share of their numbers that became the format's largest, or zero."
+    "y, dx, dw: relative errors of a layer's products in FP8. input, weight, gradient: rounding errors "
+    "of each. cut, lost: the largest share of their numbers that became the format's largest, or zero."
 )
 
 
 def models(loss: float, outcomes: Sequence[RecipeOutcome]) -> Table:
-    """The whole model by every recipe, with all layers in FP8 and without those that are to be kept."""
+    """The whole model by every recipe, with all layers in FP8 and with the advised ones kept out."""
     table = Table("recipe", "in FP8", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("loss", "change", "KL", "gradient off", "cosine"):
         table.add_column(name, justify="right")
@@ -82,7 +82,7 @@ def tensors(outcome: RecipeOutcome) -> Table:
 
 
 def worst(found: Sequence[LayerLoss]) -> list[LayerLoss]:
-    """By the largest error of their products."""
+    """Layers sorted by the largest error of their products."""
     return sorted(found, key=lambda layer: -layer.worst)
 
 
@@ -91,7 +91,7 @@ def _rank(error: float) -> float:
 
 
 def _name(name: str) -> Text:
-    """One that can be copied as a whole."""
+    """A layer name, unbroken so that it can be copied."""
     return Text(name, no_wrap=True)
 
 
@@ -104,8 +104,8 @@ def _share(share: float) -> str:
 
 
 def advice(outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], most: int = 12) -> Iterator[str]:
-    """Lines: what to keep by each recipe and why, which recipe to take, what to say after RECIPE. given: as
-    for `overrides`."""
+    """Lines of advice: layers to keep by each recipe and why, the recipe to take, overrides to add after RECIPE. given:
+    as for `overrides`."""
     for outcome in outcomes:
         if outcome.keep:
             yield f"{outcome.recipe}: keep {plural(len(outcome.keep), 'layer')} of {len(outcome.layers)} out of FP8:"
@@ -119,7 +119,7 @@ def advice(outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], most:
     if chosen is None:
         yield "verdict: not stable in FP8 by any of these recipes; leave precision.fp8 out"
         return
-    many = "the best of these (speed not asked): " if len(outcomes) > 1 else ""
+    many = "the best of these (regardless of speed): " if len(outcomes) > 1 else ""
     kept = (
         f", {plural(len(chosen.keep), 'layer')} kept out" if chosen.keep else ", no layer has to be kept out"
     )
@@ -128,7 +128,7 @@ def advice(outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], most:
 
 
 def overrides(outcome: RecipeOutcome, given: Mapping[str, object]) -> list[str]:
-    """KEY=VALUE for an outcome. given: KEY -> VALUE that the run must be told besides."""
+    """KEY=VALUE for an outcome. given: further KEY -> VALUE that the run needs."""
     said = {"precision.fp8.recipe": outcome.recipe, **given}
     if outcome.keep:
         said["precision.fp8.keep"] = f"[{','.join(outcome.keep)}]"
@@ -138,7 +138,7 @@ def overrides(outcome: RecipeOutcome, given: Mapping[str, object]) -> list[str]:
 def tree(
     loss: float, outcomes: Sequence[RecipeOutcome], given: Mapping[str, object], limits: ErrorLimits
 ) -> dict[str, Any]:
-    """All numbers."""
+    """All numbers, as a tree for JSON."""
     chosen = best(outcomes)
     return {
         "loss": loss,
@@ -170,8 +170,8 @@ def _tree(loss: float, found: ModelLoss) -> dict[str, float]:
 
 
 def picture(outcomes: Sequence[RecipeOutcome], title: str, path: Path) -> None:
-    """A map of errors for every recipe: layers downwards, their tensors and products across. The kind of file follows
-    from the name. Raises DataError when it cannot be written."""
+    """A map of errors for every recipe: layers downwards, their tensors and products across. The file name decides the
+    format. Raises DataError if it cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")

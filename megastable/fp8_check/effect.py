@@ -1,10 +1,10 @@
-"""What FP8 would do to a model: tensor by tensor, layer by layer, and to its loss and gradient as a whole.
+"""Measure the effect of FP8 on a model: tensor by tensor, layer by layer, and on its loss and gradient as a whole.
 
     found = check(model, micro_batches, before, configs)     # tools/fp8_check.py
 
-Three passes. Over the micro-batches `before`, in the model's precision, the largest magnitudes that delayed scales are
-made of. Over `micro_batches` the same, and in every layer's backward pass, where its input, weight and gradient are
-together, what each recipe makes of them and of their products. Then the whole model by each recipe, with all layers
+Three passes. Over the micro-batches `before`, in the model's precision: the largest magnitudes for delayed scales. Over
+`micro_batches`, in the model's precision: in every layer's backward pass, where its input, weight and gradient are
+together, the quantization by each recipe and its products. Then the whole model by each recipe, with all layers
 in FP8 and without those of `advice.advise`. Memory: weights and gradients once, and the tensors of one layer.
 """
 
@@ -61,7 +61,7 @@ Look = Callable[[Tensor, Tensor, Tensor], None]  # x [n, in], w [out, in], g [n,
 
 @dataclass(frozen=True)
 class EvaluationBatch:
-    """tokens int64 [b, s + 1]: inputs and, one further, labels. segments: where attention stays inside documents."""
+    """tokens int64 [b, s + 1]: inputs and, shifted by one, labels. segments: if attention stays inside documents."""
 
     tokens: Tensor
     segments: Tensor | None = None
@@ -76,7 +76,7 @@ class EffectReport:
 
 
 def passes(batches: int, before: int, configs: Mapping[str, Fp8Config]) -> int:
-    """How many passes over a micro-batch `check` needs; those that verify its advice come besides."""
+    """Number of passes over a micro-batch that `check` needs, without those that verify its advice."""
     return (before if "delayed" in configs else 0) + batches * (2 + len(configs))
 
 
@@ -85,10 +85,11 @@ def check(
     configs: Mapping[str, Fp8Config], limits: ErrorLimits = USUAL, advance: Callable[[], None] = lambda: None,
     more: Callable[[int], None] = lambda _: None,
 ) -> EffectReport:  # fmt: skip
-    """What each of `configs`, by recipe, does to the model on `batches`. before: other micro-batches, the newest last.
+    """The effect of each of `configs`, by recipe, on the model on `batches`. before: other micro-batches, the newest
+    last.
 
-    advance: called after every pass over a micro-batch; more: told of passes that `passes` did not know of. The
-    model's weights stay; its gradients do not. Raises DataError where it is broken without FP8.
+    advance: called after every pass over a micro-batch; more: called with passes that `passes` did not count. The
+    model's weights stay; its gradients do not. Raises DataError if it is broken without FP8.
     """
     layers = linears(model.gpt)
     history = _history(model, layers, before, advance) if "delayed" in configs else {}
@@ -114,14 +115,14 @@ def check(
 
 @dataclass(frozen=True)
 class _Passed:
-    """loss: the cross-entropy, nats per token; hidden: what the head takes, [s, b, hidden]."""
+    """loss: the cross-entropy, nats per token; hidden: the head's input, [s, b, hidden]."""
 
     loss: float
     hidden: Tensor
 
 
 def _pass(model: PlainModel, batch: EvaluationBatch) -> _Passed:
-    """Forward and backward of what training minimises; gradients are where hooks find them."""
+    """Forward and backward of the training objective; hooks collect the gradients."""
     hidden = model.hidden(batch.tokens[:, :-1], batch.segments)
     head = model.gpt[0] if model.gpt.tied else model.gpt[-1]
     objective = LossFunction(model.vocabulary, model.config.z_loss, TensorParallel())
@@ -131,7 +132,7 @@ def _pass(model: PlainModel, batch: EvaluationBatch) -> _Passed:
 
 @contextlib.contextmanager
 def _gradients(model: nn.Module, take: Callable[[nn.Parameter, Tensor], None]) -> Iterator[None]:
-    """Give every parameter's gradient away as soon as it is there."""
+    """Hand over every parameter's gradient as soon as it exists, and free it."""
 
     def given(parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
@@ -148,7 +149,7 @@ def _gradients(model: nn.Module, take: Callable[[nn.Parameter, Tensor], None]) -
 
 @contextlib.contextmanager
 def _plainly(layers: Mapping[str, Any]) -> Iterator[None]:
-    """Afterwards the layers multiply as if nothing had been."""
+    """Restore the layers' plain products afterwards."""
     try:
         yield
     finally:
@@ -158,7 +159,7 @@ def _plainly(layers: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(layers: Mapping[str, Any], look: Callable[[int], Look]) -> Iterator[None]:
-    """Show `look`'s answer for the number of a layer what that layer multiplies, in its backward pass."""
+    """In its backward pass, show every layer's operands to the callback that `look` returns for its number."""
     with _plainly(layers):
         for number, linear in enumerate(layers.values()):
             linear.product = partial(_Shown.apply, look(number))
@@ -166,7 +167,7 @@ def _watched(layers: Mapping[str, Any], look: Callable[[int], Look]) -> Iterator
 
 
 class _Shown(torch.autograd.Function):
-    """x w^T as ever; its backward pass shows x, w and the gradient."""
+    """x w^T, unchanged; its backward pass shows x, w and the gradient."""
 
     @staticmethod
     def forward(ctx: Any, look: Look, x: Tensor, w: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ class _Shown(torch.autograd.Function):
         return None, (g @ w).view(x.shape), g.t() @ flat
 
 
-# What delayed scales are made of
+# Magnitudes for delayed scales
 
 
 def _history(
@@ -192,7 +193,7 @@ def _history(
     before: Sequence[EvaluationBatch],
     advance: Callable[[], None],
 ) -> History:
-    """The largest magnitudes of every micro-batch, the newest first, as `Meters.told`."""
+    """The largest magnitudes of every micro-batch, the newest first, in the form of `Meters.told`."""
     found: list[list[list[float]]] = [[[] for _ in SLOTS] for _ in layers]
 
     def look(number: int) -> Look:
@@ -213,7 +214,7 @@ def _history(
 
 
 class _Sums:
-    """Of one tensor or product: sums of squares of the error and of what is right, counts, the largest magnitude."""
+    """Sums for one tensor or product: squares of the error and of the true values, counts, the largest magnitude."""
 
     def __init__(self) -> None:
         self.error = self.right = self.cut = self.lost = self.numbers = self.largest = 0.0
@@ -247,7 +248,7 @@ class _Sums:
 
 
 def _square(x: Tensor) -> float:
-    # By a norm in fp32, and squared in Python: squares of fp32 numbers need not be any.
+    # The norm in fp32, squared in Python: squares of fp32 numbers may overflow or underflow.
     return float(torch.linalg.vector_norm(x, dtype=torch.float32)) ** 2
 
 
@@ -284,7 +285,7 @@ def _layers(
 def _quantizers(
     config: Fp8Config, names: Sequence[str], history: History, device: torch.device
 ) -> Callable[[int], Quantizer]:
-    """As `apply.emulate` gives them to the layers, by their number."""
+    """The quantizers that `apply.emulate` gives to the layers, by their number."""
     to = formats(config)
     if config.recipe != "delayed":
         same = Blocks(to) if config.recipe == "block" else Current(to)
@@ -295,7 +296,7 @@ def _quantizers(
 
 
 def _compare(quantize: Quantizer, sums: Mapping[str, _Sums], x: Tensor, w: Tensor, g: Tensor) -> None:
-    """One layer, one recipe: its tensors, and the products that `emulated.Product` makes of them."""
+    """One layer, one recipe: its tensors, and their products as in `emulated.Product`."""
     slots = {INPUT: x, WEIGHT: w, GRADIENT: g}
     became = {slot: quantize(tensor, slot, False) for slot, tensor in slots.items()}
     for slot, tensor in slots.items():
@@ -310,7 +311,7 @@ def _compare(quantize: Quantizer, sums: Mapping[str, _Sums], x: Tensor, w: Tenso
 
 
 class _Against:
-    """A recipe's gradients and predictions beside those of the model's own precision, micro-batch by micro-batch."""
+    """A recipe's gradients and predictions compared with the model's own precision, micro-batch by micro-batch."""
 
     def __init__(self) -> None:
         self.loss = self.kl = self.dot = self.own = self.right = self.apart = 0.0
@@ -332,7 +333,7 @@ def _models(
     model: PlainModel, batches: Sequence[EvaluationBatch], configs: Mapping[str, Fp8Config], history: History,
     variants: Collection[tuple[str, frozenset[str]]], advance: Callable[[], None],
 ) -> tuple[float, dict[tuple[str, frozenset[str]], ModelLoss]]:  # fmt: skip
-    """(loss without FP8, of every variant), a variant being a recipe and the layers that it does not have."""
+    """(loss without FP8, results of every variant), a variant being a recipe and the layers kept out of it."""
     layers, total = linears(model.gpt), 0.0
     sums = {variant: _Against() for variant in variants}
     for batch in batches:
@@ -358,7 +359,7 @@ def _models(
 
 @torch.no_grad()
 def _divergence(model: PlainModel, right: Tensor, other: Tensor) -> float:
-    """KL(right || other) of the next token, nats, the mean over tokens; of what the head takes, [s, b, hidden]."""
+    """KL(right || other) of the next token, nats, the mean over tokens; from the head's inputs, [s, b, hidden]."""
     count, total = max(1, LOGITS // (4 * model.config.padded_vocab)), 0.0
     right, other = right.flatten(0, 1), other.flatten(0, 1)
     for a, b in zip(right.split(count), other.split(count), strict=True):

@@ -1,5 +1,4 @@
-"""What a check of FP8 is made of: a checkpoint's model, recipes, and samples of its own run or of a text, or, where
-there is neither, random tokens."""
+"""Gather the inputs of an FP8 check: a checkpoint's model, recipes, and samples of its run, of a text, or random."""
 
 from __future__ import annotations
 
@@ -33,19 +32,19 @@ SHORTEST = 16  # tokens of a sample, of a short text
 
 
 def open_model(checkpoint: Path, dtype: str | None, device: str | None) -> PlainModel:
-    """dtype: bf16, fp32, or None: as the run trains. device: None: a GPU where there is one.
+    """dtype: bf16, fp32, or None: the run's. device: None: a GPU if there is one.
 
-    Raises CheckpointError as `load_plain`, DataError for a device that there is not, ConfigError for a run in fp16.
+    Raises CheckpointError as `load_plain`, DataError for a missing device, ConfigError for a run in fp16.
     """
     try:
         on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=on).cpu()  # "meta" gives nothing back
+        torch.empty(0, device=on).cpu()  # raises for "meta"
     except (RuntimeError, AssertionError) as error:
         raise DataError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
     model = load_plain(checkpoint, DTYPES[dtype] if dtype else None, on)
     if model.run.precision.kind == "fp16" and dtype is None:
         raise ConfigError(
-            f"{model.checkpoint} trains in fp16, around which there is no FP8: add --dtype bf16 to see how it would be "
+            f"{model.checkpoint} trains in fp16, which FP8 does not support: add --dtype bf16 to check it "
             "with precision.kind=bf16"
         )
     return model
@@ -54,8 +53,8 @@ def open_model(checkpoint: Path, dtype: str | None, device: str | None) -> Plain
 def configs_of(
     run: RunConfig, recipes: Sequence[str], formats: str | None, history: int
 ) -> tuple[dict[str, Fp8Config], dict[str, object]]:
-    """(what to measure, by recipe; KEY -> VALUE that a run must be told besides): everything else as the run says, but
-    all layers."""
+    """(what to measure, by recipe; KEY -> VALUE that a run needs besides): everything else as in the run, except that
+    all layers take part."""
     own = run.precision.fp8 or Fp8Config()
     every = {"keep_first": 0, "keep_last": 0, "keep": (), "history": history}
     chosen = formats or own.formats
@@ -75,7 +74,7 @@ def configs_of(
 
 
 def in_words(model: PlainModel) -> str:
-    """Which model it is."""
+    """The model in one line."""
     size = sum(p.numel() for p in model.parameters()) / 1e6
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return f"{model.checkpoint}: step {model.step:,}, {size:,.1f}M parameters, {dtype} on {model.device.type}"
@@ -83,7 +82,7 @@ def in_words(model: PlainModel) -> str:
 
 @dataclass(frozen=True)
 class Material:
-    """tokens: int64 [n, L + 1]. origin: in words. eod: ends a document, where that is known."""
+    """tokens: int64 [n, L + 1]. origin: in words. eod: ends a document, if known."""
 
     tokens: Int64s
     origin: str
@@ -91,7 +90,7 @@ class Material:
     notes: Sequence[str] = ()
 
     def batches(self, model: PlainModel, micro_batch: int) -> list[EvaluationBatch]:
-        """In order. Raises DataError for tokens that the model does not know."""
+        """Micro-batches in order. Raises DataError for tokens outside the model's vocabulary."""
         found = []
         for first in range(0, len(self.tokens), micro_batch):
             tokens, segments, strange = inputs(model, self.tokens[first : first + micro_batch], self.eod)
@@ -109,7 +108,7 @@ def gather(
 ) -> Material:
     """`count` samples of the model's sequence length: of `text`, or of its run, or random.
 
-    Of the run: its first validation samples; where they do not suffice, those that it would train on next. tokenizer:
+    Of the run: its first validation samples; if they do not suffice, those that it would train on next. tokenizer:
     of `text`, else that of the run's corpus. Raises DataError for a text that cannot be used.
     """
     if text is not None:
@@ -122,7 +121,7 @@ def gather(
 
 def _of_run(model: PlainModel, count: int) -> Material:
     run, folder = model.run, model.checkpoint.parent
-    # A checkpoint may have been taken out of its run.
+    # A checkpoint may have been moved out of its run.
     root = RunDirectory(folder.parent) if folder.name == "checkpoints" else None
     length = model.config.sequence_length
     blends = read_blends(root.blends) if root else ()
@@ -146,12 +145,12 @@ def _taken(source: Source, positions: Int64s, what: str, path: Path) -> Material
 
 
 def _samples(source: Source) -> int:
-    """Different ones."""
+    """Number of different samples."""
     return sum(max(0, corpus.tokens - 1) // source.order.sequence_length for corpus in source.order.corpora)
 
 
 def _left(model: PlainModel, root: RunDirectory | None, order: Order) -> Selection:
-    """What the run trains on."""
+    """The selection that the run trains on."""
     if root is None:
         return Selection(order, more=model.run.data.skip)
     return Ledger.read(root.skips, []).usable(root.skips, order, model.run.data.skip)[0]
@@ -161,7 +160,7 @@ def _of_text(model: PlainModel, count: int, text: Path, tokenizer: Path | None) 
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is no UTF-8 at byte {error.start}"
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 at byte {error.start}"
         raise DataError(f"--text {text} cannot be read: {reason}") from None
     where = str(model.checkpoint)
     spoken = load_tokenizer(find(tokenizer)) if tokenizer else tokenizer_of(model.run, where)
@@ -185,7 +184,7 @@ def _random(model: PlainModel, count: int, seed: int, why: str) -> Material:
     return Material(
         tokens, f"{count} samples of random tokens", None,
         [
-            f"random tokens: {why}. Losses and activations of nonsense are not those of text: give --text FILE, or the "
-            "corpus its place back"
+            f"random tokens: {why}. Their losses and activations differ from those of text: give --text FILE, or "
+            "restore the corpus"
         ],
     )  # fmt: skip

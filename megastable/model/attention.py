@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries, QK-norm before RoPE, optionally inside documents.
+"""Causal self-attention with grouped queries, QK-norm before RoPE, optionally restricted to documents.
 
 Shapes: s sequence, b micro-batch, q query heads and k key/value heads of this tensor rank, d head width.
 QK-norm: Henry et al., arXiv:2010.04245; Dehghani et al., arXiv:2302.05442; over the width of all
@@ -26,10 +26,10 @@ from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
 
 class Places(NamedTuple):
-    """Where the tokens of a micro-batch stand; the same for all layers.
+    """Positions and documents of the tokens of a micro-batch; the same for all layers.
 
-    cos, sin: fp32, broadcastable to [s, b, 1, d / 2]. segments [b, s], and what the attention's core makes of it, where
-    documents are kept apart.
+    cos, sin: fp32, broadcastable to [s, b, 1, d / 2]. segments [b, s] and what the core prepared from them, where
+    attention is restricted to documents.
     """
 
     cos: Tensor
@@ -54,7 +54,7 @@ def _head_norm(
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
-    """x [s, b, heads, d], by the head or whole."""
+    """x [s, b, heads, d], normed per head or over the full width."""
     if isinstance(norm, SplitRMSNorm):
         return norm(x.flatten(2)).view_as(x)
     return x if norm is None else norm(x)
@@ -63,7 +63,7 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 class Attention(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape.
 
-    With context parallelism x is of this rank's tokens, q, k and v at the core are of all tokens and of its heads.
+    With context parallelism x has this rank's tokens; at the core q, k and v have all tokens of this rank's heads.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Attention(nn.Module):
         return _normed(q, self.q_norm), _normed(k, self.k_norm), v
 
     def places(self, length: int, segments: Tensor | None, device: torch.device) -> Places:
-        """Of a micro-batch of samples of `length` tokens."""
+        """Positions for a micro-batch of samples of `length` tokens."""
         if segments is not None:
             return _apart(segments, self.rope, self.core)
         cos, sin = rope_table(length, self.rope, device)
@@ -111,21 +111,21 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, at: Places, between: Callable[[Tensor, Places], Tensor] | None = None
     ) -> Tensor:
-        """between: in place of `between`, the same compiled; see `Block.in_pieces`."""
+        """between: a compiled replacement of `self.between`; see `Block.in_pieces`."""
         return self.out((between or self.between)(self.qkv(x), at))
 
     def rotated(self, qkv: Tensor, at: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """What the core is given: q [b, q, s, d], k and v [b, k, s, d], of qkv [s, b, (q + 2 k) d] without biases."""
+        """Inputs of the core: q [b, q, s, d], k and v [b, k, s, d], from qkv [s, b, (q + 2 k) d] without biases."""
         q, k, v = to_heads(*self._split(qkv), self.cp)
         rotated = rotate(q, at.cos, at.sin), rotate(k, at.cos, at.sin), v
         q, k, v = (t.permute(1, 2, 0, 3) for t in rotated)
         return q, k, v
 
     def between(self, qkv: Tensor, at: Places) -> Tensor:
-        """From queries, keys and values [s, b, (q + 2 k) d] to what the heads saw [s, b, q d]."""
+        """From fused queries, keys and values [s, b, (q + 2 k) d] to the attention output [s, b, q d]."""
         q, k, v = self.rotated(qkv, at)
         if self.recompute_core and torch.is_grad_enabled():
-            # No dropout anywhere: there is no random state to save and bring back.
+            # No dropout anywhere: there is no random state to save and restore.
             y = checkpoint(
                 self.core.run, q, k, v, at.documents, use_reentrant=False, preserve_rng_state=False
             )

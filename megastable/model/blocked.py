@@ -1,13 +1,13 @@
 """Causal attention on a CPU as a few large matrix products per block of queries: the backend `blocked`.
 
-torch's fused kernel for CPUs makes many small products; oneDNN does large batched ones several times faster. So the
-scores of some hundred queries are written out at a time, over all the keys that they see and for so many heads as stay
-in the cache: FlashAttention-2 (Dao, arXiv:2307.08691) without its inner loop, nothing is ever rescaled.
+torch's fused CPU kernel makes many small products; oneDNN does large batched ones several times faster. So the scores
+of a few hundred queries are written out at a time, over all keys that they attend to and as many heads as fit in the
+cache: FlashAttention-2 (Dao, arXiv:2307.08691) without its inner loop and its rescaling.
 
 Precision is that of the fused kernels: scores, softmax and sums in fp32, probabilities rounded to the dtype of the
-inputs. A product of bf16 matrices is rounded when it is written; so the scores are a product of fp32 matrices, whose
-values have a bf16, made by the instructions for bf16 (`_scores`). The gradients of the scores are small only after a
-subtraction, which is therefore made inside of the product (`_upstream`).
+inputs. A product of bf16 matrices would be rounded on output, so the scores are a product of fp32 matrices that hold
+bf16 values, computed by bf16 instructions (`_scores`). The gradients of the scores are small only after a subtraction,
+which is therefore done inside the product (`_upstream`).
 
 Shapes: b micro-batch, q query heads and k key/value heads of this tensor rank, s sequence, d head width;
 g = q / k queries share a key; n pairs of a sample and a key head; r = c * g rows, those of c queries.
@@ -28,16 +28,16 @@ from torch import Tensor
 from megastable.base import products
 
 ROWS = 256  # queries of a block
-DOCUMENT_ROWS = 64  # the same where documents end: every block sees the document of its first query, too
-ELEMENTS = 2**20  # scores of a block, if one head has not more; in fp32 4 MiB
+DOCUMENT_ROWS = 64  # the same with documents: every block also covers the document of its first query
+ELEMENTS = 2**20  # scores of a block unless one head has more; 4 MiB in fp32
 ALIGN = 64  # of a block's first key: oneDNN compiles a kernel for every new shape of a product (0.5 ms)
-KEPT = 16  # the backward gets the probabilities if they are at most so many times as large as the queries
-EXTRA = 8  # columns for what is subtracted; two are used, the width stays a multiple of 8
+KEPT = 16  # keep probabilities for the backward if at most this many times as large as the queries
+EXTRA = 8  # columns for the subtraction; two are used, the width stays a multiple of 8
 
 
 @functools.cache
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `blocked_attention` is for this: on CPUs, fp32, and bf16 where oneDNN has products of it."""
+    """Whether `blocked_attention` supports this: CPUs, fp32, and bf16 where oneDNN has bf16 products."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
     return dtype == torch.float32 or products.NATIVE
@@ -94,8 +94,8 @@ def document_starts(segments: Tensor, c: int) -> list[list[int]]:
 
 
 def kept_size(b: int, heads: int, s: int, d: int) -> int:
-    """How many probabilities the forward keeps for the backward: room for all blocks of at most ROWS, or none."""
-    whole, rest = s // ROWS, s % ROWS  # divmod knows no symbolic sizes
+    """Number of probabilities that the forward keeps for the backward: those of all blocks of at most ROWS, or none."""
+    whole, rest = s // ROWS, s % ROWS  # divmod does not take symbolic sizes
     each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * s
     return b * heads * each if each <= KEPT * s * d else 0
 
@@ -104,8 +104,8 @@ Place = Callable[[Sequence[int]], Tensor]
 
 
 class _Held(threading.local):
-    """The scratch of a thread, kept from call to call: a system gives new memory page by page, which takes longer than
-    what is computed in it."""
+    """Per-thread scratch, kept from call to call: the system hands out new memory page by page, which takes longer than
+    the computation in it."""
 
     def __init__(self) -> None:
         self.flat: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -115,12 +115,12 @@ _held = _Held()
 
 
 def _scratch(name: str, dtype: torch.dtype) -> Place:
-    """Gives the same memory to every block and every call."""
+    """Hands out the same memory for every block and every call."""
 
     def place(shape: Sequence[int]) -> Tensor:
         size, held = math.prod(shape), _held.flat.get((name, dtype))
         if held is None or size > len(held):
-            with torch.inference_mode(False):  # else it could not be written to in training any more
+            with torch.inference_mode(False):  # else training could no longer write to it
                 held = _held.flat[name, dtype] = torch.empty(size, dtype=dtype)
         return held[:size].view(shape)
 
@@ -128,7 +128,7 @@ def _scratch(name: str, dtype: torch.dtype) -> Place:
 
 
 def _shelf(flat: Tensor) -> Place:
-    """Gives every block its own part of `flat`, in the order of the blocks."""
+    """Hands out a separate part of `flat` to every block, in block order."""
     used = 0
 
     def place(shape: Sequence[int]) -> Tensor:
@@ -143,8 +143,9 @@ def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor) -> Tensor:
     """q k^T * scale in fp32 into `out` [n, r, keys]."""
     if q.dtype == torch.float32:
         return torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
-    # oneDNN may take its bf16 instructions, which multiply exactly what has a bf16 and sum in fp32. If it does not,
-    # the product is as exact, and slower.
+    # oneDNN may use bf16 instructions, which multiply bf16 values exactly and sum in fp32. If it does not, the product
+    # is
+    # as exact, but slower.
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
@@ -160,12 +161,12 @@ def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _future(c: int) -> Tensor:
-    """What is added to the scores of c queries and the same c keys: -inf for keys that come later. [c, 1, c]"""
+    """Additive causal mask of c queries and the same c keys: -inf for later keys. [c, 1, c]"""
     return torch.full((c, c), -math.inf).triu_(1)[:, None]
 
 
 class _Call:
-    """The shapes and the scratch of one forward or backward, and its tensors seen by the block."""
+    """Shapes and scratch of one forward or backward, and views of its tensors by block."""
 
     def __init__(self, q: Tensor, k: Tensor, segments: Tensor | None) -> None:
         self.b, self.q, self.s, self.d = q.shape
@@ -196,7 +197,7 @@ class _Call:
         return x[at.b0 * self.k + at.k0 : (at.b1 - 1) * self.k + at.k1, at.key : at.end]
 
     def probabilities(self, at: AttentionBlock, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
-        """softmax(q k^T * scale) over what may be seen, into `out` [n, r, keys]. q: [n, r, d], k: [n, keys, d]."""
+        """softmax(q k^T * scale) over the visible keys, into `out` [n, r, keys]. q: [n, r, d], k: [n, keys, d]."""
         shape = at.shape(self.g)
         scores = _scores(q, k, self.scale, self.room(shape))
         c = at.end - at.first
@@ -210,7 +211,7 @@ class _Call:
 
 
 def _like_stream(x: Tensor) -> Tensor:
-    """New memory for [b, heads, s, d], laid out as the layers around attention have it: [s, b, heads, d]."""
+    """New memory for [b, heads, s, d], laid out as the surrounding layers use it: [s, b, heads, d]."""
     b, heads, s, d = x.shape
     return x.new_empty(s, b, heads, d).permute(1, 2, 0, 3)
 
@@ -232,8 +233,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, room: int
 def _upstream(dy: Tensor, y: Tensor) -> Tensor:
     """[n, r, d + EXTRA]: dy, and in two columns -(dy . y), as exact as their dtype allows; dy and y: [n, r, d].
 
-    Multiplied by values with two columns of ones it gives dP - sum(dP * P): what the softmax's backward wants of dP,
-    with that difference rounded and not its terms.
+    Multiplied by values extended with two columns of ones it gives dP - sum(dP * P), the term that the softmax's
+    backward needs, rounded after the subtraction instead of before.
     """
     n, r, d = dy.shape
     up = _scratch("upstream", dy.dtype)((n, r, d + EXTRA))
@@ -275,8 +276,8 @@ def _backward(
     return dq, dk, dv
 
 
-# torch.compile sees two operators and looks into neither. Their schemas are written out: derived ones
-# depend on how annotations are written.
+# torch.compile treats both operators as opaque. Their schemas are written out: derived ones depend on how
+# annotations are written.
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? segments"
 _op = torch.library.custom_op(
     "megastable::blocked_attention",
@@ -319,7 +320,7 @@ _op.register_autograd(_gradients, setup_context=_save)
 
 
 class _Eager(torch.autograd.Function):
-    """The same without the operators, whose dispatch costs more than 0.2 ms."""
+    """The same without the custom operators, whose dispatch costs more than 0.2 ms."""
 
     forward = staticmethod(_forward)
     setup_context = staticmethod(_save)
@@ -333,11 +334,11 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None =
     """Causal softmax(q k^T / sqrt(d)) v, inside documents. q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d].
 
     segments: int [b, s], the document of every token, not decreasing along s; None: a sample is one document. The
-    cost is that of the documents, not of the sequence. All of one dtype, fp32 or bf16, on a CPU (see
+    cost depends on the lengths of the documents, not of the sequence. All of one dtype, fp32 or bf16, on a CPU (see
     `supported`). The result is contiguous as [s, b, q, d].
     """
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    # Worked out here: a compiled graph, which outlives this version on the disk, says what it was made for.
+    # Computed here: a compiled graph in the disk cache must depend on the value that it was compiled for.
     room = kept_size(*q.shape) if keep else 0
     if torch.compiler.is_compiling():
         return _op(q, k, v, segments, room)[0]

@@ -1,10 +1,10 @@
-"""The head's projection, cross-entropy and z-loss in one, over chunks of tokens: the logits never exist as a whole.
+"""Head projection, cross-entropy and z-loss fused over chunks of tokens: the full logits never exist.
 
-Gradients are made in the forward pass, while the logits of a chunk are there, so nothing is computed twice (Hsu et
-al., Liger Kernel, arXiv:2410.10989 section 3; the memory that logits take: Wijmans et al., arXiv:2411.09009). The
-plain reference is loss.py. Between forward and backward live dX and dW, not the softmax [tokens, vocabulary] in fp32.
+Gradients are computed in the forward pass, while the logits of a chunk are in memory, so nothing is computed twice (Hsu
+et al., Liger Kernel, arXiv:2410.10989 section 3; the memory of logits: Wijmans et al., arXiv:2411.09009). The plain
+reference is loss.py. Between forward and backward dX and dW are kept, not the softmax [tokens, vocabulary] in fp32.
 
-Over the tensor group goes one small all-gather for each chunk: logsumexp and target logit of every token.
+Each chunk takes one small all-gather over the tensor group: logsumexp and target logit of every token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megastable.base import products
 from megastable.model import sizes
 from megastable.parallel.topology import TensorParallel
 
-# What lies between the products goes over a chunk in blocks of this many logits, so that it stays in a CPU's cache.
+# Elementwise work on a chunk goes in blocks of this many logits, to stay in a CPU's cache.
 BLOCK = 2**19
 
 
@@ -41,12 +41,12 @@ def chunked_objective(
 
     x: [s, b, h], whole on every rank of the tensor group (see `mappings.enter`); its gradient is this rank's part.
     weight: [padded vocabulary / tensor, h], this rank's rows. labels: [b, s], int64; a label that is no token makes the
-    objective infinite. vocabulary: real size; rows beyond it are not even multiplied with and get a gradient of zero.
-    compiled: what lies between the products goes through torch.compile. elements: logits at a time.
+    objective infinite. vocabulary: real size; padding rows take no part in products and get a zero gradient.
+    compiled: elementwise work goes through torch.compile. elements: logits at a time.
     """
     if elements is None:
         elements = sizes.elements_on(x.device.type)
-    # Asked here: inside of the function gradients are off, and under no_grad `needs_input_grad` is still true.
+    # Asked here: inside the function gradients are off, and under no_grad `needs_input_grad` is still true.
     grads = (
         torch.is_grad_enabled() and x.requires_grad,
         torch.is_grad_enabled() and weight.requires_grad,
@@ -81,8 +81,9 @@ class _Chunked(torch.autograd.Function):
         loss, lse = flat.new_empty((2, tokens), dtype=torch.float32)
         dx = torch.empty_like(flat) if grads[0] else None
         dw = _WeightGradient(real, many=size < tokens) if grads[1] else None
-        # Rows as long as with the padding: a vocabulary of 50257 would break the alignment that products want.
-        # The padding is zero because oneDNN's bf16 products read it and multiply it by zero: a NaN there would spread.
+        # Rows keep the padded length: a vocabulary of 50257 would break the alignment that products need. The padding
+        # is
+        # zeroed because oneDNN's bf16 products read it and multiply it by zero: a NaN there would spread.
         buffer = flat.new_empty((size, columns))
         buffer[:, rows:] = 0.0
         buffer = buffer[:, :rows]
@@ -90,7 +91,7 @@ class _Chunked(torch.autograd.Function):
             part = slice(start, start + size)
             logits = products.mm(flat[part], real.t(), out=buffer[: flat[part].shape[0]])
             loss[part], lse[part] = _between(logits, local[part], z_loss, tp, compiled, any(grads))
-            gradient = logits  # in their place now
+            gradient = logits  # overwritten in place
             if dx is not None:
                 products.mm(gradient, real, out=dx[part])
             if dw is not None:
@@ -118,12 +119,12 @@ class _Chunked(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """gradient * factor, rounded once. Gradients of a token wait unscaled, of order 1: divided by the number of tokens
-    before, they would underflow in fp16. One dimension of the factor keeps the product in fp32: a loss scale of 65536
+    """gradient * factor, rounded once. Token gradients are kept unscaled, of order 1: divided by the number of tokens
+    first, they would underflow in fp16. One dimension of the factor keeps the product in fp32: a loss scale of 65536
     is infinite in fp16."""
     if out.is_cuda:
         return torch.mul(gradient, factor.view(1, 1), out=out)
-    # A CPU casts faster on its own than inside of a product; of some rows, what it casts stays in the cache.
+    # A CPU casts faster separately than inside a product; a few rows at a time stay in the cache.
     rows = max(1, BLOCK // gradient.shape[1])
     for given, to in zip(gradient.split(rows), out.split(rows), strict=True):
         to.copy_(given.float() * factor)
@@ -131,7 +132,7 @@ def _scaled(gradient: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 
 class _WeightGradient:
-    """The sum of chunks' gradients^T x [rows, h]: in fp32, or in x's own dtype where there is only one bf16 chunk."""
+    """The sum over chunks of gradient^T x [rows, h]: in fp32, or in x's dtype if there is only one bf16 chunk."""
 
     def __init__(self, weight: Tensor, many: bool) -> None:
         self.many = many
@@ -185,7 +186,7 @@ def _between(
     step = len(logits)
     if tp.size == 1 and not logits.is_cuda:
         step = max(BLOCK // logits.shape[1], 1)
-    # One for all blocks: on a CPU the memory of a new tensor costs half as much as the softmax.
+    # One buffer for all blocks: on a CPU, allocating a new tensor costs half as much as the softmax.
     scratch = torch.empty_like(logits[:step], dtype=torch.float32)
     parts = [
         _block(logits[start : start + step], local[start : start + step], scratch, z_loss, tp, wanted)
@@ -197,7 +198,7 @@ def _between(
 def _block(
     logits: Tensor, local: Tensor, scratch: Tensor, z_loss: float, tp: TensorParallel, wanted: bool
 ) -> Tensor:
-    """`_between` for what fits in scratch [tokens, rows], fp32."""
+    """`_between` for a block that fits in scratch [tokens, rows], fp32."""
     index, here = local.clamp(min=0).unsqueeze(-1), local >= 0
     own = logits.new_full((2, len(local)), -torch.inf, dtype=torch.float32)
     p = scratch[: len(logits)]
@@ -219,14 +220,14 @@ def _block(
 
 
 def _slope(lse: Tensor, z_loss: float) -> Tensor:
-    """What p is multiplied with: d(lse + z_loss * lse^2) / d lse."""
+    """The factor of p in the gradient: d(lse + z_loss * lse^2) / d lse."""
     return 1.0 + 2.0 * z_loss * lse
 
 
 def _joined(own: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     """(logsumexp, target logit) of the whole vocabulary from those of every rank, fp32 [2, tokens]; -inf: has none.
 
-    By all-gather: a maximum over ranks may lose a NaN on its way (gloo's does), and the gate must see it.
+    By all-gather: a maximum over ranks may drop a NaN (gloo's does), and the gate must see it.
     """
     if tp.size == 1:
         return own[0], own[1]

@@ -1,8 +1,8 @@
-"""softmax(q k^T / sqrt(d)) v, causal and inside documents: the plain reference, and the kernels that do the same.
+"""Attention cores: causal softmax(q k^T / sqrt(d)) v inside documents, as the plain reference and as fused kernels.
 
 Shapes: q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d]; b micro-batch, q query heads, k key/value heads, s
-sequence, d head width. Where documents are kept apart a core is also given what it `prepare`d from segments, int32
-[b, s]: a token sees the tokens of its own segment only. GQA: Ainslie et al., arXiv:2305.13245.
+sequence, d head width. With attention restricted to documents a core also gets what it `prepare`d from segments, int32
+[b, s]: a token attends only to tokens of its own segment. GQA: Ainslie et al., arXiv:2305.13245.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Core:
     prepare: Callable[[Tensor], Any] = lambda segments: segments
 
 
-# cuDNN's kernel is the faster one on Hopper; where it refuses, torch goes on to the next.
+# cuDNN's kernel is the fastest on Hopper; if it refuses, torch tries the next.
 FUSED = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# What the fused kernels that know grouped queries compute in: cuDNN's and flash attention, on GPUs. The one for fp32
-# (EFFICIENT_ATTENTION) does not know them.
+# Dtypes of the fused GPU kernels that support grouped queries: cuDNN's and flash attention. The one for fp32
+# (EFFICIENT_ATTENTION) does not.
 GROUPED = (torch.bfloat16, torch.float16)
 
 
 def document_mask(segments: Tensor) -> Tensor:
-    """What may attend to what: bool [b, 1, s, s], causal and inside one document. segments: [b, s]."""
+    """Attention mask: bool [b, 1, s, s], causal and inside one document. segments: [b, s]."""
     s = segments.shape[1]
     causal = torch.ones(s, s, dtype=torch.bool, device=segments.device).tril()
     return (causal & (segments[:, :, None] == segments[:, None, :])).unsqueeze(1)
@@ -63,17 +63,17 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMask | None) -> Tensor:
-    """By torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU what `see` says."""
+    """torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU the result of `see`."""
     groups, on_gpu = q.shape[1] // k.shape[1], q.device.type == "cuda"
     if isinstance(documents, BlockMask):
-        # Compiled: without that it writes out all scores. Inside of a block that is compiled it becomes a part of it.
+        # Compiled, or FlexAttention writes out all scores. Inside a compiled block it becomes a part of it.
         flex: Any = flex_attention if torch.compiler.is_compiling() else _flex()
         return flex(q, k, v, block_mask=documents, enable_gqa=groups > 1)
     if groups > 1 and not (on_gpu and q.dtype in GROUPED):
-        # For the others torch would fall back to the unfused kernel, and its scores [b, q, s, s].
+        # For other dtypes torch would fall back to the unfused kernel, with its scores [b, q, s, s].
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     if not on_gpu:
-        dtype = torch.float32 if is_cast(q) else q.dtype  # as other products of a CPU that would emulate bf16
+        dtype = torch.float32 if is_cast(q) else q.dtype  # like all products on a CPU that would emulate bf16
         core = F.scaled_dot_product_attention
         out = core(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=documents, is_causal=documents is None)
         return out.to(q.dtype)
@@ -82,13 +82,13 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMas
 
 
 def see(segments: Tensor) -> BlockMask:
-    """Which blocks of queries see which blocks of keys, for FlexAttention (arXiv:2412.05496)."""
+    """The block mask of FlexAttention (arXiv:2412.05496): which blocks of queries attend to which blocks of keys."""
 
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (segments[b, q] == segments[b, k])
 
     b, s = segments.shape
-    # Once a micro-batch. Not compiled: the mask of s x s is there for a moment, in bool.
+    # Once per micro-batch. Not compiled: the s x s mask exists for a moment, in bool.
     return create_block_mask(inside, b, None, s, s, device=segments.device)
 
 
@@ -99,10 +99,10 @@ def _flex() -> Callable[..., Any]:
 
 @torch.compiler.disable
 def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
-    """By Transformer Engine's kernels, which know no segments."""
+    """Transformer Engine's kernels, which do not support segments."""
     assert documents is None, "kernel_choice.choose takes another core where documents are kept apart"
     core = _te_core(q.shape[1], k.shape[1], q.shape[-1])
-    # It wants the sequence first, which is how q, k and v lie in memory.
+    # It needs the sequence first, which is how q, k and v lie in memory.
     y = core(*(x.permute(2, 0, 1, 3) for x in (q, k, v)))
     return y.unflatten(-1, (q.shape[1], q.shape[-1])).permute(1, 2, 0, 3)
 

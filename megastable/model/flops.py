@@ -1,4 +1,4 @@
-"""Floating-point operations of training, for MFU in both conventions. Pure."""
+"""Training FLOPs of a model, for MFU in both conventions. Pure."""
 
 from __future__ import annotations
 

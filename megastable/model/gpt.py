@@ -1,9 +1,9 @@
-"""The GPT as a list of layers: embedding, blocks, final norm, head. The same list serves one stage or many.
+"""The GPT as a list of layers (embedding, blocks, final norm, head), used for one pipeline stage or many.
 
-Blocks of attention and SwiGLU, each with an RMSNorm before it (pre-LN) or after it (OLMo 2); no biases, but those of
-q, k and v where `qkv_bias` asks for them. Between layers travels x [s, b, hidden] (its sequence shard under sequence
-parallelism), or (x, segments) where attention stays inside documents: these are of whole sequences, also where context
-parallelism gives a rank only a part of the tokens.
+Blocks of attention and SwiGLU, each with an RMSNorm before it (pre-LN) or after it (OLMo 2); no biases, except
+those of q, k and v with `qkv_bias`. Layers pass on x [s, b, hidden] (its sequence shard under sequence parallelism), or
+(x, segments) if attention is restricted to documents. Segments cover whole sequences, also where context parallelism
+gives a rank only a part of the tokens.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Embedding(VocabParallelEmbedding):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with `norms` "after" x + norm(attention(x)), x + norm(mlp(x)).
 
-    The latter is the reordered norm of OLMo 2 (arXiv:2501.00656 section 3), as in Swin v2 (arXiv:2111.09883): what is
-    added to the stream is normed, not the stream. The norms are named `attention_norm` and `mlp_norm` in both.
+    The latter is the reordered norm of OLMo 2 (arXiv:2501.00656 section 3), as in Swin v2 (arXiv:2111.09883): it norms
+    what is added to the residual stream, not the stream. Both call the norms `attention_norm` and `mlp_norm`.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, tp, f"{name}.mlp_norm", tp.sequence)
         self.mlp = MLP(config, tp, f"{name}.mlp", core)
         self._split = (tp.size if tp.sequence else 1) * cp.size
-        self.in_halves = False  # for hooks on what is in it; see `_halves`
+        self.in_halves = False  # for hooks on its modules; see `_halves`
         self._fast, self._kernels = self._block, kernels
         if kernels.compile:
-            # Of all blocks the same code: it is compiled once, for training, and once for evaluation.
+            # All blocks share one code object: it is compiled once for training and once for evaluation.
             self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
 
     def in_pieces(self) -> None:
-        """Its linear layers are not for torch.compile any more: what lies between them is compiled by itself."""
+        """Exclude its linear layers from torch.compile; the code between them is compiled separately."""
         if not self._kernels.compile:
             return
         whole = self._kernels.whole_blocks
@@ -103,8 +103,8 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def queries_and_keys(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """q [b, q, s, d] and k [b, k, s, d] that the attention's core is given for `stream`. Computed apart from
-        `forward`, which stays as it is. Collective over the tensor and the context group."""
+        """q [b, q, s, d] and k [b, k, s, d] at the attention core for `stream`. Computed separately from
+        `forward`, which is unchanged. Collective over the tensor and the context group."""
         x, segments = _open(stream)
         at = self._places(x, segments)
         q, k, _ = self.attention.rotated(
@@ -120,11 +120,11 @@ class Block(nn.Module):
 
     def _halves(self, x: Tensor, at: Places) -> Tensor:
         """The block, not compiled, so that hooks on its modules run. As that saves twice the activations, it is
-        computed again in the backward pass, one half after the other."""
+        recomputed in the backward pass, one half after the other."""
         return _recomputed(self._fed, _recomputed(self._attended, x, lambda y: self.attention(y, at)))
 
     def around(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """The block with `attend` in the place of its attention, from and to tensors like x [s, b, hidden]."""
+        """The block with `attend` in place of its attention; `attend` maps x [s, b, hidden] to the same shape."""
         return self._fed(self._attended(x, attend))
 
     def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
@@ -137,48 +137,48 @@ class Block(nn.Module):
 
 
 def _recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
-    # No dropout anywhere: there is no random state to save and bring back.
+    # No dropout anywhere: there is no random state to save and restore.
     y: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
     return y
 
 
 class FinalNorm(RMSNorm):
-    """The last norm; what follows needs no segments."""
+    """The last norm; later layers need no segments."""
 
     def forward(self, stream: Stream) -> Tensor:
         return super().forward(_open(stream)[0])
 
 
 class Head(ColumnParallelLinear):
-    """x [s, b, hidden] -> logits [s, b, padded vocabulary / tensor], or what `then` makes of the features."""
+    """x [s, b, hidden] -> logits [s, b, padded vocabulary / tensor], or the result of `then` on the features."""
 
     def forward(self, x: Tensor, then: Callable[[Features], Any] = project) -> Any:
-        # In here, because ZeRO 3 takes the weight away after it.
+        # Called in here, because ZeRO 3 releases the weight afterwards.
         return then(features(self, x))
 
 
 class LateHead(Head):
-    """The head of a pipeline whose loss projects by itself, chunk by chunk: x -> features."""
+    """The head of a pipeline whose loss does the projection, chunk by chunk: x -> features."""
 
     def forward(self, x: Tensor, then: Callable[[Features], Any] = lambda given: given) -> Any:
         return then(features(self, x))
 
 
 def features(head: ColumnParallelLinear | VocabParallelEmbedding, x: Tensor) -> Features:
-    """What logits are made of, by a head or the embedding of a tied model: x inside of the tensor-parallel region, and
-    the weight (a view: DeepSpeed's pipeline begins a backward pass by the hooks of what is not a leaf)."""
+    """Inputs of the logits, for a head or the embedding of a tied model: x inside the tensor-parallel region, and the
+    weight (a view: DeepSpeed's pipeline starts a backward pass by hooks on non-leaf tensors)."""
     return enter(x, head.tp), head.weight.view_as(head.weight)
 
 
 def tied_head(embedding: VocabParallelEmbedding, x: Tensor) -> Tensor:
-    """The head of a tied model: logits by the embedding's own weight."""
+    """The head of a tied model: logits from the embedding's weight."""
     return project(features(embedding, x))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One entry of the list: how it is built (its weights are not yet filled), what it costs (multiply-adds per
-    token), how it is tied."""
+    """A layer in the list: how to build it (weights unfilled), its cost (multiply-adds per token), and whether it is
+    tied."""
 
     build: Callable[[], nn.Module]
     cost: float
@@ -194,7 +194,7 @@ def layers(
     head: type[Head] = Head,
     cp: ContextParallel = WHOLE,
 ) -> list[Layer]:
-    """The model, layer by layer. With `config.tied` the last entry is the embedding again, used as head."""
+    """The layers of the model in order. With `config.tied` the last one is the embedding again, used as head."""
     c, vocabulary = config, config.padded_vocab
     costs = [cost for cost, _ in layer_costs(c)]
     embedding = partial(Embedding, vocabulary, c.hidden, tp, "embedding")
@@ -212,11 +212,11 @@ def layers(
 
 
 class GPT(nn.Sequential):
-    """All layers in one process (its tensor rank's part of them).
+    """All layers in one process (this tensor rank's shards).
 
     Children are named "0", "1", ... as DeepSpeed names the layers of a pipeline, so that checkpoints of one and
-    of several stages speak of the same parameters. forward(inputs) gives logits, forward(inputs, labels) the loss.
-    seed: of the initial weights; None leaves them unfilled. make: what builds a layer and may place it.
+    of several stages have the same parameter names. forward(inputs) gives logits, forward(inputs, labels) the loss.
+    seed: of the initial weights; None leaves them unfilled. make: builds a layer and may place it on a device.
     """
 
     def __init__(

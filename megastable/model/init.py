@@ -1,8 +1,8 @@
-"""Initial weights: a pure function of seed and parameter name, whatever the layout.
+"""Initial weights as a pure function of seed and parameter name, independent of the layout.
 
 Normal with `init_std`; projections back into the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section
-2.3); norms start at one, biases at zero. A rank draws the numbers of whole tensors, in chunks, and keeps those that it
-holds: the same bytes under every tensor, pipeline and ZeRO layout, on any number of threads.
+2.3); norms start at one, biases at zero. A rank draws the numbers of whole tensors in chunks and keeps its own: the
+same bytes under every tensor, pipeline and ZeRO layout, on any number of threads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megastable.parallel.sharding import Placement, placement_of, shape_of, shar
 from megastable.parallel.topology import TensorParallel
 
 CHUNK = 1 << 18  # numbers drawn at a time: in fp32 they stay in a core's cache
-BLOCK = 16  # numbers that torch draws together: cut in multiples of it, a tensor has the same numbers
+BLOCK = 16  # torch draws this many together: chunks of a multiple give the same numbers
 
 
 def threads_to_draw() -> int:
-    """The cores of this rank: its share of the host's, or fewer, where it is bound to some."""
+    """Cores of this rank: its share of the host's, or fewer if it is bound to some."""
     share = (os.cpu_count() or 1) // ranks_of_host()
     return max(1, min(len(os.sched_getaffinity(0)), share))
 
@@ -55,7 +55,7 @@ def whole_weight(placement: Placement, shape: tuple[int, ...], config: ModelConf
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """Elements of a parameter to be filled: `into`, flat, of any dtype and device, gets those of its tensor-parallel
+    """A flat range of a parameter to fill: `into`, of any dtype and device, gets the elements of its tensor-parallel
     shard (of `shape`) from `start` on, and zeros beyond the shard's end."""
 
     placement: Placement
@@ -69,7 +69,7 @@ def initialise(
 ) -> None:
     """Fill every parameter of `module` in place, on all cores of this rank; those on the meta device stay empty.
 
-    data_rank: whose part of a parameter it is, where ZeRO 3 has taken the parameters apart.
+    data_rank: the data rank whose partition to fill, where ZeRO 3 has partitioned the parameters.
     """
     parts = []
     for p in module.parameters():
@@ -84,24 +84,23 @@ def initialise(
 def fill(
     parts: Iterable[ParameterPart], config: ModelConfig, tp: TensorParallel, seed: int, threads: int
 ) -> None:
-    """Fill `parts` on so many threads. Of numbers that are on their way each thread holds a chunk, in fp32 and as they
-    are to be."""
-    # The longest first: none is left at the end for which one thread would be waited.
+    """Fill `parts` on this many threads. Each thread holds one chunk of numbers, in fp32 and in the target dtype."""
+    # The longest first, so that no thread works alone at the end.
     ordered = sorted(parts, key=lambda part: -math.prod(part.shape))
     draw = partial(_fill, config=config, tp=tp, seed=seed)
     before = torch.get_num_threads()
     try:
-        # One of torch's own for each: else each would start as many for its copies.
+        # One torch thread each: else every worker would start as many again for its copies.
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(draw, ordered))
     finally:
-        torch.set_num_threads(before)  # a thread of the pool sets it for all threads to come
+        torch.set_num_threads(before)  # a pool thread sets it for all later threads
 
 
 @torch.no_grad()
 def _fill(part: ParameterPart, config: ModelConfig, tp: TensorParallel, seed: int) -> None:
     placement, into = part.placement, part.into
-    size = max(math.prod(part.shape) - part.start, 0)  # of what is there of the shard
+    size = max(math.prod(part.shape) - part.start, 0)  # elements of the shard left to fill
     into[size:] = 0
     if len(part.shape) == 1:
         into[:size] = _of_vector(placement)
@@ -120,11 +119,11 @@ def _fill(part: ParameterPart, config: ModelConfig, tp: TensorParallel, seed: in
 
 
 def _chunks(rows: int, columns: int, std: float, generator: torch.Generator) -> Iterator[tuple[int, Tensor]]:
-    """The first row and the numbers, fp32 [some rows, columns], of a matrix of normal numbers from its top on; valid
-    until the next one."""
+    """The first row and the numbers, fp32 [some rows, columns], of a matrix of normal numbers, from the top; each
+    chunk is valid until the next one."""
     unit = BLOCK // math.gcd(columns, BLOCK)
     step = max(CHUNK // columns // unit, 1) * unit
-    # Of less than a block torch draws other numbers: what is left goes with the last chunk.
+    # Torch draws less than a block differently: the remainder goes with the last chunk.
     starts = [start for start in range(0, rows, step) if start == 0 or (rows - start) * columns >= BLOCK]
     ends = [*starts[1:], rows]
     most = max(end - start for start, end in zip(starts, ends, strict=True)) * columns
@@ -137,8 +136,8 @@ def _chunks(rows: int, columns: int, std: float, generator: torch.Generator) -> 
 def _of_shard(
     chunk: Tensor, first: int, placement: Placement, tp: TensorParallel
 ) -> Iterator[tuple[int, Tensor]]:
-    """Rows of a chunk, which begins with row `first` of the whole tensor, that are of this tensor rank's shard, cut to
-    its columns; and where they begin there."""
+    """The rows of a chunk (starting at row `first` of the whole tensor) that belong to this tensor rank's shard, cut to
+    its columns; and their first row in the shard."""
     if placement.dim != 0 or tp.size == 1:
         yield first, shard(chunk, placement, tp.rank, tp.size)
         return

@@ -1,4 +1,4 @@
-"""The kernels that compute the model, by name."""
+"""Names of the kernels that compute the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Kernels:
     """attention: of `cores.CORES`; loss: "reference" or "chunked"; compile: every block by torch.compile. fp8: "off",
     "emulated" or "te".
 
-    notes: what was asked for and cannot be had, each with its reason and what is used instead.
+    notes: requested kernels that are unavailable, each with the reason and the fallback.
     """
 
     attention: str = "sdpa"
@@ -30,7 +30,7 @@ class Kernels:
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether a block is compiled as one graph: Transformer Engine's attention cannot be a part of one."""
+        """Whether a block is compiled as one graph: Transformer Engine's attention cannot be part of one."""
         return self.attention != "te"
 
 

@@ -79,7 +79,7 @@ def project(given: Features) -> Tensor:
 
 @torch.no_grad()
 def projected(given: Features) -> Iterator[Tensor]:
-    """Logits [n, padded vocabulary / tensor] of n tokens at a time, as few as `chunked_objective` has in memory."""
+    """Logits [n, padded vocabulary / tensor] of n tokens at a time, as few as `chunked_objective` holds in memory."""
     x, weight = given[0].flatten(0, 1), given[1]
     for part in x.split(sizes.chunk_size(len(x), len(weight), sizes.elements_on(x.device.type))):
         yield linear(part, weight)
@@ -89,7 +89,7 @@ def projected(given: Features) -> Iterator[Tensor]:
 class LossFunction:
     """`(logits, labels) -> mean(cross-entropy) + z_loss * mean(logsumexp^2)`, for DeepSpeed and for us.
 
-    Of features instead of logits the same, chunk by chunk (chunked.py). compiled: what can be, by torch.compile.
+    Given features instead of logits it computes the same, chunk by chunk (chunked.py). compiled: with torch.compile.
 
     Every call leaves the per-sample means in `samples`: a list of fp32 [2, b] (cross-entropy, logsumexp^2), one
     for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar.

@@ -1,4 +1,4 @@
-"""What is worked out once for a micro-batch and used by every layer."""
+"""One-entry memo for values computed once per micro-batch and used by every layer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class Latest(Generic[T]):
-    """`f`, whose last result is kept: asked again for the same tensor and the same rest, it is not worked out anew.
+    """`f` with a memo of its last result: a repeated call with the same tensor and the same other arguments is free.
 
-    One is enough: layers run one after the other on one micro-batch. Nobody may write to the tensor.
+    One entry is enough: layers run one after the other on one micro-batch. The tensor must not be written to.
     """
 
     def __init__(self, f: Callable[..., T]) -> None:

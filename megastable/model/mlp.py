@@ -25,14 +25,14 @@ class MLP(nn.Module):
         super().__init__()
         f = config.ffn_width
         self.recompute_core = recompute_core
-        self.activation = swiglu  # or the same, compiled by itself; see `Block.in_pieces`
+        self.activation = swiglu  # or a compiled version; see `Block.in_pieces`
         self.gate_up = ColumnParallelLinear(config.hidden, (f, f), tp, f"{name}.gate_up")
         self.down = RowParallelLinear(f, config.hidden, tp, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up(x)
         if self.recompute_core and torch.is_grad_enabled():
-            # No dropout anywhere: there is no random state to save and bring back.
+            # No dropout anywhere: there is no random state to save and restore.
             return self.down(
                 checkpoint(self.activation, gate_up, use_reentrant=False, preserve_rng_state=False)
             )

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich, arXiv:1910.07467), computed in fp32 whatever the parameters are."""
+"""RMSNorm (Zhang & Sennrich, arXiv:1910.07467), computed in fp32 for any parameter dtype."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RMSNorm(nn.Module):
 
 
 class SplitRMSNorm(nn.Module):
-    """`RMSNorm` over a `width` that is shared out over the tensor group: x [..., width / tensor] -> the same.
+    """`RMSNorm` over a `width` that is split over the tensor group: x [..., width / tensor] -> the same.
 
-    The mean square is that of all ranks' parts; weight and its gradient are split as x is.
+    The mean square is over all ranks' shards; weight and its gradient are split like x.
     """
 
     def __init__(self, width: int, eps: float, tp: TensorParallel, name: str) -> None:

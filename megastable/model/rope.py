@@ -13,7 +13,7 @@ from megastable.config.tree import ModelConfig, RopeScalingConfig
 
 
 class Rope(NamedTuple):
-    """What the rotations of a model depend on. width: of a head."""
+    """Parameters of a model's rotations. width: of a head."""
 
     width: int
     theta: float
@@ -25,7 +25,7 @@ class Rope(NamedTuple):
 
 
 def frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """Radians per position, fp32 [width / 2], as transformers compute them (modeling_rope_utils.py)."""
+    """Radians per position, fp32 [width / 2], computed as in transformers (modeling_rope_utils.py)."""
     turns = torch.arange(0, rope.width, 2, dtype=torch.float32, device=device) / rope.width
     plain, scaling = 1.0 / rope.theta**turns, rope.scaling
     if scaling is None:
@@ -35,7 +35,7 @@ def frequencies(rope: Rope, device: torch.device) -> Tensor:
     assert scaling.original_length is not None
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / plain
-    # 0: divided by the factor; 1: as it is.
+    # 0: divided by the factor; 1: unchanged.
     kept = (scaling.original_length / wavelength - low) / (high - low)
     blended = (1 - kept) * plain / scaling.factor + kept * plain
     divided = torch.where(wavelength > scaling.original_length / low, plain / scaling.factor, blended)
@@ -46,7 +46,7 @@ def frequencies(rope: Rope, device: torch.device) -> Tensor:
 def rope_table(length: int, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, each fp32 [length, width / 2].
 
-    Kept outside the modules: a buffer would be cast to bf16 with them, and positions above 256 would blur.
+    Kept outside the modules: a buffer would be cast to bf16 with them, which cannot tell positions above 256 apart.
     """
     angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies(rope, device)
     return angle.cos(), angle.sin()
@@ -61,7 +61,7 @@ def document_positions(segments: Tensor) -> Tensor:
 
 
 def rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """cos and sin, each fp32 [s, b, 1, width / 2]; positions begin anew at every document of segments [b, s]."""
+    """cos and sin, each fp32 [s, b, 1, width / 2]; positions restart at every document of segments [b, s]."""
     cos, sin = rope_table(segments.shape[1], rope, segments.device)
     position = document_positions(segments).t()
     return cos[position][:, :, None], sin[position][:, :, None]

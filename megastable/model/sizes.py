@@ -1,6 +1,4 @@
-"""What follows from a model's sizes alone: the weights of its layers in a pipeline's cut, the chunks of its loss. Pure;
-without torch, for tools that only plan.
-"""
+"""Costs of layers and chunk sizes of the loss, from a model's sizes alone. Pure; without torch, for the planner."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from functools import lru_cache
 from megastable.config.rules import LINEARS
 from megastable.config.tree import Fp8Config, ModelConfig, RunConfig
 
-# Logits at a time. A chunk must be long enough that adding up dW [rows, h], once for each, costs little.
+# Logits at a time. Chunks must be long, so that adding up dW [rows, h] once per chunk costs little.
 CPU_ELEMENTS = 2**26
 GPU_ELEMENTS = 2**27
 
@@ -20,22 +18,22 @@ def elements_on(device: str) -> int:
 
 
 def block_cost(c: ModelConfig) -> float:
-    """Multiply-adds of a block per token, attention as a causal model needs it."""
+    """Multiply-adds of a block per token, with causal attention (half of the scores)."""
     width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
     return c.hidden * width + 3 * c.hidden * c.ffn_width + c.sequence_length * c.heads * c.head_width
 
 
 def layer_costs(c: ModelConfig) -> list[tuple[float, bool]]:
-    """Of every entry of the list of layers (embedding, blocks, final norm, head): what it costs per token, in
-    multiply-adds, and whether it is a block."""
+    """For every layer (embedding, blocks, final norm, head): its cost per token, in multiply-adds, and whether it is a
+    block."""
     blocks = [(block_cost(c), True)] * c.layers
     return [(1.0, False), *blocks, (1.0, False), (float(c.hidden * c.padded_vocab), False)]
 
 
 def chunk_size(tokens: int, columns: int, elements: int) -> int:
-    """Tokens at a time: about `elements` logits, in equal chunks where the number of tokens has such a divisor.
+    """Tokens at a time: about `elements` logits, in equal chunks if the number of tokens has such a divisor.
 
-    Equal, because every other size is compiled once more.
+    Equal, because every further size is compiled once more.
     """
     chunks = -(-tokens // max(elements // columns, 1))
     equal = next((n for n in range(chunks, 2 * chunks) if tokens % n == 0), chunks)
@@ -49,12 +47,12 @@ def in_fp8(config: RunConfig) -> frozenset[str]:
 
 
 def fp8_linears(config: RunConfig, index: int) -> frozenset[str]:
-    """The same of block `index`, of `LINEARS`."""
+    """The linear layers of block `index`, of `LINEARS`, that are computed in FP8."""
     fp8 = config.precision.fp8
     return frozenset() if fp8 is None else _fp8_linears(fp8, config.model.layers, index)
 
 
-@lru_cache(maxsize=4096)  # whoever looks for a layout asks again and again
+@lru_cache(maxsize=4096)  # the layout search asks repeatedly
 def _fp8_linears(fp8: Fp8Config, layers: int, index: int) -> frozenset[str]:
     if not fp8.keep_first <= index < layers - fp8.keep_last:
         return frozenset()

@@ -1,16 +1,15 @@
-"""AdamW whose moments are bf16: 8 bytes of state a parameter where fp32 moments take 12.
+"""AdamW with bf16 moments: 8 bytes of state per parameter instead of 12 with fp32 moments.
 
     optimizer = AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8)
 
-Master weights, gradients and arithmetic are fp32; only what is kept between steps is rounded, as DeepSeek-V3 keeps it
-(arXiv:2412.19437 section 3.3.3). Rounded to nearest, a second moment could not fall any more where (1 - beta2) is
-below 2^-9, half of bf16's last place: at beta2 = 0.999 it stays at the largest value that it ever had. So it is rounded
-up or down at random, right on average (Zamirai et al., arXiv:2010.06192).
+Master weights, gradients and arithmetic are fp32; only the state kept between steps is rounded, as in DeepSeek-V3
+(arXiv:2412.19437 section 3.3.3). With rounding to nearest, a second moment could no longer fall where (1 - beta2) is
+below 2^-9, half of bf16's last place: at beta2 = 0.999 it would stay at its maximum. So rounding is stochastic and
+unbiased (Zamirai et al., arXiv:2010.06192).
 
-The random bits are a hash of the step's number and of the weight and the gradient themselves. No generator has to be
-saved: a resumed, rewound or replayed step is the same bit for bit, under any layout; and the copies of a
-weight on several ranks (norms under tensor parallelism, tied embeddings) stay the same, which bits counted by
-place would drive apart.
+The random bits are a hash of the step number, the weight and the gradient. No generator has to be saved: a resumed,
+rewound or replayed step gives the same bits under any layout. Copies of a weight on several ranks (norms under tensor
+parallelism, tied embeddings) stay equal; random bits counted by position would drive them apart.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from torch import Tensor
 
 from megastable.parallel.sharding import shape_of
 
-CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time: what stays in a CPU's cache, or fills a GPU
-HIGH = -0x10000  # the bits of fp32 that bf16 has, as an int32
-# Odd, with bits everywhere: two make one number of a weight and a gradient, the third spreads it. Products wrap.
+CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time: fits a CPU's cache, fills a GPU
+HIGH = -0x10000  # the bits of fp32 that bf16 keeps, as an int32
+# Odd, with bits everywhere: the first two combine weight and gradient, the third mixes the result. Products wrap.
 OF_WEIGHT, OF_GRADIENT, SPREADING = 0x6C8E9CF5, 0x3C6EF373, 0x7FEB352D
 
 
 def decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """For an optimizer, two groups, of which one may be empty: matrices decay, norms and biases do not."""
+    """Two parameter groups, either of which may be empty: matrices decay, norms and biases do not."""
     held = list(parameters)
     return [
         {"params": [p for p in held if len(shape_of(p)) > 1], "weight_decay": weight_decay},
@@ -41,7 +40,7 @@ def decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict
 
 
 class AdamW(torch.optim.Optimizer):
-    """Elementwise, so ZeRO's flat partitions are as good as whole parameters.
+    """Elementwise, so it works on ZeRO's flat partitions as on whole parameters.
 
     State of a parameter: "step" (fp32 scalar on the CPU), "exp_avg", "exp_avg_sq" (bf16, shaped like the parameter).
     Parameters and gradients must be fp32 (TypeError otherwise) and contiguous. compiled: one kernel by torch.compile
@@ -76,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch brings moments to the dtype of the weights; bf16 comes back from that unchanged."""
+        """Torch casts moments to the dtype of the weights; the cast back to bf16 is exact."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -85,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if p.dtype != torch.float32 or gradient.dtype != torch.float32:
             raise TypeError(
-                f"weights are {p.dtype}, gradients {gradient.dtype}: AdamW with bf16 moments wants fp32"
+                f"weights are {p.dtype}, gradients {gradient.dtype}: AdamW with bf16 moments needs fp32"
             )
         state = self.state[p]
         if not state:
@@ -99,7 +98,7 @@ class AdamW(torch.optim.Optimizer):
         )  # fmt: skip
         key: Any = key_of(step)
         function: Any = _compiled() if self.compiled else chunk_update
-        if self.compiled:  # numbers of Python would be compiled in, step by step
+        if self.compiled:  # Python numbers would be compiled in and recompiled each step
             numbers = torch.tensor(numbers).to(p.device, non_blocking=True)
             key = torch.tensor(key, dtype=torch.int32).to(p.device, non_blocking=True)
         size = CHUNKS.get(p.device.type, CHUNKS["cuda"])
@@ -110,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class ChunkBuffers:
-    """Memory of one chunk's intermediate results, used again for the next: three of fp32, two of int32."""
+    """Reusable memory for one chunk's intermediate results: three buffers of fp32, two of int32."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.floats = [torch.empty(size, device=device) for _ in range(3)]
@@ -134,14 +133,14 @@ def chunk_update(
 ) -> None:
     """One step of [n] elements, in place: p, g fp32, m, v bf16.
 
-    numbers: (1 - lr decay, -lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step)); key: of the step, an int32. Both
-    of Python, or tensors. room: None = new memory, or none at all under a compiler.
+    numbers: (1 - lr decay, -lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step)); key: of the step, an int32. Both are
+    Python numbers or tensors. room: buffers; None = new memory, or none at all under a compiler.
     """
     kept, scale, unbias = numbers[0], numbers[1], numbers[2]
     m32, v32, a, bits, more = (room or ChunkBuffers(p.numel(), p.device)).of(p.numel())
     m32.copy_(m).lerp_(g, 1 - beta1)
     v32.copy_(v).mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    # Before the weight changes. Two words of 16 bits come of one hash: one for each moment.
+    # Before the weight changes. One hash gives two 16-bit words, one for each moment.
     torch.mul(p.view(torch.int32), OF_WEIGHT, out=bits).add_(g.view(torch.int32), alpha=OF_GRADIENT).add_(key)
     torch.bitwise_right_shift(bits, 16, out=more).bitwise_and_(0xFFFF)
     bits.bitwise_xor_(more).mul_(SPREADING)
@@ -155,19 +154,18 @@ def chunk_update(
 
 
 def _rounded(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 numbers that bf16 can hold: x or one of its two neighbours, by `bits`, evenly spread over [0, 2^16); both
-    arguments are overwritten.
+    """Round x, fp32, to a neighbour that bf16 can hold, by `bits`, uniform over [0, 2^16); overwrites both arguments.
 
-    Added to the half that bf16 has no room for, the bits carry into the upper half as often as the lower one is great.
-    What bf16 can hold stays as it is; a number beyond its largest may become infinite. A nan could carry into a number,
-    so the last term, 0 or nan, brings it back, and makes nans of infinities.
+    Added to the half that bf16 drops, the bits carry into the upper half with a probability equal to the dropped
+    fraction. Numbers that bf16 can hold stay unchanged; a number beyond its largest may become infinite. A NaN could
+    carry into a number, so the last term (0 or NaN) restores it; it also turns infinities into NaN.
     """
     bits.add_(x.view(torch.int32)).bitwise_and_(HIGH)
     return x.mul_(0.0).add_(bits.view(torch.float32))
 
 
 def key_of(step: int) -> int:
-    """What a step adds to the hash: far from those of its neighbours. An int32."""
+    """The step's contribution to the hash, far from those of neighbouring steps. An int32."""
     key = step * 0x9E3779B9 % 2**32
     key = (key ^ key >> 15) * 0x85EBCA6B % 2**32
     key ^= key >> 13
@@ -176,6 +174,6 @@ def key_of(step: int) -> int:
 
 @functools.cache
 def _compiled() -> Any:
-    # Betas and eps are constants. As symbols they are no part of what a kernel on the disk is found by, but the kernel
-    # is made for their values: a run got the moments of another one's betas (torch 2.13).
+    # Betas and eps are constants. As symbols they are not part of the disk cache's key, although the kernel is
+    # specialised on their values: a run got the moments of another run's betas (torch 2.13).
     return torch._dynamo.config.patch(specialize_float=True)(torch.compile(chunk_update, dynamic=True))

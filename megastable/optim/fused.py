@@ -1,8 +1,8 @@
-"""torch's fused AdamW, with the same rounding at every place of a buffer.
+"""torch's fused AdamW with rounding that does not depend on an element's position in its buffer.
 
-On a CPU torch's kernel computes in vectors, and the last `numel % 16` elements of a buffer one by one, which rounds
-some second moments differently (torch 2.13). Copies of a weight in different flat buffers, as those of a tied embedding
-on two pipeline stages are, would drift apart. Here the last elements are a vector, too.
+On a CPU torch's kernel computes the last `numel % 16` elements of a buffer one by one instead of in vectors, which
+rounds some second moments differently (torch 2.13). Copies of a weight in different flat buffers, such as a tied
+embedding on two pipeline stages, would drift apart. Here the last elements are padded to a vector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LANES = 16  # fp32 numbers of the widest vector, AVX-512; narrower ones divide i
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True), elementwise: an element's update does not depend on its place.
+    """torch.optim.AdamW(fused=True), elementwise: an element's update does not depend on its position.
 
     Raises ValueError when a parameter is not contiguous.
     """
@@ -59,12 +59,12 @@ class FusedAdamW(torch.optim.AdamW):
         return loss
 
     def _rest(self, p: Tensor) -> list[Tensor]:
-        """The elements behind the last whole vector, of weight, gradient and both moments, each padded to a vector."""
+        """The elements after the last whole vector of weight, gradient and both moments, each padded to a vector."""
         n, state = p.numel() % LANES, self.state.get(p, {})
         rests = []
         for whole in (p, p.grad, state.get("exp_avg"), state.get("exp_avg_sq")):
             rest = p.new_zeros(LANES)
-            if whole is not None:  # moments begin as zeros
+            if whole is not None:  # moments start at zero
                 rest[:n] = whole.reshape(-1)[-n:]
             rests.append(rest)
         return rests

@@ -1,8 +1,8 @@
 """Learning rate as a pure function of the number of applied updates.
 
-Nothing is stepped and nothing is saved: a discarded update does not move the schedule, and a resumed or rewound
-run is on the right rate by construction. Cosine: Loshchilov & Hutter, arXiv:1608.03983; WSD (warm-up, stable,
-decay): Hu et al., arXiv:2404.06395.
+Nothing is stepped or saved: a discarded update does not move the schedule, and a resumed or rewound run has the right
+rate by construction. Cosine: Loshchilov & Hutter, arXiv:1608.03983; WSD (warm-up, stable, decay): Hu et al.,
+arXiv:2404.06395.
 """
 
 from __future__ import annotations

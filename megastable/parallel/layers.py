@@ -1,6 +1,6 @@
 """Linear layers and embedding, split over the tensor group (Megatron-LM, arXiv:1909.08053 section 3).
 
-Weights are created empty: `model/init.py` fills them, the same whole tensor under every layout.
+Weights are created empty: `model/init.py` fills them with the same whole tensor under every layout.
 Activations are [s, b, h], sequence first; with sequence parallelism [s / tensor, b, h] between the layers.
 """
 
@@ -17,7 +17,7 @@ from megastable.parallel.mappings import enter, leave
 from megastable.parallel.sharding import Placement, place
 from megastable.parallel.topology import TensorParallel
 
-Product = Callable[[Tensor, Tensor], Tensor]  # x [..., in], w [out, in] -> [..., out]; another one in FP8
+Product = Callable[[Tensor, Tensor], Tensor]  # x [..., in], w [out, in] -> [..., out]; FP8 replaces it
 
 
 class ColumnParallelLinear(nn.Module):
@@ -38,9 +38,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class ColumnParallelBias(nn.Module):
-    """x [s, b, out / tensor] + bias, split as the weight of the `ColumnParallelLinear` that `name` names.
+    """x [s, b, out / tensor] + bias, split like the weight of the `ColumnParallelLinear` called `name`.
 
-    A module of its own: what takes that layer's place (FP8) need not know of it.
+    A module of its own, so that a replacement of that layer (FP8) need not handle it.
     """
 
     def __init__(self, sections: Sequence[int], tp: TensorParallel, name: str) -> None:

@@ -1,4 +1,4 @@
-"""How many ranks along every axis, and which rank stands where. Pure; without torch, for tools that only plan."""
+"""Sizes of the parallel axes, and the coordinates and groups of ranks. Pure; without torch, for the planner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the three axes; `world` ranks in all. context: so many of the data ranks share their samples."""
+    """Sizes of the three axes; `world` ranks in all. context: number of data ranks that share their samples."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -20,7 +20,7 @@ class Layout:
 
     @property
     def samples(self) -> int:
-        """How many groups of data ranks have samples of their own."""
+        """Number of groups of data ranks with samples of their own."""
         return self.data // self.context
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The communications of tensor, sequence and context parallelism, as autograd functions.
+"""Communication of tensor, sequence and context parallelism, as autograd functions.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053 section 3 (f and g); Korthikanti et al.,
 arXiv:2205.05198 section 4.2.2 (g and g-bar over the sequence); Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megastable.parallel.topology import ContextParallel, TensorParallel
 
-# torch 2.13 renamed both; older ones know only the second names.
+# torch 2.13 renamed both; older versions only have the second names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -42,7 +42,8 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def sum_and_scatter(whole: Tensor, part: Tensor, group: Any) -> None:
-    """Into `part`, a rank's own of equal parts of the flat `whole` of every rank, their sum. The rest is undefined."""
+    """Reduce-scatter: write to `part` the sum of this rank's slice of the flat `whole` of all ranks. The rest of
+    `whole` is undefined."""
     _scatter(part, whole, group=group)
 
 
@@ -66,13 +67,13 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # In fp32: a sum of partial gradients must not lose what one process would have kept.
+        # In fp32: summing partial gradients must not lose what a single process would have kept.
         return _all_reduce(grad.to(torch.float32, copy=True), ctx.tp).to(grad.dtype), None
 
 
-# A forward with a collective returns a view of what the collective wrote. Dynamo (torch 2.11) also returns every
-# intermediate of a forward: an output that is one of them, as the result of an in-place collective is, would get the
-# gradient of the intermediate, which is zero. tests/parallel/test_mappings.py compiles all of them.
+# A forward with a collective returns a view of its result. Dynamo (torch 2.11) also returns every intermediate of a
+# forward: an output that is itself an intermediate, like the result of an in-place collective, would get the
+# intermediate's gradient, which is zero. tests/parallel/test_mappings.py compiles all of them.
 
 
 class _Reduce(torch.autograd.Function):
@@ -123,27 +124,27 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def enter(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Into a tensor-parallel region: x [s, b, h] whole on every rank; gradients are summed on the way back."""
+    """Enter a tensor-parallel region: x [s, b, h], whole on every rank; the backward pass sums the gradients."""
     if tp.size == 1:
         return x
     return _Gather.apply(x, tp) if tp.sequence else _Copy.apply(x, tp)
 
 
 def leave(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Out of a tensor-parallel region: partial sums [s, b, h] are added up (with sequence parallelism: and split)."""
+    """Leave a tensor-parallel region: sum partial results [s, b, h] (with sequence parallelism: and split them)."""
     if tp.size == 1:
         return x
     return _ReduceScatter.apply(x, tp) if tp.sequence else _Reduce.apply(x, tp)
 
 
 def share(weight: Tensor, tp: TensorParallel) -> Tensor:
-    """A replicated weight that each rank applies to its own part of the data: its gradient is summed over the group."""
+    """A replicated weight that each rank applies to its own part of the data: the backward sums its gradient."""
     return weight if tp.size == 1 else _Share.apply(weight, tp)
 
 
 def total(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum of `x`, of any shape, over the group, with which every rank goes on in its own way: the gradients that it
-    has on the ranks are parts of one, and summed as well."""
+    """The sum of `x`, of any shape, over the group, for ranks that use it differently afterwards: their gradients are
+    partial and are summed as well."""
     return x if tp.size == 1 else _Total.apply(x, tp)
 
 
@@ -152,13 +153,14 @@ def _all_to_all(parts: tuple[Tensor, ...], cp: ContextParallel) -> tuple[Tensor,
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=cp.group)
     ends = list(accumulate(part.shape[-2] for part in parts))
-    # Slices: torch 2.13 compiles no split in this place where what follows is recomputed.
+    # Slices: torch 2.13 cannot compile a split here if the code after it is recomputed.
     return tuple(received[..., end - part.shape[-2] : end, :] for part, end in zip(parts, ends, strict=True))
 
 
 class _Exchange(torch.autograd.Function):
-    """x [context, ..., d], several in one message: x[i] goes to rank i, and what comes from rank i is x[i]. Its own
-    inverse, and, as it only moves numbers, its own gradient."""
+    """All-to-all of several tensors x [context, ..., d] in one message: x[i] goes to rank i and is replaced by what
+    rank
+    i sent. It is its own inverse and its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, cp: ContextParallel, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -171,10 +173,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor, Tensor]:
-    """From a part of the tokens to a part of the heads: q [s / c, b, q, d] -> [s, b, q / c, d], c ranks in the group; k
-    and v [s / c, b, k, d] alike, where c does not divide k each head as often as is needed.
+    """From a shard of the tokens to a shard of the heads: q [s / c, b, q, d] -> [s, b, q / c, d], c ranks in the group;
+    k
+    and v [s / c, b, k, d] alike. Where c does not divide k, key and value heads are repeated.
 
-    With `to_tokens` two all-to-alls a block and as many backwards: in each direction a rank sends
+    Together with `to_tokens`, two all-to-alls per block and pass: in each direction a rank sends
     (c - 1) / c * s / c * b * (2 q + 2 k) * d numbers.
     """
     c, kv = cp.size, k.shape[2]
@@ -182,14 +185,14 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tens
         return q, k, v
     if (times := lcm(kv, c) // kv) > 1:
         k, v = k.repeat_interleave(times, 2), v.repeat_interleave(times, 2)
-    # By the rank that gets them: [c, s / c, b, heads / c, d].
+    # By receiving rank: [c, s / c, b, heads / c, d].
     parts = [x.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
     q, k, v = (x.flatten(0, 1) for x in _Exchange.apply(cp, *parts))
     return q, k, v
 
 
 def to_tokens(y: Tensor, cp: ContextParallel) -> Tensor:
-    """Back from a part of the heads to a part of the tokens: y [s, b, q / c, d] -> [s / c, b, q, d]."""
+    """Back from a shard of the heads to a shard of the tokens: y [s, b, q / c, d] -> [s / c, b, q, d]."""
     if cp.size == 1:
         return y
     (x,) = _Exchange.apply(cp, y.unflatten(0, (cp.size, -1)))

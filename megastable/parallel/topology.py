@@ -1,10 +1,10 @@
-"""Who talks to whom: the coordinates of a rank and the process groups of its row, column and pipe.
+"""Coordinates of a rank and its process groups.
 
-Ranks are numbered as DeepSpeed's `PipeModelDataParallelTopology` does: pipeline outermost, then data, tensor
-innermost, so that a tensor group sits on neighbouring GPUs of one host. Context parallelism is no axis of its own:
-so many data-parallel ranks in a row share their samples, each with a part of the tokens. The loss of a rank is the mean
-over its tokens, so the mean of the gradients over all data-parallel ranks is that over all tokens, and ZeRO, norms and
-checkpoints need not know.
+Ranks are numbered as in DeepSpeed's `PipeModelDataParallelTopology`: pipeline outermost, then data, tensor innermost,
+so that a tensor group sits on neighbouring GPUs of one host. Context parallelism is not an axis of its own: consecutive
+data-parallel ranks share their samples, each with a part of the tokens. The loss of a rank is the mean over its tokens,
+so averaging gradients over all data-parallel ranks averages over all tokens, and ZeRO, norms and checkpoints need no
+special case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megastable.parallel.layout import Layout
 
 
 class Topology:
-    """This rank's place in a `Layout`, with its process groups. Collective: all ranks build it alike."""
+    """This rank's coordinates in a `Layout`, with its process groups. Collective: all ranks build it alike."""
 
     def __init__(self, layout: Layout, rank: int, timeout: float) -> None:
         self.layout = layout
@@ -41,11 +41,11 @@ class Topology:
         return mine
 
     def stage_group(self) -> Any:
-        """A new group of all ranks that hold parts of the layers that this one holds."""
+        """A new group of all ranks that hold parts of this rank's layers."""
         return self._group("stage")
 
     def tied_group(self) -> Any:
-        """A new group of the data ranks of the first and the last stage, with this tensor rank; None on other stages.
+        """A new group of the data ranks of the first and the last stage with this tensor rank; None on other stages.
         Needs two stages."""
         return self._group("tied")
 
@@ -56,7 +56,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a layer needs to know of its tensor group. `TensorParallel()` is a single process.
+    """A layer's view of its tensor group. `TensorParallel()` is a single process.
 
     `sequence`: activations between the parallel regions are split along the sequence (arXiv:2205.05198).
     """
@@ -69,7 +69,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """What attention needs to know of the ranks that share a sample. `ContextParallel()` is one that has it whole."""
+    """Attention's view of the ranks that share a sample. `ContextParallel()`: this rank has whole samples."""
 
     group: Any = None
     size: int = 1

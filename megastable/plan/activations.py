@@ -1,13 +1,14 @@
-"""What a rank keeps for the backward pass of one micro-batch, tensor by tensor. Pure; without torch.
+"""Activation memory that a rank keeps for the backward pass of one micro-batch, tensor by tensor. Pure; without torch.
 
     made = block(config, kernels)
-    kept(made), extra(made)        # bytes that wait; bytes that the backward pass takes beside them
+    kept(made), extra(made)        # bytes kept; bytes that the backward pass allocates beside them
 
-Derived from model/*.py by what autograd keeps of every operation (torch's derivatives.yaml): a product of two keeps the
+Derived from model/*.py by what autograd saves for every operation (torch's derivatives.yaml): a product saves the
 factor that the other's gradient needs, a linear layer its input, a power its base, silu its input, a root and a softmax
-their result; sums, casts, permutations and rotations by a table keep nothing. Views keep all that they look into. Of a
-compiled block: what torch 2.13's partitioner was seen to keep, which makes again all that is cheap. Counted before by
-Korthikanti et al., arXiv:2205.05198 section 4, for other layers.
+their result; sums, casts, permutations and rotations by a table save nothing. Views keep their whole base alive. For
+compiled blocks: what torch 2.13's partitioner was observed to save; it recomputes whatever is cheap. Korthikanti et
+al.,
+arXiv:2205.05198 section 4, count other layers.
 
 Letters: N tokens of a micro-batch on this rank, n those of its part of the residual stream (N, or N / tensor with
 sequence parallelism), h hidden, q and k widths of all queries and keys of this tensor rank, f of its SwiGLU, e bytes of
@@ -24,13 +25,13 @@ from megastable.config.tree import RunConfig
 from megastable.plan.volume import element
 
 FP32 = 4
-ROWS, KEPT = 256, 16  # of model/blocked.py, which needs torch
-SCORES = 1 << 24  # of layer_stats.py, which needs it, too
+ROWS, KEPT = 256, 16  # copied from model/blocked.py, which needs torch
+SCORES = 1 << 24  # copied from layer_stats.py, which needs torch
 
 
 @dataclass(frozen=True)
 class PlannedKernels:
-    """As model/kernels.py's, which needs torch; `memory.kernels_on` makes them. gpu: the kernels are a GPU's."""
+    """As in model/kernels.py, which needs torch; made by `memory.kernels_on`. gpu: the kernels are for a GPU."""
 
     attention: str = "sdpa"
     loss: str = "chunked"
@@ -40,7 +41,7 @@ class PlannedKernels:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that waits for the backward pass. width: bytes of an element."""
+    """A tensor saved for the backward pass. width: bytes of an element."""
 
     name: str
     elements: int
@@ -53,8 +54,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SavedOperation:
-    """saved: given back when its backward is over. backward: bytes of its gradients, in and out, and of what it makes
-    on the way."""
+    """saved: freed after its backward. backward: bytes of its gradients, in and out, and of its temporary results."""
 
     saved: tuple[Saved, ...]
     backward: int
@@ -62,7 +62,7 @@ class SavedOperation:
 
 @dataclass(frozen=True)
 class ShapeSizes:
-    """The letters, of a config on one rank."""
+    """The letters of the module docstring, for a config on one rank."""
 
     N: int
     n: int
@@ -81,7 +81,7 @@ class ShapeSizes:
         return self.n * self.h
 
 
-# What the linear layers keep, by the name of the saved tensor; see config.LINEARS.
+# Saved inputs of linear layers, by the name of the saved tensor; see config.LINEARS.
 INPUTS = {
     "attention input": "attention.qkv", "attention output": "attention.out", "MLP input": "mlp.gate_up",
     "SwiGLU output": "mlp.down",
@@ -89,8 +89,8 @@ INPUTS = {
 
 
 def in_fp8(config: RunConfig, saved: Saved) -> int:
-    """Bytes that a linear layer's input takes more (or less) where it is kept in FP8: a byte an element, and with
-    blocks an fp32 scale for 128. The attention keeps its output for itself."""
+    """Additional (or saved, if negative) bytes of a linear layer's input kept in FP8: a byte per element, and with
+    blocks an fp32 scale per 128. Attention keeps a copy of its output of its own."""
     fp8 = config.precision.fp8
     if fp8 is None or config.parallel.recompute == "full":
         return 0
@@ -110,12 +110,12 @@ def sizes(config: RunConfig) -> ShapeSizes:
 
 
 def kept(operations: Sequence[SavedOperation]) -> int:
-    """Bytes that wait for the backward pass."""
+    """Bytes saved for the backward pass."""
     return sum(saved.bytes for operation in operations for saved in operation.saved)
 
 
 def extra(operations: Sequence[SavedOperation]) -> int:
-    """The most bytes beside those that waited, while the backward pass goes through them from the end."""
+    """Peak of bytes beside the saved ones, while the backward pass runs from the end."""
     there = most = 0
     for operation in reversed(operations):
         most = max(most, there + operation.backward)
@@ -124,17 +124,17 @@ def extra(operations: Sequence[SavedOperation]) -> int:
 
 
 def block(config: RunConfig, kernels: PlannedKernels) -> list[SavedOperation]:
-    """Of one block, under the recomputation of `config`."""
+    """The operations of one block, under the recomputation of `config`."""
     z = sizes(config)
     if config.parallel.recompute == "full":
-        # Made again in the backward pass, and then all of it is there.
+        # Recomputed in the backward pass, when all of it is in memory.
         whole = operations(config, kernels, "none")
         return [SavedOperation((Saved("stream", z.stream, z.e),), kept(whole) + extra(whole))]
     return operations(config, kernels, config.parallel.recompute)
 
 
 def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> list[SavedOperation]:
-    """Of one block that is not recomputed as a whole."""
+    """The operations of one block that is not recomputed as a whole."""
     z, m = sizes(config), config.model
     fused, selective = kernels.compile, recompute == "selective"
     qkv = z.q + 2 * z.k
@@ -145,7 +145,7 @@ def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> li
         _out(z, config, kernels, selective),
     ]
     if fused:
-        # The norms are made again of what went into them.
+        # The norms are recomputed from their inputs.
         swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 3 * z.e * z.N * z.f)
     else:
         swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 4 * z.e * z.N * z.f)
@@ -155,7 +155,7 @@ def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> li
     elif selective:
         mlp.append(SavedOperation((), (4 if not fused else 3) * z.e * z.N * z.f))
     if fused and selective:
-        mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, made again
+        mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
     else:
         mlp.append(_linear("SwiGLU output", z, z.N * z.f, z.n * z.h, z.f * z.h))
     first, second = (
@@ -170,13 +170,13 @@ def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> li
 def _norm(
     name: str, z: ShapeSizes, elements: int, rows: int, fused: bool, own: bool = True
 ) -> list[SavedOperation]:
-    """own: its input is nobody else's; in fp32 it is kept as it is."""
+    """own: no other operation saves its input; in fp32 it is kept uncast."""
     if fused:
         return [SavedOperation((Saved(f"{name}, input", elements, z.e),), 3 * z.e * elements)]
     wide = elements * FP32
     given = (Saved(f"{name}, in fp32", elements, FP32),) if z.e < FP32 or own else ()
     return [
-        # The gradients by way of the mean: of the product, of the mean, of the square; and their sum.
+        # The gradients along the mean: of the product, of the mean, of the square; and their sum.
         SavedOperation((*given, Saved(f"{name}, reciprocals", rows, FP32)), 5 * wide),
         SavedOperation((Saved(f"{name}, normed", elements, FP32),), 3 * wide),
     ]
@@ -190,12 +190,12 @@ def _linear(name: str, z: ShapeSizes, inputs: int, outputs: int, weight: int) ->
 def _heads(
     config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: bool
 ) -> list[SavedOperation]:
-    """From queries, keys and values as they are projected to those that the core sees, but for what it keeps itself."""
+    """From projected queries, keys and values to those at the core, without what the core itself saves."""
     m, made = config.model, []
     rows = z.N * z.q // m.head_width, z.N * z.k // m.head_width
     repeated = _repeats(config, kernels) and not selective
     normed = bool(m.qk_norm)
-    # Kept whole if the core looks into it: by the values; in fp32 by what the norms keep; compiled by the norms.
+    # Kept whole if a view of it is saved: the core's values; in fp32 the norms' inputs; compiled by the norms.
     if (normed and (z.e == FP32 or kernels.compile)) or not (repeated or config.parallel.context > 1):
         made.append(SavedOperation((Saved("queries, keys, values", z.N * (z.q + 2 * z.k), z.e),), 0))
     if normed and not kernels.compile:
@@ -207,13 +207,13 @@ def _heads(
 
 
 def _keys(config: RunConfig, z: ShapeSizes) -> int:
-    """k at the core: context parallelism may need every head several times."""
+    """k at the core: context parallelism may repeat heads."""
     kv = config.model.key_value_heads // config.parallel.tensor
     return z.k * lcm(kv, config.parallel.context) // kv
 
 
 def _repeats(config: RunConfig, kernels: PlannedKernels) -> bool:
-    """Whether keys and values are written out once for every query: cores.py."""
+    """Whether keys and values are repeated for every query: cores.py."""
     m, p = config.model, config.parallel
     kv = lcm(m.key_value_heads // p.tensor, p.context)
     grouped = kv < m.heads // p.tensor
@@ -227,7 +227,7 @@ def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: 
     scores = z.samples * z.heads * z.length**2
     plain = kernels.attention == "reference"
     if selective:
-        # Inputs only: the rest is made again.
+        # Inputs only: the rest is recomputed.
         again = 6 * z.e * z.N * z.q
         if plain:
             again += 4 * scores * FP32
@@ -258,7 +258,7 @@ def _out(z: ShapeSizes, config: RunConfig, kernels: PlannedKernels, selective: b
 
 
 def probabilities(z: ShapeSizes) -> int:
-    """How many model/blocked.py's forward keeps: `kept_size` there."""
+    """Number of probabilities kept by model/blocked.py's forward: `kept_size` there."""
     whole, rest = z.length // ROWS, z.length % ROWS
     each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * z.length
     width = z.q * z.N // (z.samples * z.length * z.heads)
@@ -266,12 +266,12 @@ def probabilities(z: ShapeSizes) -> int:
 
 
 def watched(config: RunConfig) -> int:
-    """The most bytes that the probe makes to look at a block's attention: `Block.queries_and_keys`, `attention_chunks`.
-    Nothing waits for a backward pass, and nothing is compiled."""
+    """Peak of bytes that the probe allocates to examine a block's attention: `Block.queries_and_keys`,
+    `attention_chunks`. Nothing is saved for a backward pass, and nothing is compiled."""
     z, m, c = sizes(config), config.model, config.parallel.context
     keys, q = _keys(config, z), z.e * z.N * z.q
-    wide = FP32 * (3 if z.e < FP32 else 2)  # of a norm or a rotation, an element
-    there = z.e * z.N * (z.q + 2 * z.k)  # as projected; normed and exchanged beside it
+    wide = FP32 * (3 if z.e < FP32 else 2)  # per element of a norm or a rotation
+    there = z.e * z.N * (z.q + 2 * z.k)  # as projected; normed and exchanged copies come on top
     there += bool(m.qk_norm) * (q + z.e * z.N * z.k) + (c > 1) * 2 * z.e * z.N * (z.q + 2 * keys)
     at_a_time = max(1, min(SCORES // (z.samples * z.heads * z.length), -(-z.length // 8)))
     scores = z.samples * z.heads * at_a_time * z.length
@@ -284,6 +284,6 @@ def watched(config: RunConfig) -> int:
 
 
 def final_norm(config: RunConfig) -> list[SavedOperation]:
-    """Of the last norm, which is never compiled."""
+    """The operations of the last norm, which is never compiled."""
     z = sizes(config)
     return _norm("final norm", z, z.stream, z.n, False)

@@ -1,9 +1,9 @@
-"""What a cluster is: its GPUs, their memory and peaks, the links between them, its price. Pure; without torch.
+"""Description of a cluster: its GPUs, their memory and peaks, the links between them, its price. Pure; without torch.
 
     cluster = load("launch/clusters/h100.yaml")
 
-`time.py` makes seconds of it. Rates are those of data sheets; what training reaches of them is in `Efficiency`, the
-same numbers whatever the model, so that a prediction says something of a run that nobody has made.
+`time.py` turns it into seconds. Rates are from data sheets; `Efficiency` has the share that training reaches, with the
+same numbers for all models, so that predictions extend to runs that were never measured.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megastable.config.recipe import find, read_yaml
 from megastable.config.section import Section
 
 Share = Field(gt=0.0, le=1.0)
-Tera = Annotated[float, Field(gt=0.0, le=1e12)]  # somebody who writes FLOP/s or byte/s is told
+Tera = Annotated[float, Field(gt=0.0, le=1e12)]  # refuses values given in FLOP/s or byte/s
 
 
 class Peak(Section):
-    """Dense TFLOP/s of a GPU by precision. None: it cannot compute in it."""
+    """Dense TFLOP/s of a GPU by precision. None: not supported."""
 
     bf16: Tera  # and fp16
     fp8: Tera | None = None
@@ -31,9 +31,9 @@ class Peak(Section):
 
 
 class Link(Section):
-    """What a GPU can send in one direction while it receives as much.
+    """A GPU's send rate in one direction, while it receives as much.
 
-    latency_us: of a message between two neighbours, as a collective pays it once a round.
+    latency_us: of a message between two neighbours, paid by a collective once per round.
     """
 
     gb_per_second: PositiveFloat
@@ -41,24 +41,24 @@ class Link(Section):
 
 
 class Efficiency(Section):
-    """What is reached of the peaks.
+    """The share of the peaks that is reached.
 
-    products, products_fp8: of large matrix products. The fastest that anybody found among many shapes: A100 268 of 312
+    products, products_fp8: of large matrix products. The fastest found among many shapes: A100 268 of 312
     TFLOP/s, H100 792 of 989 (S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS"); H200 alike.
-    In FP8 about 1,400 of 1,979, and of a B200, are less well known. GPUs lower their clocks under such load.
-    sustained: of that, in training, where shapes are what they are, operations wait for others, and clocks stay low.
-    The one number that was chosen so that published runs come out right (published.py), the same for all GPUs.
-    half_size: a product whose shortest side has so many elements reaches half: the ends of each weigh more, and tiles
-    are left empty. At 2,048, the tokens of many a micro-batch, it reaches 94 %. An estimate.
-    attention: of the 16-bit peak, of the FLOPs that a causal model needs, forward and backward: FlashAttention-2
+    The values for FP8 (about 1,400 of 1,979) and for a B200 are less certain. GPUs lower their clocks under such load.
+    sustained: the share of that in training, with given shapes, dependent operations and low clocks.
+    The only number that was fitted to published runs (published.py), the same for all GPUs.
+    half_size: shortest side, in elements, of a product that reaches half: its edges weigh more, and tiles
+    stay empty. At 2,048, a common number of tokens in a micro-batch, it reaches 94 %. An estimate.
+    attention: of the 16-bit peak, of the FLOPs of a causal model, forward and backward: FlashAttention-2
     (arXiv:2307.08691, figures 4 to 6) 150 to 190 of 312, FlashAttention-3 (arXiv:2407.08608, figures 5 and 6) 350 to
     550 of 989, at 2,048 to 8,192 tokens.
-    memory, streams: of the bandwidth, by the elementwise work of blocks, and by the sums of gradients and the update,
-    which are long vectors: copying takes 3.0 of 3.35 TB/s of an H100; kernels with reductions in them take less.
-    host, network: of the links' rates, by large collectives (nccl-tests): about 360 of 450 GB/s inside of a DGX H100,
+    memory, streams: of the bandwidth, by the elementwise work of blocks, and by gradient sums and the update, which
+    are long vectors: a copy reaches 3.0 of 3.35 TB/s on an H100; kernels with reductions reach less.
+    host, network: of the links' rates, by large collectives (nccl-tests): about 360 of 450 GB/s inside a DGX H100,
     40 to 45 of 50 GB/s over 400 Gb/s InfiniBand.
-    overlap: of communication that DeepSpeed hides behind computing where it can (ZeRO 2 and 3). The rest is seen: both
-    need the same memory and multiprocessors. An estimate.
+    overlap: of the communication that DeepSpeed overlaps with computing where it can (ZeRO 2 and 3). The rest costs
+    time: both need the same memory and multiprocessors. An estimate.
     """
 
     products: float = Share
@@ -74,10 +74,10 @@ class Efficiency(Section):
 
 
 class ClusterConfig(Section):
-    """One kind of GPU in hosts that are all alike.
+    """One kind of GPU in identical hosts.
 
-    reserve_gib: of a GPU's memory that training cannot have: CUDA context, NCCL's buffers, fragmentation.
-    kernel_us: the least that one operation takes, however little it computes.
+    reserve_gib: GPU memory that training cannot use: CUDA context, NCCL's buffers, fragmentation.
+    kernel_us: minimum time of one operation, however small.
     """
 
     name: str
@@ -104,15 +104,13 @@ class ClusterConfig(Section):
 
 
 def load(path: str | Path) -> ClusterConfig:
-    """Read a cluster's description, from the working directory or else from the project's.
+    """Read a cluster's description, relative to the working directory or else to the project.
 
-    Raises ConfigError that names the file, the keys and what is wrong with each.
+    Raises ConfigError with the file, the keys and the problem of each.
     """
     found = find(path)
     if not found.exists():
-        raise ConfigError(
-            f"{path}: no such description of a cluster; the ones that come along are in launch/clusters/"
-        )
+        raise ConfigError(f"{path}: no such cluster description; see launch/clusters/")
     try:
         return ClusterConfig.model_validate(read_yaml(found))
     except ValidationError as error:
@@ -125,6 +123,6 @@ def _explain(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
         return f"{key}: missing; see launch/clusters/h100.yaml for all keys"
     if detail["type"] == "extra_forbidden":
-        return f"{key}: unknown key; launch/clusters/h100.yaml has all that there are"
+        return f"{key}: unknown key; see launch/clusters/h100.yaml for all keys"
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key}={detail['input']!r}: {message}" if key else message

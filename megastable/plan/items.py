@@ -1,4 +1,4 @@
-"""What a rank's memory is made of: pieces of a kind, there at some moments of a step, and their sum. Without torch."""
+"""Memory items of a rank: pieces of a kind, present in some phases of a step, and their sum. Without torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from functools import cached_property
 from typing import Literal
 
 Kind = Literal["weights", "gradients", "master", "moments", "activations", "logits", "buffers"]
-# Of a step: before the last block of a micro-batch, where layer_stats.py looks at its attention; the loss; in the
-# backward pass loss and head, the last blocks, the first block and embedding; the update. Between two steps. And before
-# the first one: layers are built, then the optimizer's state.
+# Phases of a step: before the last block of a micro-batch, where layer_stats.py examines its attention; the loss; in
+# the backward pass loss and head, the last blocks, the first block and embedding; the update. Then between two steps,
+# and before the first one: building the layers, then the optimizer's state.
 Phase = Literal["watch", "loss", "head", "backward", "end", "update", "between", "layers", "optimizer"]
 Device = Literal["cuda", "cpu"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "master", "moments", "activations", "logits", "buffers")
 STEP: tuple[Phase, ...] = ("watch", "loss", "head", "backward", "end", "update", "between")
 BUILDING: tuple[Phase, ...] = ("layers", "optimizer")
 PHASES = (*STEP, *BUILDING)
-WAITING: tuple[Phase, ...] = ("loss", "head", "backward")  # all that waits for the backward pass does so
+WAITING: tuple[Phase, ...] = ("loss", "head", "backward")  # phases in which saved activations are in memory
 PASSES: tuple[Phase, ...] = ("watch", *WAITING, "end")
 BACK: tuple[Phase, ...] = ("head", "backward", "end")
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one kind on a rank. phases: when they are there."""
+    """Bytes of one kind on a rank. phases: in which they are allocated."""
 
     kind: Kind
     name: str
@@ -33,8 +33,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Host:
-    """In host memory of one rank. snapshot: one rewind point; points: as many as the recipe keeps; checkpoint: the
-    copy that is written behind the steps. building: at most, before the first step, when none of these is there."""
+    """Host memory of one rank. snapshot: one snapshot; points: number of snapshots that the recipe keeps; checkpoint:
+    the
+    copy that is written in the background. building: the peak before the first step, when none of these exists."""
 
     snapshot: int
     points: int
@@ -44,14 +45,14 @@ class Host:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a rank of pipeline stage `stage` takes; items: all of it, with names."""
+    """Memory of a rank of pipeline stage `stage`; items: all of it, by name."""
 
     stage: int
     items: tuple[Item, ...]
     host: Host
 
     def at(self, phase: Phase) -> dict[Kind, int]:
-        """Bytes by kind at a moment."""
+        """Bytes by kind in a phase."""
         found = dict.fromkeys(KINDS, 0)
         for item in self.items:
             if phase in item.phases:
@@ -60,7 +61,7 @@ class Footprint:
 
     @cached_property
     def peak(self) -> Phase:
-        """The moment at which most is there."""
+        """The phase with the most bytes."""
         sums = dict.fromkeys(PHASES, 0)
         for item in self.items:
             for phase in item.phases:
@@ -79,7 +80,7 @@ class Footprint:
 
     @property
     def building(self) -> int:
-        """Bytes on the device at the most before the first step."""
+        """Peak of bytes on the device before the first step."""
         return max(sum(self.at(phase).values()) for phase in BUILDING)
 
     @property
@@ -88,6 +89,6 @@ class Footprint:
         return sum(self.at("between").values())
 
     def largest(self, number: int = 5) -> list[Item]:
-        """What most of the peak is."""
+        """The largest items at the peak."""
         there = [item for item in self.items if self.peak in item.phases]
         return sorted(there, key=lambda item: -item.bytes)[:number]

@@ -1,4 +1,4 @@
-"""Which link a group of ranks crosses, and what a message costs there. Pure; without torch."""
+"""Links that a group of ranks crosses, and the cost of a message there. Pure; without torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megastable.plan.cluster import ClusterConfig
 
 @dataclass(frozen=True)
 class Crossing:
-    """The way between the members of a group.
+    """The link between the members of a group.
 
-    rate: bytes a second that leave a rank in a ring; own: on the slowest link that is crossed; inside: on the host's.
-    near, far: seconds that a message takes inside of a host and between two. hosts: over which the group is spread;
-    together: its members in one.
+    rate: bytes a second that leave a rank in a ring; own: on the slowest link crossed; inside: on the host's.
+    near, far: latency in seconds inside a host and between two. hosts: number that the group spans;
+    together: its members in one host.
     """
 
     name: str
@@ -35,8 +35,8 @@ class Crossing:
         return f"over the {self.name} at {self.rate / 1e9:.3g} GB/s"
 
     def seconds(self, collective: str, sent: float, ranks: int) -> float:
-        """Of `sent` bytes that leave each of so many ranks. An all-to-all is no ring: over the network, each rank's own
-        card, goes what is for other hosts, and beside it the rest inside."""
+        """Seconds for `sent` bytes that leave each of `ranks` ranks. An all-to-all is not a ring: data for other hosts
+        goes over the network, each rank with its own card, and the rest inside the host at the same time."""
         if collective == "all-to-all" and self.hosts > 1:
             far = sent * (ranks - self.together) / (ranks - 1)
             return max(far / self.own, (sent - far) / self.inside)
@@ -46,9 +46,9 @@ class Crossing:
 @lru_cache(maxsize=1024)
 def crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossing:
     """The link that the groups of a kind cross, by the numbers of their ranks: pipeline outermost, tensor innermost,
-    and hosts are filled one after another. Of several groups the one that has it worst: all wait for it.
+    and hosts filled one after another. Of several groups the slowest counts: all wait for it.
 
-    A ring passes through every host once, and what enters a host can be shared out over the network cards of all of the
+    A ring passes through every host once, and what enters a host is divided over the network cards of all of the
     group's members there: a data-parallel group without tensor parallelism has eight, one with tensor 8 has one.
     """
     e, per = cluster.efficiency, cluster.gpus_per_host
@@ -68,8 +68,8 @@ def crossing(group: str, layout: Layout, cluster: ClusterConfig) -> Crossing:
 
 
 def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
-    """(distance of neighbours, members, first ranks) of the groups of a kind. Of a pipeline two neighbours, who are
-    those that talk, and of tied stages a rank of each."""
+    """(distance of neighbours, members, first ranks) of the groups of a kind. For a pipeline these are two neighbouring
+    stages, which communicate, and for tied stages one rank of each."""
     t, d, c, p = lay.tensor, lay.data, lay.context, lay.pipeline
     starts = [stage * t * d + k for stage in range(p) for k in range(t)]  # of data-parallel groups
     match group:
@@ -83,13 +83,13 @@ def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
             return t * d, min(p, 2), range(max(p - 1, 1) * t * d)
         case "tied":
             return (p - 1) * t * d or 1, min(p, 2), range(t * d)
-    # The whole world, or of every stage a tensor group: as many hosts.
+    # The whole world, or a tensor group of every stage: the same number of hosts.
     return (1, lay.world, (0,)) if group == "world" else (t * d, p, (0,))
 
 
 def latency(collective: str, ranks: int, link: Crossing) -> float:
-    """Seconds of a message without bytes: a ring's rounds, or a tree's where that is shorter (NCCL has none for
-    all-gather and reduce-scatter)."""
+    """Seconds of an empty message: a ring's rounds, or a tree's if that is faster (NCCL has no tree for all-gather and
+    reduce-scatter)."""
     if collective in ("send", "all-to-all"):
         return link.far
     ring = (ranks - link.hosts) * link.near + link.hosts * link.far

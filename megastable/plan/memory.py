@@ -1,12 +1,12 @@
-"""Device and host memory that one rank of a run takes, by kind and by the moment of a step. Pure; without torch.
+"""Device and host memory of one rank, by kind and by phase of a step. Pure; without torch.
 
     for footprint in footprints(config, layout):            # of every pipeline stage
         print(footprint.stage, footprint.total, footprint.peak, footprint.kinds)
 
-What is held between steps is as DeepSpeed 0.19.8 lays it out (ZeRO, arXiv:1910.02054 section 5); what waits for the
-backward pass is counted in activations.py, of as many micro-batches as 1F1B has on their way (Narayanan et al.,
-arXiv:2006.09503 section 3.2). `bench/footprint.py` holds both against real steps. Not in it: what a GPU's allocator
-wastes, the CUDA context, NCCL's buffers and scratch space of cuBLAS and cuDNN (`planning.md` says how much to leave).
+State between steps follows the layout of DeepSpeed 0.19.8 (ZeRO, arXiv:1910.02054 section 5); activations are counted
+in activations.py, for as many micro-batches as 1F1B has in flight (Narayanan et al., arXiv:2006.09503
+section 3.2). `benchmarks/footprint.py` compares both with real steps. Not included: the waste of a GPU's allocator, the
+CUDA context, NCCL's buffers and scratch space of cuBLAS and cuDNN (`planning.md` says how much to reserve).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megastable.plan.activations import FP32, PlannedKernels
 from megastable.plan.items import BACK, PASSES, PHASES, STEP, WAITING, Device, Footprint, Host, Item, Phase
 from megastable.plan.volume import Stage, bounds, element, parameters, round_up, stage_of, tied_piece
 
-# On a CPU only, of model/ and optim/, which need torch.
+# Copied from model/ and optim/, which need torch; on a CPU only.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
-CHUNK, FP8_CHUNK = 2**22, 2**20  # of flatstate.py and fp8/scaling.py
+CHUNK, FP8_CHUNK = 2**22, 2**20  # of flatstate.py and fp8/scale_factors.py
 
 
 def footprints(
@@ -43,11 +43,12 @@ def footprints(
     cut: Sequence[int] | None = None,
     stages: Iterable[int] | None = None,
 ) -> list[Footprint]:
-    """Of these pipeline stages, None = all; the arguments are those of `footprint`, cut: None = `volume.bounds`."""
+    """The footprints of these pipeline stages, None = all; arguments as for `footprint`. cut: None =
+    `volume.bounds`."""
     cut = bounds(config) if cut is None else cut
     stages = range(config.parallel.pipeline) if stages is None else stages
     kernels = kernels or kernels_on(config, device)
-    block = activations.block(config, kernels)  # the same on all
+    block = activations.block(config, kernels)  # the same on all stages
     return [
         _footprint(config, layout, stage, cut, device, kernels, zero, elements, block) for stage in stages
     ]
@@ -66,12 +67,12 @@ def footprint(
 ) -> Footprint:
     """Memory of a rank of pipeline stage `stage` in steps after the first one.
 
-    config: model.vocab_size must be known; layout: that of config.parallel on so many ranks. cut: as `volume.bounds`
-    gives it. kernels: None = those that the config means on such a device (`kernels_on`). zero: the section
-    zero_optimization of DeepSpeed's configuration; None = that of the file that the config names. elements: logits of a
+    config: model.vocab_size must be known; layout: config.parallel on a number of ranks. cut: from `volume.bounds`.
+    kernels: None = those that the config selects on such a device (`kernels_on`). zero: the section
+    zero_optimization of DeepSpeed's configuration; None = that of the config's file. elements: logits of a
     chunk; None = the device's.
 
-    Raises ConfigError when the batch cannot be shared out over the layout, or the DeepSpeed file is not there.
+    Raises ConfigError if the batch cannot be divided over the layout, or the DeepSpeed file is missing.
     """
     found = footprints(
         config, layout, device=device, kernels=kernels, zero=zero, elements=elements, cut=cut, stages=[stage]
@@ -112,7 +113,7 @@ def _footprint(
 
 
 def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
-    """What `kernel_choice.choose` takes on such a device, if everything is installed there."""
+    """The result of `kernel_choice.choose` on such a device, if everything is installed there."""
     wanted, gpu = config.kernels, device == "cuda"
     best = "sdpa" if gpu or config.precision.kind == "fp16" else "blocked"
     attention: str = wanted.attention
@@ -135,7 +136,7 @@ def _zero_section(name: str, stage: int) -> dict[str, Any]:
 
 
 def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
-    """Elements of the optimizer's groups (matrices, norms) on a rank before ZeRO shares them out, padded for that."""
+    """Elements of the optimizer's groups (matrices, norms) on a rank before ZeRO partitions them, padded for that."""
     groups = [group for group in parameters(config.model, held, config.parallel.tensor) if group]
     if config.parallel.zero == 3:
         counted = (Counter(group).items() for group in groups)
@@ -144,12 +145,12 @@ def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
 
 
 def _sums(config: RunConfig) -> bool:
-    """Whether BF16_Optimizer has it: fp32 sums of all gradients, for good."""
+    """Whether BF16_Optimizer keeps permanent fp32 sums of all gradients."""
     return config.parallel.zero == 1 and config.precision.kind == "bf16"
 
 
 def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
-    """What lives from step to step; the moments are made by the first update."""
+    """Memory held from step to step; the moments are created by the first update."""
     e, whole = element(config), sum(groups)
     own = whole // layout.data
     moment = 2 if config.optimizer.moments == "bf16" else FP32
@@ -164,8 +165,8 @@ def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]
 
 
 def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]) -> Iterable[Item]:
-    """What is there beside the state before the first step: under ZeRO 3 a layer that is not yet shared out, then a
-    parameter that is gathered for its hook. A second copy of the weights, flat, is `Host.building`."""
+    """Additional memory before the first step: under ZeRO 3 a layer that is not yet partitioned, then a parameter
+    gathered for its hook. A second, flat copy of the weights is `Host.building`."""
     e = element(config)
     if config.parallel.zero == 3:
         matrices, _ = parameters(config.model, held, config.parallel.tensor)
@@ -181,7 +182,7 @@ def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[i
 def _exchanged(
     config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int], steps: int, zero: Mapping[str, Any]
 ) -> Iterable[Item]:
-    """What DeepSpeed takes for gradients and weights on their way between the data ranks."""
+    """DeepSpeed's memory for gradients and weights in transit between the data ranks."""
     if _sums(config):
         other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
         yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
@@ -212,14 +213,14 @@ def _exchanged(
             zero.get("stage3_prefetch_bucket_size", 5e7)
         )
         yield Item("weights", "gathered weights", min(whole, live) * e, ("watch", *WAITING))
-        # Those that nobody asks for any more were given back.
+        # Released weights were freed already.
         first = _flat(config, layout, Stage(1, held.first, last=False))
         yield Item("weights", "gathered weights of the first block", min(sum(first), live) * e, ("end",))
         yield copy
 
 
 def _fill(config: RunConfig, held: Stage, bucket: int) -> int:
-    """The most gradients that a bucket has before the next one does not fit in: from the head to the embedding."""
+    """The most gradients in a bucket before the next one no longer fits: from the head to the embedding."""
     matrices, _ = parameters(config.model, held, config.parallel.tensor)
     if sum(matrices) <= bucket:
         return sum(matrices)
@@ -240,14 +241,14 @@ def _activations(
     flying: int,
     block: Sequence[activations.SavedOperation],
 ) -> Iterable[Item]:
-    """What waits for the backward pass, of `flying` micro-batches; and what that takes beside it."""
+    """Saved activations of `flying` micro-batches, and the temporary memory of the backward pass."""
     z = activations.sizes(config)
     for saved in (saved for operation in block for saved in operation.saved):
         linear = activations.INPUTS.get(saved.name)
         quantized = fp8_blocks(config, first, held.blocks, linear) if linear else 0
         each = saved.bytes * held.blocks + activations.in_fp8(config, saved) * quantized
         yield Item("activations", saved.name, each * flying, WAITING)
-        # Before the last block it is all that is missing; at the end of a backward pass the first one is left.
+        # Before the last block only that one is missing; at the end of a backward pass the first one is left.
         yield Item("activations", saved.name, each * flying - each // held.blocks, ("watch",))
         yield Item("activations", saved.name, each * (flying - 1) + each // held.blocks, ("end",))
     stream = z.stream * z.e
@@ -255,7 +256,7 @@ def _activations(
     beside = activations.extra(block) + stream
     if held.last:
         final = activations.final_norm(config)
-        # On the last stage one micro-batch is on its way.
+        # On the last stage one micro-batch is in flight.
         yield Item("activations", "final norm", activations.kept(final), WAITING)
         beside = max(activations.extra(final) + stream, beside - activations.kept(final))
         yield Item("activations", "features", z.N * z.h * z.e, ("loss",))
@@ -264,7 +265,7 @@ def _activations(
     if config.data.keep_documents_apart:
         width = config.model.head_width
         places = z.samples * z.length * width * FP32
-        # On a GPU FlexAttention has a mask of blocks.
+        # On a GPU FlexAttention has a block mask.
         mask = z.samples * z.length**2 if not kernels.gpu and kernels.attention != "blocked" else 0
         yield Item("buffers", "places of tokens in documents", places + mask, PASSES)
 
@@ -272,8 +273,8 @@ def _activations(
 def _fp8_weights(
     config: RunConfig, held: Stage, first: int, kernels: PlannedKernels, flying: int
 ) -> Iterable[Item]:
-    """Transformer Engine saves a weight as it multiplied with it for the backward pass, anew in every micro-batch
-    (2.20, module/linear.py: wt_save), a byte for each of its two orders. On Blackwell one of them is enough."""
+    """Transformer Engine saves FP8 copies of each weight for the backward pass, anew in every micro-batch (2.20,
+    module/linear.py: wt_save), a byte per element for each of two layouts. On Blackwell one layout is enough."""
     fp8 = config.precision.fp8
     if fp8 is None or fp8.backend == "emulated" or not kernels.gpu:
         return
@@ -284,9 +285,9 @@ def _fp8_weights(
             2 * n * fp8_blocks(config, begin, blocks, name) for name, n in zip(LINEARS, one, strict=True)
         )
 
-    if config.parallel.recompute == "full":  # those of the block that is made again
+    if config.parallel.recompute == "full":  # those of the recomputed block
         end = first + held.blocks
-        # All alike, but for those of which a layer is kept out.
+        # All blocks alike, except those with layers kept out of FP8.
         some = range(first, end) if fp8.keep else [max(first, min(fp8.keep_first, end - 1))]
         most = max((copies(i, 1) for i in some), default=0)
         yield Item("activations", "FP8 copies of weights", most, ("backward",))
@@ -299,12 +300,12 @@ def _fp8_weights(
 
 
 def fp8_blocks(config: RunConfig, first: int, blocks: int, linear: str) -> int:
-    """Of so many blocks from `first` on: those in which this linear layer, of `LINEARS`, computes in FP8."""
+    """Number of `blocks` blocks from `first` on in which this linear layer, of `LINEARS`, computes in FP8."""
     return sum(linear in fp8_linears(config, index) for index in range(first, first + blocks))
 
 
 def _ends(config: RunConfig, held: Stage) -> Iterable[Item]:
-    """The embedding's gradient. Of a tied one on one stage the head's waits for it."""
+    """The embedding's gradient. With tied weights on one stage, the head's gradient is kept until then."""
     m = config.model
     size = m.padded_vocab * m.hidden // config.parallel.tensor * element(config)
     if held.first:
@@ -329,7 +330,7 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
     size = chunk_size(z.N, columns, elements)
     many = size < z.N
     real = min(m.vocab_size or columns, columns) * z.h
-    # In fp32 where several chunks are added up; fp16 on a CPU in any case.
+    # In fp32 if several chunks are added up; fp16 on a CPU in any case.
     narrow = config.precision.kind == "fp16" and device == "cpu"
     wide = FP32 if many or narrow else z.e
     part = real * z.e if many and device == "cpu" and config.precision.kind == "bf16" else 0
@@ -347,7 +348,7 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
 
 
 def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: int) -> Iterable[Item]:
-    """What DeepSpeed's pipeline keeps of every micro-batch on its way, and what it receives into."""
+    """Pipeline buffers: DeepSpeed's copy of every micro-batch in flight, and its receive buffers."""
     if layout.pipeline == 1:
         return
     z = activations.sizes(config)
@@ -365,10 +366,10 @@ def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: i
 def _scratch(
     config: RunConfig, held: Stage, groups: Sequence[int], kernels: PlannedKernels, device: Device
 ) -> Iterable[Item]:
-    """Tables, and memory for intermediate results."""
+    """Tables and temporary buffers."""
     m, z = config.model, activations.sizes(config)
     yield Item("buffers", "table of rotations", m.sequence_length * m.head_width * FP32)
-    # Every `logging.layers_interval` steps, and where updates are refused.
+    # Every `logging.layers_interval` steps, and when updates are refused.
     yield Item("buffers", "attention looked at", activations.watched(config), ("watch",))
     largest = max(n for group in parameters(m, held, config.parallel.tensor) for n in group)
     yield Item("buffers", "the update looked at, a chunk", 4 * FP32 * min(CHUNK, largest), ("update",))
@@ -385,7 +386,7 @@ def _scratch(
         rows = min(activations.ROWS, z.length)
         fit = z.heads * z.samples * rows * z.length
         scores = min(SCORES, fit) if fit > SCORES else fit
-        # Scores and their gradients; and once more probabilities, where none are kept.
+        # Scores and their gradients; plus probabilities, if none are kept.
         unkept = config.parallel.recompute != "none" or not activations.probabilities(z)
         yield Item("buffers", "scores of a block", scores * (FP32 + z.e * (1 + unkept)))
 
@@ -400,8 +401,8 @@ def _host(config: RunConfig, groups: Sequence[int], layout: Layout, device: Devi
 
 
 def _flattened(config: RunConfig, groups: Sequence[int], layout: Layout) -> int:
-    """Host memory in which DeepSpeed lays the weights one behind the other: under ZeRO 3 this rank's part; under ZeRO 1
-    and 2 old and new copy, if the GPU has no room for the new one. BF16_Optimizer does it on the device."""
+    """Host memory in which DeepSpeed flattens the weights: under ZeRO 3 this rank's partition; under ZeRO 1
+    and 2 old and new copy, if the new one does not fit on the GPU. BF16_Optimizer flattens on the device."""
     if config.parallel.zero == 3:
         return sum(groups) // layout.data * element(config)
     return 0 if _sums(config) else (sum(groups) + max(groups)) * element(config)

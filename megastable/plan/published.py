@@ -1,9 +1,9 @@
-"""Runs of others, on thousands of GPUs, held against the prediction. Pure; without torch.
+"""Compare the predicted step time with published runs on thousands of GPUs. Pure; without torch.
 
     python -m megastable.plan.published                 # a table in Markdown
 
-One set of efficiencies for each kind of GPU (launch/clusters/) serves all rows. `sure` is False where the publication
-leaves something open that matters, which the note says.
+One set of efficiencies for each kind of GPU (launch/clusters/) serves all rows. `sure` is False if the publication
+leaves something important open; the note says what.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ BRIDGE = "NVIDIA Megatron Bridge, 25.11 NeMo container, performance summary"
 
 @dataclass(frozen=True)
 class Published:
-    """A run and what its publication says of it: seconds a step, or what they follow from.
+    """A run and its publication's figures: seconds a step, or what they follow from.
 
-    model, train, parallel, precision: of a RunConfig. tokens_a_gpu: a second. tflops: by a GPU, where `counted` is the
+    model, train, parallel, precision: of a RunConfig. tokens_a_gpu: per second. tflops: per GPU, where `counted` is the
     publication's FLOPs of a step.
     """
 
@@ -68,7 +68,7 @@ class Published:
 
     @property
     def measured(self) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         if self.seconds is not None:
             return self.seconds
         tokens = self.config.train.global_batch * self.config.model.sequence_length
@@ -85,7 +85,7 @@ class Published:
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    """GPT-3's shape in ours: a SwiGLU of 8/3 the width has the weights of an MLP of 4 times the width."""
+    """GPT-3's shape as ours: a SwiGLU of 8/3 the width has as many weights as an MLP of 4 times the width."""
     ffn = -(-8 * hidden // 3 // 16) * 16
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn}
     return sizes | {"sequence_length": 2048, "vocab_size": 51200, "qk_norm": False, "tied": True}
@@ -172,7 +172,7 @@ def _llama3() -> Iterator[Published]:
 
 
 def _nemo() -> Iterator[Published]:
-    """FP8, delayed scaling in 24.07 and current scaling later; tensor-parallel messages behind the products."""
+    """FP8, delayed scaling in 24.07 and current scaling later; tensor-parallel messages overlap with the products."""
     seven = _llama(32, 4096, 32, 11008, vocab_size=32000, sequence_length=4096, kv_heads=None)
     rows: list[tuple[Any, ...]] = [
         ("GPT-3 5B", NEMO, 64, _gpt(24, 4096, 32), 2048, 4, {}, 1, 23574),
@@ -199,7 +199,7 @@ RUNS: Sequence[Published] = (*_korthikanti(), *_narayanan(), *_foundry(), *_llam
 
 
 def table(runs: Sequence[Published] = RUNS) -> str:
-    """Markdown: predicted beside published, with the error, and what the step is made of."""
+    """Markdown table: predicted beside published, with the error, and the parts of the step."""
     rows = [
         "| run | GPUs | layout | published, s | predicted, s | error | source |",
         "|---|---|---|---|---|---|---|",

@@ -1,14 +1,14 @@
-"""Which layouts of a recipe there are on so many GPUs, which of them fit, and which is the fastest. Pure; no torch.
+"""Search for the layouts of a recipe on a number of GPUs: which are valid, which fit, which is fastest. Pure; no torch.
 
     found = search(config, 512, cluster)
     for plan in found.plans:                                # those that fit, fastest first
         print(plan.time.seconds, overrides(plan.config, config))
 
-Looked at is every split of the GPUs into tensor x pipeline x data, with every part of data for context, every ZeRO
-stage, recomputation and micro-batch: all that config/tree.py and the DeepSpeed files let through. Left out is what
-cannot be better: a larger micro-batch or less recomputation than does not fit already, and more recomputation than is
-needed; and tensor parallelism without sequence parallelism, where that is possible: it sends the same bytes and takes
-more memory (in tiny models its fewer messages are faster).
+The search covers every split of the GPUs into tensor x pipeline x data, every divisor of data for context, every ZeRO
+stage, recomputation and micro-batch that config/tree.py and the DeepSpeed files allow. It prunes what cannot be better:
+a larger micro-batch or less recomputation than one that does not fit, more recomputation than needed, and tensor
+parallelism without sequence parallelism where that is possible: it sends the same bytes and takes more memory (in tiny
+models its fewer messages are faster).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ZERO: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 GIB = 2**30
-HEADROOM = 0.05  # of what training can have: by so much formulas of memory were wrong (docs/planning.md)
+HEADROOM = 0.05  # of usable memory: the error of the memory formulas (docs/planning.md)
 
 
 class Choice(NamedTuple):
-    """What a search sets in a recipe."""
+    """The settings that a search varies in a recipe."""
 
     tensor: int
     pipeline: int
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A recipe on a layout. footprints: of the stages that can be the tightest ones (`critical`)."""
+    """A recipe on a layout. footprints: of the stages that can be tightest (`critical`)."""
 
     config: RunConfig
     layout: Layout
@@ -74,7 +74,7 @@ class LayoutPlan:
 
     @cached_property
     def left(self) -> int:
-        """Bytes of a GPU that are free at the peak of a step; below 0 it does not fit."""
+        """Free bytes of a GPU at the peak of a step; negative if it does not fit."""
         return room(self.cluster) - self.tightest.total
 
     @property
@@ -83,7 +83,7 @@ class LayoutPlan:
 
     @property
     def tight(self) -> bool:
-        """It fits, but with less to spare than the prediction may be wrong by."""
+        """Whether it fits with less to spare than the prediction's error."""
         return 0 <= self.left < HEADROOM * room(self.cluster)
 
     @cached_property
@@ -99,11 +99,12 @@ class LayoutPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found on so many GPUs.
+    """Result of a search on a number of GPUs.
 
-    plans: of every split of the GPUs and every micro-batch the one that recomputes least and fits, and where it is
-    tight, those that recompute more, until one is not; fastest first.
-    nearest: of those that do not fit the one that lacks least; None where no layout is possible, or none was refused.
+    plans: for every split of the GPUs and every micro-batch the one that recomputes least and fits; if it is tight,
+    also
+    those that recompute more, up to the first that is not; fastest first.
+    nearest: of those that do not fit, the one that lacks least; None if no layout is valid, or all fit.
     """
 
     gpus: int
@@ -111,8 +112,9 @@ class SearchResult:
     nearest: LayoutPlan | None
 
     def best(self) -> list[LayoutPlan]:
-        """The fastest of every tensor x pipeline, fastest first: what differs in the rest alone says little more. Tight
-        ones are the last choice, and the last in the list."""
+        """The fastest plan of every tensor x pipeline, fastest first: differences in the other settings alone say
+        little
+        more. Tight ones are the last choice, and the last in the list."""
         first: dict[tuple[object, ...], LayoutPlan] = {}
         for found in sorted(self.plans, key=lambda plan: plan.tight):
             choice = Choice.of(found.config)
@@ -121,21 +123,21 @@ class SearchResult:
 
 
 def room(cluster: ClusterConfig) -> int:
-    """Bytes of a GPU's memory that training can have."""
+    """Bytes of a GPU's memory that training can use."""
     return int((cluster.memory_gib - cluster.reserve_gib) * GIB)
 
 
 def plan(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan:
-    """`config` as it stands. Raises ConfigError when its layout does not divide the GPUs or the batch."""
+    """`config` unchanged. Raises ConfigError if its layout does not divide the GPUs or the batch."""
     data = deepspeed_json.data_parallel(config, gpus)
-    deepspeed_json.build(config, gpus)  # what its DeepSpeed file contradicts
+    deepspeed_json.build(config, gpus)  # raises if its DeepSpeed file contradicts it
     return _judge(config, data, cluster)
 
 
 def search(
     config: RunConfig, gpus: int, cluster: ClusterConfig, precisions: Sequence[Fp8Config | None] | None = None
 ) -> SearchResult:
-    """All layouts of `config` on so many GPUs; its global batch stays. model.vocab_size must be known.
+    """All layouts of `config` on a number of GPUs, with the same global batch. model.vocab_size must be known.
 
     precisions: values of precision.fp8 to try; None = the recipe's own.
     """
@@ -149,7 +151,7 @@ def search(
     own = Choice.of(config)
 
     def order(found: LayoutPlan) -> tuple[float, int, int]:
-        # Among equals the one that changes least, then the one that leaves most room.
+        # Among equals the one that changes least, then the one with most free memory.
         changed = sum(a != b for a, b in zip(Choice.of(found.config), own, strict=True))
         return found.time.seconds, changed, -found.left
 
@@ -159,11 +161,11 @@ def search(
 def _judged(
     config: RunConfig, gpus: int, cluster: ClusterConfig, precisions: Sequence[Fp8Config | None]
 ) -> Iterator[LayoutPlan]:
-    """Everything that has to be looked at, whether it fits or not.
+    """All candidates that have to be evaluated, whether they fit or not.
 
-    What fits with little recomputation is slower with more, and what does not fit does not with a larger micro-batch
-    either: so the border between both is followed, from small micro-batches and no recomputation on; past what is tight
-    to what is not.
+    More recomputation only slows down a layout that fits, and a larger micro-batch does not help one that does not fit:
+    so this follows the border between both, from small micro-batches and no recomputation on, past tight plans to the
+    first that is not tight.
     """
     for fp8 in precisions:
         for axes, micro_batches in families(config, gpus):
@@ -181,8 +183,8 @@ def _judged(
 
 
 def smallest(config: RunConfig, cluster: ClusterConfig) -> int:
-    """The least number of GPUs on which `config` fits as it stands, the data ranks dividing the batch; where there
-    is none, that of one replica."""
+    """The least number of GPUs on which `config` fits unchanged, with data ranks that divide the batch; if there is
+    none, that of one replica."""
     p, t = config.parallel, config.train
     replica = p.tensor * p.pipeline * p.context
     numbers = [replica * n for n in divisors(t.global_batch // t.micro_batch)]
@@ -192,10 +194,9 @@ def smallest(config: RunConfig, cluster: ClusterConfig) -> int:
 def elsewhere(
     config: RunConfig, found: SearchResult, cluster: ClusterConfig, doublings: int = 8
 ) -> LayoutPlan | None:
-    """Where nothing fits on the GPUs of `found`: a plan on other GPUs that does. None where there is none near.
+    """If nothing fits on the GPUs of `found`: a plan on another number of GPUs. None if none is near.
 
-    Where no layout is possible, it is that of the next smaller number of whole hosts; where memory is what lacks, that
-    of 2, 4, ... times as many GPUs.
+    If no layout is valid, the next smaller number of whole hosts; if memory is short, 2, 4, ... times as many GPUs.
     """
     gpus, hosts = found.gpus, cluster.gpus_per_host
     numbers: Iterable[int]
@@ -212,7 +213,7 @@ def elsewhere(
 
 
 def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPlan | None:
-    """Where the global batch divides over no layout of so many GPUs: a plan with the batch nearest to it that does."""
+    """If the global batch divides over no layout of `gpus`: a plan with the nearest batch that does."""
     m, batch = config.model, config.train.global_batch
     shared = {heads * stages for heads in divisors(m.heads) for stages in range(1, m.layers + 1)}
     ranks = {gpus // n for n in shared if gpus % n == 0}
@@ -225,7 +226,7 @@ def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutP
 
 
 def _factors(config: RunConfig, gpus: int) -> bool:
-    """Whether so many can be tensor and context ranks that share the heads, samples of a step and stages at all."""
+    """Whether this many GPUs can be divided into tensor and context ranks, samples of a step and stages at all."""
     m, batch = config.model, config.train.global_batch
     shared = {heads * samples for heads in divisors(m.heads) for samples in divisors(batch)}
     return any(gpus % n == 0 and gpus // n <= m.layers for n in shared)
@@ -235,13 +236,13 @@ Axes = tuple[int, int, int, bool, int]  # tensor, pipeline, context, sequence, z
 
 
 def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
-    """Axes that config/tree.py lets through, and the micro-batches that divide the global batch over them, ascending.
+    """Axes that config/tree.py allows, and the micro-batches that divide the global batch over them, ascending.
 
     Raises ConfigError for a DeepSpeed file that no ZeRO stage can use.
     """
     m, batch = config.model, config.train.global_batch
     zeros = [zero for zero in ZERO if _zero_section(config.deepspeed, zero) is not None]
-    if not zeros:  # what is wrong with the file
+    if not zeros:  # raises with the file's problem
         deepspeed_json.build(RunConfig(deepspeed=config.deepspeed, parallel=ParallelConfig()), 1)
     for tensor in divisors(gpus):
         for pipeline in divisors(gpus // tensor):
@@ -258,7 +259,7 @@ def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ..
 
 
 def configured(config: RunConfig, choice: Choice) -> RunConfig | None:
-    """`config` with `choice`, checked by config/tree.py's own rules; None when they refuse it."""
+    """`config` with `choice`, checked by config/tree.py's own rules; None if they refuse it."""
     p, t, precision = config.parallel, config.train, config.precision
     parallel = p.model_copy(update=dict(zip(Choice._fields[:6], choice[:6])))
     changed = {
@@ -270,12 +271,12 @@ def configured(config: RunConfig, choice: Choice) -> RunConfig | None:
         made = RunConfig(**{name: getattr(config, name) for name in RunConfig.model_fields} | changed)
     except ValidationError:
         return None
-    # What Transformer Engine cannot compute would be emulated.
+    # What Transformer Engine does not support would be emulated.
     return None if choice.fp8 is not None and misfit(made) else made
 
 
 def overrides(config: RunConfig, base: RunConfig) -> list[str]:
-    """What to say after the recipe of `base` to get `config`, which a search made of it."""
+    """Command-line overrides that turn `base` into `config`, the result of a search."""
     ours, theirs = Choice.of(config), Choice.of(base)
     said = []
     for name, value, before in zip(Choice._fields, ours, theirs):
@@ -293,8 +294,8 @@ def _word(value: object) -> str:
 
 
 def remedies(found: LayoutPlan) -> list[LayoutPlan]:
-    """What makes a plan fit: of every setting the first other value with which it does, all else being equal; and the
-    least number of GPUs on which it fits as it is. Fastest first."""
+    """Changes that make a plan fit: for every setting the first other value that does, all else being equal; and the
+    least number of GPUs on which it fits unchanged. Fastest first."""
     config, gpus, own = found.config, found.layout.world, Choice.of(found.config)
     batch = config.train.global_batch
     more = RECOMPUTE[RECOMPUTE.index(own.recompute) + 1 :]
@@ -327,8 +328,8 @@ def _possible(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutPla
 
 @lru_cache(maxsize=1024)
 def critical(cut: Sequence[int]) -> tuple[int, ...]:
-    """Stages of which one is the tightest: the first, the last, and of those between the first of every size: a later
-    one of the same size has fewer micro-batches on their way (1F1B)."""
+    """Stages among which the tightest must be: the first, the last, and the first one of every size in between: later
+    stages of the same size have fewer micro-batches in flight (1F1B)."""
     end = len(cut) - 2
     sizes: dict[int, int] = {}
     for stage in range(1, end):
@@ -347,7 +348,7 @@ def _judge(config: RunConfig, data: int, cluster: ClusterConfig) -> LayoutPlan:
 
 @lru_cache(maxsize=16)
 def _zero_section(name: str, zero: Literal[0, 1, 2, 3]) -> dict[str, Any] | None:
-    """zero_optimization of the DeepSpeed file `name` for a ZeRO stage; None where it contradicts, or is not there."""
+    """zero_optimization of the DeepSpeed file `name` for a ZeRO stage; None if it contradicts or is missing."""
     try:
         ds = deepspeed_json.build(RunConfig(deepspeed=name, parallel=ParallelConfig(zero=zero)), 1)
     except ConfigError:
@@ -358,6 +359,6 @@ def _zero_section(name: str, zero: Literal[0, 1, 2, 3]) -> dict[str, Any] | None
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
+    """All divisors, ascending."""
     low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*low, *(number // n for n in low)}))

@@ -1,4 +1,4 @@
-"""A plan for people and for programs: tables, a bar of the GPU's memory, all numbers as a tree for JSON, a picture."""
+"""Present a plan: tables, a memory bar, all numbers as a tree for JSON, a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megastable.report.figures import save
 from megastable.stability.spacing import capacity
 
 WIDTH = 72  # characters of a bar
-# The bar must do without colours, too.
+# The bar must be readable without colours.
 LETTERS: dict[Kind, str] = dict(zip(KINDS, "WGMOALB", strict=True))
 COLOURS: dict[Kind, str] = dict(
     zip(KINDS, ("blue", "cyan", "magenta", "green", "yellow", "red", "bright_black"), strict=True)
@@ -30,13 +30,13 @@ PAINT = {kind: f"tab:{colour}" for kind, colour in zip(
     KINDS, ("blue", "cyan", "purple", "green", "orange", "red", "gray"), strict=True
 )}  # fmt: skip
 TIGHT = (
-    f"That is less than {HEADROOM:.0%} of what training can have, and by so much the prediction may be wrong: try it "
+    f"That is less than {HEADROOM:.0%} of usable memory, the error of the prediction: try it "
     "for ten steps first"
 )
 
 
 def layout_in_words(found: LayoutPlan) -> str:
-    """All that makes a layout, on one line."""
+    """A layout in one line."""
     p, lay = found.config.parallel, found.layout
     axes = [("tensor", lay.tensor), ("pipeline", lay.pipeline), ("data", lay.data)]
     split = " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "one rank"
@@ -53,7 +53,7 @@ def layout_in_words(found: LayoutPlan) -> str:
 
 
 def bar(found: LayoutPlan) -> Text:
-    """The tightest GPU's memory at the peak of a step: a letter for every kind, r the cluster's reserve, | its end."""
+    """The tightest GPU's memory at the peak of a step: a letter per kind, r the cluster's reserve, | its end."""
     whole = found.cluster.memory_gib * GIB
     parts: list[tuple[str, str, float]]
     parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in found.tightest.kinds.items()]
@@ -71,7 +71,7 @@ def bar(found: LayoutPlan) -> Text:
 
 
 def memory(found: LayoutPlan) -> RenderableType:
-    """Bytes by kind on the tightest rank, and what is in each."""
+    """Bytes by kind on the tightest rank, with the largest items of each."""
     tight = found.tightest
     table = Table("", "kind", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("GiB", justify="right")
@@ -87,9 +87,7 @@ def memory(found: LayoutPlan) -> RenderableType:
             )
             inside += f", {len(items) - 3} more" if len(items) > 3 else ""
             table.add_row(LETTERS[kind], kind, f"{size / GIB:.2f}", inside)
-    table.add_row(
-        "", "in all", f"{tight.total / GIB:.2f}", f"of {room(found.cluster) / GIB:.2f} that training can have"
-    )
+    table.add_row("", "in all", f"{tight.total / GIB:.2f}", f"of {room(found.cluster) / GIB:.2f} usable")
     table.add_row("", "building", f"{tight.building / GIB:.2f}", "at most, before the first step")
     stage = (
         f"stage {tight.stage}, the tightest of {found.layout.pipeline}"
@@ -101,7 +99,7 @@ def memory(found: LayoutPlan) -> RenderableType:
 
 
 def verdict(found: LayoutPlan) -> str:
-    """Whether it fits, and what is too much if it does not."""
+    """Whether it fits, and the excess by kind if it does not."""
     if found.fits:
         return f"fits: {found.left / GIB:.2f} GiB are left" + (f". {TIGHT}" if found.tight else "")
     kinds = found.tightest.kinds
@@ -114,7 +112,7 @@ def verdict(found: LayoutPlan) -> str:
 
 
 def host(found: LayoutPlan) -> tuple[str, dict[str, Any]]:
-    """Host memory for rewind points and for the checkpoint that is written behind the steps: in words, in numbers."""
+    """Host memory for snapshots and for the checkpoint written in the background: in words, in numbers."""
     h, snapshots = found.tightest.host, found.config.stability.snapshots
     ranks, memory = min(found.cluster.gpus_per_host, found.layout.world), found.cluster.host_memory_gib * GIB
     budget = snapshots.memory_gib * GIB if snapshots.memory_gib else SHARE * memory / ranks
@@ -126,12 +124,12 @@ def host(found: LayoutPlan) -> tuple[str, dict[str, Any]]:
         "checkpoint_bytes": h.checkpoint, "building_bytes": h.building,
         "host_bytes": used, "host_memory_bytes": int(memory), "fits": used <= memory,
     }  # fmt: skip
-    text = f"host memory: {plural(points, 'rewind point')} of {h.snapshot / GIB:.2f} GiB"
+    text = f"host memory: {plural(points, 'snapshot')} of {h.snapshot / GIB:.2f} GiB"
     text += ", one more to look back on batches" if aside else ""
     text += f" and a checkpoint's copy of {h.checkpoint / GIB:.2f} a rank"
     text += f", {used / GIB:,.0f} GiB of {memory / GIB:,.0f} for {plural(ranks, 'rank')}"
     if points < h.points:
-        text += f"; the recipe wants {h.points} points, for which there is no room"
+        text += f"; the recipe asks for {h.points} snapshots, which do not fit"
     if h.building:
         text += f"; before the first step up to {h.building / GIB:.2f} a rank"
     if ranks * h.building > memory:
@@ -145,7 +143,7 @@ def host(found: LayoutPlan) -> tuple[str, dict[str, Any]]:
 
 
 def timing(found: LayoutPlan) -> RenderableType:
-    """Seconds of a step by what they are spent on, and why; what travels over which link."""
+    """Seconds of a step by activity, with the reason; traffic by link."""
     time = found.time
     parts = Table("what", box=box.SIMPLE_HEAD, pad_edge=False, title="time of a step", title_justify="left")
     parts.add_column("s", justify="right")
@@ -166,7 +164,7 @@ def timing(found: LayoutPlan) -> RenderableType:
 
 
 def summary(found: LayoutPlan, tokens: float) -> str:
-    """Speed, and what it comes to for so many tokens."""
+    """Speed, and time and cost of this many tokens."""
     time = found.time
     bubble, days = time.parts["bubble"] / time.seconds, time.days(tokens)
     return (
@@ -194,7 +192,7 @@ def in_short(number: float) -> str:
 
 
 def suggestions(plans: Sequence[LayoutPlan], own: LayoutPlan | None, tokens: float) -> Table:
-    """One row a plan, with days and cost of so many tokens; the commands are `commands`."""
+    """One row per plan, with days and cost of this many tokens; the commands are in `commands`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("#", no_wrap=True)
     numbers = ("TP", "PP", "DP", "CP", "ZeRO", "mb x n")
@@ -220,13 +218,13 @@ def suggestions(plans: Sequence[LayoutPlan], own: LayoutPlan | None, tokens: flo
 
 
 def commands(plans: Sequence[LayoutPlan], base: RunConfig) -> Iterator[str]:
-    """Numbered, what to say after the recipe for each of `suggestions`. base: the recipe's RunConfig."""
+    """Numbered overrides to add after the recipe, for each of `suggestions`. base: the recipe's RunConfig."""
     for number, found in enumerate(plans, 1):
-        yield f"{number}: {' '.join(overrides(found.config, base)) or 'the recipe as it is'}"
+        yield f"{number}: {' '.join(overrides(found.config, base)) or 'the recipe unchanged'}"
 
 
 def with_and_without(own: LayoutPlan, other: LayoutPlan) -> str:
-    """The same layout in FP8 and without; `other` is the one of the two that the recipe does not say."""
+    """The same layout in FP8 and without; `other` is the variant that the recipe does not choose."""
     eight, bf16 = (own, other) if own.config.precision.fp8 else (other, own)
     assert eight.config.precision.fp8 is not None
     gain, more = bf16.time.seconds / eight.time.seconds, (eight.tightest.total - bf16.tightest.total) / GIB
@@ -241,7 +239,7 @@ def with_and_without(own: LayoutPlan, other: LayoutPlan) -> str:
 
 
 def tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, Any]:
-    """All numbers of a plan; bytes, seconds, dollars. base: the RunConfig that `overrides` start from."""
+    """All numbers of a plan: bytes, seconds, dollars. base: the RunConfig that `overrides` start from."""
     c, lay, tight, time = found.config, found.layout, found.tightest, found.time
     return {
         "overrides": overrides(c, base),
@@ -270,7 +268,7 @@ def tree(found: LayoutPlan, base: RunConfig, tokens: float) -> dict[str, Any]:
 
 
 def picture(found: LayoutPlan, title: str, path: Path) -> None:
-    """Memory by kind of every stage, and the time of a step by part. The kind of file follows from the name.
+    """Memory by kind of every stage, and the time of a step by part. The file name decides the format.
 
     Raises DataError when it cannot be written.
     """

@@ -1,15 +1,15 @@
-"""How long a step takes on a cluster, and why: computing, communication by link, pipeline bubble. Pure; without torch.
+"""Predict the time of a step on a cluster: computing, communication by link, pipeline bubble. Pure; without torch.
 
     predicted = step_time(config, Layout(tensor=8, pipeline=8, data=8), load("launch/clusters/h100.yaml"))
     predicted.seconds, predicted.mfu, predicted.lines
 
-Every operation of `work.py` takes the longer one of its FLOPs and its bytes (roofline), every message of
-`bench/volume.py` its bytes over the link that its group crosses, and latency. 1F1B: all micro-batches of the dearest
-stage, and one of every other while the pipe fills and drains (Narayanan et al., arXiv:2104.04473 section 2.2.1). What
-DeepSpeed 0.19.8 hides is hidden here, the rest is not: under ZeRO 1 gradients are summed when all are there, and
-weights gathered when they are updated; ZeRO 2 and 3 communicate beside the computing.
+Every operation of `work.py` takes the longer of the times for its FLOPs and its bytes (roofline), every message of
+`volume.py` its bytes over the link that its group crosses, plus latency. 1F1B: all micro-batches of the slowest
+stage, and one of every other stage while the pipe fills and drains (Narayanan et al., arXiv:2104.04473 section 2.2.1).
+Overlap follows DeepSpeed 0.19.8: under ZeRO 1 gradients are summed at the end of the step, and weights gathered after
+the update; ZeRO 2 and 3 communicate during computing.
 
-Left out: checkpoints, evaluation, rewind points and the gate (docs/stability.md), input, stragglers, failures.
+Left out: checkpoints, evaluation, snapshots and the gate (docs/stability.md), input, stragglers, failures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megastable.plan.links import crossing, latency
 from megastable.plan.work import Operation
 
 DAY = 86_400.0
-VOTES = 4  # that travel with the gate's sum in training
+VOTES = 4  # numbers that piggyback on the gate's all-reduce in training
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,13 @@ NAMES = {
 }  # fmt: skip
 COMPUTING = ("products", "attention", "memory", "casts", "recomputation")
 KINDS = (*COMPUTING, "tensor", "context", "pipeline", "bubble", "data", "update")
-LARGE = ("gradients", "weights", "tied embedding")  # that is said once a step, or once a micro-batch
+LARGE = ("gradients", "weights", "tied embedding")  # sent once per step, or once per micro-batch
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends over groups of one kind in a step. link: "host" or "network". seconds: hidden ones, too."""
+    """Data that a rank sends over groups of one kind in a step. link: "host" or "network". seconds: including hidden
+    ones."""
 
     group: str
     link: str
@@ -70,7 +71,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one step of the whole job. flops: of the model, over all GPUs, by the convention of `mfu` and `mfu_causal`."""
+    """Time of one step of the whole job. flops: of the model, over all GPUs, by the convention of `mfu` and
+    `mfu_causal`."""
 
     seconds: float
     lines: tuple[TimeShare, ...]
@@ -92,7 +94,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak of the precision that the config names (FP8: of bf16), attention as a full square."""
+        """Share of the peak of the configured precision (FP8: of bf16), attention as a full square."""
         return self.flops / (self.seconds * self.gpus * self.peak)
 
     @property
@@ -102,7 +104,7 @@ class StepTime:
 
     @property
     def tflops(self) -> float:
-        """Of the model, by a GPU: attention as a full square."""
+        """Model TFLOP/s per GPU: attention as a full square."""
         return self.flops / (self.seconds * self.gpus) / 1e12
 
     @property
@@ -110,7 +112,7 @@ class StepTime:
         return self.tokens / self.seconds
 
     def days(self, tokens: float, goodput: float = 1.0) -> float:
-        """To train on so many tokens, where a share `goodput` of the time is training."""
+        """Days to train on this many tokens, if a share `goodput` of the time is training."""
         return tokens / self.tokens_per_second / goodput / DAY
 
     def dollars(self, tokens: float, goodput: float = 1.0) -> float:
@@ -119,11 +121,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Others:
-    """What frameworks have that DeepSpeed 0.19.8 has not. The defaults are DeepSpeed's.
+    """Features of other frameworks that DeepSpeed 0.19.8 lacks. The defaults are DeepSpeed's.
 
-    virtual: stages on a rank (interleaved 1F1B, arXiv:2104.04473 section 2.2.2). hidden: groups that talk beside the
-    computing. fused: elementwise work under ZeRO 3, too. summing: products that add up weights' gradients themselves.
-    scores: attention that writes them out, as it was before FlashAttention.
+    virtual: stages per rank (interleaved 1F1B, arXiv:2104.04473 section 2.2.2). hidden: groups that communicate during
+    computing. fused: fused elementwise work under ZeRO 3, too. summing: products that accumulate weight gradients.
+    scores: attention that writes them out, as before FlashAttention.
     """
 
     virtual: int = 1
@@ -146,8 +148,8 @@ def step_time(
 ) -> StepTime:
     """The predicted time of a step of `config`, whose model.vocab_size must be known, on `layout.world` GPUs.
 
-    layout: agrees with config.parallel. zero: the section zero_optimization of DeepSpeed's configuration. others: what
-    another framework does otherwise, so that its runs can be held against this.
+    layout: agrees with config.parallel. zero: the section zero_optimization of DeepSpeed's configuration. others:
+    features of another framework, to compare its runs with the prediction.
 
     Raises ConfigError for a layout that does not fit, and for FP8 that would not be faster.
     """
@@ -164,17 +166,17 @@ def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None
         )
     if t.global_batch % (t.micro_batch * layout.samples):
         raise ConfigError(
-            f"train.global_batch={t.global_batch} is no multiple of train.micro_batch={t.micro_batch} x "
+            f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x "
             f"{layout.samples} groups of data-parallel ranks: change one of them"
         )
     if config.model.vocab_size is None:
         raise ConfigError(
-            "model.vocab_size is taken from a corpus; none is opened here: say model.vocab_size=..."
+            "model.vocab_size comes from a corpus, and none is opened here: set model.vocab_size=..."
         )
     if (fp8 := config.precision.fp8) is not None:
         if fp8.backend == "emulated":
             raise ConfigError(
-                "precision.fp8.backend=emulated is slower than no FP8, by how much nobody has measured: leave "
+                "precision.fp8.backend=emulated is slower than no FP8, by an unmeasured factor: leave "
                 "precision.fp8 out, or use backend te"
             )
         if config.precision.kind != "bf16":
@@ -187,7 +189,7 @@ def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None
 
 
 class _Prediction:
-    """What `step_time` needs again and again."""
+    """Intermediate results of `step_time`."""
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class _Prediction:
         self.sizes = work.sizes(config)
         self.members = volume.members(config, layout.data)
         self.links = {group: crossing(group, layout, cluster) for group in self.members}
-        # Under ZeRO 3 weights come and go between the operations: nothing is compiled (model/kernels.py).
+        # Under ZeRO 3 weights are gathered between the operations: nothing is compiled (model/kernels.py).
         wanted = config.kernels.compile
         compiled = (cluster.device == "gpu" if wanted == "auto" else wanted) and config.parallel.zero < 3
         self.fused = compiled or others.fused
@@ -218,7 +220,7 @@ class _Prediction:
 
     def all(self) -> StepTime:
         c, stages = self.config, self.config.parallel.pipeline
-        # Stages that hold the same take the same.
+        # Stages that hold the same layers take the same time.
         held = self.held
         firsts: dict[Any, int] = {}
         for stage, key in enumerate(held):
@@ -232,7 +234,7 @@ class _Prediction:
             for line in slots[held[dearest]]
         ]
         if stages > 1:
-            because = f"a micro-batch on each of the other stages; number {dearest}, the dearest, waits"
+            because = f"a micro-batch on each of the other stages; the slowest, number {dearest}, waits"
             if self.others.virtual > 1:
                 because += f"; in {self.others.virtual} parts"
             waiting = (sum(totals) - totals[dearest]) / self.others.virtual
@@ -257,9 +259,9 @@ class _Prediction:
     # Computing
 
     def _held(self, stage: int) -> tuple[volume.Stage, tuple[tuple[frozenset[str], int], ...]]:
-        """What a stage holds, and how many blocks of it have which layers in FP8."""
+        """The layers of a stage, and the number of its blocks by which layers are in FP8."""
         held = volume.stage_of(self.cut, stage)
-        first = max(self.cut[stage] - 1, 0)  # the embedding stands before the first block
+        first = max(self.cut[stage] - 1, 0)  # the embedding precedes the first block
         blocks = range(first, first + held.blocks)
         if self.config.precision.fp8 is None:
             return held, ((frozenset(), held.blocks),)
@@ -267,7 +269,7 @@ class _Prediction:
         return held, tuple(sorted(counted.items(), key=lambda item: sorted(item[0])))
 
     def _operations(self, stage: int) -> Iterator[tuple[Operation, int, float]]:
-        """Of one micro-batch: (operation, how often, seconds of one)."""
+        """The operations of one micro-batch: (operation, count, seconds of one)."""
         z, (held, counted) = self.sizes, self.held[stage]
         for eight, blocks in counted:
             for o, seconds in self._block(eight):
@@ -278,7 +280,7 @@ class _Prediction:
         yield from ((o, o.times, self._seconds(o)) for o in others)
 
     def _block(self, eight: frozenset[str]) -> list[tuple[Operation, float]]:
-        """The operations of one block with these layers in FP8, and the seconds of each: stages share them."""
+        """The operations of one block with these layers in FP8, and the seconds of each; cached for all stages."""
         if eight not in self._blocks:
             found = [*work.block(self.config, self.sizes, eight, self.fused)]
             if self.others.scores:
@@ -287,7 +289,7 @@ class _Prediction:
         return self._blocks[eight]
 
     def _seconds(self, o: Operation) -> float:
-        """Of one."""
+        """Seconds of one operation."""
         e, computing = self.cluster.efficiency, 0.0
         if o.kind == work.ATTENTION:
             computing = o.flops / (self.peak * e.attention)
@@ -302,7 +304,7 @@ class _Prediction:
         return max(computing, moving, o.kernels * self.cluster.kernel_us * 1e-6)
 
     def _slot(self, stage: int) -> list[TimeShare]:
-        """One micro-batch, forward and backward, on one stage, with what it waits for."""
+        """One micro-batch, forward and backward, on one stage, with its communication."""
         grouped: dict[tuple[str, str], list[float]] = {}
         for o, times, seconds in self._operations(stage):
             part = "recomputation" if o.when == work.AGAIN else PART[o.kind]
@@ -343,7 +345,7 @@ class _Prediction:
         return self._said[stage]
 
     def _messages(self, stage: int, computing: float) -> list[TimeShare]:
-        """What a micro-batch waits for: tensor, context and pipeline. computing: seconds that can hide some of it."""
+        """Communication of a micro-batch: tensor, context and pipeline. computing: seconds that can hide some of it."""
         found: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
             waited = (
@@ -361,7 +363,7 @@ class _Prediction:
         return lines
 
     def _data(self, stage: int, computing: float) -> list[TimeShare]:
-        """What is said once a step, or beside the micro-batches. computing: seconds of the whole step."""
+        """Communication once per step, or beside the micro-batches. computing: seconds of the whole step."""
         found: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
             if term.group in ("data", "tied", "world", "model"):
@@ -379,7 +381,7 @@ class _Prediction:
         return lines
 
     def _hide(self, seconds: float, computing: float, beside: bool) -> tuple[float, float]:
-        """(seen, hidden) of communication that takes place beside `computing`."""
+        """(exposed, hidden) seconds of communication that overlaps with `computing`."""
         hidden = min(self.cluster.efficiency.overlap * seconds, max(computing, 0.0)) if beside else 0.0
         return seconds - hidden, hidden
 

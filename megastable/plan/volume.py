@@ -1,4 +1,4 @@
-"""How much the ranks say to one another in a training step, by formulas. Pure; `scaling.py` counts it in real steps.
+"""Communication volume of a training step, by formulas. Pure; `benchmarks/scaling.py` counts it in real steps.
 
 Tensor parallelism: Megatron-LM, arXiv:1909.08053 section 3; with sequence parallelism: Korthikanti et al.,
 arXiv:2205.05198 section 4.2.2; sharded data parallelism: ZeRO, arXiv:1910.02054 section 7, as DeepSpeed 0.19.8 does it;
@@ -27,7 +27,7 @@ FP32, FP64, INT32 = 4, 8, 4
 
 @dataclass(frozen=True)
 class Term:
-    """`calls` of one collective in a step, each of which is given `bytes` by this rank (a receive: gets).
+    """`calls` of one collective in a step, each with `bytes` given by this rank (for a receive: received).
 
     group: "tensor", "context", "data", "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (the
     data ranks of the first and the last stage), "world".
@@ -45,7 +45,7 @@ class Term:
 
 
 def members(config: RunConfig, data: int) -> dict[str, int]:
-    """How many ranks a group of each kind has."""
+    """Number of ranks in a group of each kind."""
     t, p = config.parallel.tensor, config.parallel.pipeline
     c = config.parallel.context
     groups = {"tensor": t, "context": c, "data": data, "pipeline": p}
@@ -53,19 +53,18 @@ def members(config: RunConfig, data: int) -> dict[str, int]:
 
 
 def sent(term: Term, ranks: int) -> float:
-    """Bytes that leave this rank in a step for `term`, its group being a ring of so many ranks.
+    """Bytes that this rank sends in a step for `term`, in a ring of `ranks` ranks.
 
-    An all-reduce is a reduce-scatter and an all-gather. A link that carries both directions at once carries as much
-    the other way.
+    An all-reduce is a reduce-scatter and an all-gather. A full-duplex link carries as much in the other direction.
     """
     if term.group == "tied":
-        return term.total  # to the other stage, all of it
+        return term.total  # all of it goes to the other stage
     rounds = {
         "all-reduce": 2 * (ranks - 1) / ranks,
         "reduce-scatter": (ranks - 1) / ranks,
         "all-gather": ranks - 1,
-        "broadcast": (ranks - 1) / ranks,  # all but the last one hand it on
-        "reduce": (ranks - 1) / ranks,  # all but the one that it is for
+        "broadcast": (ranks - 1) / ranks,  # all but the last rank pass it on
+        "reduce": (ranks - 1) / ranks,  # all but the receiver
         "all-to-all": (ranks - 1) / ranks,  # all but its own part
         "send": 1.0,
         "receive": 0.0,
@@ -74,11 +73,11 @@ def sent(term: Term, ranks: int) -> float:
 
 
 def bounds(config: RunConfig) -> list[int]:
-    """Where the list of layers (embedding, blocks, final norm, head) is cut into stages."""
+    """Bounds of the stages in the list of layers (embedding, blocks, final norm, head)."""
     return list(_bounds(config.model, config.parallel.pipeline))
 
 
-@lru_cache(maxsize=256)  # whoever looks for a layout asks again and again
+@lru_cache(maxsize=256)  # the layout search asks repeatedly
 def _bounds(model: ModelConfig, stages: int) -> tuple[int, ...]:
     layers = layer_costs(model)
     return tuple(partition([cost for cost, _ in layers], stages, [is_block for _, is_block in layers]))
@@ -86,7 +85,7 @@ def _bounds(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a pipeline stage holds."""
+    """Layers of a pipeline stage."""
 
     blocks: int
     first: bool
@@ -94,14 +93,14 @@ class Stage:
 
 
 def stage_of(cut: Sequence[int], stage: int) -> Stage:
-    """Stage `stage` of layers that are cut at `cut`, as `bounds` gives it."""
+    """Stage `stage` of layers partitioned by `cut`, from `bounds`."""
     end = len(cut) - 2
     extra = (stage == 0) + 2 * (stage == end)  # embedding; final norm and head
     return Stage(cut[stage + 1] - cut[stage] - extra, stage == 0, stage == end)
 
 
 def parameters(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
-    """Elements of every matrix, and of every norm and bias on one rank."""
+    """Elements of every matrix, and of every norm and bias, on one rank."""
     h, d, f = model.hidden, model.head_width, model.ffn_width
     q, k = model.heads * d, model.key_value_heads * d
     matrices = [h * (q + 2 * k) // tensor, q * h // tensor, 2 * f * h // tensor, f * h // tensor]
@@ -110,7 +109,7 @@ def parameters(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int]
         norms.append((q + 2 * k) // tensor)
     if model.qk_norm:
         norms += [q // tensor, k // tensor] if model.qk_norm == "full" else [d, d]
-    # A tied embedding is there once on a stage, and on the last stage once more if that is another one.
+    # A stage holds a tied embedding once; the last stage has a copy if it is another one.
     vocabulary = stage.first + (stage.last and not (model.tied and stage.first))
     return (
         matrices * stage.blocks + [model.padded_vocab * h // tensor] * vocabulary,
@@ -130,22 +129,22 @@ def step(
     zero: Mapping[str, Any] | None = None,
     data_rank: int = 0,
 ) -> list[Term]:
-    """All that a rank of pipeline stage `stage` gives in one training step that updates the weights.
+    """All communication of a rank of pipeline stage `stage` in one training step that updates the weights.
 
     config: model.vocab_size must be known. data: data-parallel ranks. cut: of `bounds`. loss: "reference" or
     "chunked", in chunks of about `elements` logits. votes: of `Engine.train_step`. zero: the section zero_optimization
-    of DeepSpeed's configuration. data_rank: of the rank; only what is sent of a tied embedding depends on it, and the
+    of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding depends on it, and the
     first rank sends most.
 
     Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) fitted into one bucket of DeepSpeed, and
-    as if ZeRO 3 prefetched everything that it keeps, and nothing otherwise: other buckets cut the same bytes otherwise.
+    as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same bytes.
     """
     held = stage_of(cut, stage)
     terms = [*_activations(config, data, held, loss, elements), *_context(config, data, held)]
     terms += _stages(config, data, held)
     terms += _tied(config, data, held, data_rank)
     terms += _zero(config, data, held, zero or {})
-    # Losses and squares of all samples, the norm and its validity, votes: the gate's one sum.
+    # The gate's one sum: losses and squares of all samples, the norm and its validity, votes.
     terms.append(
         Term("the gate", "world", "all-reduce", FP64 * (2 * config.train.global_batch + 2 + votes), 1)
     )
@@ -153,17 +152,17 @@ def step(
 
 
 def accumulation(config: RunConfig, data: int) -> int:
-    """Micro-batches of a step: A. Ranks that share samples have them together."""
+    """Micro-batches of a step: A. Ranks that share samples count together."""
     return config.train.global_batch // (config.train.micro_batch * (data // config.parallel.context))
 
 
 def tokens(config: RunConfig) -> int:
-    """Of a micro-batch on one rank: s b / C."""
+    """Tokens of a micro-batch on one rank: s b / C."""
     return config.model.sequence_length * config.train.micro_batch // config.parallel.context
 
 
 def element(config: RunConfig) -> int:
-    """Bytes of an activation, and of a weight that computes: e."""
+    """Bytes of an activation, and of a weight in compute precision: e."""
     return 4 if config.precision.kind == "fp32" else 2
 
 
@@ -177,8 +176,8 @@ def _activations(config: RunConfig, data: int, held: Stage, loss: str, elements:
     whole = own * m.hidden * element(config)
     part = whole // t
     full = p.recompute == "full"
-    # Recomputed is what comes before the last tensor that the backward pass needs: without a norm behind it, the
-    # block's last product is not added up once more.
+    # Recomputation ends at the last tensor that the backward pass needs: without a norm behind it, the
+    # block's last product is not reduced again.
     again = 2 if m.norms == "after" else 1
     # Two regions of a block (attention, MLP), each entered and left; the embedding is left only, the head entered only.
     entered, left = 2 * blocks + held.last, 2 * blocks + held.first
@@ -195,7 +194,7 @@ def _activations(config: RunConfig, data: int, held: Stage, loss: str, elements:
             tensor("activations, recomputed", "reduce-scatter", whole, left_again),
             tensor("their gradients", "reduce-scatter", whole, entered),
             tensor("their gradients", "all-gather", part, left),
-            # Every rank norms its part of the tokens only.
+            # Every rank norms only its part of the tokens.
             tensor("gradients of norms", "all-reduce", m.hidden * FP32, 2 * blocks + held.last),
         ]
     else:
@@ -215,8 +214,8 @@ def _activations(config: RunConfig, data: int, held: Stage, loss: str, elements:
 
 
 def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
-    """All-to-alls around every attention, there and back: queries, keys and values to the heads, and what it made of
-    them to the tokens. A head of keys goes to as many ranks as have queries for it."""
+    """All-to-alls around every attention, there and back: queries, keys and values to head shards, and the output to
+    token shards. A key head goes to all ranks that have queries for it."""
     m, p = config.model, config.parallel
     if p.context == 1:
         return []
@@ -230,17 +229,17 @@ def _context(config: RunConfig, data: int, held: Stage) -> list[Term]:
 
 
 def _loss(config: RunConfig, tokens: int, loss: str, elements: int) -> list[tuple[str, int, int]]:
-    """(collective, bytes, calls) of one micro-batch."""
+    """(collective, bytes, calls) of one micro-batch's loss."""
     if loss == "reference":
         return [("all-reduce", tokens * FP32, 1), ("all-reduce", 2 * tokens * FP32, 1)]  # maxima, then sums
-    # Of every chunk: logsumexp and target logit of each token.
+    # For every chunk: logsumexp and target logit of each token.
     size = chunk_size(tokens, config.model.padded_vocab // config.parallel.tensor, elements)
     chunks, rest = divmod(tokens, size)
     return [("all-gather", 2 * size * FP32, chunks), ("all-gather", 2 * rest * FP32, int(rest > 0))]
 
 
 def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
-    """Pipeline parallelism, 1F1B or any other order: what crosses the ends of a stage."""
+    """Pipeline parallelism, 1F1B or any other order: traffic across the ends of a stage."""
     m, p = config.model, config.parallel
     if p.pipeline == 1:
         return []
@@ -255,7 +254,7 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
         Term("their gradients", "pipeline", "send", x, back),
         Term("segments", "pipeline", "send", whole * INT32, forth * apart),
         Term("segments", "pipeline", "receive", whole * INT32, back * apart),
-        # DeepSpeed tells all stages the loss, of this data rank and of all: nobody asks.
+        # DeepSpeed broadcasts the loss to all stages, of this data rank and of all, although it is not used.
         Term("DeepSpeed's loss", "data", "all-reduce", FP32, int(held.last and data > 1)),
         Term("DeepSpeed's loss", "pipeline", "broadcast", 2 * FP32, 1),
     ]
@@ -263,7 +262,7 @@ def _stages(config: RunConfig, data: int, held: Stage) -> list[Term]:
 
 
 def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) -> int:
-    """Elements of a tied embedding on one of the data ranks, if two stages have it: it is their first matrix."""
+    """Elements of a tied embedding on one data rank, if two stages have it: it is their first matrix."""
     if not (config.model.tied and config.parallel.pipeline > 1 and (held.first or held.last)):
         return 0
     matrices, _ = parameters(config.model, held, config.parallel.tensor)
@@ -273,14 +272,14 @@ def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) ->
 
 
 def _tied(config: RunConfig, data: int, held: Stage, data_rank: int) -> list[Term]:
-    """To the other stage the sum over this stage's data ranks, of the elements that this rank updates."""
-    copies = tied_piece(config, data, held) > 0  # the first data rank has always some
+    """To the other stage: this stage's gradient, summed over the data ranks, of the elements that this rank updates."""
+    copies = tied_piece(config, data, held) > 0  # the first data rank always has some
     piece = tied_piece(config, data, held, data_rank)
     return [Term("tied embedding", "tied", "all-to-all", piece * FP32, int(copies))]
 
 
 def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
-    """Data parallelism: gradients, weights, and what DeepSpeed must know before it updates them."""
+    """Data parallelism: gradients, weights, and DeepSpeed's checks before the update."""
     p, e, steps = config.parallel, element(config), accumulation(config, data)
     matrices, norms = parameters(config.model, held, p.tensor)
     groups = [group for group in (matrices, norms) if group]
@@ -294,10 +293,10 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
     flat = [
         round_up(sum(group), 2 * data) for group in groups
     ]  # DeepSpeed pads to 4 bytes of bf16 on every rank
-    # DeepSpeed sums over a group of one, too, but it does not gather over it.
+    # DeepSpeed also reduces over a group of one, but does not gather over it.
     weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
-        # To every rank the part that it updates; their norm travels with the gate's sum.
+        # To every rank the part that it updates; the norm piggybacks on the gate's sum.
         summed = [Term("gradients", "data", "reduce-scatter", n * FP32, int(data > 1)) for n in flat]
         return [*summed, *weights]
     sizes, times = [sum(group) for group in groups], steps if p.zero == 2 else 1
@@ -305,7 +304,7 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
         # Of which every rank then keeps its part.
         summed = [Term("gradients", "data", "all-reduce", sum(sizes) * FP32, times)]
     else:
-        # To every rank its part, which is the last ones' without the padding.
+        # To every rank its part; the last ranks' parts come without padding.
         owned = [
             sum(
                 min(max(n - rank * (padded // data), 0), padded // data)
@@ -318,19 +317,20 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
 
 
 def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
-    """ZeRO 3: weights, every one padded to a multiple of the ranks, where they are used."""
+    """ZeRO 3: weights, each padded to a multiple of the ranks, gathered where they are used."""
     p, m, e, steps = config.parallel, config.model, element(config), accumulation(config, data)
     matrices, norms = parameters(m, held, p.tensor)
     total = sum(matrices) + sum(norms)
     enough = {"stage3_max_live_parameters": total, "stage3_max_reuse_distance": 2 * total}  # there and back
     whole = [Counter(round_up(n, data) // data * e for n in group) for group in (matrices, norms)]
     if all(settings.get(key, 10**9) >= needed for key, needed in enough.items()):
-        # All in one call, kept until the backward pass is through. A tied weight is the whole model's, and comes first.
+        # All in one call, kept until the end of the backward pass. A tied weight belongs to the whole model, and comes
+        # first.
         first = round_up(m.padded_vocab * m.hidden // p.tensor, data) // data * e if m.tied else 0
         rest = sum(size * n for counted in whole for size, n in counted.items()) - first
         return [Term("weights", "data", "all-gather", size, steps * (size > 0)) for size in (first, rest)]
-    # One by one, in both passes; where it is recomputed, once more: but for the last of a block, which the backward
-    # pass asks for next.
+    # One by one, in both passes; once more where recomputed, except the last of a block, which the backward pass needs
+    # next.
     uses: Counter[int] = Counter()
     if p.recompute == "full":
         block = Stage(held.blocks, first=False, last=False)
@@ -344,12 +344,12 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
 
 
 def _model_group(p: ParallelConfig) -> str:
-    """What DeepSpeed takes for the model-parallel group."""
+    """The group that DeepSpeed uses as model-parallel group."""
     return "tensor" if p.pipeline == 1 else "model"
 
 
 def _checks(config: RunConfig, groups: int, norm_bytes: int) -> list[Term]:
-    """ZeRO's norms, one a group of parameters; and in 16 bits once more whether all gradients are finite."""
+    """ZeRO's norms, one per group of parameters; and in 16 bits a further check that all gradients are finite."""
     p = config.parallel
     asked = [("data", True), (_model_group(p), p.tensor * p.pipeline > 1)]
     terms = [Term("norm", group, "all-reduce", norm_bytes, groups * needed) for group, needed in asked]

@@ -1,8 +1,8 @@
-"""What a rank has to compute and to move through its memory in a step, operation by operation. Pure; without torch.
+"""Work of a rank in a step, FLOPs and memory traffic, operation by operation. Pure; without torch.
 
 Products of a layer: 2 m k n forward and twice that backward. Attention: Dao, FlashAttention-2, arXiv:2307.08691: two
-products of s x s forward, five backward (one is computed again), of which a causal model needs half. Memory: how often
-a tensor passes between memory and multiprocessor where torch.compile has fused what can be fused, and where nothing is
+products of s x s forward, five backward (one is recomputed), of which a causal model needs half. Memory: how often
+a tensor passes between memory and multiprocessor, with everything fused that torch.compile fuses, and with nothing
 fused. Time follows from both by the roofline: Williams et al., Communications of the ACM 52 (2009).
 
 Letters: T tokens of a micro-batch on a rank, h hidden, q and k query and key/value heads, d head width, f width of the
@@ -25,10 +25,10 @@ MEMORY, STREAM, CAST = "memory", "stream", "cast to FP8"
 
 @dataclass(frozen=True)
 class Operation:
-    """`times` of one kind in a micro-batch (or in a step, for the update).
+    """`times` operations of one kind in a micro-batch (or in a step, for the update).
 
-    kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launched
-    for one.
+    kind: one of the six above. flops and bytes: of one. shortest: the shortest side of a product. kernels: launches per
+    operation.
     """
 
     what: str
@@ -43,8 +43,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class WorkSizes:
-    """Of a micro-batch on one rank. sharded: tokens where nothing is split by tensor parallelism but, perhaps, the
-    sequence. e: bytes of an activation."""
+    """Sizes of a micro-batch on one rank. sharded: tokens in regions that tensor parallelism splits, if at all, only
+    along the sequence. e: bytes of an activation."""
 
     tokens: float
     sharded: float
@@ -59,7 +59,7 @@ class WorkSizes:
 
 def sizes(config: RunConfig) -> WorkSizes:
     """Elements: query, key, ffn and vocabulary are this tensor rank's. attended: pairs of tokens times heads times d,
-    of a causal model."""
+    in a causal model."""
     m, p = config.model, config.parallel
     tokens = m.sequence_length * config.train.micro_batch / p.context
     d = m.head_width
@@ -88,14 +88,14 @@ def linears(z: WorkSizes) -> dict[str, tuple[float, float]]:
     )
 
 
-# Passes over memory that FP8 costs a tensor, in bytes an element: forward for an activation, for a weight, backward for
+# Memory passes that FP8 adds per tensor, in bytes per element: forward for an activation, for a weight, backward for
 # a gradient. A cast reads 2 and writes 1, and 1 more for the transposed copy, which products of gradients need on
-# Hopper; the largest magnitude of the tensor itself ("current") must be known first, which is another reading.
+# Hopper; with the tensor's own scale ("current") its largest magnitude takes another read.
 PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
 
 
 def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iterator[Operation]:
-    """One block and one micro-batch, forward, recomputed and backward. eight: of `sizes.fp8_linears`."""
+    """One block and one micro-batch: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
     p, fp8 = config.parallel, config.precision.fp8
     full, selective = p.recompute == "full", p.recompute == "selective"
     for name, (k, n) in linears(z).items():
@@ -108,7 +108,7 @@ def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iter
             width * (z.tokens * k + k * n) + z.e * z.tokens * n,
             shortest=min(z.tokens, k, n),
         )
-        # What is recomputed ends before the block's last product: nothing in the backward pass needs its output.
+        # Recomputation ends before the block's last product: nothing in the backward pass needs its output.
         again = full and (name != "mlp.down" or config.model.norms == "after")
         passes = [(FORWARD, 1), (AGAIN, int(again)), (BACKWARD, 2)]
         yield from (_at(product, when, times) for when, times in passes if times)
@@ -119,7 +119,7 @@ def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iter
             if again:
                 yield _at(cast, AGAIN, 1)
             yield Operation(f"{name}: gradient", CAST, 0, each * z.tokens * n, when=BACKWARD)
-    # Two products of s x s; what passes through memory is q, k, v and the result.
+    # Two products of s x s; q, k, v and the result pass through memory.
     core = Operation("attention", ATTENTION, 4 * z.attended, z.e * z.tokens * (2 * z.query + 2 * z.key))
     yield core
     if full or selective:
@@ -136,8 +136,8 @@ def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iter
 
 
 def scores(config: RunConfig, z: WorkSizes) -> Operation:
-    """What attention costs a block beside its products where [heads, s, s] is written out: product, mask, softmax,
-    dropout and product forward, once more for the backward pass, and their gradients."""
+    """Additional cost of attention per block if [heads, s, s] is written out: product, mask, softmax, dropout and
+    product forward, the same again for the backward pass, and their gradients."""
     m = config.model
     elements = 2 * z.attended / m.head_width
     return Operation("scores", MEMORY, 0, 20 * elements * z.e, kernels=12)
@@ -176,12 +176,12 @@ def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Opera
 
 
 def ends(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
-    """What the first stage (embedding) and the last one (final norm, head, loss) have to do beside blocks."""
+    """Work of the first stage (embedding) and the last one (final norm, head, loss) beside the blocks."""
     stream = z.sharded * z.hidden
     table = z.vocabulary * z.hidden
     if held.first:
         yield Operation("embedding", MEMORY, 0, 2 * z.tokens * z.hidden * z.e, kernels=4)
-        # Rows that got a gradient are added up in a table that begins with zeros.
+        # Rows with a gradient are added up in a table that starts as zeros.
         yield Operation(
             "embedding", MEMORY, 0, table * z.e + 3 * z.tokens * z.hidden * z.e, kernels=4, when=BACKWARD
         )
@@ -197,12 +197,12 @@ def ends(config: RunConfig, z: WorkSizes, held: Stage) -> Iterator[Operation]:
         )
         yield product
         yield _at(product, BACKWARD, 2)
-        # Read as they were computed, in fp32 once each for the logsumexp and the gradient, which is written.
+        # Read in compute precision, in fp32 once each for the logsumexp and the gradient, which is written.
         yield Operation("loss", MEMORY, 0, (3 * z.e + 4) * z.tokens * z.vocabulary, kernels=12)
 
 
 def accumulated(config: RunConfig, held: Stage, micro_batches: int) -> Operation:
-    """The gradients of a micro-batch, added to fp32 sums: those are read and written. The first ones are copied."""
+    """Accumulation of a micro-batch's gradients in fp32 sums: those are read and written. The first ones are copied."""
     n, e = held_parameters(config, held), element(config)
     size = n * (e + 8 - 4 / micro_batches)
     return Operation("gradients", STREAM, 0, size, kernels=9 * held.blocks, when=BACKWARD)
@@ -214,7 +214,7 @@ def held_parameters(config: RunConfig, held: Stage) -> int:
 
 
 def update(config: RunConfig, held: Stage, data: int) -> Operation:
-    """Norm, clipping, AdamW and the weights that compute, of this rank's part."""
+    """Norm, clipping, AdamW and the weights in compute precision, for this rank's partition."""
     n = held_parameters(config, held) / data
     moments = 16 if config.optimizer.moments == "fp32" else 8
     # Gradient: averaged (8), squared (4), clipped (8), read (4). Master: read and written (8), copied (4 and a weight).

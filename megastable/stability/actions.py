@@ -1,4 +1,4 @@
-"""What can be done about a step, and why: the rungs of the ladder, the causes, a decision, a remedy."""
+"""Actions and causes: the rungs of the ladder, what caused an incident, a decision, a remedy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megastable.stability.signals import Finding, Verdict
 class Action(StrEnum):
     APPLY = "apply"
     DISCARD = "discard"  # this update is refused; the data moves on
-    SKIP = "skip"  # samples are left out from here on; nothing is undone
-    REWIND = "rewind"  # back to a snapshot before the onset, skip or defer, go on
-    FALL_BACK = "fall_back"  # rewind, and go on without FP8
-    CAP_LR = "cap_lr"  # rewind, and go on with a rate no higher than that of the good state
-    CUT_LR = "cut_lr"  # rewind, and go on with a smaller rate
-    SWAP_CORPUS = "swap_corpus"  # rewind, and go on without a corpus
+    SKIP = "skip"  # samples are skipped from here on; nothing is undone
+    REWIND = "rewind"  # back to a snapshot before the onset, then skip or defer
+    FALL_BACK = "fall_back"  # rewind, and continue without FP8
+    CAP_LR = "cap_lr"  # rewind, and continue with a rate no higher than that of the good state
+    CUT_LR = "cut_lr"  # rewind, and continue with a smaller rate
+    SWAP_CORPUS = "swap_corpus"  # rewind, and continue without a corpus
     HANDOVER = "handover"  # end the process: restart from a checkpoint before the onset
-    RESTART = "restart"  # start the processes again, from the newest good checkpoint
-    ALERT = "alert"  # nothing more is done automatically: train on, refuse single updates, tell a person
+    RESTART = "restart"  # restart the processes from the newest good checkpoint
+    ALERT = "alert"  # no further automatic action: train on, refuse single updates, notify a person
     STOP = "stop"  # end the run: a person is needed
 
     @property
@@ -33,10 +33,10 @@ class Action(StrEnum):
 
 class Cause(StrEnum):
     DATA = "data"  # samples that are bad on the good state, too
-    NUMERICS = "numerics"  # the same step without FP8 is harmless
+    NUMERICS = "numerics"  # the same step is harmless without FP8
     STATE = "state"  # the same data is harmless on the good state
     LEARNING_RATE = "learning_rate"  # it recurs with other data, or came with a jump of the rate
-    HARDWARE = "hardware"  # the same data on the same state gave something else
+    HARDWARE = "hardware"  # the same data on the same state gave another result
     PROCESS = "process"  # a process died, was killed or hung
     STORAGE = "storage"  # a checkpoint or a shard was damaged, or the disk is full
     CODE = "code"  # it fails at the same step with other data, too
@@ -45,7 +45,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do about a step, and why. healed: the last action is proven by now."""
+    """The action on a step, and why. healed: the previous action is now proven."""
 
     action: Action
     finding: Finding
@@ -54,17 +54,17 @@ class Decision:
 
     @property
     def applies(self) -> bool:
-        """Whether the update is applied. In an alert everything finite is; what is not never is."""
+        """Whether the update is applied. In an alert every finite update is; a non-finite one never is."""
         finite = self.finding.verdict is not Verdict.NON_FINITE
         return self.action is Action.APPLY or (self.action is Action.ALERT and finite)
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is done about an incident or a failure, and why. cause: what it is called.
+    """The action on an incident or a failure, and why. cause: its diagnosis.
 
-    skip: of a failure, the samples of its step are skipped first. release: positions of samples that were convicted
-    earlier in this chain of incidents, by weak evidence, and are innocent after all.
+    skip: for a failure, the samples of its step are skipped first. release: positions of samples that were convicted
+    earlier in this chain of incidents, by weak evidence, and have turned out to be innocent.
     """
 
     action: Action

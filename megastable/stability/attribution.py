@@ -1,15 +1,15 @@
-"""Who is guilty? The losses of suspects on the last good state, against those of samples known to be harmless.
+"""Find the cause of an incident and the guilty samples: losses on the last good state against harmless samples.
 
-Pure: `train` side code (recovery.py) measures, these functions conclude. The experiments they read:
-1. the step that tripped, again, on the very state it was refused on: a result that two replays agree on, and the step
-   does not, means hardware; so do replays that differ, too, where bits repeat or where they differ on a good state;
-2. the same in FP8 runs, but without it: where the trouble is gone, it is one of numerics;
-3. every sample since the onset on the state before it: one that is bad there is bad data, and so is a crowd that is
-   worse than harmless batches are (groups.py, scores.py); then its region is grown until it ends (region.py);
-4. a batch with an extraordinary gradient there: those of it that are like each other and unlike harmless samples, as
-   far as losses do not name them; else, where no loss is bad, the batch is halved down to one sample.
-Nobody guilty: the same data is harmless on the good state, so it was the state; if it comes back with other data,
-the learning rate.
+Pure: recovery/ measures, these functions conclude. The experiments:
+1. the refused step, again, on the very state it was refused on: if two replays agree with each other but not with the
+   step, it was the hardware; also if they differ where bits should repeat or where replays of a good state agree;
+2. the same in FP8 runs, but without it: if the spike vanishes, the cause is numerics;
+3. every sample since the onset, on the state before it: one that is bad there is bad data, and so is a crowd that is
+   worse than harmless batches (groups.py, scores.py); then its region is grown until it ends (region.py);
+4. a batch with an extraordinary gradient there: the samples in it that are like each other and unlike harmless ones, if
+   losses do not name them; else, if no loss is bad, the batch is halved down to one sample.
+If no sample is guilty: the same data is harmless on the good state, so the state was the cause; if the incident recurs
+with other data, the learning rate was.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from megastable.stability.robust import Trend
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
-SURE = 12.0  # log10 of odds: of more there is no telling
-WORSE = 0.05  # nats: a healthy state only gets better at what it was trained on
-LIKE = 0.8  # of the deviation of a sample that its gradient convicts, beyond which its like are bad
-TELLING = 2.0  # ... if that is so much at least: an ordinary loss says nothing
-SAME = 1e-3  # relative: the same kernels on the same numbers agree far better, also where a GPU's sums are not ordered
-SAME_NORM = 0.05  # relative: where a GPU sums gradients in any order, their norm agrees far better
-GRADIENT_RATIO = 4.0  # a gradient norm over that of as many ordinary samples; twice occurs in clean text
-EXCESS = 3.0  # sigma above its trend, from which on a loss or gradient norm is trouble that can be gone
-REMAINS = 0.5  # of it without FP8, above which FP8 is not to blame
-OUTLIER = 6.0  # sigma, the same where there is no number in FP8: such a batch is bad by itself
-BATCH_RATIO = 1.5  # the same of a batch that is looked into: means scatter little
+SURE = 12.0  # log10 of odds: larger values are not meaningful
+WORSE = 0.05  # nats: a healthy state only improves on what it was trained on
+LIKE = 0.8  # times the deviation of a sample convicted by its gradient: similar samples beyond it are bad
+TELLING = 2.0  # ... if that deviation is at least this: an ordinary loss says nothing
+SAME = 1e-3  # relative: replays agree far better, even with unordered sums on a GPU
+SAME_NORM = 0.05  # relative: norms agree far better, even with unordered sums of gradients
+GRADIENT_RATIO = (
+    4.0  # gradient norm relative to as many ordinary samples; a ratio of two occurs in clean text
+)
+EXCESS = 3.0  # sigma above its trend: a loss or gradient norm beyond it counts as elevated
+REMAINS = 0.5  # share of it that remains without FP8: above this FP8 is not the cause
+OUTLIER = 6.0  # sigma, if the FP8 result is not finite: such a batch is bad by itself
+BATCH_RATIO = 1.5  # the same ratio for a batch that is examined: means scatter little
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A sample on the good state. loss: nats per token. z: robust, among harmless samples of its corpus, nan where too
-    few are known. gradient_norm: of the sample alone, None when it was not measured."""
+    """A sample on the good state. loss: nats per token. z: robust, among harmless samples of its corpus, nan if too few
+    are known. gradient_norm: of the sample alone, None if not measured."""
 
     position: int
     loss: float
@@ -55,7 +57,7 @@ class Suspect:
 
 
 class Result(NamedTuple):
-    """Of a step: fp64 [global batch], nats; the norm of its gradient."""
+    """Result of a step: losses, fp64 [global batch], nats; the norm of its gradient."""
 
     losses: Floats
     norm: float
@@ -65,10 +67,10 @@ class Result(NamedTuple):
 class Conclusion:
     """The cause, the guilty positions (ascending), the worst suspects with their numbers, and a sentence.
 
-    inferred: positions inside the region that were not measured, and are like those that were, and guilty. region: how
-    far the bad data goes, None where nobody is guilty. odds: log10 of the odds between the samples and the state, in
-    favour of what the cause says (data, or not data), at most `SURE`; 0 = no idea. later: positions that are suspected,
-    but not guilty: they are read later. alone: the guilty that are convicted each by its own loss, not as one of a
+    inferred: positions inside the region that were not measured, but resemble the guilty ones that were. region: the
+    extent of the bad data, None if no sample is guilty. odds: log10 of the odds between the samples and the state, in
+    favour of the named cause (data, or not data), at most `SURE`; 0 = unknown. later: positions that are suspected, but
+    not guilty: they are deferred. alone: the guilty ones convicted individually by their own loss, not as part of a
     crowd or by a gradient.
     """
 
@@ -84,18 +86,19 @@ class Conclusion:
 
     @property
     def convicted(self) -> list[int]:
-        """The guilty and the inferred positions, ascending."""
+        """Convicted positions, guilty and inferred, ascending."""
         return sorted({*self.guilty, *self.inferred})
 
     def individuals(self, met: set[int]) -> Conclusion:
-        """Without those of `met` that are not convicted alone; whoever else is guilty is like the rest of them."""
+        """Without the samples of `met` that are not convicted individually; any other guilty sample resembles the
+        rest."""
         if not self.alone:
             return replace(self, guilty=[], inferred=[])
         return replace(self, guilty=[p for p in self.guilty if p in self.alone or p not in met])
 
 
 def usual_norm(batch: float, alone: float, size: int, count: int) -> float:
-    """Of the mean gradient of `count` ordinary samples, from those of `size` and of one.
+    """Norm of the mean gradient of `count` ordinary samples, from the norms for `size` samples and for one.
 
     Its square is |mean|^2 + variance / count: McCandlish et al. 2018, appendix A.1.
     """
@@ -106,18 +109,18 @@ def usual_norm(batch: float, alone: float, size: int, count: int) -> float:
 
 
 def halvings(size: int) -> int:
-    """The budget with which `narrow` ends at one of `size` samples."""
+    """The budget with which `narrow` reaches one of `size` samples."""
     return (size - 1).bit_length() + 1
 
 
 def narrow(
     group: Int64s, norm: float, measure: Callable[[Int64s], float], budget: int
 ) -> tuple[Int64s, float]:
-    """The part of a group of gradient norm `norm` that it comes from, and the norm of that part.
+    """Narrow down a group with gradient norm `norm` to the part that causes it; returns that part and its norm.
 
-    measure: the norm of some positions' mean gradient, nan where it is not known; at most `budget` are asked for.
-    Where one half's norm is below that of both together, the other's is above it: by the triangle inequality at least
-    what follows from both.
+    measure: the norm of the mean gradient of some positions, nan if unknown; called at most `budget` times. If one
+    half's
+    norm is below that of both together, the other's is above it: the triangle inequality gives a lower bound.
     """
     known = True
     while group.size > 1 and budget > 1:
@@ -134,7 +137,7 @@ def narrow(
 
 
 def reproduced(recorded: Floats, again: Floats, tolerance: float = SAME) -> bool:
-    """Whether a replay gave the same numbers, within a relative tolerance; what is not finite counts as the same."""
+    """Whether a replay gave the same numbers, within a relative tolerance; non-finite numbers count as equal."""
     same = np.isclose(recorded, again, rtol=tolerance, atol=0.0, equal_nan=True)
     return bool(np.all(same | (~np.isfinite(recorded) & ~np.isfinite(again))))
 
@@ -148,7 +151,7 @@ class Replay(StrEnum):
 
 
 def replay(step: Result, again: Result, once_more: Callable[[], Result]) -> Replay:
-    """Compare a step with its replay; where they differ, run a second replay: GPUs may sum in any order, and some
+    """Compare a step with its replay; if they differ, run a second replay: GPUs may sum in any order, and some
     states amplify it."""
     if alike(step, again):
         return Replay.SAME
@@ -162,10 +165,10 @@ def alike(one: Result, other: Result) -> bool:
 
 
 def gone(with_fp8: Sequence[float], without: Sequence[float], expected: Sequence[Trend | None]) -> bool:
-    """Whether the trouble with a step is gone where it is computed without FP8.
+    """Whether a step's anomaly vanishes when it is computed without FP8.
 
-    Each: loss (nats) and log gradient norm. What is not finite must become so, and no outlier. Of what lies above its
-    trend more than half must vanish, of loss and norm alike where both do, and what does not lie there must not then.
+    Each: loss (nats) and log gradient norm. A non-finite number must become finite and ordinary. Of the excess over the
+    trend more than half must vanish, for each of loss and norm that is elevated; the other one must not rise.
     """
     if not all(map(math.isfinite, without)):
         return False
@@ -184,9 +187,9 @@ def gone(with_fp8: Sequence[float], without: Sequence[float], expected: Sequence
 
 
 def is_worse(now: Floats, recorded: Floats) -> bool:
-    """Whether a state is worse than those that harmless samples were trained on: it is no good state to go back to.
+    """Whether a state is worse than the states on which harmless samples were trained: then it is not a good state.
 
-    now, recorded: losses [n] of the same samples. A sign of life of the update before the first step that stood out:
+    now, recorded: losses [n] of the same samples. Detects the update before the first anomalous step:
     paired differences, their median against its own standard error (1.2533 sigma / sqrt(n)).
     """
     both = np.isfinite(now) & np.isfinite(recorded)
@@ -209,9 +212,9 @@ def conclude(
     region: Region | None = None,
     together: float | None = None,
 ) -> Conclusion:
-    """Put the experiments on the good state together.
+    """Combine the experiments on the good state into a conclusion.
 
-    recurred: after an action that had found nobody guilty. steps: which ones the suspects are of, in words. crowd: how
+    recurred: after an action that had found no sample guilty. steps: the suspects' steps, in words. crowd: how
     often as many harmless samples are as bad. inferred, region: of `Conclusion`.
     """
     worst = sorted(suspects, key=lambda s: math.inf if math.isnan(s.z) else -s.z)
@@ -241,15 +244,16 @@ def conclude(
         return Conclusion(Cause.DATA, sorted(guilty), worst, reason, list(inferred), region)
     harmless = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"
     if unknown := sum(math.isnan(s.z) for s in suspects):
-        harmless += f" ({unknown} of them of corpora with too few samples before to tell)"
+        harmless += f" ({unknown} of them cannot be judged: too few earlier samples of their corpora)"
     if recurred:
         return Conclusion(Cause.LEARNING_RATE, [], worst, f"it came back with other data, and {harmless}")
     return Conclusion(Cause.STATE, [], worst, harmless)
 
 
 def weighed(found: Conclusion, crowd: float, of_data: float) -> Conclusion:
-    """With odds. crowd: as in `conclude`; of_data: `odds_of_data`. What convicts individuals is a false discovery rate,
-    odds of 30 to 1 at least. Nobody guilty says as much as the losses do: nothing where they never stood out."""
+    """Add the odds. crowd: as in `conclude`; of_data: `odds_of_data`. Individuals are convicted with a false discovery
+    rate, odds of 30 to 1 at least. Without a guilty sample the losses decide: they say nothing if they never stood
+    out."""
     if found.cause is Cause.DATA:
         odds = max(of_data, -math.log10(crowd), 1.5)
     else:
@@ -258,12 +262,12 @@ def weighed(found: Conclusion, crowd: float, of_data: float) -> Conclusion:
 
 
 def odds_of_data(measured: Floats, tripped: Floats, expected: Floats) -> float:
-    """log10 of the odds that the losses of a window are its samples' own, against that they came from the state.
+    """log10 of the odds that a window's high losses are due to its samples, against that they came from the state.
 
-    measured: on the good state, tripped: when the window was met, expected: of harmless samples; [n], nats. If the
-    samples are bad they are as far out on the good state as they were when they tripped it, else not at all: a ratio of
-    two normal likelihoods of their mean, whose error is that of the paired differences: a few bad ones among good ones
-    scatter widely, and all the same from one state to the other. 0 where the losses did not stand out.
+    measured: on the good state, tripped: when the window was met, expected: of harmless samples; [n], nats. Bad samples
+    are as far out on the good state as on the tripped one, harmless ones are not: a ratio of two normal likelihoods of
+    their mean, whose error is that of the paired differences: a few bad samples among good ones scatter widely, but
+    equally on both states. 0 if the losses did not stand out.
     """
     both = np.isfinite(measured) & np.isfinite(tripped) & np.isfinite(expected)
     if both.sum() < 2:

@@ -1,7 +1,7 @@
-"""What the guard would have done with a recorded run: the same detector and policy over its numbers, without training.
+"""Backtest the guard on a recorded run: the same detector and policy over its numbers, without training.
 
-The future of a recording is as it was: a rewind does not take place. What belongs to an excursion that was acted on is
-therefore marked and not acted on again, and what the action would have cured is not known.
+A recording does not react: a rewind does not take place. So the rest of an excursion that was acted on is marked and
+not acted on again, and the effect of the action is unknown.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megastable.stability.guard import Guard
 from megastable.stability.signals import Signals, Verdict
 from megastable.stability.spacing import thin
 
-AROUND = 4  # gaps to each side that tell how often the loss was logged there: a cadence is seen if it holds for five
+AROUND = 4  # gaps to each side that show the logging cadence of the loss: it must hold for five
 
 
 class Recorded(NamedTuple):
-    """A step of a recording; grad_norm, lr and data (a name of what it was trained on) are None where it has none."""
+    """A step of a recording; grad_norm, lr and data (a name for its training data) are None if not recorded."""
 
     step: int
     loss: float
@@ -37,7 +37,8 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class BacktestDecision:
-    """What would have been done at a step, and why. reset: what is usual would have been learnt anew from there."""
+    """The action that would have been taken at a step, and why. reset: the detector's baseline would have been
+    reset."""
 
     step: int
     verdict: Verdict
@@ -49,8 +50,8 @@ class BacktestDecision:
 def simulate(
     rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = False
 ) -> Iterator[BacktestDecision]:
-    """The guard's answer to every step, in order. fp8: whether the run computed in FP8; as nobody is measured again,
-    that FP8 is the cause is not known, and it is left only where a rate would be cut."""
+    """The guard's answer to every step, in order. fp8: whether the run computed in FP8; without measurements FP8 cannot
+    be identified as the cause, and is left only where the rate would be cut."""
     guard = Guard(config, simulated=True, fp8=fp8)
     points: list[int] = []
     data: str | None = None
@@ -70,12 +71,14 @@ def simulate(
 
 
 def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[Recorded]:
-    """A CSV file with the columns step, loss and, where known, grad_norm, lr and data, in any order, among others.
+    """A CSV file with the columns step, loss and, if known, grad_norm, lr and data, in any order, among others.
 
-    Two things that real logs have are passed over, and said: lines where the loss was not logged, and steps that were
-    done again after a restart. A loss was not logged where that is done every so many lines, or on a line that has no
-    norm and no rate, either; any other without one is a nan, as many tools write it. An empty grad_norm, lr or data was
-    not recorded. Raises DataError naming the line for anything else.
+    Two features of real logs are skipped with a message: lines without a logged loss, and steps repeated after a
+    restart.
+    A loss counts as not logged if it is missing at regular intervals, or on a line that also lacks norm and rate; any
+    other missing loss is a nan, as many tools write it. An empty grad_norm, lr or data was not recorded. Raises
+    DataError
+    with the line for anything else.
     """
     lines: list[_Line] = []
     try:
@@ -95,14 +98,14 @@ def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[
     logged = _logged(lines)
     met = _first_met(path, logged)
     if gaps := len(lines) - len(logged):
-        say(f"{path}: {gaps} lines without a loss are passed over: it was not logged there")
+        say(f"{path}: {gaps} lines without a loss are skipped: it was not logged there")
     if again := len(logged) - len(met):
-        say(f"{path}: {again} lines are passed over, as their steps were done before: a restart")
+        say(f"{path}: {again} lines are skipped, as their steps were done before: a restart")
     return [line.row for line in met]
 
 
 class _Line(NamedTuple):
-    """number: in the file. logged: whether it has a loss; without one it is a nan."""
+    """number: in the file. logged: whether it has a loss; a logged line without one is a nan."""
 
     number: int
     row: Recorded
@@ -110,15 +113,15 @@ class _Line(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """Lines without a loss that follow each other; then: the next line, which has one, or None where the run ends or
-    starts again before that."""
+    """Consecutive lines without a loss; then: the next line, which has one, or None if the run ends or restarts
+    first."""
 
     lines: list[_Line]
     then: _Line | None
 
 
 def _gaps(lines: list[_Line]) -> Iterator[_Gap]:
-    """All lines, cut behind each one that has a loss: most gaps are empty."""
+    """All lines, cut after each one that has a loss: most gaps are empty."""
     gap: list[_Line] = []
     for line in lines:
         if gap and line.row.step <= gap[-1].row.step:
@@ -133,8 +136,8 @@ def _gaps(lines: list[_Line]) -> Iterator[_Gap]:
 
 
 def _logged(lines: list[_Line]) -> list[_Line]:
-    """Without those whose loss was not logged. One is missing, as a nan, where the cadence of the gaps around has one:
-    before the run ends or starts again; and in a gap twice as long, on a line that has a norm or a rate."""
+    """Drop lines whose loss was not logged. A loss that the cadence of the surrounding gaps requires is kept as a nan:
+    before the run ends or restarts, and in a gap twice as long, on a line that has a norm or a rate."""
     gaps, kept = list(_gaps(lines)), list[_Line]()
     for at, (gap, then) in enumerate(gaps):
         around = [len(g.lines) for g in gaps[max(0, at - AROUND) : at + AROUND + 1] if g.then is not None]
@@ -150,7 +153,7 @@ def _logged(lines: list[_Line]) -> list[_Line]:
 
 
 def _first_met(path: Path, lines: list[_Line]) -> list[_Line]:
-    """Without steps that were met before, as a run directory is replayed. Raises DataError where most were."""
+    """Drop repeated steps, as after the resume of a run directory. Raises DataError if most lines repeat."""
     kept: list[_Line] = []
     again: list[str] = []
     for line in lines:
@@ -173,7 +176,7 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> _Line:
             raise ValueError("not as many fields as the first line has")
         step, loss = number("step"), number("loss")
         if step is None or not step.is_integer() or abs(step) > 2**53:
-            raise ValueError(f"the step is {row['step']!r}, no whole number below 2^53")
+            raise ValueError(f"the step is {row['step']!r}, not a whole number below 2^53")
         data = (row.get("data") or "").strip() or None
         logged, loss = loss is not None, math.nan if loss is None else loss
         return _Line(line, Recorded(int(step), loss, number("grad_norm"), number("lr"), data), logged)
@@ -182,7 +185,7 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> _Line:
 
 
 class Episode(NamedTuple):
-    """Steps that follow each other with the same verdict and action; a reset of the baseline is one of its own."""
+    """Consecutive steps with the same verdict and action; a reset of the baseline is an episode of its own."""
 
     first: BacktestDecision
     last: int
@@ -190,7 +193,7 @@ class Episode(NamedTuple):
 
 
 def episodes(judged: Iterable[BacktestDecision]) -> list[Episode]:
-    """What is worth a line in a table: everything but healthy steps, repetitions put together."""
+    """The rows of a table: everything but healthy steps, repetitions merged."""
     found = []
     for kind, group in groupby(judged, key=lambda step: (step.verdict, step.action, step.reset)):
         if kind[:2] != (Verdict.HEALTHY, Action.APPLY):

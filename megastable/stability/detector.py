@@ -1,27 +1,27 @@
-"""Pure numbers in, verdicts out: is this step healthy, and if not, in which way?
+"""Anomaly detector: judges each step's loss and gradient norm as healthy or as one of several anomalies. Pure.
 
 Two channels are watched, the loss in nats and the logarithm of the gradient norm (its tail is heavy, its changes are
-factors). Each is compared with a robust trend through the last ~100 accepted values; what stands out, and everything
-during an excursion, never enters it. On the residuals, in sigma, run
+factors). Each is compared with a robust trend through the last ~100 accepted values; outliers and everything during an
+excursion never enter it. These tests run on the residuals, in sigma:
 
-    outlier      loss and norm together, or one alone, farther out than the harmless jumps that this run has shown
+    outlier      loss and norm together, or one alone, farther out than the harmless jumps seen in this run
     spike        cumulative sums of the loss, and of loss + log norm: the norm leads the loss by one to four steps
-    drift        a cumulative sum of the loss above the best level that was held
+    drift        a cumulative sum of the loss above the best level held so far
     oscillation  two cumulative sums, of wide residuals on either side
 
 Terms are clipped, and the largest of a sum does not count: no single step, however hard its batch, raises a sequential
-alarm. How much neighbouring residuals hang together is measured, and what they are worth is reduced by it (scatter.py).
+alarm. The autocorrelation of the residuals is measured, and their weight is reduced by it (scatter.py).
 
-An alarm of the loss alone is one of the training only if the gradient norm is up, too, or the loss has jumped by more
-than any harmless data of this run, goes on climbing, or swings. Otherwise other data has come (`shift`): if it stays
-for `settle` observations, the baseline is reset, and nothing else is done. Where the data is known to have changed
-(`Signals.mixed`), only the norm speaks of the training.
+An alarm by the loss alone is a training anomaly only if the gradient norm is up as well, or the loss has jumped by more
+than any harmless data of this run, keeps climbing, or oscillates. Otherwise the data has changed (`shift`): if the new
+level stays for `settle` observations, the baseline is reset, and nothing else is done. After a known change of the data
+(`Signals.mixed`), only the norm can raise an alarm.
 
-While an excursion lasts the trend is frozen; after `adapt` observations the new level is learnt. Before there is a
-trend, opening.py judges.
+During an excursion the trend is frozen; after `adapt` observations the new level is learnt. Before there is a trend,
+opening.py judges.
 
-Time is counted in observations: a trace that was logged every tenth step is judged alike. Plain Python on floats:
-every rank comes to the same verdict from the same numbers.
+Time is counted in observations: a trace logged every tenth step is judged alike. Plain Python on floats: every rank
+reaches the same verdict from the same numbers.
 """
 
 from __future__ import annotations
@@ -38,30 +38,28 @@ from megastable.stability.opening import Opening
 from megastable.stability.robust import Sum, Trend, median, trend
 from megastable.stability.signals import Finding, Signals, Verdict
 
-_FARTHEST = 1e6  # sigma; residuals end here so that no sum overflows
-_JUMP = 4.0  # sigma from which on a value stands out: not accepted, and remembered if harmless
+_FARTHEST = 1e6  # sigma; residuals are clipped here so that no sum overflows
+_JUMP = 4.0  # sigma beyond which a value stands out: not accepted, and remembered if harmless
 _SLOW = 15  # observations; an alarm that took longer to build up is a drift, not a spike
 _ABSURD = 1e6  # nats; no cross-entropy is that large, and sums of such numbers overflow
-_CLIMB = 2.5  # scatters of neighbours between the outer thirds of some steps: so much is a climb
+_CLIMB = 2.5  # rise between the outer thirds of some steps, in neighbour scatters, that counts as a climb
 _HALFWAY = (
-    0.2  # of that at least, from either outer third to the middle one: a single step up is another level
+    0.2  # minimum share of it from either outer third to the middle one: a single step up is a level shift
 )
-_WIDER = 3.0  # scatters of the latest neighbours: so much is a spike in noise that has grown wider, too
-_DEEPER = 1.5  # deepest falls of late: the same, as noise reaches as far down as up
-_HELD = 3  # observations of a spike that the loss alone tells, of which the newest still lies half as high
-_WIDE = (
-    1.5  # sigma from which on a value lies on a side: a swing has been on one, the other, and the first again
-)
-_PLAIN = 1.4  # long-run variance that white noise about a trend shows, over its variance
+_WIDER = 3.0  # scatters of the latest neighbours: also a spike if the noise has grown
+_DEEPER = 1.5  # deepest recent falls: the same, as noise reaches equally far down and up
+_HELD = 3  # observations of a spike by the loss alone, of which the newest is still half as high
+_WIDE = 1.5  # sigma beyond which a value is on one side; an oscillation visits one, the other, and the first again
+_PLAIN = 1.4  # long-run variance of white noise about a trend, over its variance
 
 
 @dataclass(frozen=True)
 class _Residuals:
     """One step against the trends, in sigma.
 
-    rise: how far the loss lies above both its line and its latest level: a loss that merely falls more slowly than
-    before does not rise. fall: below both. above_best: above the best level that was held. norm: log gradient norm
-    above its line, None where unknown. wider: the scatter now over what it was at its smallest.
+    rise: how far the loss lies above both its line and its latest level: a loss that only falls more slowly than
+    before does not rise. fall: below both. above_best: above the best level held. norm: log gradient norm
+    above its line, None if unknown. wider: the current scatter over its minimum.
     """
 
     rise: float
@@ -73,8 +71,8 @@ class _Residuals:
 
 @dataclass(frozen=True)
 class AlarmLimits:
-    """Of the cumulative sums, for the rate of false alarms that is wanted: its logarithm falls with 2 * limit *
-    allowance over the variance of a term (Siegmund, Sequential Analysis, 1985, chapter 2), which is 1, and 2 of loss +
+    """Limits of the cumulative sums for the desired rate of false alarms: its logarithm falls with 2 * limit *
+    allowance over the variance of a term (Siegmund, Sequential Analysis, 1985, chapter 2), which is 1, and 2 for loss +
     norm."""
 
     spike: float
@@ -103,14 +101,14 @@ class Detector:
         return self._state.model_copy(deep=True)
 
     def expected(self) -> tuple[Trend | None, Trend | None]:
-        """What loss (nats) and log gradient norm of the next step are compared with; None: too little is known."""
+        """The expected loss (nats) and log gradient norm of the next step; None: too little is known."""
         s, c = self._state, self.config
         return self._trend(s.loss, c.loss_floor), self._trend(s.norm, c.norm_floor)
 
     def observe(self, signals: Signals) -> Finding:
-        """Judge one step against those before it, and remember it. Never raises, whatever the numbers.
+        """Judge one step against those before it, and remember it. Never raises, for any numbers.
 
-        A step whose numbers are not finite leaves no trace in the state.
+        A step with non-finite numbers leaves the state unchanged.
         """
         s, c, step = self._state, self.config, signals.step
         if signals.mixed:
@@ -133,7 +131,7 @@ class Detector:
             _keep(s.norm.raw, norm, c.relearn)
         outlier, why = self._outlier(r)
         if outlier >= 1.0 and self._expected_at(s.seen) and (r.norm is None or r.norm < c.outlier_norm):
-            outlier = 0.99  # other data, on purpose: that is how it is
+            outlier = 0.99  # the data was changed on purpose: outliers are expected
         watching = s.excursion is None or s.excursion.verdict is Verdict.SHIFT
         if watching and (raised := self._sequential(step, r, line, norm_line)):
             if s.excursion is None or raised.verdict is not Verdict.SHIFT:
@@ -150,7 +148,7 @@ class Detector:
                 self._renew(e, step)
             elif s.seen - e.since >= c.settle:
                 e.reason = (
-                    f"the loss has had another level since step {e.onset}, with an ordinary gradient norm: "
+                    f"the loss has had a new level since step {e.onset}, with an ordinary gradient norm: "
                     f"baseline reset"
                 )
             found = Finding(step, e.verdict, e.severity, e.onset, e.reason, said, on_trend=False)
@@ -162,7 +160,7 @@ class Detector:
         return Finding(step, verdict, outlier, step, why if outlier > 0.0 else "", said, on_trend)
 
     def _beyond_shift(self, r: _Residuals) -> bool:
-        """Whether a step stands out, in loss and norm, from the other level that is taken for other data, too."""
+        """Whether a step stands out, in loss and norm, also from the new level attributed to other data."""
         e, c = self._state.excursion, self.config
         if e is None or e.verdict is not Verdict.SHIFT or not e.loss or r.norm is None:
             return False
@@ -182,7 +180,7 @@ class Detector:
             _keep(s.norm.raw, norm, c.relearn)
         onset = step if o.onset is None else o.onset
         if verdict is not Verdict.HEALTHY:
-            s.opening = Opening()  # a person, or the policy, did something about it: it begins again
+            s.opening = Opening()  # a person or the policy has acted on it: start again
             return Finding(step, verdict, 1.0, onset, reason, said, on_trend=False)
         if len(s.loss.values) >= c.min_values and step >= c.warmup_steps and o.over(c):
             s.opening = None
@@ -190,14 +188,14 @@ class Detector:
                 self._relearn(c.relearn)
         return Finding(step, Verdict.HEALTHY, 0.0, step, "", said, on_trend=o.onset is None)
 
-    # What a step is compared with.
+    # Comparison with the trend.
 
     def _trend(self, channel: Channel, floor: float) -> Trend | None:
         if len(channel.values) < self.config.min_values:
             return None
         now, full = self._state.seen, self.config.window
         if self._state.excursion is not None:
-            now = channel.times[-1]  # a slope is not trusted for longer than it was seen to hold
+            now = channel.times[-1]  # a slope is not extrapolated for longer than it was observed
         return trend(channel.times, channel.values, now, floor=floor, full=full)
 
     def _residuals(self, loss: float, norm: float | None, line: Trend, norm_line: Trend | None) -> _Residuals:
@@ -217,7 +215,7 @@ class Detector:
     # The tests.
 
     def _outlier(self, r: _Residuals) -> tuple[float, str]:
-        """Severity of this step by itself, 1 = refuse it, and why; 0 = nothing to mention."""
+        """Severity of this step by itself, 1 = refuse it, and why; 0 = nothing to report."""
         c, s = self.config, self._state
         lone = c.lone if r.norm is not None else c.lone_without_norm
         severity = r.rise / max(lone, c.record_margin * s.loss.record)
@@ -236,7 +234,7 @@ class Detector:
         wide = self._state.scatter.factor(c.scatter_usual, c.scatter_most)
         s.spike.add(min(r.rise / wide, c.spike_clip) - c.spike_allowance, now, step)
         if r.norm is not None:
-            # The norm of a run that jumps harmlessly by 20 sigma says half as much.
+            # In a run with harmless norm jumps of 20 sigma the norm gets half the weight.
             norm = r.norm / max(1.0, self._state.norm.record / c.tame)
             both = max(min(r.rise, c.joint_loss_clip), -_JUMP) + max(min(norm, c.joint_norm_clip), -_JUMP)
             s.joint.add(both - c.joint_allowance, now, step)
@@ -279,8 +277,8 @@ class Detector:
         return None
 
     def _confirmed(self, verdict: Verdict, by: Sum, line: Trend, norm_line: Trend | None) -> bool:
-        """Whether an alarm is one of the training: the norm is up, too, or the loss alone says enough. Other data come
-        with another level of the loss and an ordinary norm."""
+        """Whether an alarm is a training anomaly: the norm is up as well, or the loss alone suffices. Other data show
+        another level of the loss with an ordinary norm."""
         c, s = self.config, self._state
         steps = s.seen - by.since + 1
         known = self._expected_at(by.since)
@@ -295,8 +293,8 @@ class Detector:
             return self._swings(line, steps)
         rises = sorted(x - max(line.level, line.late) for x in s.loss.raw[-min(steps, _SLOW) :])
         if verdict is Verdict.SPIKE and (norm_line is None or s.seen < s.doubted):
-            # Noise that has grown wider reaches as far up, but as far down, too; the median of the jumps is not moved
-            # by those of a spike.
+            # Noise that has grown reaches equally far down and up; the median of the jumps is not moved by those of a
+            # spike.
             latest = s.loss.raw[-2 * _SLOW :]
             least = max(_JUMP * line.scale, _WIDER * _scatter(latest), _DEEPER * (line.level - min(latest)))
             held = steps >= _HELD and latest[-1] - line.level >= least / 2
@@ -308,13 +306,14 @@ class Detector:
         return self._climbs(steps, line.level)
 
     def _expected_at(self, observation: int) -> bool:
-        """Whether the data changed on purpose at about that time."""
+        """Whether the data was changed on purpose around that time."""
         mixed = self._state.mixed
         return mixed is not None and -2 <= observation - mixed <= _SLOW
 
     def _swings(self, line: Trend, steps: int) -> bool:
-        """Whether wide residuals hang together, from one to the next, as those of noise that grew wider do not, and
-        have turned twice, as those of another level do not."""
+        """Whether wide residuals are correlated with their neighbours, unlike wider noise, and have turned twice,
+        unlike a
+        level shift."""
         newest = [x - line.level for x in self._state.loss.raw]
         sides = [x > 0.0 for x in newest[-steps:] if abs(x) >= _WIDE * line.scale]
         if sum(before != after for before, after in pairwise(sides)) < 2:
@@ -324,8 +323,9 @@ class Detector:
         return abs(sum((a - middle) * (b - middle) for a, b in pairwise(newest))) > square / 2
 
     def _climbs(self, steps: int, level: float) -> bool:
-        """Whether the loss of the latest steps goes on rising: a level that came and stayed does not. level: what it
-        rose from."""
+        """Whether the loss of the latest steps keeps rising, unlike a level shift that stays. level: the level before
+        the
+        rise."""
         c, s = self.config, self._state
         third = min(steps, c.relearn) // 3
         if third < _SLOW // 2 + 1 or s.seen < c.window:
@@ -340,8 +340,9 @@ class Detector:
         return now - first > max(least, (now - level) / 3)
 
     def _renew(self, e: Excursion, step: int) -> None:
-        """A further jump on top of an excursion has an onset of its own: what was done about the first one does not
-        undo it. Judged by the newest values alone, and sooner: trouble is known to be there."""
+        """A further jump during an excursion has its own onset: the action on the first one does not undo it. Judged by
+        the
+        newest values alone, and sooner, since the run is already in an excursion."""
         c, s = self.config, self._state
         if s.seen - e.since < _SLOW:
             return
@@ -359,15 +360,15 @@ class Detector:
                 return
 
     def _rises(self) -> bool:
-        """Over the latest observations, by more than half of the scatter between neighbours."""
+        """Whether the latest observations rise by more than half of the scatter between neighbours."""
         latest = self._state.loss.raw[-2 * _SLOW :]
         scatter = median([abs(after - before) for before, after in pairwise(latest)])
         return median(latest[-_SLOW:]) - median(latest[:_SLOW]) > scatter / 2
 
-    # What is remembered.
+    # State updates.
 
     def _follow(self, e: Excursion, r: _Residuals) -> bool:
-        """During an excursion: is it over, has it become a plateau? True: its level is the new normal from here on."""
+        """During an excursion: is it over, or a plateau? True: its level is the new normal from now on."""
         c, s = self.config, self._state
         slow = e.verdict in (Verdict.DRIFT, Verdict.PLATEAU, Verdict.SHIFT)
         if e.verdict is Verdict.OSCILLATION:
@@ -388,7 +389,7 @@ class Detector:
             s.excursion, s.sums = None, Sums()
         elif lasted >= c.adapt or (e.verdict is Verdict.SHIFT and lasted >= c.settle):
             s.excursion = None
-            s.sums = Sums(spike=e.loss_again, joint=e.joint_again)  # a jump may be on its way
+            s.sums = Sums(spike=e.loss_again, joint=e.joint_again)  # a jump may be in progress
             if e.verdict is not Verdict.SHIFT:
                 s.doubted = s.seen + 2 * c.adapt
             self._relearn(c.relearn if lasted >= c.adapt else lasted)
@@ -396,7 +397,7 @@ class Detector:
         return False
 
     def _relearn(self, count: int) -> None:
-        """Take the newest values, so many, for what is usual."""
+        """Reset the baseline to the newest `count` values."""
         s = self._state
         s.best, s.best_lr, s.width = None, None, None
         for channel in (s.loss, s.norm):
@@ -404,7 +405,7 @@ class Detector:
             channel.times = list(range(s.seen - len(channel.values) + 1, s.seen + 1))
 
     def _learn(self, r: _Residuals, signals: Signals, norm: float | None, line: Trend) -> None:
-        """Outside of one: accept what does not stand out, hold the best level, remember jumps that did no harm."""
+        """Outside an excursion: accept ordinary values, hold the best level, remember harmless jumps."""
         c, s = self.config, self._state
         for channel, value, z in ((s.loss, signals.loss, r.rise), (s.norm, norm, r.norm)):
             if value is None:
@@ -415,7 +416,7 @@ class Detector:
             elif not low:
                 channel.pending.append((s.seen, z))
             if channel.pending and s.seen - channel.pending[0][0] >= c.recovery:
-                # A refused jump cannot have done harm, so it counts as little more than what is refused.
+                # A refused jump cannot have done harm, so it barely counts as harmless.
                 known = max(c.lone, c.record_margin * channel.record)
                 channel.record = max(channel.record, min(channel.pending.pop(0)[1], 1.25 * known))
         s.scatter.add((signals.loss - line.level) / line.scale, c.scatter_memory)
@@ -428,7 +429,7 @@ class Detector:
             s.sums.fall = Sum()
 
     def _hold(self, signals: Signals, line: Trend) -> None:
-        """The best level: lowered as the loss falls, but not to that of a few easy shards; given up slowly."""
+        """Update the best level: lowered as the loss falls, but not to that of a few easy shards; raised slowly."""
         c, s = self.config, self._state
         level = median(s.loss.values[-c.level :])
         if s.drop is not None:
@@ -443,7 +444,7 @@ class Detector:
             s.best, s.best_lr = level, lr
         else:
             s.best += c.forget * line.noise
-        if len(s.loss.values) == c.window:  # the scatter of a few values is small by chance
+        if len(s.loss.values) == c.window:  # a few values may scatter little by chance
             s.width = line.scale if s.width is None else min(line.scale, s.width * (1.0 + c.forget))
 
     def _accept(self, channel: Channel, value: float) -> None:
@@ -465,12 +466,12 @@ def _no_number(signals: Signals) -> str:
 
 
 def _scatter(values: list[float]) -> float:
-    """Sigma, from the jumps between neighbours."""
+    """Sigma from the differences between neighbours."""
     return 1.4826 / math.sqrt(2.0) * median([abs(after - before) for before, after in pairwise(values)])
 
 
 def _above(newest: list[float], floor: float) -> float:
-    """The last value over those before it, in sigma; 0 where there are too few."""
+    """The last value relative to those before it, in sigma; 0 if there are too few."""
     before = newest[-2 * _SLOW : -1]
     if len(before) < _SLOW:
         return 0.0

@@ -1,4 +1,4 @@
-"""What the detector remembers between steps: plain numbers, small, kept in every checkpoint and rewind point."""
+"""The detector's state between steps: plain numbers, small, stored in every checkpoint and snapshot."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class _DetectorState(BaseModel):
 
 
 class Channel(_DetectorState):
-    """What is remembered of one series.
+    """The state of one series.
 
     times, values: the accepted ones. raw: the newest finite ones, accepted or not. record: the farthest harmless jump
-    in sigma, slowly forgotten. pending: jumps (observation, sigma) of which that is not known yet.
+    in sigma, slowly forgotten. pending: jumps (observation, sigma) that are not yet known to be harmless.
     """
 
     times: list[int] = []
@@ -46,14 +46,14 @@ class Excursion(_DetectorState):
 
 
 class Drop(_DetectorState):
-    """A sudden fall of the loss, such as a shard of easy text: the way back up to `level` is no spike."""
+    """A sudden fall of the loss, such as in a shard of easy text: the way back up to `level` is not a spike."""
 
     level: float
     since: int
 
 
 class Sums(_DetectorState):
-    """The running sequential tests. All start again when an excursion is over."""
+    """The running sequential tests. All restart when an excursion is over."""
 
     spike: Sum = Field(default_factory=Sum)
     joint: Sum = Field(default_factory=Sum)
@@ -64,19 +64,19 @@ class Sums(_DetectorState):
 
 
 class DetectorState(_DetectorState):
-    """All that the detector remembers, from which it goes on bit for bit; under 20 KB as JSON."""
+    """The complete state of the detector, from which it continues bit for bit; under 20 KB as JSON."""
 
     seen: int = 0
     loss: Channel = Field(default_factory=Channel)
     norm: Channel = Field(default_factory=Channel)
     sums: Sums = Field(default_factory=Sums)
-    best: float | None = None  # lowest level of the loss that was held
+    best: float | None = None  # lowest level of the loss held so far
     best_lr: float | None = None
-    width: float | None = None  # the scatter of the loss when it was smallest, slowly given up
+    width: float | None = None  # the smallest scatter of the loss, slowly forgotten
     drop: Drop | None = None
     excursion: Excursion | None = None
     opening: Opening | None = Field(default_factory=Opening)
     scatter: Scatter = Field(default_factory=Scatter)
-    mixed: int | None = None  # the observation at which the data changed, as far as that is known
-    doubted: int = 0  # until then an ordinary norm says nothing: it was learnt in an excursion
+    mixed: int | None = None  # the observation at which the data changed, if known
+    doubted: int = 0  # until this observation an ordinary norm proves nothing: it was learnt in an excursion
     indicators: dict[str, list[float]] = {}

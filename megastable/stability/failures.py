@@ -1,4 +1,4 @@
-"""Why processes failed, and what the supervisor does about it: restart, skip the step's samples, or stop. Pure."""
+"""Diagnose process failures, and choose the supervisor's action: restart, skip the step's samples, or stop. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ FULL = "the disk is full"
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt ended that should have gone on.
+    """A failed attempt of the run.
 
-    what: its kind, the same where it is the same failure ("SIGKILL", "hang", "RuntimeError: ..."). step: the one that
-    was being done, None where none was begun. host: where, None where that is not known. clock: the farthest step that
-    was done by then. skipped: the samples of that step were skipped because of it. code: the exit code, if known.
+    what: its kind, equal for equal failures ("SIGKILL", "hang", "RuntimeError: ..."). step: the step in progress, None
+    before the first. host: None if unknown. clock: the farthest step done by then. skipped: the samples of that step
+    were
+    skipped because of it. code: the exit code, if known.
     """
 
     what: str
@@ -31,17 +32,17 @@ class Failure:
 
 
 def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig) -> Remedy:
-    """What to do after the last of `failures`, those of one run in order; hosts: how many it runs on."""
+    """The action after the last of `failures`, those of one run in order; hosts: how many it runs on."""
     c, last = config, failures[-1]
     recent = [f for f in failures if last.clock - f.clock < c.budget_window]
     full = last.code == NO_SPACE
-    # A full disk is no fault of the host that says so: all of them write to it.
+    # A full disk is not the reporting host's fault: all of them write to it.
     there = sum(f.host == last.host and f.host is not None and f.code != NO_SPACE for f in recent)
     if hosts > 1 and there >= c.same_host and not full:
-        reason = f"{there} failures of {last.host} within {c.budget_window} steps: it is that host"
+        reason = f"{there} failures of {last.host} within {c.budget_window} steps: that host is faulty"
         return Remedy(Action.STOP, Cause.HARDWARE, reason)
     here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
-    # A disk is full wherever a checkpoint is due: no sample is guilty.
+    # A full disk recurs at every checkpoint: no sample is guilty.
     if len(here) >= c.same_place and not full:
         often = f"{last.what} at step {last.step}, {len(here)} times in a row"
         if any(f.skipped for f in here):
@@ -56,12 +57,12 @@ def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
         reason = f"the {c.restarts} restarts per {c.budget_window} steps (stability.policy) are spent"
         return Remedy(Action.STOP, cause, reason)
     if full:
-        return Remedy(Action.RESTART, cause, f"{FULL}: make room; it is tried again")
+        return Remedy(Action.RESTART, cause, f"{FULL}: make room; retrying")
     return Remedy(Action.RESTART, cause, f"{last.what}: no pattern, treated as transient")
 
 
 def _trailing(failures: Sequence[Failure], like: Callable[[Failure], bool]) -> list[Failure]:
-    """Those at the end, without a gap."""
+    """The trailing failures that match, without a gap."""
     return list(takewhile(like, reversed(failures)))
 
 

@@ -1,4 +1,4 @@
-"""Leaving FP8, and returning to it: how long each fall-back rests, and why. Pure."""
+"""Fall-back from FP8 and return to it: how long each fall-back lasts, and why. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megastable.stability.policy_state import PolicyState
 
 
 def rest(state: PolicyState, config: PolicyConfig) -> int | None:
-    """Steps of new ground that the last fall-back lasts at least; None = for good."""
+    """Minimum duration of the last fall-back, in steps of new ground; None = for good."""
     count = len(state.fallbacks)
     if count >= config.fallbacks or not config.fp8_rest:
         return None
@@ -15,14 +15,14 @@ def rest(state: PolicyState, config: PolicyConfig) -> int | None:
 
 
 def is_over(state: PolicyState, config: PolicyConfig) -> bool:
-    """Asked at a step on the trend: whether FP8 may be tried again."""
+    """Whether FP8 may be tried again; asked at a step on the trend."""
     s, steps = state, rest(state, config)
     calm = s.resting and not s.watching and not s.refused
     return calm and steps is not None and s.clock - s.fallbacks[-1] >= steps
 
 
 def reason(state: PolicyState, config: PolicyConfig) -> str:
-    """Why the coming step computes in FP8, or not: a sentence, once FP8 was left."""
+    """Why the coming step computes in FP8, or not: a sentence, after FP8 was left once."""
     s = state
     if s.resting:
         return f"fall-back {len(s.fallbacks)} of {config.fallbacks}: without FP8 {lasting(s, config)}"
@@ -31,7 +31,7 @@ def reason(state: PolicyState, config: PolicyConfig) -> str:
 
 
 def lasting(state: PolicyState, config: PolicyConfig) -> str:
-    """How long FP8 is left, in words."""
+    """How long FP8 stays off, in words."""
     steps = rest(state, config)
     if steps is not None:
         return f"for {steps} steps of new ground at least"

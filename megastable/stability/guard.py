@@ -1,4 +1,4 @@
-"""Detector and policy together: what judges a step, in training, in a dry run and in the backtest.
+"""The guard: detector and policy together judge every step, in training, in a dry run and in the backtest.
 
 guard = Guard(config.stability)
 decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
@@ -20,8 +20,9 @@ from megastable.stability.signals import Finding, Signals, Verdict
 
 
 class GuardState(BaseModel):
-    """What a checkpoint keeps. Of a simulation: acted, the step of the last action; broken: on numbers that have not
-    been finite since."""
+    """The guard's state in a checkpoint. Of a simulation: acted, the step of the last action; broken: since a
+    non-finite
+    step."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -35,9 +36,11 @@ class GuardState(BaseModel):
 class Guard:
     """Judges every step once, in order. Pure: the same numbers give the same decisions on every rank.
 
-    simulated: nothing that is decided is carried out, as in a dry run or a recorded run: what belongs to an excursion
-    on which an action was taken already would not have happened, and is not acted on again. Its budgets are its own.
-    fp8: whether the run computes in FP8.
+    simulated: decisions are not carried out, as in a dry run or a recorded run: the rest of an excursion that was acted
+    on
+    would not have happened, and is not acted on again. A simulation has its own budgets. fp8: whether the run computes
+    in
+    FP8.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Guard:
         if self._acted is not None and self._acted_on(finding):
             reason = f"part of the excursion that the action at step {self._acted} would have undone"
             return Decision(Action.APPLY, finding, reason)
-        # Whether the action would have helped is not known: the recorded loss says nothing about it.
+        # Whether the action would have helped is unknown: the recorded loss says nothing about it.
         decision = self._pretend(self.policy.decide(replace(finding, on_trend=True), oldest_snapshot))
         if decision.action not in (Action.APPLY, Action.DISCARD):
             self._acted = signals.step
@@ -74,7 +77,7 @@ class Guard:
         return decision
 
     def _pretend(self, decision: Decision) -> Decision:
-        """What follows a decision that is not carried out: nobody is examined, so nothing is known of the cause."""
+        """The follow-up of a decision that is not carried out: nothing is examined, so the cause is unknown."""
         if decision.action is Action.REWIND:
             remedy = self.policy.remedy(Cause.STATE, decision.finding.step, None, False)
             if remedy.action is not Action.REWIND:
@@ -83,7 +86,7 @@ class Guard:
         if decision.action is Action.HANDOVER:
             self.policy.handing_over(Cause.UNKNOWN)
         if decision.action is Action.STOP:
-            # As if a person had started it again.
+            # As if a person had restarted it.
             self.policy = Policy(self.config.policy, has_fp8=self.policy.has_fp8)
         return decision
 
@@ -94,7 +97,7 @@ class Guard:
         return finding.verdict is not Verdict.HEALTHY and finding.onset <= (self._acted or 0)
 
     def rewind(self, detector: DetectorState) -> None:
-        """The steps since `detector` was saved have not happened. The policy remembers them."""
+        """Undo the steps since `detector` was saved. The policy still remembers them."""
         self.detector = Detector(self.config.detector, detector)
 
     @property

@@ -1,4 +1,5 @@
-"""One incident, from the first step that stood out to the proof that it is over: for the journal and the summary."""
+"""Record of one incident, from the first anomalous step to the proof that it is over: for the journal and the
+summary."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from megastable.stability.signals import Verdict
 
 
 class Breakdown(StrEnum):
-    """What only the process above notices."""
+    """Failures that only the supervisor notices."""
 
-    CRASH = "crash"  # a process ended that should have gone on
+    CRASH = "crash"  # a process ended unexpectedly
     HANG = "hang"  # no step for far longer than usual
     DAMAGE = "damaged_checkpoint"
 
@@ -25,7 +26,7 @@ Outcome = Literal["open", "healed", "handed over", "stopped"]
 
 
 class LeftOutSamples(BaseModel):
-    """The samples that an action skipped or deferred last: positions [first, end), `count` of them, at `step`."""
+    """The samples that the last action skipped or deferred: positions [first, end), `count` of them, at `step`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -36,16 +37,16 @@ class LeftOutSamples(BaseModel):
 
 
 class IncidentFields(BaseModel):
-    """What is known of an incident, as a journal of any version has it.
+    """The fields of an incident, as journals of every version have them.
 
-    Words for people call an incident by its number and its onset; docs/stability.md has these definitions once.
+    Text for people identifies an incident by its number and its onset; docs/stability.md has these definitions once.
 
     onset: the first step that belongs to it; step: at which it was acted on. positions: skipped ranges [first, end).
-    deferred: ranges whose samples were put off, returns: where they are read instead, each by the order of its time;
-    lost: samples of `positions` that would have been put off, if there had been room before the end of the run.
+    deferred: ranges whose samples were deferred, returns: where they are read instead, each by the order of its time;
+    lost: samples of `positions` that could not be deferred for lack of space before the end of the run.
     released: samples whose conviction was withdrawn.
-    steps_lost: that were undone, and are done again, refused ones too. batches_discarded: updates refused. seconds:
-    spent on finding and undoing it, up to where training goes on; the time lost is more (Cost, in report/postmortem).
+    steps_lost: undone and repeated, refused ones included. batches_discarded: updates refused. seconds:
+    spent on finding and undoing it, until training continues; the total time lost is more (Cost, in report/postmortem).
     loss_before, loss_after: median of the last steps (up to 20) when it was opened and closed; loss_peak: the highest
     of a step; nats per token. norm_peak: before clipping. failure: of a process or checkpoint, a sentence;
     evidence: paths of logs and stacks, relative to the run directory.
@@ -93,8 +94,9 @@ class Incident(IncidentFields):
 
 
 def kind_of(verdict: Verdict, recurrences: int) -> Kind:
-    """Recoverable: a jump that one rewind undoes. Lingering: it settles higher, swings, or comes back. Divergent: it
-    goes away from the trend, or keeps coming back."""
+    """Recoverable: a jump that one rewind undoes. Lingering: it settles higher, oscillates, or comes back. Divergent:
+    it
+    moves away from the trend, or keeps coming back."""
     if verdict is Verdict.DRIFT or recurrences > 1:
         return "divergent"
     if verdict in (Verdict.PLATEAU, Verdict.OSCILLATION) or recurrences:

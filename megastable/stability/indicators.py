@@ -1,4 +1,4 @@
-"""Slow leading indicators: second moments, attention logits, the level of the gradient norm. They warn; nobody acts."""
+"""Slow leading indicators: second moments, attention logits, the level of the gradient norm. Warnings only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megastable.stability.detector_state import DetectorState
 from megastable.stability.robust import median
 from megastable.stability.signals import Signals
 
-_MOST = 16  # of them, so that a state stays small
+_MOST = 16  # measurements kept, so that the state stays small
 _NORM_EVERY = 25  # observations between two measurements of the gradient norm's level
 _STANDS_OUT = 4.0  # scatters of neighbours
 
 
 def warnings(signals: Signals, state: DetectorState, config: DetectorConfig) -> tuple[str, ...]:
-    """Of the indicators that were measured, and every now and then of the level of the gradient norm. Remembers them in
+    """Warnings on the indicators that were measured, and periodically on the level of the gradient norm. Updates
     `state`."""
     said = [f"{name} is {value}" for name, value in signals.indicators.items() if not math.isfinite(value)]
     logs = {name: math.log(value) for name, value in signals.indicators.items() if 0.0 < value < math.inf}
@@ -27,7 +27,7 @@ def warnings(signals: Signals, state: DetectorState, config: DetectorConfig) -> 
 
 
 def _growth(name: str, value: float, known: dict[str, list[float]], config: DetectorConfig) -> str:
-    """Does it grow? The newest third of the measurements against the oldest, in log units; "" = no."""
+    """Whether it grows: the newest third of the measurements against the oldest, in log units; "" = no."""
     if name not in known and len(known) >= _MOST:
         return ""
     series = known.setdefault(name, [])

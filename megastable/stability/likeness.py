@@ -1,17 +1,17 @@
-"""How alike samples are, by their tokens alone: evidence beside their losses that costs no model time.
+"""Similarity of samples by their tokens alone: evidence beside their losses that costs no model time.
 
-Two statistics of a sample, both of counts of tokens and of pairs of neighbours, pairs in `BUCKETS` hashed buckets:
-- `Words.surprisal`: nats per token that a table of how frequent tokens are in harmless text would spend. A loss is
-  explained by it in part: a page of rare names is hard, and harmless. What it leaves unexplained scatters half as much;
+Statistics of a sample, all of counts of tokens and of pairs of neighbours, pairs in `BUCKETS` hashed buckets:
+- `Words.surprisal`: nats per token by the token frequencies of harmless text. It explains part of a loss: a page of
+  rare names is hard, and harmless. The unexplained part scatters half as much;
 - `Resemblance.of`: how much more likely its tokens are in a mixture of harmless text and some accused samples than in
-  harmless text alone, nats per token (a sample is left out of the accused that it is compared with, or every sample
-  would resemble itself). After AdaDetect, which learns a score for novelty from the very samples in question and
-  keeps its error rate: Marandon, Lei, Mary and Roquain, "Adaptive novelty detection with false discovery rate
+  harmless text alone, nats per token (a sample is left out of the accused that it is compared with, otherwise every
+  sample would resemble itself). After AdaDetect, which learns a novelty score from the very samples in question and
+  preserves its error rate: Marandon, Lei, Mary and Roquain, "Adaptive novelty detection with false discovery rate
   guarantee", Annals of Statistics 2024;
-- `Likeness.of`: on which side of a line between some accused samples and harmless ones a sample lies. It takes a
-  hundred of the accused to learn, and tells finer differences: what a sample lacks counts as much as what it has.
+- `Likeness.of`: on which side of a line between some accused samples and harmless ones a sample lies. It needs a
+  hundred accused samples, and finds finer differences: missing tokens count as much as present ones.
 
-Pure; tokens are [n, L + 1], as `Source.samples` gives them, or their first `READ` + 1.
+Pure; tokens are [n, L + 1], as `Source.samples` returns them, or their first `READ` + 1.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Int64s = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.signedinteger[Any]]
 
 BUCKETS = 1 << 16  # of single tokens, and as many of pairs
-READ = 1024  # tokens of a sample that are looked at: what a sample is like shows in its beginning
-HALF = 0.5  # what a token or pair that never occurred counts
-ENOUGH_ALIKE = 100  # measured samples of each kind, half of which a cut is chosen on, and half it is tried on
-UNLIKE = 0.01  # share of measured samples that likeness may take for the other kind
-FEATURES = 1 << 12  # buckets of single tokens that a line is drawn through, and as many of pairs
-RIDGE = 1.0  # how stiff it is: smaller ones fit the accused themselves, and tell their like no better
-PART = 256  # samples whose features are in memory at a time
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: its multiples scatter
+READ = 1024  # tokens of a sample that are read: its beginning shows its kind
+HALF = 0.5  # count of a token or pair that never occurred
+ENOUGH_ALIKE = 100  # measured samples of each kind: half to choose a cut, half to validate it
+UNLIKE = 0.01  # share of measured samples that likeness may misclassify
+FEATURES = 1 << 12  # buckets of single tokens for the line, and as many of pairs
+RIDGE = 1.0  # ridge penalty: smaller ones overfit the accused without finding similar samples better
+PART = 256  # samples with features in memory at a time
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, for multiplicative hashing
 
 
 def words(tokens: Tokens) -> Int64s:
-    """The bucket of each token of n samples but the first one, which is not predicted: int64 [n, L], below BUCKETS."""
+    """The bucket of each token of n samples except the first, which is not predicted: int64 [n, L], below BUCKETS."""
     return _bucket(tokens[:, 1 : READ + 1].astype(np.uint64))
 
 
@@ -58,39 +58,40 @@ def _bucket(numbers: npt.NDArray[np.uint64]) -> Int64s:
 
 @dataclass(frozen=True)
 class Words:
-    """rarity: -log of how frequent each bucket of single tokens is, nats, fp64 [BUCKETS]."""
+    """rarity: -log frequency of each bucket of single tokens, nats, fp64 [BUCKETS]."""
 
     rarity: Floats
 
     @classmethod
     def of(cls, tokens: Tokens) -> Words:
-        """Of harmless samples."""
+        """From harmless samples."""
         counts = np.bincount(words(tokens).ravel(), minlength=BUCKETS) + HALF
         seen = max(1, int((counts > HALF).sum()))
-        # Buckets that no token of the vocabulary falls into are not to have a share.
+        # Buckets without any token of the vocabulary get no share.
         return cls(-np.log(counts / (counts.sum() - HALF * (BUCKETS - 2 * seen))))
 
     def surprisal(self, tokens: Tokens) -> Floats:
-        """Of n samples, nats per token: fp64 [n]."""
+        """Surprisal of n samples, nats per token: fp64 [n]."""
         return np.asarray(self.rarity[words(tokens)].mean(axis=1))
 
 
 @dataclass(frozen=True)
 class Resemblance:
-    """To some accused samples. usual: share of each bucket in harmless text; accused: counts in all that are accused,
-    of tokens and of pairs alike, fp64 [2 BUCKETS]."""
+    """Resemblance to some accused samples. usual: share of each bucket in harmless text; accused: counts over all
+    accused
+    samples, of tokens and of pairs, fp64 [2 BUCKETS]."""
 
     usual: Floats
     accused: Floats
 
     @classmethod
     def to(cls, accused: Tokens, harmless: Tokens) -> Resemblance:
-        """Of the tokens of both."""
+        """From the tokens of both."""
         counts = _counts(harmless) + HALF
         return cls(counts / counts.sum(), _counts(accused))
 
     def of(self, tokens: Tokens, among: npt.NDArray[np.bool_] | None = None) -> Floats:
-        """Of n samples, nats per token: fp64 [n]. among: which of them are of the accused themselves."""
+        """Resemblance of n samples, nats per token: fp64 [n]. among: which of them are accused themselves."""
         found, all_theirs = np.empty(len(tokens)), self.accused.sum()
         parts = (tokens[at : at + PART] for at in range(0, len(tokens), PART))
         buckets = (row for part in parts for row in np.concatenate([words(part), pairs(part)], axis=1))
@@ -100,7 +101,7 @@ class Resemblance:
             if among is not None and among[row]:
                 theirs, total = theirs - counts, total - at.size
             share = theirs / total if total > 0 else self.usual[own]
-            # As many of the accused as of the harmless: bounded from below, so that no single pair acquits.
+            # Equal parts of accused and harmless text: bounded from below, so that no single pair acquits.
             found[row] = (np.log((share / self.usual[own] + 1) / 2) * counts).sum() / max(1, at.size)
         return found
 
@@ -114,8 +115,9 @@ def _counts(tokens: Tokens) -> Floats:
 
 
 class SeparatingLine:
-    """Between accused and harmless samples: ridge regression of 1 and -1 on the roots of how frequent tokens and pairs
-    are in a sample (Hellinger's distance is that of these roots). Either kind weighs as much, however many there are.
+    """A line between accused and harmless samples: ridge regression of 1 and -1 on the square roots of the frequencies
+    of
+    tokens and pairs in a sample (as in Hellinger's distance). Both kinds have the same weight, for any counts.
     """
 
     def __init__(self, accused: Tokens, harmless: Tokens) -> None:
@@ -128,7 +130,7 @@ class SeparatingLine:
         self._weights, self._offset = x.T @ solved, float(solved.sum())
 
     def of(self, tokens: Tokens) -> Floats:
-        """Of n samples, fp64 [n]: 1 is as the accused are, -1 as harmless ones."""
+        """Scores of n samples, fp64 [n]: 1 is typical of the accused, -1 of harmless ones."""
         parts = (tokens[at : at + PART] for at in range(0, len(tokens), PART))
         return np.concatenate([np.empty(0), *(_roots(p) @ self._weights + self._offset for p in parts)])
 
@@ -142,14 +144,15 @@ def _roots(tokens: Tokens) -> npt.NDArray[np.float32]:
 
 
 class Likeness:
-    """To some accused samples [n], in two halves (bool [n]): whoever is of one is judged by a line that was learnt from
-    the other, or the accused would be alike by having been accused."""
+    """Likeness to some accused samples [n], in two halves (bool [n]): each half is judged by a line learnt from the
+    other,
+    otherwise the accused would be alike because they were accused."""
 
     def __init__(self, accused: Tokens, half: npt.NDArray[np.bool_], harmless: Tokens) -> None:
         self._lines = [SeparatingLine(accused[half != mine], harmless) for mine in (False, True)]
 
     def of(self, tokens: Tokens, half: npt.NDArray[np.bool_]) -> Floats:
-        """Of n samples, each of one half: fp64 [n]."""
+        """Likeness of n samples, each of one half: fp64 [n]."""
         found = np.empty(len(tokens))
         for mine, line in zip((~half, half), self._lines, strict=True):
             found[mine] = line.of(tokens[mine])
@@ -157,13 +160,14 @@ class Likeness:
 
 
 def separation(guilty: Floats, harmless: Floats, every: Floats, error: float = UNLIKE) -> float | None:
-    """The likeness from which on a sample of a region counts as guilty; None where likeness does not tell.
+    """The likeness beyond which a sample of a region counts as guilty; None if likeness does not separate them.
 
-    guilty, harmless: of measured samples; every: of all that were measured inside the region, of either kind: nobody
-    knows for certain which. Chosen on one half of them, half-way between the quantiles that leave the share `error` of
-    each on the wrong side, and kept if no more than that of the other half is on the wrong side, and no more of the
-    region near the cut, in the middle quarter of the way: where many are neither like the guilty nor like harmless
-    ones, likeness is no judge.
+    guilty, harmless: of measured samples; every: of all measured samples inside the region, of either kind, whose
+    labels
+    are uncertain. The cut is chosen on one half of them, half-way between the quantiles that leave the share `error` of
+    each on the wrong side. It is kept if no more than that of the other half is on the wrong side, and no more of the
+    region is near the cut, in the middle quarter of the way: if many are like neither the guilty nor the harmless ones,
+    likeness cannot decide.
     """
     if min(guilty.size, harmless.size) < ENOUGH_ALIKE:
         return None

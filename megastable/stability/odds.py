@@ -1,6 +1,6 @@
-"""Evidence about a chain of incidents as log10 odds: was it the data, the state, or the learning rate? Pure.
+"""Weigh evidence about a chain of incidents as log10 odds of data, state and learning rate. Pure.
 
-Every observation has a stated weight, the log10 of how much more probable it is under one cause than it usually is:
+Every observation has a stated weight, the log10 of how much more probable it is under one cause than usual:
 
 | observation (`Clue`) | rate | state | data |
 |---|---|---|---|
@@ -17,10 +17,10 @@ Every observation has a stated weight, the log10 of how much more probable it is
 | it began before the oldest rewind point | 0 | +1 | 0 |
 | no rewind point is good | 0 | +2 | 0 |
 
-The odds of a cause are its sum minus that of the next best cause. What each remedy needs is in `PolicyConfig`
-(`odds_*`). p is attribution's (`attribution.weighed`), and 0 where no loss stood out: then a test that finds nobody had
-no power, and says nothing. The other numbers are judgements, and rounded: a state that was
-replaced by an older one and still trips is one tenth as probable as the culprit, and so on. No sum leaves ±`CERTAIN`,
+The odds of a cause are its sum minus that of the next best cause. The odds required for each remedy are in
+`PolicyConfig` (`odds_*`). p comes from attribution (`attribution.weighed`), and is 0 if no loss stood out: then a test
+without a guilty sample had no power, and says nothing. The other numbers are rounded judgements: for example, a state
+that was replaced by an older one and still trips is one tenth as probable as the culprit. No sum exceeds ±`CERTAIN`,
 as tests of the same kind share their weaknesses.
 """
 
@@ -66,18 +66,18 @@ WEIGHTS: dict[Clue, tuple[float, float, float]] = {  # rate, state, data
     Clue.NO_POINT: (0.0, 1.0, 0.0),
     Clue.NO_GOOD_POINT: (0.0, 2.0, 0.0),
 }
-# Facts that stay the same from one incident of a chain to the next, and count once.
+# Facts that do not change from one incident of a chain to the next, and count once.
 ONCE = (Clue.JUMPED, Clue.WARMING, Clue.CAPPED, Clue.NO_POINT, Clue.NO_GOOD_POINT)
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found out on the good state, beside the cause. odds: log10, of the named cause; 0 = no idea.
+    """Findings on the good state, beside the cause. odds: log10, of the named cause; 0 = unknown.
 
-    adjacent: the trouble is next to samples that the incident before left out. good_rate, rate: scheduled (before
-    cuts and caps) at the good state and when it tripped, None where unknown. warming: in the recipe's warm-up.
+    adjacent: the incident is next to samples that the previous incident skipped. good_rate, rate: scheduled (before
+    cuts and caps) at the good state and when it tripped, None if unknown. warming: in the recipe's warm-up.
     beginning: the good state is the one that this process resumed from, its checkpoint is the suspect (origin.py), and
-    there is none before it to hand over to. guilty: positions of the samples that are, or are inferred to be.
+    there is no older one to hand over to. guilty: positions of the guilty and inferred samples.
     """
 
     odds: float = 0.0
@@ -105,7 +105,7 @@ class Account(BaseModel):
     clues: list[Clue] = []
 
     def odds(self, cause: Cause) -> float:
-        """log10 odds of a cause against the next best; -CERTAIN for one that no account is kept of."""
+        """log10 odds of a cause against the next best; -CERTAIN for a cause without an account."""
         if cause not in HYPOTHESES:
             return -CERTAIN
         own = HYPOTHESES.index(cause)
@@ -135,10 +135,11 @@ def weigh(account: Account, clock: int, clue: Clue, power: float = 1.0) -> Accou
 def clues(
     cause: Cause, found: Examined, again: bool, lifted: bool, capped: bool
 ) -> Iterator[tuple[Clue, float]]:
-    """The observations of one incident that was examined, each with its power. cause: as measured, DATA or nobody.
+    """The observations of one examined incident, each with its power. cause: as measured; DATA or none.
 
-    again: nobody was guilty in an incident before, either. lifted: a limit of the rate was, lately. capped: the rate is
-    held down because it had jumped.
+    again: the previous incident had no guilty sample, either. lifted: a limit of the rate was lifted recently. capped:
+    the
+    rate is capped because it had jumped.
     """
     nobody, power = cause is not Cause.DATA, max(0.0, found.odds)
     if nobody and lifted:

@@ -1,8 +1,8 @@
-"""The start of a run, before it has a trend: is a rise of the loss one that heals?
+"""Judge the start of a run, before it has a trend: does a rise of the loss recover?
 
-Without warm-up, or with an optimizer that moves fast, the loss rises in its first steps by 1 to 40 nats, far above
-where it started, and comes back by itself within 30 to 80 steps; the best run of a sweep may be one of these. So no
-height tells; what tells is that a rise does not turn.
+Without warm-up, or with an aggressive optimizer, the loss rises in its first steps by 1 to 40 nats, far above its
+initial value, and recovers within 30 to 80 steps; the best run of a sweep may be one of these. So the height says
+nothing; the alarm is a rise that does not turn.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from megastable.config.stability import DetectorConfig
 from megastable.stability.robust import median
 from megastable.stability.signals import Verdict
 
-_NEWEST = 9  # values that a level is taken from
-_TURNED = 0.1  # share of the rise: so much lower than half of the patience ago, it has turned
+_NEWEST = 9  # values per level
+_TURNED = 0.1  # share of the rise: a drop of this much since half of the patience ago is a turn
 
 
 class Opening(BaseModel):
     """newest: losses. levels: medians of them, as many as the patience is long. lowest: of all, and waited: the
-    observations since it was. onset: the step at which the loss rose, None while it has not; risen: observations since.
-    longest: of all rises. refused: the last value was.
+    observations since then. onset: the step at which the loss rose, None before; risen: observations since.
+    longest: of all rises. refused: the last value was refused.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -39,10 +39,10 @@ class Opening(BaseModel):
         return 0.0 if self.lowest is None else loss - self.lowest
 
     def judge(self, loss: float, step: int, config: DetectorConfig) -> tuple[Verdict, str]:
-        """OUTLIER: one value alone beyond all before. DRIFT: a rise that does not turn. Else HEALTHY."""
+        """OUTLIER: a single value beyond all before. DRIFT: a rise that does not turn. Otherwise HEALTHY."""
         alone = self.newest and loss - max(self.newest) > config.explosion
         if alone and self.onset is None and not self.refused:
-            self.refused = True  # once: if the next one is there, too, it is no single batch
+            self.refused = True  # once: if the next one is as high, it is not a single batch
             return Verdict.OUTLIER, f"loss {loss:.4g} is {loss - max(self.newest):.3g} nats above all before"
         self.newest = [*self.newest, loss][-_NEWEST:]
         level = median(self.newest)
@@ -70,7 +70,7 @@ class Opening(BaseModel):
         )
 
     def over(self, config: DetectorConfig) -> bool:
-        """Whether it lies where it was at its lowest, or has settled near it."""
+        """Whether it is back at its lowest level, or has settled near it."""
         assert self.lowest is not None
         if self.onset is not None:
             return False

@@ -1,12 +1,11 @@
-"""Verdicts, history and budgets in; what to do out. Pure: the training process, a dry run and the backtest decide by
-the same code.
+"""The policy: from verdicts, history and budgets to an action. Pure: training, dry run and backtest share this code.
 
 The ladder: apply < discard < rewind (and skip or defer) < fall back from FP8 < cap or cut the learning rate < swap
-the corpus out < hand over to a restart from a checkpoint < alert (train on, refuse single updates, tell a person).
-Reversible before irreversible: a rung needs the odds of `PolicyConfig` (odds.py keeps the account), and a budget that
-runs out pauses the remedy, not the run. STOP is left for numbers that are not finite with nothing to go back to, and
-for `last_resort=stop`. `decide` is asked before every update; after a rewind `remedy` is told what was found out;
-`relax` lifts limits of the rate; `fp8` says what the coming step computes in.
+the corpus out < hand over to a restart from a checkpoint < alert (train on, refuse single updates, notify a person).
+Reversible before irreversible: a rung needs the odds of `PolicyConfig` (odds.py keeps the account), and an exhausted
+budget pauses the remedy, not the run. STOP is reserved for non-finite numbers with nothing to go back to, and for
+`last_resort=stop`. `decide` is called before every update; `remedy` after a rewind, with the findings; `relax` lifts
+limits of the rate; `fp8` says whether the coming step computes in FP8.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from megastable.stability.policy_state import Alert, PolicyState, Taken
 from megastable.stability.rate import Limit
 from megastable.stability.signals import Finding, Verdict
 
-SUSPICION = 16  # steps after which a refused update is forgotten: bad regions are a few batches long
-BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # of the data, the hardware and the numerics
+SUSPICION = 16  # steps after which a refused update is forgotten: bad regions span a few batches
+BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # causes that clear the data, the hardware and the numerics
 
 
 class Policy:
-    """Decides for one run. `state` is its memory. has_fp8: whether the recipe wants FP8."""
+    """Decides for one run. `state` is its memory. has_fp8: whether the recipe uses FP8."""
 
     def __init__(self, config: PolicyConfig, state: PolicyState | None = None, has_fp8: bool = False) -> None:
         self.config = config
@@ -38,7 +37,7 @@ class Policy:
     # Before an update
 
     def decide(self, finding: Finding, oldest: int | None) -> Decision:
-        """What to do about a step. oldest: step of the oldest snapshot there is; None = there is none."""
+        """The action on a step. oldest: step of the oldest snapshot; None = there is none."""
         s, c, step = self.state, self.config, finding.step
         s.clock = max(s.clock, step)
         s.refused = [refused for refused in s.refused if 0 <= step - refused < SUSPICION]
@@ -64,7 +63,7 @@ class Policy:
         return self._climb(finding, finding.reason, oldest)
 
     def _healed(self, finding: Finding) -> bool:
-        """Whether the last action is proven: enough steps on the trend beyond the one it tripped at. Ends the watch."""
+        """Whether the last action is proven: enough steps on the trend past the step that tripped. Ends the watch."""
         s = self.state
         s.good += s.watching and finding.step > s.tripped and finding.on_trend
         if not s.watching or s.good < max(1, self.config.verify_steps // 2):
@@ -72,18 +71,18 @@ class Policy:
         s.watching, s.recurrences, s.alert = False, 0, None
         last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
         if last is not None and last.cause not in (*BLAMELESS, Cause.UNKNOWN):
-            s.account = None  # it is explained
+            s.account = None  # explained
         return True
 
     def explained(self) -> None:
-        """Samples were convicted while an action was being proven: what was acted on was the data."""
+        """Samples were convicted while an action was being verified: the data explains the incident."""
         s = self.state
         last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
         if s.watching and last is not None:
             last.cause, last.odds, s.account = Cause.DATA, self.config.odds_swap, None
 
     def skipped(self, positions: Sequence[int], odds: float) -> None:
-        """Samples were convicted on the way, and nothing was undone. odds: log10; what is weak may be withdrawn."""
+        """Samples were convicted without a rewind. odds: log10; weak convictions may be withdrawn."""
         self._take(Action.SKIP, self.state.clock, Cause.DATA)
         last = self.state.taken[-1]
         last.odds = odds
@@ -94,30 +93,32 @@ class Policy:
         return self._climb(finding, reason, oldest, damaged=True)
 
     def may_look_back(self, onset: int, oldest: int | None) -> bool:
-        """Whether steps from `onset` on may be examined on a state of before them, and undone where samples are
-        guilty. oldest: as in `decide`."""
+        """Whether steps from `onset` on may be examined on an earlier state, and undone if samples are guilty. oldest:
+        as in
+        `decide`."""
         return oldest is not None and oldest < onset and not self._spent(Action.REWIND)
 
     def convicted(self, finding: Finding, reason: str) -> Decision:
-        """Samples of steps that raised no alarm of their own were found guilty: go back to before them."""
+        """Samples of steps without an alarm of their own were found guilty: rewind to before them."""
         return self._climb(finding, reason, finding.onset - 1)
 
     @property
     def may_suspect(self) -> bool:
-        """Whether a checkpoint may be left without a proof against it: once, until there is new ground, and while there
-        are hand-overs. Trouble that comes back on an older one, too, is not the checkpoint's."""
+        """Whether a checkpoint may be abandoned without proof against it: once, until there is new ground, and while
+        hand-overs are left. An incident that recurs on an older one as well is not the checkpoint's fault."""
         barren = self.state.barren_handovers(self.config.verify_steps)
         return not barren and not self._spent(Action.HANDOVER)
 
     def abandon(self, decision: Decision, reason: str, proven: bool) -> Decision:
-        """Hand over, as the checkpoint that was resumed from is bad. Where that is proven it spends no budget: each
-        time an older one is left, and they come to an end."""
+        """Hand over because the resumed checkpoint is bad. If that is proven it costs no budget: each time an older one
+        is
+        used, so the hand-overs are finite."""
         if not proven:
             self._take(Action.HANDOVER, decision.finding.step, Cause.STORAGE)
         return replace(decision, action=Action.HANDOVER, reason=f"{decision.reason}; {reason}")
 
     def leave(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
-        """A rewind that cannot be carried out after all. damaged: the state that is left is not finite."""
+        """Give up a rewind that cannot be carried out. damaged: the remaining state is not finite."""
         self._weigh(Clue.NO_GOOD_POINT)
         whole = f"{decision.reason}; {reason}"
         if self._spent(Action.HANDOVER):
@@ -127,7 +128,7 @@ class Policy:
         return replace(decision, action=Action.HANDOVER, reason=whole)
 
     def _climb(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
-        """The lowest rung that may be taken. A rewind's further remedy follows when its cause is known."""
+        """The lowest available rung. A rewind's further remedy follows when its cause is known."""
         s = self.state
         old = oldest is None or oldest >= finding.onset
         if old:
@@ -153,7 +154,8 @@ class Policy:
         return Decision(action, finding, reason)
 
     def _train_on(self, finding: Finding, reason: str, damaged: bool) -> Decision:
-        """The last rung: alert, and go on with refusals only; STOP where nothing can go on, or a person wants it."""
+        """The last rung: alert, and continue with refusals only; STOP if nothing can continue, or the settings say
+        so."""
         s, c = self.state, self.config
         if damaged or c.last_resort == "stop":
             self._take(Action.STOP, finding.step)
@@ -177,10 +179,11 @@ class Policy:
     # Handing over
 
     def handing_over(self, cause: Cause) -> str:
-        """The hand-over that was decided on takes place: what else changes with it, to be said. Asked when replays
-        have proven or cleared the hardware.
+        """The decided hand-over takes place: returns the message on its side effects. Called when replays have proven
+        or
+        cleared the hardware.
 
-        One that did not help leads to leaving FP8 and, where the odds suffice, to a cut of the rate.
+        A hand-over that did not help leads to leaving FP8 and, if the odds suffice, to a cut of the rate.
         """
         s, c = self.state, self.config
         s.taken[-1].cause, s.alert = cause, None
@@ -190,7 +193,7 @@ class Policy:
         if self.may_fall_back and (again or cause is Cause.NUMERICS):
             return f"; without FP8 from there on, {self._leave_fp8()}"
         if again and self._odds(Cause.LEARNING_RATE) >= c.odds_cut and not rates.spent(s.limits, c):
-            limit = self._limit_rate("cut", c.cut_factor, s.clock)  # `resumed` learns of which update
+            limit = self._limit_rate("cut", c.cut_factor, s.clock)  # `resumed` sets its update
             return f"; {rates.words(limit)}, too"
         return ""
 
@@ -202,7 +205,7 @@ class Policy:
         return self._train_on(decision.finding, f"{decision.reason}; {reason}", damaged)
 
     def resumed(self, step: int, updates: int) -> None:
-        """A new process goes on from `step`. What was being verified still is, beyond the step that tripped."""
+        """A new process continues from `step`. Any verification continues, past the step that tripped."""
         s = self.state
         rates.moved_back(s.limits, updates)
         s.refused = [refused for refused in s.refused if refused <= step]
@@ -230,7 +233,7 @@ class Policy:
     def _spent(self, action: Action) -> bool:
         c = self.config
         if action is Action.REWIND:
-            # Bad data that were proven are no sign that rewinding does not help.
+            # Proven bad data are no sign that rewinding does not help.
             strong = sum(self._strong(t) for t in self.state.taken if t.action is Action.REWIND)
             return self._count(action) - strong >= c.rewinds or strong >= c.data_rewinds
         return self._count(action) >= (c.swaps if action is Action.SWAP_CORPUS else c.handovers)
@@ -246,19 +249,20 @@ class Policy:
     # After a rewind
 
     def recurred(self, adjacent: bool = False) -> bool:
-        """Asked before `remedy`: whether what is acted on came back although nobody was found guilty the last time:
-        soon after it, or for the third time in a window. Trouble next to what was left out is data until shown
-        otherwise."""
+        """Called before `remedy`: whether the incident came back although no sample was found guilty the last time:
+        soon after it, or for the third time in a window. An incident next to skipped samples is attributed to data
+        until
+        shown otherwise."""
         soon = self._count(Action.REWIND, *BLAMELESS, within=self.config.recur_steps)
         return not adjacent and (soon > 0 or self._count(Action.REWIND, *BLAMELESS) > 1)
 
     def remedy(
         self, cause: Cause, updates: int, culprit: str | None, may_swap: bool, found: Examined | None = None
     ) -> Remedy:
-        """What else is done on the rewound state, and why; REWIND: skipping or deferring is enough.
+        """The further action on the rewound state, and why; REWIND: skipping or deferring is enough.
 
         cause: of the experiments. updates: of that state. culprit: the corpus of most guilty samples; may_swap:
-        enough is left without it. The remedy's cause may be another one, where the account says so.
+        enough of the blend is left without it. The account may change the remedy's cause.
         """
         s, found = self.state, found or Examined()
         rates.moved_back(s.limits, updates)
@@ -289,7 +293,7 @@ class Policy:
         return Remedy(Action.REWIND, Cause.STATE, "nobody in particular is guilty")
 
     def _observe(self, cause: Cause, found: Examined) -> None:
-        """Put what was found out on the account."""
+        """Add the findings to the account."""
         s = self.state
         again = cause in BLAMELESS and self._count(Action.REWIND, *BLAMELESS) > 0
         lifted = rates.lifted_lately(s.limits, s.clock, self.config.recur_steps) is not None
@@ -303,7 +307,8 @@ class Policy:
         return account is not None and any(clue in account.clues for clue in clues)
 
     def _judged(self, cause: Cause, found: Examined) -> Cause:
-        """What the account says of it: the rate where a remedy against it has its odds, else what was measured."""
+        """The cause by the account: the rate if a remedy against it has the required odds, otherwise the measured
+        one."""
         c = self.config
         needed = [c.odds_cut]
         if self.may_fall_back:
@@ -322,8 +327,8 @@ class Policy:
             t for t in s.taken
             if t.action is Action.REWIND and t.cause is Cause.DATA and t.corpus == culprit
         ]  # fmt: skip
-        # Each was tested by itself, and those that are healed have closed their accounts: what speaks against the
-        # corpus is their sum.
+        # Each was tested separately, and healed ones have closed their accounts: the evidence against the corpus is
+        # their sum.
         odds = sum(t.odds for t in incidents)
         enough = len(incidents) >= c.swap_after and odds >= c.odds_swap
         if enough and may_swap and not self._spent(Action.SWAP_CORPUS):
@@ -345,14 +350,14 @@ class Policy:
     def _against_numerics(self) -> Remedy:
         s, c = self.state, self.config
         if not self.may_fall_back:
-            reason = f"FP8 is not to be left any more (stability.policy.fallbacks={c.fallbacks})"
+            reason = f"no fall-backs from FP8 are left (stability.policy.fallbacks={c.fallbacks})"
             return self._pause(Cause.NUMERICS, reason)
         reason = f"without FP8 from here on, {self._leave_fp8()}"
         self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
         return Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
 
     def _against_the_rate(self, updates: int, found: Examined) -> Remedy:
-        """Cap it where it jumped, leave FP8 first where it is used, cut it; the limit that was lifted returns."""
+        """Cap the rate if it jumped, leave FP8 first if in use, cut the rate; a lifted limit returns."""
         s, c, cause = self.state, self.config, Cause.LEARNING_RATE
         why = f"log10 odds of the learning rate {self._odds(cause):.1f}"
         release = self._weakly_convicted()
@@ -376,7 +381,7 @@ class Policy:
         return Remedy(action, cause, f"{rates.words(limit)}, {self._lasting(limit)} ({why})", release=release)
 
     def _pause(self, cause: Cause, reason: str) -> Remedy:
-        """On the rewound state: nothing more is done, and a person is told."""
+        """On the rewound state: take no further action, and notify a person."""
         s = self.state
         if self.config.last_resort == "stop":
             self._take(Action.STOP, s.tripped, cause)
@@ -385,7 +390,7 @@ class Policy:
         return Remedy(Action.ALERT, cause, reason)
 
     def _weakly_convicted(self) -> tuple[int, ...]:
-        """The samples that were convicted in this chain of incidents by less than what is called strong."""
+        """The samples convicted in this chain of incidents by weak evidence."""
         since = self.state.account.since if self.state.account is not None else self.state.clock
         return tuple(position for t in self.state.taken if t.clock >= since for position in t.weak)
 
@@ -403,7 +408,7 @@ class Policy:
 
     @property
     def precision(self) -> str:
-        """Why the coming step computes in FP8, or not: a sentence, once FP8 was left."""
+        """Why the coming step computes in FP8, or not: a sentence, after FP8 was left once."""
         return fallback.reason(self.state, self.config)
 
     def _leave_fp8(self) -> str:
@@ -413,17 +418,17 @@ class Policy:
     # The learning rate
 
     def follow(self, scheduled: float) -> None:
-        """Told of the scheduled rate of every coming update, before `rate` is asked for it."""
+        """Call with the scheduled rate of every coming update, before `rate`."""
         rates.follow(self.state.limits, self.state.clock, scheduled)
 
     def rate(self, updates: int, scheduled: float) -> float:
-        """The rate of the update after `updates` applied ones, where the schedule says `scheduled`."""
+        """The rate of the update after `updates` applied ones, with the schedule at `scheduled`."""
         return rates.limited(self.state.limits, updates, scheduled, self.config.rewarm_steps)
 
     def relax(self, finding: Finding, updates: int, scheduled: float) -> list[str]:
-        """Lift what has rested long enough, or what the schedule has come back below; why, a sentence for each.
+        """Lift limits that have lasted long enough, or that the schedule has fallen below; a sentence for each.
 
-        Asked after a step that was applied, with the scheduled rate of its update.
+        Called after an applied step, with the scheduled rate of its update.
         """
         s, c = self.state, self.config
         if not s.limits or s.watching or s.refused or not finding.on_trend:
@@ -432,9 +437,7 @@ class Policy:
         told = []
         for cap in rates.outgrown(s.limits, finding.step, scheduled, c.verify_steps):
             s.limits.remove(cap)
-            told.append(
-                f"the schedule is at {scheduled:.3g}, not above {cap.highest(scheduled):.3g} any more"
-            )
+            told.append(f"the schedule is at {scheduled:.3g}, no longer above {cap.highest(scheduled):.3g}")
         limit = rates.rested(s.limits, s.clock, c)
         if limit is not None:
             limit.lifted, limit.lifted_updates = s.clock, updates

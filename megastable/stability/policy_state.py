@@ -1,4 +1,4 @@
-"""What the policy remembers: kept over rewinds, in every checkpoint and in the journal."""
+"""The policy's state: preserved over rewinds, in every checkpoint and in the journal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megastable.stability.rate import Limit
 
 
 class Taken(BaseModel):
-    """An action of the past. clock: the farthest step that had been reached by then: what is done again after a rewind
-    is no new ground, and brings no budget back. corpus: the guilty one. odds: log10, of the cause. weak: positions of
-    samples that were convicted by less than what is called strong."""
+    """A past action. clock: the farthest step reached by then: steps repeated after a rewind are no new ground, and
+    restore no budget. corpus: the guilty one. odds: log10, of the cause. weak: positions of samples that were convicted
+    by weak evidence."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,7 +28,7 @@ class Taken(BaseModel):
 
 
 class Alert(BaseModel):
-    """An episode in which nothing more is done automatically: since which step, and why."""
+    """An episode without further automatic action: since which step, and why."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,8 +40,7 @@ class PolicyState(BaseModel):
     """clock: the farthest step so far. refused: steps of the discards that belong to no incident yet. watching: an
     action was taken at step `tripped` and is being verified until `watch_until`; good: steps on the trend since.
     recurrences: how often the present incident came back. account: the evidence about the present chain of incidents.
-    limits: of the learning rate. fallbacks, returns: clocks at which FP8 was left and gone back to, in turns. alert:
-    the episode.
+    limits: of the learning rate. fallbacks, returns: clocks at which FP8 was left and resumed. alert: the episode.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,8 +62,9 @@ class PolicyState(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _cuts_of_before(cls, given: Any) -> Any:
-        """Until cuts could be lifted they were a list of `cuts`, halving from these updates on: they begin to rest now.
-        Their factor was `cut_factor`, whose default it was."""
+        """Older versions stored a list of `cuts`, halving from these updates on: convert them to limits that start now.
+        Their
+        factor was `cut_factor`, at its default."""
         if not isinstance(given, dict) or "cuts" not in given:
             return given
         rest = {key: value for key, value in given.items() if key != "cuts"}
@@ -76,18 +76,19 @@ class PolicyState(BaseModel):
 
     @property
     def resting(self) -> bool:
-        """Whether FP8 was left, and not gone back to."""
+        """Whether FP8 was left, and not resumed."""
         return len(self.fallbacks) > len(self.returns)
 
     @property
     def rested(self) -> int:
-        """Steps of new ground without FP8 because it was left."""
+        """Steps of new ground since FP8 was left."""
         ends = [*self.returns, self.clock]
         return sum(end - begin for begin, end in zip(self.fallbacks, ends, strict=False))
 
     def barren_handovers(self, verify_steps: int) -> int:
-        """How many of the latest hand-overs led to no new ground: no more than `verify_steps` steps from each to the
-        next, and from the last to the farthest step. Each further one needs an older checkpoint."""
+        """Number of latest hand-overs without new ground: at most `verify_steps` steps from each to the next, and from
+        the
+        last to the farthest step. Each further one needs an older checkpoint."""
         count, later = 0, self.clock
         for taken in reversed([t for t in self.taken if t.action is Action.HANDOVER]):
             if later - taken.clock > verify_steps:

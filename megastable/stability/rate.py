@@ -1,11 +1,11 @@
-"""Limits of the learning rate: cuts (times a factor) and caps (not above a rate), and how they are lifted again. Pure.
+"""Limits of the learning rate: cuts (a factor) and caps (a maximum rate), and when they are lifted. Pure.
 
-A cap goes down with the schedule, from the rate of the good state on, as that state would have without the mistake: it
-falls by what the schedule falls by, but for jumps. It does not rise with it.
+A cap starts at the rate of the good state and falls with the schedule: by the schedule's relative decrease, ignoring
+jumps. It does not rise with it.
 
 A limit is on trial: after `cut_rest` steps of new ground on the trend it is lifted, and the rate ramps back over
-`rewarm_steps` updates. If trouble returns within `recur_steps`, the limit returns, and rests twice as long; the last of
-`cuts` stays for good. A cap ends by itself, too, when the schedule has jumped back below it and stayed there.
+`rewarm_steps` updates. If the instability returns within `recur_steps`, the limit returns, and lasts twice as long; the
+last of `cuts` stays for good. A cap also ends when the schedule has jumped back below it and stayed there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megastable.config.stability import PolicyConfig
 
 Kind = Literal["cut", "cap"]
 
-JUMP = 2.0  # a scheduled rate that is so many times another one, or the reverse, has jumped
+JUMP = 2.0  # ratio of scheduled rates, in either direction, that counts as a jump
 
 
 class Limit(BaseModel):
     """kind: "cut", value: a factor; or "cap", value: the highest rate. updates: applied ones when it was imposed;
-    clock: the farthest step that had been reached by then. times: how often it was imposed. lifted, lifted_updates:
-    the same of its end, None while it holds. Of a cap: scheduled, the rate of the schedule that `value` belongs to, and
-    latest, that of the latest update; jumped: the clock when it jumped last. None: it stays where it is."""
+    clock: the farthest step reached by then. times: how often it was imposed. lifted, lifted_updates:
+    the same for its end, None while it holds. Of a cap: scheduled, the schedule's rate that `value` belongs to, and
+    latest, that of the latest update; jumped: the clock of its last jump. None: the cap does not move."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,12 +46,12 @@ class Limit(BaseModel):
         return self.lifted is None
 
     def highest(self, scheduled: float) -> float:
-        """The highest rate under a cap, where the schedule says `scheduled`."""
+        """The highest rate under a cap, with the schedule at `scheduled`."""
         return self.value if self.scheduled is None else self.value * min(1.0, scheduled / self.scheduled)
 
 
 def limited(limits: Sequence[Limit], updates: int, scheduled: float, rewarm: int) -> float:
-    """The rate of the update after `updates` applied ones, where the schedule says `scheduled`.
+    """The rate of the update after `updates` applied ones, with the schedule at `scheduled`.
 
     After a cut the rate warms up from a tenth of the cut rate over `rewarm` updates; a cap needs no warm-up, as the
     good state was trained at that rate.
@@ -70,7 +70,7 @@ def limited(limits: Sequence[Limit], updates: int, scheduled: float, rewarm: int
 
 
 def follow(limits: Sequence[Limit], clock: int, scheduled: float) -> None:
-    """The coming update is scheduled at this rate. Where that is a jump, caps stay where they are, and go down from
+    """Update the caps to the scheduled rate of the coming update. At a jump they keep their value, and fall from
     there."""
     for limit in limits:
         if limit.kind != "cap" or limit.scheduled is None or scheduled <= 0:
@@ -82,17 +82,18 @@ def follow(limits: Sequence[Limit], clock: int, scheduled: float) -> None:
 
 
 def spent(limits: Sequence[Limit], config: PolicyConfig) -> bool:
-    """Whether no limit may be imposed any more."""
+    """Whether no further limit may be imposed."""
     return sum(limit.times for limit in limits) >= config.cuts
 
 
 def rest(limits: Sequence[Limit], limit: Limit, config: PolicyConfig) -> int | None:
-    """Steps of new ground that a limit lasts at least; None = for good."""
+    """Minimum duration of a limit in steps of new ground; None = for good."""
     return None if spent(limits, config) or not config.cut_rest else config.cut_rest * 2 ** (limit.times - 1)
 
 
 def outgrown(limits: Sequence[Limit], step: int, scheduled: float, settled: int) -> list[Limit]:
-    """Caps that the schedule has come back below, beyond the step that they were imposed at, and `settled` steps beyond
+    """Caps that the schedule has fallen below again, past the step at which they were imposed, and `settled` steps
+    after
     its jump: until then a rewind may lead to before it."""
     return [
         limit
@@ -106,7 +107,7 @@ def outgrown(limits: Sequence[Limit], step: int, scheduled: float, settled: int)
 
 
 def rested(limits: Sequence[Limit], clock: int, config: PolicyConfig) -> Limit | None:
-    """The newest limit that holds, if its rest is over. Those below it have to wait for it."""
+    """The newest limit that holds, if its time is over. Older ones have to wait for it."""
     held = [limit for limit in limits if limit.holds]
     if not held:
         return None
@@ -122,19 +123,19 @@ def lifted_lately(limits: Sequence[Limit], clock: int, within: int) -> Limit | N
 
 
 def settled(limits: Sequence[Limit], clock: int, window: int) -> list[Limit]:
-    """The limits that still count: one whose lifting has held for `window` steps of new ground is forgotten."""
+    """The limits that still count: one lifted successfully for `window` steps of new ground is forgotten."""
     return [limit for limit in limits if limit.lifted is None or clock - limit.lifted < window]
 
 
 def moved_back(limits: Sequence[Limit], updates: int) -> None:
-    """The run goes on from `updates` applied ones: what begins or ends later does so there."""
+    """The run continues from `updates` applied ones: later starts and ends move there."""
     for limit in limits:
         limit.updates = min(limit.updates, updates)
         limit.lifted_updates = min(limit.lifted_updates, updates)
 
 
 def words(limit: Limit) -> str:
-    """What a limit does, as a part of a sentence."""
+    """The effect of a limit, as a part of a sentence."""
     if limit.kind == "cap":
         return f"the learning rate stays at or below {limit.value:.3g}, and goes down with the schedule"
     return f"the learning rate is multiplied by {limit.value:g}"

@@ -1,9 +1,9 @@
-"""Where a bad region ends: by few probes, geometrically farther and farther, and by bisection.
+"""Find the end of a bad region with few probes, at geometrically growing distances and by bisection.
 
-Pure: `grow` is given a function that tells how many samples of a batch are bad. A region may be thin (4 bad samples of
-16 in every step), so a spot that is looked at is as many neighbouring batches as tell inside from outside with the
-error rate `RISK`, both ways. After `CLEAN` clean spots in a row, each twice as far as the one before, the region is
-over; then the end is bisected. A region of n batches takes some 2 log2(n) + `CLEAN` spots.
+Pure: `grow` gets a function that counts the bad samples of a batch. A region may be thin (4 bad samples of 16 in every
+step), so a probed spot is as many neighbouring batches as distinguish inside from outside with the error rate `RISK`,
+both ways. After `CLEAN` clean spots in a row, each twice as far as the one before, the region is over; then its end is
+bisected. A region of n batches takes some 2 log2(n) + `CLEAN` spots.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-RISK = 0.01  # that a spot inside passes for one outside, or the other way round
+RISK = 0.01  # error rate: a spot inside judged as outside, or vice versa
 STRAY = 0.005  # share of harmless samples that look bad
-SOLID = 0.85  # share of bad samples that is asked of no region: single ones look ordinary where all are bad
+SOLID = 0.85  # maximum required share of bad samples: some look ordinary even if all are bad
 CLEAN = 3  # spots in a row
-LARGEST = 16  # batches of a spot at most: what is thinner is no region
+LARGEST = 16  # maximum batches per spot: anything thinner is not a region
 FARTHEST = 1 << 16  # batches
-FORWARD = 3  # forward passes that take the time of a step
+FORWARD = 3  # forward passes in the time of a step
 
 
 @dataclass(frozen=True)
 class Region:
-    """Positions [first, end); how: a sentence that tells how both ends were found. measured: samples that were measured
-    for it; steps: what that took, in steps of time. found: whether it was seen to end ahead. probes: positions that
-    were looked at, with how many were measured there and how many of them were bad, ascending."""
+    """Positions [first, end); how: a sentence on how both ends were found. measured: samples measured for it; steps:
+    the cost, in steps of time. found: whether its end ahead was observed. probes: examined positions, with the number
+    measured there and the number of bad ones, ascending."""
 
     first: int
     end: int
@@ -40,8 +40,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Side:
-    """reach: batches that belong to the region on this side. counts: bad samples of each batch that was looked at.
-    found: whether it was seen to end; endless: it goes on as far as anybody looks."""
+    """reach: batches that belong to the region on this side. counts: bad samples of each examined batch.
+    found: whether its end was observed; endless: it continues beyond the search."""
 
     reach: int
     counts: dict[int, int]
@@ -52,8 +52,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Spot:
-    """batches: neighbours that are looked at together; least: bad samples among them, from which on it is inside:
-    half-way between the fewest and the most that keep to `RISK`, as neither share is known exactly."""
+    """batches: neighbours examined together; least: number of bad samples that counts as inside: half-way between the
+    fewest and the most that keep to `RISK`, as neither share is known exactly."""
 
     batches: int
     least: int
@@ -61,7 +61,7 @@ class Spot:
 
 @lru_cache(maxsize=64)
 def spot(size: int, share: float, stray: float = STRAY) -> Spot:
-    """For batches of `size` samples, `share` of which are bad inside the region; stray: of harmless ones."""
+    """The spot for batches of `size` samples, `share` of which are bad inside the region; stray: of harmless ones."""
     share = min(share, SOLID)
     for batches in range(1, LARGEST + 1):
         n = batches * size
@@ -96,10 +96,10 @@ def grow(
     probe: Callable[[int], int | None], size: int, share: float, budget: int, farthest: int = FARTHEST,
     stray: float = STRAY, enough: int = CLEAN,
 ) -> Side:  # fmt: skip
-    """How far a region goes on from batch 0, the one next to what is known of it, to one side.
+    """How far a region extends from batch 0, the one next to its known part, to one side.
 
-    probe: bad samples of a batch, None where there is none any more. budget: batches that may be looked at; farthest:
-    the last of them. share, stray: as `spot` has them. enough: clean spots in a row.
+    probe: bad samples of a batch, None past the data. budget: maximum batches to examine; farthest: the last of them.
+    share, stray: as for `spot`. enough: clean spots in a row.
     """
     look, counts, over = spot(size, share, stray), dict[int, int](), False
 
@@ -114,7 +114,7 @@ def grow(
                 told = probe(batch)
                 if told is None:
                     over = True
-                    return None  # what cannot be seen whole is no clean spot
+                    return None  # an incomplete spot is not clean
                 counts[batch] = told
             found += counts[batch]
             if found >= look.least:
@@ -126,7 +126,7 @@ def grow(
     while True:
         there = inside(at)
         if there is None:
-            ended = over  # nothing is left on this side
+            ended = over  # the data ends on this side
             break
         if there:
             last, first_clean, clean = at, None, []
@@ -138,7 +138,7 @@ def grow(
                 break
         at = 2 * at + look.batches
         if at > farthest:
-            endless = last >= farthest // 4  # a clean spot or two beyond that are luck
+            endless = last >= farthest // 4  # one or two clean spots beyond that may be chance
             ended = not endless
             break
     hi = first_clean
@@ -160,13 +160,13 @@ def end_in_words(side: Side, last: int, budget: str) -> str:
     """How the end ahead was found. last: the position of the last guilty sample; budget: of the search."""
     clean = ", ".join(str(n + 1) for n in side.clean)
     if side.endless:
-        return "it goes on for as far as anybody looks"
+        return "it extends beyond the search"
     if not side.found:
         return f"its end was not found within {budget}"
     if side.reach == 0:
         return f"nothing is bad beyond the window: the batches {clean} ahead of it are clean"
     return (
-        f"it goes on for {side.reach} batches beyond the window and ends at position {last}, found by doubling the "
+        f"it extends {side.reach} batches beyond the window and ends at position {last}, found by doubling the "
         f"distance until {len(side.clean)} spots in a row were clean (from the batches {clean} ahead on), and by "
         "bisection"
     )
@@ -178,7 +178,7 @@ def inferred_in_words(count: int) -> str:
 
 
 def spread(first: int, end: int, count: int) -> list[int]:
-    """`count` of the numbers in [first, end), evenly spread, the coarsest first; all of them where they are as many."""
+    """`count` of the numbers in [first, end), evenly spread, the coarsest first; all of them if there are no more."""
     numbers = range(first, end)
     bits = max(1, (len(numbers) - 1).bit_length())
     turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))

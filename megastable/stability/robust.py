@@ -1,4 +1,4 @@
-"""Robust statistics of short windows: a trend that outliers do not move, a sequential sum that one step cannot raise.
+"""Robust statistics of short windows: a trend insensitive to outliers, a sequential sum that one step cannot raise.
 
 Plain Python on purpose: sorting 100 floats takes less than one call into numpy.
 """
@@ -14,7 +14,7 @@ from operator import sub
 from pydantic import BaseModel, ConfigDict
 
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
-_NEWEST = 15  # values that the level of late is taken from
+_NEWEST = 15  # values for the latest level
 
 
 def median(values: Iterable[float]) -> float:
@@ -28,11 +28,13 @@ def _middle(ordered: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Trend:
-    """What the next value is compared with.
+    """The expected value of the next observation, and its scatter.
 
-    level: expected now. low: the least that can be expected, if the fall goes on as steeply as it ever was. scale:
-    sigma of the scatter about the line. noise: the same from successive differences alone, which a curved trend does
-    not inflate. late: level of the newest values.
+    level: expected now. low: the least to be expected, if the fall continues at its steepest. scale: sigma of the
+    scatter
+    about the line. noise: the same from successive differences alone, which a curved trend does not inflate. late:
+    level
+    of the newest values.
     """
 
     level: float
@@ -46,9 +48,9 @@ def trend(times: Sequence[int], values: Sequence[float], now: int, *, floor: flo
     """Tukey's resistant line (Exploratory Data Analysis, 1977, chapter 5), extrapolated to `now`.
 
     The slope is the shallower of the two between the medians of the outer thirds and of the last two, and never rises:
-    a curve that flattens out is not extrapolated below itself, and a loss that rises is not what is expected. The scale
+    a curve that flattens out is not extrapolated below itself, and a rising loss is never expected. The scale
     is the median absolute deviation, at least `floor`. A window with fewer than `full` values is a start: its first
-    third, where everything falls, is left out.
+    third, with the steep initial fall, is left out.
     """
     if len(values) < full:
         start = len(values) // 3
@@ -70,8 +72,7 @@ def trend(times: Sequence[int], values: Sequence[float], now: int, *, floor: flo
 class Sum(BaseModel):
     """A one-sided cumulative sum (Page, Biometrika 41, 1954) of which the largest term does not count.
 
-    So one step, whatever its size, raises nothing; it takes company. since, onset: the observation and the step at
-    which it last left zero.
+    So a single step of any size raises no alarm. since, onset: the observation and the step at which it last left zero.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -1,11 +1,11 @@
-"""How bad samples look, by three kinds of evidence in one number: a score that is calibrated on harmless samples.
+"""Score how bad samples look: three kinds of evidence in one number, calibrated on harmless samples.
 
 - z of the loss among harmless samples of the corpus (groups.py);
-- what the words of a sample leave unexplained of it: rare words make a sample hard, and harmless;
-- how like its tokens are those of the accused (likeness.py).
+- the part of the loss that the sample's words do not explain: rare words make a sample hard, and harmless;
+- the similarity of its tokens to those of the accused (likeness.py).
 
-Each in robust deviations of harmless samples of its corpus, cut at `LOW` and `HIGH`, and added: no single one decides.
-Half of the harmless samples is learnt from, the other half calibrates. Pure.
+Each in robust deviations of harmless samples of its corpus, clipped at `LOW` and `HIGH`, and added: none decides alone.
+One half of the harmless samples is for learning, the other for calibration. Pure.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 LOW, HIGH = -2.0, 6.0  # robust deviations
-EDGES = (0.005, 0.995)  # quantiles of what harmless words are like, beyond which the line is not believed
-ROUNDS = 4  # in which the like of the convicted are looked for: those that one round names are the measure of the next
-SHARED = 0.1  # of how alike the convicted are, that another one of them is at least
-LEAST = 3  # samples that must be like each other before others are named for being like them
+EDGES = (0.005, 0.995)  # quantiles of harmless words, beyond which the line is not extrapolated
+ROUNDS = 4  # of the search for samples like the convicted: each round starts from the last one's result
+SHARED = 0.1  # minimum likeness of a further sample, as a share of that of the convicted
+LEAST = 3  # samples that must be alike before others are named for likeness to them
 
 
 class ScoredSamples(NamedTuple):
@@ -57,7 +57,7 @@ class ScoredSamples(NamedTuple):
 
 
 class CorpusBaseline:
-    """What harmless samples of one corpus are like."""
+    """Statistics of harmless samples of one corpus."""
 
     def __init__(self, harmless: ScoredSamples) -> None:
         self.learnt, self.kept = harmless.of(slice(0, None, 2)), harmless.of(slice(1, None, 2))
@@ -66,23 +66,23 @@ class CorpusBaseline:
         hard = self.words.surprisal(tokens)
         self._edges = np.quantile(hard, EDGES)
         hard = np.clip(hard, *self._edges)
-        inner = np.abs(z) < HIGH  # one wild sample must not bend the line
+        inner = np.abs(z) < HIGH  # a single outlier must not bend the line
         spread = float(hard[inner].var()) if inner.any() else 0.0
         self._slope = float(np.cov(hard[inner], z[inner], bias=True)[0, 1]) / spread if spread > 1e-9 else 0.0
         self._middle, self._scale = robust(z - self._slope * hard)
-        # Of a badness, where z is off by one: it is in it twice.
+        # Error of a badness per error of z, which enters it twice.
         self.amplified = 1 + 1 / self._scale
         self.badness = self.of(self.kept)
 
     def of(self, samples: ScoredSamples) -> Floats:
-        """How bad samples are by themselves: fp64 [n]."""
+        """Badness of samples by themselves: fp64 [n]."""
         hard = np.clip(self.words.surprisal(samples.tokens), *self._edges)
         unexplained = (samples.z - self._slope * hard - self._middle) / self._scale
         return np.asarray(np.clip(samples.z, LOW, HIGH) + np.clip(unexplained, LOW, HIGH))
 
 
 class Scale:
-    """Of the corpora of which enough is known. harmless: oldest first."""
+    """Baselines of the corpora with enough samples. harmless: oldest first."""
 
     def __init__(self, harmless: ScoredSamples) -> None:
         corpora, counts = np.unique(harmless.corpora, return_counts=True)
@@ -94,7 +94,7 @@ class Scale:
         return np.isin(corpora, list(self.usual))
 
     def badness(self, samples: ScoredSamples) -> Floats:
-        """Of samples by themselves, fp64 [n]; 0 of a corpus of which too little is known."""
+        """Badness of samples by themselves, fp64 [n]; 0 for a corpus with too few samples."""
         found = np.zeros(samples.z.shape)
         for corpus, usual in self.usual.items():
             members = samples.corpora == corpus
@@ -102,18 +102,19 @@ class Scale:
         return found
 
     def harmless(self, corpora: Int64s) -> Floats:
-        """The badness of the harmless samples of these corpora that calibrate."""
+        """The badness of the calibration samples of these corpora."""
         mine = [usual.badness for c, usual in self.usual.items() if (corpora == c).any()]
         return np.concatenate([np.empty(0), *mine])
 
     def amplified(self, corpora: Int64s) -> float:
-        """How much the badness of these corpora is off where z is off by one, at most."""
+        """Maximum error of the badness of these corpora per error of z."""
         return max((usual.amplified for c, usual in self.usual.items() if (corpora == c).any()), default=0.0)
 
 
 class Score:
-    """Badness and likeness to the `accused` samples together; without `losses`, likeness alone, and not cut. harmless:
-    of those that calibrate, fp64 [m]."""
+    """Badness and likeness to the `accused` samples together; without `losses`, likeness alone, and not clipped.
+    harmless:
+    scores of the calibration samples, fp64 [m]."""
 
     def __init__(self, scale: Scale, accused: ScoredSamples, losses: bool = True) -> None:
         self._scale, self._resemblance = scale, dict[int, tuple[Resemblance, float, float]]()
@@ -130,7 +131,8 @@ class Score:
         self.harmless = np.concatenate(harmless)
 
     def of(self, samples: ScoredSamples, among: Bools | None = None) -> Floats:
-        """Of samples, fp64 [n]; -inf of other corpora than those of the accused. among: which of the samples are of the
+        """Scores of samples, fp64 [n]; -inf for other corpora than those of the accused. among: which of the samples
+        are
         accused themselves."""
         scores = np.full(samples.z.shape, -np.inf)
         badness = self._scale.badness(samples) if self._losses else np.zeros(samples.z.shape)
@@ -148,8 +150,8 @@ class Score:
 
 
 class Conviction(NamedTuple):
-    """guilty: bool [n]. p: of the group test. score: that names them, None where nobody is guilty; bar: a score from
-    which on further samples are like them."""
+    """guilty: bool [n]. p: of the group test. score: that names them, None if no sample is guilty; bar: a score beyond
+    which further samples are like them."""
 
     guilty: Bools
     p: float
@@ -160,10 +162,11 @@ class Conviction(NamedTuple):
 def judge(
     scale: Scale, suspects: ScoredSamples, alone: Bools, error: float, significance: float, innocent: float
 ) -> Conviction:
-    """Who of a window is guilty. alone: those that are by their loss alone, bool [n]. error: standard error of z that
-    all share. significance: of the group test; innocent: share of the named that may be.
+    """The guilty samples of a window. alone: those convicted by their loss alone, bool [n]. error: common standard
+    error of
+    z. significance: of the group test; innocent: maximum share of innocent ones among the named.
 
-    The first accused are the worst; those that this names are the accused of a second look.
+    The worst samples are accused first; the named ones are the accused of a second round.
     """
     known = scale.judges(suspects.corpora)
     badness, harmless = scale.badness(suspects), scale.harmless(suspects.corpora)
@@ -182,10 +185,11 @@ def judge(
 
 
 def judge_alike(scale: Scale, suspects: ScoredSamples, accused: Bools, innocent: float) -> Conviction:
-    """Who of a window is guilty where its gradient accuses some of them, bool [n], and not their losses.
+    """The guilty samples of a window whose gradient, not losses, accuses some of them, bool [n].
 
-    They need not be hard to be bad: one sentence over and over is easy, and its gradients add up. So only their being
-    like each other, and unlike harmless samples, tells who is meant; of fewer than `CROWD` that is not believed.
+    Bad samples need not be hard: one repeated sentence is easy, and its gradients add up. So only their likeness to
+    each
+    other, and difference from harmless samples, identifies them; fewer than `CROWD` are not convicted.
     """
     guilty = accused & scale.judges(suspects.corpora)
     score, among = Score(scale, suspects.of(guilty), losses=False), guilty
@@ -199,16 +203,17 @@ def judge_alike(scale: Scale, suspects: ScoredSamples, accused: Bools, innocent:
     found = _judged(guilty, 1.0, score, suspects, among)
     if not guilty.any():
         return found
-    # The least of few that are much alike is no measure of the rest of their region, and harmless ones lie far below.
+    # The minimum of a few very similar samples is too strict for the rest of their region; harmless ones lie far below.
     return found._replace(bar=(found.bar + float(np.quantile(score.harmless, 1 - STRAY))) / 2)
 
 
 class LikenessKind:
-    """What a few samples have in common that losses have convicted.
+    """The common features of a few samples that losses have convicted.
 
-    None of a few among many has to be far out by its loss: base64 is hardly harder than source code, and is learnt from
-    the first ones. Likeness alone is no evidence, as harmless samples of a rare kind are alike, too: it says something
-    only where `LEAST` of the convicted are like each other, and all members must be worse as a group (`worse`).
+    A few among many need not be far out by their losses: base64 is hardly harder than source code, and is learnt from
+    the
+    first ones. Likeness alone is no evidence, as harmless samples of a rare kind are alike as well: it counts only if
+    `LEAST` of the convicted are like each other, and all members must be worse as a group (`worse`).
     """
 
     def __init__(self, scale: Scale, convicted: ScoredSamples, innocent: float) -> None:
@@ -219,15 +224,15 @@ class LikenessKind:
             return
         own = self._score.of(convicted, np.ones(convicted.z.shape, dtype=bool))
         self.known = int((own > np.quantile(self._score.harmless, 1 - STRAY)).sum()) >= LEAST
-        # A pair that they share by chance is nothing, however much alike harmless samples are in not sharing any.
+        # A pair shared by chance means nothing, however rarely harmless samples share one.
         self._bar = max(between(own, self._score.harmless), SHARED * float(np.median(own)))
         self._usual = np.sort(self._score.harmless)
 
     def members(self, suspects: ScoredSamples, among: Bools | None = None) -> Bools:
-        """Which suspects, bool [n], are of it. among: which of them it was learnt from.
+        """Which suspects, bool [n], belong to it. among: those that it was learnt from.
 
-        Chances beyond the worst harmless sample are extrapolated, as there may be more suspects than harmless samples
-        that calibrate.
+        Probabilities beyond the worst harmless sample are extrapolated, as there may be more suspects than calibration
+        samples.
         """
         if not self.known:
             return np.zeros(suspects.z.shape, dtype=bool)
@@ -237,7 +242,7 @@ class LikenessKind:
 
 def worse(scale: Scale, suspects: ScoredSamples, significance: float, error: float) -> bool:
     """Whether these samples, however few, are worse as a group than as many harmless ones drawn at random. error:
-    standard error of z that all share."""
+    common standard error of z."""
     if not suspects.z.size:
         return False
     off = error * scale.amplified(suspects.corpora)
@@ -252,8 +257,9 @@ def hard(scale: Scale, suspects: ScoredSamples) -> Bools:
 def joined(
     scale: Scale, suspects: ScoredSamples, convicted: Bools, innocent: float, accused: Bools | None = None
 ) -> tuple[Bools, LikenessKind]:
-    """The convicted and who is of their kind, bool [n], and that kind, learnt from all of them. accused: from whom it
-    is learnt first, where not from the convicted: being accused alone makes nobody one of them."""
+    """The convicted and the samples of their kind, bool [n], and that kind, learnt from all of them. accused: samples
+    to
+    learn it from first, if not the convicted: an accusation alone makes no sample a member."""
     guilty = convicted if accused is None else accused
     for _ in range(ROUNDS):
         kind = LikenessKind(scale, suspects.of(guilty), innocent)

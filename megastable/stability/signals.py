@@ -1,4 +1,4 @@
-"""What the detector hears of a step, and what it says about it. Plain numbers, the same on every rank."""
+"""Input and output of the detector for one step. Plain numbers, the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from enum import StrEnum
 class Signals:
     """One step before its update.
 
-    loss: mean cross-entropy of the global batch, nats per token. grad_norm: global L2 norm before clipping, inf when a
-    gradient is not finite, None where a trace has none. lr: rate of the coming update, None where it is unknown.
+    loss: mean cross-entropy of the global batch, nats per token. grad_norm: global L2 norm before clipping, inf if a
+    gradient is not finite, None if a trace has none. lr: rate of the coming update, None if unknown.
     indicators: slow ones by name, only at the steps at which they are measured (Adam's second moment norm, the
-    largest attention logit, ...). mixed: the data is another mixture from this step on, on purpose.
+    largest attention logit, ...). mixed: the data mix changes on purpose from this step on.
     """
 
     step: int
@@ -26,27 +26,27 @@ class Signals:
 
 
 class Verdict(StrEnum):
-    """What a step looks like, against the accepted steps before it."""
+    """The detector's judgement of a step, against the accepted steps before it."""
 
     HEALTHY = "healthy"
     NON_FINITE = "non_finite"  # loss or gradient norm is nan or inf
     OUTLIER = "outlier"  # this step stands out by itself: a hard batch, or the first of a spike
     SPIKE = "spike"  # several do: the loss or the norm has jumped and stays up
-    DRIFT = "drift"  # slowly away from the trend: a divergence
+    DRIFT = "drift"  # slow departure from the trend: a divergence
     PLATEAU = "plateau"  # settled above the level that was reached before
-    OSCILLATION = "oscillation"  # up and down, more widely than before
+    OSCILLATION = "oscillation"  # wider swings up and down than before
     SHIFT = "shift"  # another level or scatter of the loss, with an ordinary gradient norm: other data
-    TRICKLE = "trickle"  # single samples stand out more often than before, though no step need do so
+    TRICKLE = "trickle"  # single samples stand out more often than before, even if no step does
 
 
 @dataclass(frozen=True)
 class Finding:
     """A verdict with its evidence.
 
-    severity: how far beyond its threshold the strongest test is: 1 = just beyond, 0 = healthy. onset: the first step
+    severity: of the strongest test relative to its threshold: 1 = just beyond, 0 = healthy. onset: the first step
     that belongs to it (`step` itself for an outlier). reason: a sentence with the numbers. warnings: leading indicators
-    that move, on which nobody acts. on_trend: whether loss and norm lie where the trend expects them. reset: what is
-    usual is learnt anew from here on.
+    that move, without an action. on_trend: whether loss and norm are at their trend. reset: the detector's baseline is
+    reset here.
     """
 
     step: int

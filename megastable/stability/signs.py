@@ -1,19 +1,19 @@
-"""Signs, in the first steps of a run, of a learning rate that is too high for it. Pure: numbers in, warnings out.
+"""Early signs of a learning rate that is too high, in the first steps of a run. Pure: numbers in, warnings out.
 
-A rate that is too high from the start leaves no jump that the detector could see: the loss falls, but to a worse level
-and for good. What it does inside of the model is seen within some steps:
+A rate that is too high from the start causes no jump for the detector: the loss falls, but to a worse level and for
+good. Inside the model it shows within a few steps:
 
-- `update`: one update changes the weights by much of themselves. What a random matrix puts out changes by up to about
-  |dw| / |w| * sqrt(width) / 2 times itself where the update has rank one, as Adam's first ones nearly have (the
+- `update`: one update changes a large share of the weights. The output of a random matrix changes by up to about
+  |dw| / |w| * sqrt(width) / 2 times itself if the update has rank one, as Adam's first ones nearly have (the
   spectral norms of both; Yang, Simon & Bernstein, arXiv:2310.17813).
-- `activations`: the residual stream has grown far beyond what it was at the start, and beyond the scale of what blocks
-  add to it. Every block reads it normalised, so what later updates add hardly counts any more. The growth alone tells
-  nothing: the stream starts at the scale of the initial embedding, and healthy runs leave that behind, too. Very narrow
-  models bear both.
+- `activations`: the residual stream has grown far beyond its initial value, and beyond the scale of what blocks
+  add to it. Every block reads it normalised, so later updates hardly have an effect. The growth alone means nothing:
+  the stream starts at the scale of the initial embedding, which healthy runs leave as well. Very narrow models
+  tolerate both.
 - `attention`: the entropy of attention has collapsed (Zhai et al., arXiv:2303.06296): large logits without QK-norm.
-- `unigram`: the rates so far add up to much, and the loss is no better than that of token frequencies alone.
+- `unigram`: the sum of the rates so far is large, and the loss is no better than that of token frequencies alone.
 
-Nobody acts on a sign. Each is told once in the life of a run, and state travels with the checkpoints.
+A sign is a warning without an action. Each is reported once per run, and the state is stored in checkpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADVICE = "a lower optimizer.lr, or a longer schedule.warmup_steps, is likely to 
 
 @dataclass(frozen=True)
 class Sign:
-    """One warning: which sign, a sentence with reason and remedy, and the numbers that it was told from."""
+    """One warning: its sign, a sentence with reason and remedy, and its numbers."""
 
     name: str
     text: str
@@ -41,8 +41,8 @@ class Sign:
 
 
 class SignsState(BaseModel):
-    """What a checkpoint keeps. told: signs that were told. activation, entropy: of the first look, by block. compared:
-    the loss was, with the unigram entropy."""
+    """State for a checkpoint. told: signs already reported. activation, entropy: first measurement, by block. compared:
+    the loss was compared with the unigram entropy."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -74,7 +74,7 @@ class Signs:
         return step in self.config.norms or self.looks(step)
 
     def looks(self, step: int) -> bool:
-        """Whether activations and attention of every block are, too."""
+        """Whether activations and attention of every block are needed as well."""
         return step in self.config.looks
 
     def measured(
@@ -84,11 +84,11 @@ class Signs:
         layers: Mapping[str, Mapping[str, float]],
         undisturbed: bool = True,
     ) -> list[Sign]:
-        """What the statistics of a step tell (`probe.Statistics`); nothing but at the steps of the configuration.
+        """The signs in a step's statistics (`LayerStatistics`); only at the configured steps.
 
-        undisturbed: the update was applied, and none was refused lately. What trouble looks like inside is not what
-        the start looks like: it is no sign. The first look is compared with later ones even so: refused updates have
-        not changed the initial weights.
+        undisturbed: the update was applied, and none was refused recently. During an incident no sign is reported, but
+        the
+        first measurement is still stored for comparison: refused updates have not changed the initial weights.
         """
         if not self.measures(step):
             return []
@@ -98,16 +98,16 @@ class Signs:
         return self._new(found) if undisturbed else []
 
     def unigram(self, losses: Sequence[float], entropy: float, rates: float) -> list[Sign]:
-        """Once, from the update on that `due` names. losses: the latest, nats per token; entropy: of the corpus's
-        tokens, nan where it is not known; rates: the sum of those of all updates so far."""
+        """Called once, after the update given by `due`. losses: the latest, nats per token; entropy: of the corpus's
+        tokens, nan if unknown; rates: the sum of those of all updates so far."""
         self._state.compared = True
         latest = [loss for loss in losses[-RECENT:] if math.isfinite(loss)]
         level = median(latest) if latest else math.nan
-        if not entropy - level < self.config.below_unigram:  # a nan is no sign
+        if not entropy - level < self.config.below_unigram:  # nan gives no sign
             return []
         text = (
             f"the loss is {level:.3f}, and the unigram entropy {entropy:.3f}, though the learning rates add up to "
-            f"{rates:.2g} already: the run has learnt little more than how frequent each token is; {ADVICE}"
+            f"{rates:.2g} already: the run has learnt little more than token frequencies; {ADVICE}"
         )
         return self._new([Sign("unigram", text, {"loss": level, "unigram_entropy": entropy, "rates": rates})])
 
@@ -120,11 +120,11 @@ class Signs:
     def _update(self, step: int, overall: Mapping[str, float]) -> Sign | None:
         ratio = overall.get("update_ratio", math.nan)
         change = ratio * math.sqrt(self.width) / 2
-        if not change >= self.config.change:  # a nan is no sign
+        if not change >= self.config.change:  # nan gives no sign
             return None
         text = (
-            f"the update of step {step} changed the weights by {ratio:.1%} of their norm: what a layer of width "
-            f"{self.width} puts out may change by {change:.2f} times itself (limit {self.config.change:g}): such "
+            f"the update of step {step} changed the weights by {ratio:.1%} of their norm: the output of a layer of "
+            f"width {self.width} may change by {change:.2f} times itself (limit {self.config.change:g}): such "
             f"updates are too large; {ADVICE}"
         )
         return Sign("update", text, {"update_ratio": ratio, "change": change})
@@ -142,7 +142,7 @@ class Signs:
         text = (
             f"the residual stream after {block} has grown {growth:.0f} times since the start of the run (limit "
             f"{self.config.growth:g}), from an RMS of {first:.2g} to {now[block]:.2g} at step {step} (limit "
-            f"{self.config.rms:g}): what later updates add to it hardly counts; {ADVICE}"
+            f"{self.config.rms:g}): later updates hardly have an effect; {ADVICE}"
         )
         return Sign("activations", text, {"growth": growth, "rms": now[block], "first_rms": first})
 
@@ -165,9 +165,10 @@ class Signs:
 
 
 def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
-    """After how many updates the loss is compared with the unigram entropy, and the sum of their rates; 0: never.
+    """The number of updates after which the loss is compared with the unigram entropy, and the sum of their rates; 0:
+    never.
 
-    rates: of the first update, the second, ..., to the end of the run.
+    rates: of all updates of the run, from the first on.
     """
     total = 0.0
     for updates, lr in enumerate(rates, 1):
@@ -178,10 +179,10 @@ def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
 
 
 def _column(layers: Mapping[str, Mapping[str, float]], key: str) -> dict[str, float]:
-    """By block; what is zero or not finite is left out: nothing can be said of it, and others will."""
+    """Values by block, without those that are zero or not finite."""
     return {name: row[key] for name, row in layers.items() if 0.0 < row.get(key, 0.0) < math.inf}
 
 
 def _over(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[float, str]]:
-    """The quotients of what both have."""
+    """Ratios of the common keys."""
     return [(one[name] / other[name], name) for name in one if name in other]

@@ -1,4 +1,4 @@
-"""Who is guilty, once an alarm of sample_history.py was raised: suspects, and what becomes of them. Pure."""
+"""Select suspects after an alarm of sample_history.py, and decide which are guilty. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-REMAINS = 0.5  # of the threshold, by which a suspect is still above its corpus after it was trained on
+REMAINS = (
+    0.5  # times the threshold: how far a guilty suspect is still above its corpus after it was trained on
+)
 
 
 class Seen(NamedTuple):
@@ -37,11 +39,13 @@ class Seen(NamedTuple):
 
 
 def suspects(met: Seen, usual: Seen, threshold: float) -> Int64s:
-    """Which of the samples since the onset are more, and farther out, than harmless ones account for: indexes, the
-    worst first. All that were met are judged together, so that none is chosen for having been chosen.
+    """The samples since the onset in excess of what harmless ones explain: indexes, the worst first. All samples met
+    are
+    judged together, so that selection causes no bias.
 
-    met: losses before their samples were trained on; so of `usual`, harmless ones of before, oldest first. As it is
-    known that there are more than usual, none must be as far out by itself (groups.MOST).
+    met: losses before their samples were trained on; likewise `usual`, earlier harmless ones, oldest first. As an
+    excess
+    is already established, the individual threshold is lower (groups.MOST).
     """
     z, p = groups.compare(met.losses, met.corpora, usual.losses, usual.corpora)
     bad = np.flatnonzero(groups.guilty_by_loss(z, p, groups.MOST * threshold))
@@ -49,27 +53,25 @@ def suspects(met: Seen, usual: Seen, threshold: float) -> Int64s:
 
 
 def still_bad(again: Seen, usual: Seen, threshold: float) -> Int64s:
-    """Which of the suspects are bad on the present state, too: indexes. Those that the model has learnt from once are a
-    little better than they were."""
+    """The suspects that are bad on the present state as well: indexes. Samples trained on once are slightly better than
+    before."""
     z, _ = groups.compare(again.losses, again.corpora, usual.losses, usual.corpora)
     return np.flatnonzero(z > REMAINS * threshold)
 
 
 def numbers(guilty: Seen, usual: Seen) -> list[Suspect]:
-    """For the record, the worst first."""
+    """The suspects' numbers for the record, the worst first."""
     z, _ = groups.compare(guilty.losses, guilty.corpora, usual.losses, usual.corpora)
     columns = guilty.positions.tolist(), guilty.losses.tolist(), z.tolist()
     return sorted((Suspect(*row) for row in zip(*columns, strict=True)), key=lambda s: -s.z)
 
 
-# Text that repeats itself is soon learnt by heart: its loss falls far below its corpus's, the rest is forgotten
+# Repetitive text is soon memorised: its loss falls far below its corpus's, other text is forgotten
 
-FEW_TOKENS = 0.01  # share of harmless samples that have as few different tokens as one that repeats itself
-# The bar is a quantile of some hundred samples: as many harmless ones may be below it, at most.
+FEW_TOKENS = 0.01  # share of harmless samples with as few different tokens as a repetitive one
+# The bar is a quantile of some hundred samples: it allows at most as many harmless ones below it.
 FEW_AT_MOST = 0.03
-HALF = (
-    0.5  # of the usual number of different tokens; and of the samples of a region, so many must be far below
-)
+HALF = 0.5  # of the usual number of different tokens; also the share of a region that must be far below
 
 
 def repetitive(tokens: Tokens, harmless: Tokens) -> Bools:
@@ -85,6 +87,6 @@ def different(tokens: Tokens) -> Int64s:
 
 
 def easy(met: Seen, usual: Seen, threshold: float) -> bool:
-    """Whether at least half of the samples are farther below their corpora than harmless ones account for."""
+    """Whether at least half of the samples are farther below their corpora than harmless ones explain."""
     below = suspects(met._replace(losses=-met.losses), usual._replace(losses=-usual.losses), threshold)
     return below.size >= HALF * met.positions.size

@@ -80,7 +80,7 @@ def test_shares_are_of_the_same_round(found: Measurement) -> None:
 
 
 def test_without_memory_for_a_copy_there_is_nothing_to_measure(tmp_path: Path) -> None:
-    assert "the steps wait for every checkpoint" in run_ranks(1, refused, recipe_of(), tmp_path)[0]
+    assert "training pauses for every checkpoint" in run_ranks(1, refused, recipe_of(), tmp_path)[0]
 
 
 @pytest.mark.parametrize(("share", "within"), [(4.9, True), (5.1, False)])

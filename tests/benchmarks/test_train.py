@@ -528,7 +528,7 @@ def test_a_forecast_of_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str
             ["scaling", "model.layers=2"],
             "model.layers=2: the layouts that are counted have models of their own",
         ),
-        (["scaling", "--recipe", "launch/recipes/125m.yaml"], "model.vocab_size is taken from a corpus"),
+        (["scaling", "--recipe", "launch/recipes/125m.yaml"], "model.vocab_size comes from a corpus"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     content = write(tmp_path / "a").read_bytes()
     for size in (0, 7, 8, 50, len(content) - 1):
         (tmp_path / "a").write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match=r"a: damaged, or not complete"):
+        with pytest.raises(CheckpointError, match=r"a: damaged or incomplete"):
             Reader(tmp_path / "a")
     (tmp_path / "a").write_bytes(content + b"\0")
     with pytest.raises(CheckpointError, match=r"its header says"):
@@ -99,7 +99,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
 def test_a_header_that_is_none(tmp_path: Path, header: Any) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(CheckpointError, match=r"a: damaged, or not complete"):
+    with pytest.raises(CheckpointError, match=r"a: damaged or incomplete"):
         Reader(tmp_path / "a")
 
 

@@ -82,7 +82,7 @@ def test_what_changed_on_the_local_disk_is_not_brought_over(tmp_path: Path) -> N
     upload(here, {"a": record}, there)
     assert (there / "a").read_bytes() == b"x" * 100
     (here / "a").write_bytes(b"x" * 99 + b"y")
-    with pytest.raises(OSError, match="no longer what was written"):
+    with pytest.raises(OSError, match="has changed since it was written"):
         upload(here, {"a": record}, there)
 
 

@@ -50,7 +50,7 @@ def test_another_model_is_refused() -> None:
         (weights(a=[1.0, 2.0], b=[1.0], c=[1.0]), "has 'c' besides"),
         (weights(a=[1.0, 2.0], b=[1.0, 2.0]), r"b is \(2,\), in A \(1,\)"),
     ):
-        with pytest.raises(CheckpointError, match=rf"B: {told}.*not of one model"):
+        with pytest.raises(CheckpointError, match=rf"B: {told}.*of different models"):
             check_alike([("A", first), ("B", other)])
     check_alike([("A", first), ("B", weights(a=[5.0, 6.0], b=[7.0]))])
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_averaged_leaves_nothing(tmp_path: Path) -> None:
     loss = make_run(tmp_path / "loss", model={"z_loss": 0.0})
     out = tmp_path / "out"
     for given_, told in (
-        ([a, wider], r"blocks\.0\.mlp.* is .*not of one model"),
+        ([a, wider], r"blocks\.0\.mlp.* is .*of different models"),
         ([a, turned], r"model\.rope_theta is .*500000"),
     ):
         with pytest.raises(CheckpointError, match=told):

@@ -110,7 +110,7 @@ def test_what_does_not_count_says_what_it_is(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["suspect-step-20"].problem == "" and found["suspect-step-20"].health is not None
     assert store.STATE in found["rejected-step-30"].problem
-    assert "cut off" in found[".saving-step-40"].problem
+    assert "interrupted" in found[".saving-step-40"].problem
 
 
 def test_a_marker_that_does_not_count_is_told(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_sheet_shows_all_of_it_and_nothing_obeys_a_reason(tmp_path: Path) ->
     (folder / "step-20" / store.STATE).unlink()
     made = sheet(tmp_path, entries(tmp_path))
     assert dict(made.facts)["newest healthy"] == "step-10" and dict(made.facts)["latest"] == "step-20"
-    assert made.notes == ["1 checkpoint cannot be used as it stands: see its problem"]
+    assert made.notes == ["1 checkpoint cannot be used: see its problem"]
     told = json.loads(as_json(made))
     assert [row["state"] for row in told["rows"]] == ["healthy", "damaged"]
     assert told["rows"][0]["path"] == str(folder / "step-10") and told["rows"][0]["bytes"] > 100

@@ -179,7 +179,7 @@ def test_nothing_is_written_over_and_nothing_left(sources: dict[str, Path], tmp_
     with pytest.raises(CheckpointError, match="taken exists already"):
         reshape(sources["one"], taken)
     assert list(taken.iterdir()) == []
-    with pytest.raises(CheckpointError, match=r"would lie in .*, where checkpoints are"):
+    with pytest.raises(CheckpointError, match=r"would lie in .*, which holds checkpoints"):
         reshape(sources["one"], sources["one"].parent / "step-9")
     with files_no_larger_than(1 << 12), pytest.raises(CheckpointError, match="could not be written"):
         reshape(sources["one"], tmp_path / "full")

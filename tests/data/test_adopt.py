@@ -188,9 +188,7 @@ def test_ids_without_a_header_are_refused_unless_their_type_is_said(tmp_path: Pa
     tokens = [token for document in found for token in document]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "train.bin").write_bytes(struct.pack(f"<{len(tokens)}H", *tokens))
-    with pytest.raises(
-        DataError, match=r"train\.bin has no header that says what it is.*nanoGPT.*--raw uint16"
-    ):
+    with pytest.raises(DataError, match=r"train\.bin is of an unknown format.*nanoGPT.*--raw uint16"):
         adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "out")
     made = adopt_directory(tmp_path / "in", tokenizer, output=tmp_path / "out", raw="uint16")
     assert read_back(tmp_path / "out") == found
@@ -234,7 +232,7 @@ def test_what_cannot_be_adopted_is_refused_by_name(tmp_path: Path, tokenizer: Pa
     path.unlink()
     for name in ("a.ds", "a.ds.index", "a.ds.metadata"):
         (folder / name).unlink()
-    refused("adopted where they lie: leave --output out")
+    refused("adopted in place: leave --output out")
 
 
 def test_megatron_shards_are_read_once(
@@ -322,5 +320,5 @@ def test_the_first_document_of_a_file_that_was_cut_need_not_begin_with_its_token
     write_llm_c(tmp_path / "in" / "a.bin", [5, 6, 2, 1, 7, 2, 8, 2])
     made = adopt_directory(tmp_path / "in", tokenizer, bos=True, output=tmp_path / "out")
     assert [warning.split(":")[0] for warning in made.warnings] == [
-        "1 of 3 documents do not begin with token 1, as --bos says they do"
+        "1 of 3 documents do not begin with token 1, contrary to --bos"
     ]

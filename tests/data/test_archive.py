@@ -154,7 +154,7 @@ def test_damaged_headers_are_refused(tmp_path: Path) -> None:
 def test_archives_in_a_row_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes([("a.txt", b"one")]) + tar_bytes([("b.txt", b"two")]))
-    with pytest.raises(DataError, match=r"a\.tar goes on behind the end mark"):
+    with pytest.raises(DataError, match=r"a\.tar goes on after the end mark"):
         list(TextFiles([path]))
 
 

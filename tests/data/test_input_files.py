@@ -134,7 +134,7 @@ def test_globs_choose_and_the_rest_is_named(tmp_path: Path) -> None:
     ("pattern", "message"),
     [
         ("*.parquet", r"no file of .* matches --glob '\*\.parquet'"),
-        ("/etc/*", "is no pattern"),
+        ("/etc/*", "is not a pattern"),
         ("../*", "no file of"),
         ("", "no file of"),
     ],

@@ -256,7 +256,7 @@ def test_texts_that_cannot_be_planted(clean: Path, tmp_path: Path, config: RunCo
         with pytest.raises(ConfigError, match=rf"{of_each} samples of each step: .* choose 1 to {size}"):
             plant(clean, output, config, **WHERE, of_each=of_each)
     sequences = len(samples(clean, config))
-    with pytest.raises(DataError, match="before any comes again"):
+    with pytest.raises(DataError, match="before any repeats"):
         plant(clean, output, config, step=1, samples=sequences // size + 2, of_each=1)
     assert not output.exists()
 
@@ -315,7 +315,7 @@ def test_made_once_and_replaced_only_by_its_like(clean: Path, tmp_path: Path, co
 
 def test_what_cannot_be_planted_is_refused(clean: Path, tmp_path: Path, config: RunConfig) -> None:
     output = tmp_path / "planted"
-    with pytest.raises(DataError, match=r"positions \d+ to \d+ cannot be planted: .* before any comes again"):
+    with pytest.raises(DataError, match=r"positions \d+ to \d+ cannot be planted: .* before any repeats"):
         plant(clean, output, config, step=10_000)
     with pytest.raises(ConfigError, match="at least 1, 1 and 0"):
         plant(clean, output, config, step=0)

@@ -295,7 +295,7 @@ def test_a_corpus_that_is_swapped_out_again_is_out_once() -> None:
 @pytest.mark.parametrize("name", ["news", "", "Web"])
 def test_a_corpus_that_is_none_of_the_run(name: str) -> None:
     with pytest.raises(
-        DataError, match=f"swaps out corpus '{name}', which is none of .*'books'.* correct its name"
+        DataError, match=f"swaps out corpus '{name}', which is not one of .*'books'.* correct its name"
     ):
         selection_of([out("web", 5), out(name, 5, 9)])
 

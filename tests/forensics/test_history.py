@@ -219,7 +219,7 @@ def test_a_second_skip_adds_nothing_and_a_corpus_can_go(
     assert once_more.text.startswith("nothing to do")
     told = [event["lines"] for event in history.run.events(SkipsAdded)]
     assert told and 0 not in told  # what was not done is not journaled
-    with pytest.raises(DataError, match="does not train on the corpus that the plan was made for"):
+    with pytest.raises(DataError, match="does not train on the corpus of the plan"):
         skip_documents(history, "0" * 64, {"part-0": DOCUMENTS}, "bad")
     with pytest.raises(DataError, match="lists no shard 'other'"):
         skip_documents(history, fingerprint, {"other": DOCUMENTS}, "bad")
@@ -268,7 +268,7 @@ def test_a_run_that_is_down_leaves_documents_out_from_its_checkpoint_on(
 
 def test_a_shard_of_the_same_name_is_not_the_runs(run: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     write_corpus(tmp_path / "other", tokens=9_000)
-    with pytest.raises(DataError, match=r"part-0\.bin is not what the run trained on: that was .*corpus"):
+    with pytest.raises(DataError, match=r"part-0\.bin is not the run.s training data, which was .*corpus"):
         document_sheet(open_shelf([tmp_path / "other/part-0"]), "part-0", 3, [History(run[0])])
     shutil.copytree(run[0].parent / "corpus", tmp_path / "copy")
     assert document_sheet(open_shelf([tmp_path / "copy/part-0"]), "part-0", 3, [History(run[0])]).rows
@@ -295,7 +295,7 @@ def test_a_step_that_passed_over_whole_epochs(run: tuple[Path, list[list[int]]])
 
 
 def test_no_run(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(DataError, match="not the directory of a run that has begun"):
+    with pytest.raises(DataError, match="not the directory of a run"):
         History(tmp_path)
     run = make_run(corpus, tmp_path / "run")
     note(History(run).run, 1e9, "resumed", step="x")  # an event that says nothing

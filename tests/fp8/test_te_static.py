@@ -57,17 +57,17 @@ def test_on_a_cpu_it_is_not_even_looked_for() -> None:
     ("parts", "told"),
     [
         ({"kind": "fp32"}, "precision.kind is fp32"),
-        ({"hidden": 72, "heads": 4, "head_dim": 16}, "of model.hidden there are 72"),
-        ({"ffn": 120}, "of model.ffn of a tensor rank there are 120"),
-        ({"ffn": 144, "parallel": {"tensor": 2}}, "of model.ffn of a tensor rank there are 72"),
-        ({"head_dim": 6}, "of the heads of a tensor rank (model.heads, head_dim) there are 24"),
-        ({"heads": 3, "kv_heads": 1, "head_dim": 8}, "(model.heads, kv_heads, head_dim) there are 40"),
-        ({"sequence_length": 20}, "model.sequence_length) there are 40"),
+        ({"hidden": 72, "heads": 4, "head_dim": 16}, "model.hidden: 72"),
+        ({"ffn": 120}, "model.ffn of a tensor rank: 120"),
+        ({"ffn": 144, "parallel": {"tensor": 2}}, "model.ffn of a tensor rank: 72"),
+        ({"head_dim": 6}, "the heads of a tensor rank (model.heads, head_dim): 24"),
+        ({"heads": 3, "kv_heads": 1, "head_dim": 8}, "(model.heads, kv_heads, head_dim): 40"),
+        ({"sequence_length": 20}, "model.sequence_length): 40"),
         (
             {"parallel": {"tensor": 2, "sequence": True}, "sequence_length": 24},
-            "sequence_length) there are 24",
+            "sequence_length): 24",
         ),
-        ({"parallel": {"context": 2}, "sequence_length": 24}, "sequence_length) there are 24"),
+        ({"parallel": {"context": 2}, "sequence_length": 24}, "sequence_length): 24"),
     ],
 )
 def test_sizes_that_its_products_do_not_take(parts: dict[str, Any], told: str) -> None:
@@ -95,16 +95,16 @@ def test_it_is_not_installed() -> None:
     ("recipe", "capability", "can", "told"),
     [
         ("current", (9, 0), {}, None),
-        ("delayed", (8, 0), {"fp8": "8.9 is required"}, "of this GPU it says: 8.9 is required"),
+        ("delayed", (8, 0), {"fp8": "8.9 is required"}, "on this GPU it reports: 8.9 is required"),
         ("block", (9, 0), {}, None),
         (
             "block",
             (8, 9),
             {"fp8_block_scaling": "9.0 is required"},
-            "of blocks on this GPU it says: 9.0 is required",
+            "for blocks on this GPU it reports: 9.0 is required",
         ),
         ("block", (10, 0), {}, None),
-        ("block", (12, 0), {"mxfp8": "not on 12.0"}, "of blocks on this GPU it says: not on 12.0"),
+        ("block", (12, 0), {"mxfp8": "not on 12.0"}, "for blocks on this GPU it reports: not on 12.0"),
         ("block", (9, 0), {"mxfp8": "10.0 is required"}, None),
     ],
 )

@@ -200,7 +200,7 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
 
 
 def test_low_precision_weights_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"bfloat16.*wants fp32"):
+    with pytest.raises(TypeError, match=r"bfloat16.*needs fp32"):
         step(optimizer_of(torch.ones(3).bfloat16()), torch.ones(3).bfloat16())
 
 

@@ -70,7 +70,7 @@ def test_mistakes_are_told_with_file_and_key(tmp_path: Path, key: str, value: An
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing\.yaml: no such description.*launch/clusters"):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: no such cluster description.*launch/clusters"):
         load(tmp_path / "nothing.yaml")
 
 

@@ -321,8 +321,8 @@ def test_small_products_reach_less() -> None:
     ("c", "layout", "cluster", "said"),
     [
         (config(tensor=2), Layout(1, 1, 8), "h100", "the layout"),
-        (config(), Layout(data=48), "h100", "no multiple of train.micro_batch=1 x 48"),
-        (config(model={"vocab_size": None}), Layout(), "h100", "say model.vocab_size"),
+        (config(), Layout(data=48), "h100", "not a multiple of train.micro_batch=1 x 48"),
+        (config(model={"vocab_size": None}), Layout(), "h100", "set model.vocab_size"),
         (config(precision={"fp8": True}), Layout(), "a100", "does not compute in it"),
         (config(precision={"fp8": {"backend": "emulated"}}), Layout(), "h100", "slower than no FP8"),
     ],

@@ -460,7 +460,7 @@ def test_nobody_guilty(recurred: bool, cause: Cause) -> None:
 
 def test_it_is_said_of_how_many_nothing_is_known() -> None:
     found = conclude(suspects(0.5, NAN, NAN), [], recurred=False, compared_with=64, steps="the 1 steps")
-    assert "2 of them of corpora with too few samples" in found.reason
+    assert "2 of them cannot be judged: too few earlier samples" in found.reason
 
 
 # Ranges

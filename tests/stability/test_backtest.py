@@ -225,8 +225,8 @@ def test_a_loss_that_is_nan_or_empty(text: str, tmp_path: Path) -> None:
         ("1,3\n2,\n3,\n4,2", [(1, 3), (4, 2)], ["2 lines without a loss"]),  # logged every third step
         ("1,3\n2,\n3,", [(1, 3), (2, None), (3, None)], []),  # it ended so
         ("1,3\n2,nan\n3,2", [(1, 3), (2, None), (3, 2)], []),
-        ("1,3\n2,2\n3,9\n2,2.1\n3,1\n4,1", [(1, 3), (2, 2), (3, 9), (4, 1)], ["2 lines are passed over"]),
-        ("1,3\n2,\n3,\n2,2.1\n3,1\n4,1", [(1, 3), (2, None), (3, None), (4, 1)], ["2 lines are passed"]),
+        ("1,3\n2,2\n3,9\n2,2.1\n3,1\n4,1", [(1, 3), (2, 2), (3, 9), (4, 1)], ["2 lines are skipped"]),
+        ("1,3\n2,\n3,\n2,2.1\n3,1\n4,1", [(1, 3), (2, None), (3, None), (4, 1)], ["2 lines are skipped"]),
         ("1,3\n2,\n3,3\n4,4\n3,2\n5,1", [(1, 3), (3, 3), (4, 4), (5, 1)], ["1 lines w", "1 lines are"]),
     ],
 )
@@ -302,9 +302,9 @@ HEAD = "step,loss,grad_norm\n1,2.5,0.5\n"
         (HEAD + "2,2.5,low\n", "line 3: could not convert string to float: 'low'"),
         (HEAD + "two,2.5,0.5\n", "line 3: .*'two'"),
         (HEAD + ",2.5,0.5\n", "line 3: the step is ''"),
-        (HEAD + "1.5,2.5,0.5\n", "line 3: the step is '1.5', no whole number"),
-        (HEAD + "1e400,2.5,0.5\n", "line 3: the step is '1e400', no whole number"),
-        (HEAD + "1e300,2.5,0.5\n", "line 3: the step is '1e300', no whole number below"),
+        (HEAD + "1.5,2.5,0.5\n", "line 3: the step is '1.5', not a whole number"),
+        (HEAD + "1e400,2.5,0.5\n", "line 3: the step is '1e400', not a whole number"),
+        (HEAD + "1e300,2.5,0.5\n", "line 3: the step is '1e300', not a whole number below"),
         (HEAD + "nan,2.5,0.5\n", "line 3: the step is 'nan'"),
         (HEAD + "-inf,2.5,0.5\n", "line 3: the step is '-inf'"),
         (HEAD + "1,2.5,0.5\n", "line 3: step 1 after 1, and half of all lines go back: sort it"),

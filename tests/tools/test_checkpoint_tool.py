@@ -100,7 +100,7 @@ def manifest_flipped(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (torn, ["rank-00000.safetensors: 1000 bytes, the manifest says", "cut off"]),
+        (torn, ["rank-00000.safetensors: 1000 bytes, the manifest says", "truncated"]),
         (lambda c: flip(c / WEIGHTS), ["rank-00000.safetensors: its checksum is not the manifest's"]),
         (lambda c: flip(c / STATE, 20), ["state.json: its checksum is not the manifest's"]),
         (missing, ["rank-00000.safetensors: No such file"]),
@@ -116,7 +116,7 @@ def manifest_flipped(checkpoint: Path) -> None:
 def test_verify_says_what_is_wrong(
     call: Callable[..., tuple[str, str]], checkpoint: Path, damage: Callable[[Path], None], told: list[str]
 ) -> None:
-    assert "1 checkpoint, every file as its manifest says" in call("verify", checkpoint)[0]
+    assert "1 checkpoint, all files match their manifests" in call("verify", checkpoint)[0]
     damage(checkpoint)
     found = json_of(call, "verify", checkpoint.parents[1], code=2)
     assert {row["outcome"] for row in found["rows"]} == {"damaged"}
@@ -133,7 +133,10 @@ def test_verify_knows_files_that_changed_places(call: Callable[..., tuple[str, s
     b.write_bytes(held)
     found = {row["problem"] for row in json_of(call, "verify", checkpoint, code=2)["rows"]}
     assert len(found) == 2
-    assert any("it is what rank-00001.safetensors should be: swapped" in problem for problem in found)
+    assert any(
+        "its checksum is that of rank-00001.safetensors in the manifest: swapped" in problem
+        for problem in found
+    )
 
 
 def test_verify_finds_all_of_many_problems(call: Callable[..., tuple[str, str]], checkpoint: Path) -> None:
@@ -309,9 +312,9 @@ def test_export_and_average(call: Callable[..., tuple[str, str]], checkpoint: Pa
     call("diff", tmp_path / "mean", tmp_path / "other")
     for arguments, told in (
         ((folder / "step-8", tmp_path / "x"), "at least two"),
-        ((tmp_path / "x",), "name what to average"),
+        ((tmp_path / "x",), "name the checkpoints"),
         (("--last", 9, run, tmp_path / "x"), "3 checkpoints, --last 9"),
-        (("--last", 2, run, folder, tmp_path / "x"), "--last K is of one run"),
+        (("--last", 2, run, folder, tmp_path / "x"), "--last K takes one run"),
         ((folder / "step-8", folder / "step-9", tmp_path / "x", "--weights", "1,a"), "expected numbers"),
         ((folder / "step-8", folder / "step-9", tmp_path / "x", "--weights", "1"), "1 numbers for 2"),
     ):
@@ -367,7 +370,7 @@ def test_of_a_run_the_newest_good_one_is_taken(
     later = Path(shutil.move(make_run(tmp_path / "later", step=9), checkpoint.parent))
     flip(later / WEIGHTS)
     out, told = call("export", checkpoint.parents[1], tmp_path / "out")
-    assert "step 7" in out and "passed over" in told and "step-9" in told
+    assert "step 7" in out and "skipped" in told and "step-9" in told
 
 
 def test_paths_that_are_none(call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path) -> None:
@@ -407,7 +410,7 @@ def test_a_manifest_that_leads_elsewhere_is_not_followed(
     files = contents.files | {"../../recipe.yaml": FileRecord(size=1, xxh3="0" * 32)}
     (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
     [row] = json_of(call, "verify", checkpoint, code=2)["rows"]
-    assert "which is no file of a checkpoint" in row["problem"]
+    assert "which is not a file of a checkpoint" in row["problem"]
 
 
 # As a process

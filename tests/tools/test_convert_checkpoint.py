@@ -106,7 +106,7 @@ def test_mistakes_are_told_in_a_line(place: Path) -> None:
         (("to-hf", "runs/a", "x", "--shard-size", "9" * 400), ": write a size such as 5GB"),
         (("to-hf", "runs/a", "x" * 300), "cannot be made: File name too long"),
         (("to-hf", "runs/a", "runs/a/checkpoints/step-5/x"), "runs/a/checkpoints/step-5/x would lie in "),
-        (("to-hf", "runs/a", "x", "--tokenizer", "base.yaml"), "base.yaml is no SentencePiece model"),
+        (("to-hf", "runs/a", "x", "--tokenizer", "base.yaml"), "base.yaml is not a SentencePiece model"),
         (("check", "runs/a", "runs/a"), "config.json is not there"),
         (("from-hf", "runs/a", "x", "--recipe", "base.yaml"), "config.json is not there"),
         (("to-gguf", "none", "x"), "none is not there, or no folder: give one that holds config.json"),
@@ -129,7 +129,7 @@ def test_that_the_package_gguf_is_missing_is_told(place: Path, monkeypatch: pyte
     run("to-hf", "runs/a", "for-gguf", "--no-check", cwd=place)
     told = run("to-gguf", "for-gguf", "made.gguf", cwd=place, code=2).stderr
     assert told == (
-        "error: the package gguf is not installed, which writes such files: bash launch/install.sh gguf\n"
+        "error: the package gguf, which writes such files, is not installed: bash launch/install.sh gguf\n"
     )
     assert not (place / "made.gguf").exists()
 
@@ -155,7 +155,7 @@ def test_what_is_not_checked_is_said(place: Path, monkeypatch: pytest.MonkeyPatc
     )
     for arguments, code in ((("to-hf", "runs/a", "without"), 0), (("check", "runs/a", "unchecked"), 1)):
         told = run(*arguments, cwd=place, code=code)
-        assert "WARNING: NOT CHECKED: transformers is not installed, and nothing else can tell" in told.stderr
+        assert "WARNING: NOT CHECKED: transformers, which the check needs, is not installed" in told.stderr
     assert "NOT CHECKED" in (place / "without/README.md").read_text()
 
 

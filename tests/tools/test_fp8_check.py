@@ -178,7 +178,7 @@ def test_mistakes_are_said_and_end_with_2(corpus: Path, run: Path, tmp_path: Pat
         ((sixteen,), "add --dtype bf16"),
         ((broken, "--recipe", "current"), "not finite without FP8"),
         ((run, "--text", short), "too short for"),
-        ((run, "--text", binary), "no UTF-8"),
+        ((run, "--text", binary), "not UTF-8"),
         ((run, "--text", tmp_path / "none.txt"), "cannot be read: No such file"),
         ((run, "--plot", tmp_path / "a.bmp"), "a name ending in"),
         ((run, "--output", tmp_path / "no/a.json"), "there is no directory"),

@@ -99,7 +99,7 @@ def test_losses_of_a_checkpoint_colour_what_it_trained_on(corpus: Path, tmp_path
     ("arguments", "message"),
     [
         ("step {run} 999", "step 999 was not recorded"),
-        ("step {run} 3-1", "'3-1' is no step and no range of steps"),
+        ("step {run} 3-1", "'3-1' is not a step or a range of steps"),
         ("step nowhere 1", "nowhere is not the directory of a run"),
         ("incident {run} 9", "there is no incident 9; those of this run: 1"),
         ("document {corpus}/part-9 0", "part-9"),

@@ -58,7 +58,7 @@ def test_it_prints_memory_time_cost_and_suggestions() -> None:
     assert len(commands) == 5 and len(set(commands)) == 5
     # What is printed can be said.
     for said in commands:
-        if said != "the recipe as it is":
+        if said != "the recipe unchanged":
             load(SMALL, said.split())
 
 
@@ -181,7 +181,7 @@ def test_what_is_tight_is_marked_and_comes_last(tmp_path: Path) -> None:
     tight = [bool(mark) for _, mark in left]
     assert code == 0 and tight == sorted(tight) and {True, False} == set(tight)
     assert all((float(gib) < 0.05 * 38) == bool(mark) for gib, mark in left)
-    assert "! That is less than 5% of what training can have" in out
+    assert "! That is less than 5% of usable memory" in out
 
 
 # Where nothing is possible, or fits

@@ -95,15 +95,15 @@ def test_for_machines(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("plan corpus", "nothing says which documents"),
+        ("plan corpus", "no documents are selected"),
         ("plan nowhere --list list.txt", "nowhere"),
         ("plan corpus --list list.txt --output list.txt", "list.txt exists already"),
         ("plan corpus --incident runs/none:1", "runs/none"),
         ("plan corpus --scan nowhere --kind noise", "nowhere"),
-        ("apply list.txt pruned", "does not say of which corpus"),
+        ("apply list.txt pruned", "does not name its corpus"),
         ("apply list.txt pruned --corpus corpus", "no fingerprint"),
         ("apply nowhere pruned", "there is no such plan"),
-        ("verify corpus", "is no pruned corpus"),
+        ("verify corpus", "is not a pruned corpus"),
         ("plan corpus --list list.txt --most 5", "give a share of the corpus, such as 5% or 0.05"),
         ("apply list.txt pruned --most none", "give a share of the corpus"),
     ],

@@ -106,7 +106,7 @@ def test_a_live_run_leaves_out_what_is_added_from_the_next_step_on(
     refused = events(tmp_path / "run", "skips_refused")
     assert [e["step"] for e in refused] == [6, 6, 8, 8, 8, 8]
     said = ["line 3 is not JSON", "line 4: incident"]
-    said += [*said, "no corpus 'nowhere'", "every position from one on is named"]
+    said += [*said, "no corpus 'nowhere'", "every position after some point is named"]
     assert all(text in event["problem"] for text, event in zip(said, refused, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Where a run stands that begins from what another framework wrote."""
+"""Initial state of a run that starts from another framework's checkpoint."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megastable.data.corpora import open_corpora
 
 
 def with_vocabulary(run: RunConfig) -> RunConfig:
-    """`run` with the size of its corpora's vocabulary, where the recipe says none. Raises ConfigError, DataError."""
+    """`run` with its corpora's vocabulary size, if the recipe has none. Raises ConfigError, DataError."""
     if run.model.vocab_size is not None:
         return run
     if not run.data.corpora:
         raise ConfigError(
-            "model.vocab_size is missing, and there are no data.corpora to ask: say how many tokens the checkpoint's "
-            "vocabulary has, without padding"
+            "model.vocab_size is missing, and there are no data.corpora to take it from: set it to the number of "
+            "tokens in the checkpoint's vocabulary, without padding"
         )
     size = open_corpora(run.data.corpora, run.model.sequence_length, run.run.seed).vocab_size
     return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": size})})
 
 
 def state_of(run: RunConfig, order_fingerprint: str = "", **given: Any) -> RunState:
-    """The state of a run that has seen no data of ours; `given` says more of it."""
+    """The state of a run that has read no data yet; `given` sets further fields."""
     p = run.parallel
     layout = LayoutState(
         tensor=p.tensor, pipeline=p.pipeline, context=p.context, zero=p.zero, precision=run.precision.kind,

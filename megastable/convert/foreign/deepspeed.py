@@ -1,9 +1,9 @@
-"""A checkpoint that DeepSpeed itself wrote, as a new run of ours: weights, Adam's moments and step.
+"""Import a checkpoint written by DeepSpeed itself as a new run: weights, Adam's moments and step.
 
     import_deepspeed(Path("old/checkpoints"), Path("runs/new"), run, print)
 
-The parameters may have the names of our layers ("1.attention.qkv.weight": older runs of ours, and what trains our model
-without our loop), or those of Hugging Face's Llama, Qwen2, Qwen3 and OLMo 2, behind any common prefix.
+The parameters may have the names of our layers ("1.attention.qkv.weight": older runs, and other code that trains our
+model), or those of Hugging Face's Llama, Qwen2, Qwen3 and OLMo 2, after any common prefix.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ Parts = Mapping[str, tuple[TensorRows, ...]]
 
 @dataclass(frozen=True)
 class Naming:
-    """whose: for people; parts: what each of our parameters is over there."""
+    """whose: naming scheme, for people; parts: the foreign tensors of each of our parameters."""
 
     whose: str
     parts: Parts
 
 
 def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str], None]) -> Path:
-    """Make the run directory `out` of DeepSpeed's checkpoint: `folder` with `latest`, or one global_step*/. Returns
+    """Make the run directory `out` from DeepSpeed's checkpoint: `folder` with `latest`, or one global_step*/. Returns
     the checkpoint's folder.
 
-    run: the recipe that goes on; its model must be the checkpoint's. Moments travel where there are some of all
-    weights; the data begins at 0, unless client_state holds a "cursor". Raises CheckpointError, ConfigError, DataError;
-    nothing of `out` is left then.
+    run: the new run's recipe; its model must be the checkpoint's. Moments are imported if all weights have them; the
+    data
+    starts at 0, unless client_state holds a "cursor". Raises CheckpointError, ConfigError, DataError; then nothing of
+    `out` is left.
     """
     refuse_existing(out)
     source = find(folder)
     state = ZeroState(source)
     say(
-        f"warning: {source}: DeepSpeed writes no checksums of a checkpoint, and no list of its files: that it is whole "
-        "and unchanged cannot be verified, only that it is consistent"
+        f"warning: {source}: DeepSpeed writes no checksums and no list of files for a checkpoint: it can be checked "
+        "for consistency, but not whether it is complete and unchanged"
     )
     run = with_vocabulary(run)
     held = parameters(run.model)
@@ -63,11 +64,11 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     optimizer = state.kinds == KINDS
     say(
         f"{source}: ZeRO {state.stage}, step {state.steps}, parameters named as {naming.whose}, "
-        + ("with Adam's moments" if optimizer else "without Adam's moments: they begin at zero")
+        + ("with Adam's moments" if optimizer else "without Adam's moments: they start at zero")
     )
     c = run.model
     say(
-        f"note: {source}: nothing in it says how many heads there are, nor rope_theta and norm_eps: taken are the "
+        f"note: {source}: it does not contain the number of heads, rope_theta and norm_eps: using the "
         f"recipe's, heads={c.heads} kv_heads={c.key_value_heads} rope_theta={c.rope_theta:g} norm_eps={c.norm_eps:g}"
         + (f" rope_scaling=({c.rope_scaling})" if c.rope_scaling else "")
     )
@@ -119,17 +120,17 @@ def find(folder: Path) -> Path:
 def naming_of(
     config: ModelConfig, held: Mapping[str, Described], state: ZeroState, where: Path
 ) -> tuple[Naming, str]:
-    """How the checkpoint's parameters are named, and what stands before each name. All of them must be of the model.
+    """The naming scheme of the checkpoint's parameters, and the prefix of the names. All must belong to the model.
 
-    Raises CheckpointError that names the first one that is missing, left over or of another shape.
+    Raises CheckpointError for the first parameter that is missing, left over or of another shape.
     """
     namings = [Naming("our layers", _own(config, held))]
-    with contextlib.suppress(ConfigError):  # no architecture there is like this model
+    with contextlib.suppress(ConfigError):  # no Hugging Face architecture matches this model
         namings.append(Naming("Hugging Face's", table(config)))
     names = state.shapes
     for naming in namings:
         anchor = next(iter(naming.parts.values()))[0].name
-        # The shortest: "0.weight" ends other names, too.
+        # The shortest: "0.weight" is also the end of other names.
         for found in sorted((n for n in names if n == anchor or n.endswith(f".{anchor}")), key=len):
             prefix = found.removesuffix(anchor)
             if all(n.startswith(prefix) for n in names):
@@ -138,12 +139,12 @@ def naming_of(
     some = ", ".join(visible(name, 100) for name in list(names)[:3])
     known = " or ".join(f"{next(iter(n.parts.values()))[0].name!r} ({n.whose})" for n in namings)
     raise CheckpointError(
-        f"{where}: its parameters are named {some}, ...: those of a model that is known here are named {known}"
+        f"{where}: its parameters are named {some}, ...: the supported models have names such as {known}"
     )
 
 
 def _own(config: ModelConfig, held: Mapping[str, Described]) -> Parts:
-    """By the names of the modules of `GPT`, as DeepSpeed sees them."""
+    """Parameters by the module names of `GPT`, as DeepSpeed sees them."""
     with torch.device("meta"):
         gpt = GPT(config, TensorParallel(), recompute="none", seed=0)
     names = {placement_of(parameter).name: key for key, parameter in gpt.named_parameters()}
@@ -151,7 +152,7 @@ def _own(config: ModelConfig, held: Mapping[str, Described]) -> Parts:
 
 
 def _check(parts: Parts, held: Mapping[str, Described], state: ZeroState, prefix: str, where: Path) -> None:
-    """That the checkpoint's parameters are those of `parts`, in shape, too."""
+    """Check that the checkpoint's parameters are those of `parts`, with their shapes."""
     wanted = {prefix + part.name: part for of in parts.values() for part in of}
     for name, part in wanted.items():
         shape = state.shapes.get(name)

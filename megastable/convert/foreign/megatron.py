@@ -1,4 +1,4 @@
-"""Megatron-core's checkpoints in its "torch" format, read and written without Megatron. Weights only.
+"""Import and export Megatron-core's checkpoints in its "torch" format, without Megatron. Weights only.
 
     import_megatron(Path("megatron/checkpoints"), Path("runs/new"), None, print)
     export_megatron(Path("runs/old"), Path("megatron/checkpoints"), tensor=2, pipeline=2)
@@ -6,7 +6,7 @@
     FOLDER/latest_checkpointed_iteration.txt
     FOLDER/iter_0000100/mp_rank_00_000/model_optim_rng.pt    a file per tensor and pipeline rank; no _000 for one stage
 
-Adam's moments do not travel: Megatron's distributed optimizer keeps them in buffers whose layout is its version's own.
+Adam's moments are not converted: Megatron's distributed optimizer keeps them in buffers with a version-specific layout.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 VERSION = 3.0  # of checkpoints: q, k and v by query group
 EMBEDDING = "embedding.weight"
-VOCABULARY = (EMBEDDING, "head.weight")  # padded by their multiple, not by ours
+VOCABULARY = (EMBEDDING, "head.weight")  # padded to their multiple, not to ours
 
 
 class MegatronState:
     """The weights in a folder such as iter_0000100/. args: Megatron's arguments; iteration: its count of steps; tensor,
-    pipeline: its layout. Files are mapped. Raises CheckpointError for what is damaged, incomplete or has no home here.
+    pipeline: its layout. Files are mapped. Raises CheckpointError for damaged, incomplete or unsupported content.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,25 +83,25 @@ class MegatronState:
             )
         model = unpickle.fields(content.get("model"))
         if not model:
-            raise CheckpointError(f"{path}: holds no model: it is no checkpoint of Megatron")
-        # One that is missing is 0 to Megatron, too.
+            raise CheckpointError(f"{path}: holds no model: it is not a checkpoint of Megatron")
+        # Megatron also takes a missing one as 0.
         version = unpickle.number(content.get("checkpoint_version", 0))
         if version != VERSION:
             raise CheckpointError(
-                f"{path}: checkpoint_version={version}: before 3.0 q, k and v lie in another order; load and save it "
-                "with a Megatron of today"
+                f"{path}: checkpoint_version={version}: before 3.0 q, k and v are in another order; load and save it "
+                "with a current Megatron"
             )
         iteration = int(unpickle.number(content.get("iteration")) or 0)
         if self.iteration is None:
             self.args, self.iteration = unpickle.fields(content.get("args")), iteration
         if iteration != self.iteration:
             raise CheckpointError(
-                f"{path}: of iteration {iteration}, others are of {self.iteration}: files of two checkpoints are mixed"
+                f"{path}: of iteration {iteration}, other files of {self.iteration}: files of two checkpoints are mixed"
             )
         found = {}
         for name, value in model.items():
             if name.endswith("_extra_state"):
-                continue  # scales of FP8, which the next steps find again
+                continue  # scales of FP8, which the next steps recompute
             dense = unpickle.dense(value)
             if dense is None or dense.dtype.itemsize < 2:
                 raise CheckpointError(
@@ -112,19 +112,20 @@ class MegatronState:
 
     @property
     def names(self) -> list[str]:
-        """By our names."""
+        """The parameters, by our names."""
         return list(self._held)
 
     @property
     def rows(self) -> int:
-        """Of the vocabulary, padding included."""
+        """Rows of the vocabulary, padding included."""
         if EMBEDDING not in self._held:
             raise CheckpointError(f"{self.folder}: {names.theirs(EMBEDDING, 0, 'local')} is missing")
         return sum(len(part) if part.dim() else 0 for part in self._shards(EMBEDDING))
 
     def whole(self, name: str, of: Described) -> Tensor:
-        """One of their tensors, put together from the tensor ranks; its rows are in their order, and as many as theirs
-        where they are the vocabulary's. of: what it must be like."""
+        """One of their tensors, assembled from the tensor ranks, in their row order; a vocabulary tensor keeps their
+        number of
+        rows. of: the expected shape and placement."""
         shards, shape, dim = self._shards(name), list(of.shape), of.placement.dim
         if name in VOCABULARY:
             shape[0] = len(shards[0]) if shards[0].dim() else 0
@@ -144,7 +145,7 @@ class MegatronState:
         )
 
     def tie(self) -> None:
-        """Where embedding and head are one the last of several stages holds a copy: compare and forget it."""
+        """With tied weights the last of several stages holds a copy: compare it and drop it."""
         for copies in self._held.pop("head.weight", {}).values():
             self._same(EMBEDDING, copies, self._shards(EMBEDDING))
 
@@ -160,11 +161,11 @@ class MegatronState:
 
 
 def import_megatron(folder: Path, out: Path, run: RunConfig | None, say: Callable[[str], None]) -> Path:
-    """Make the run directory `out`, at step 0, of Megatron's weights: `folder` with its tracker file, or an iter_*/.
+    """Make the run directory `out`, at step 0, from Megatron's weights: `folder` with its tracker file, or an iter_*/.
     Returns the checkpoint's folder.
 
-    run: the recipe that goes on, None: one of Megatron's arguments. Raises CheckpointError, ConfigError, DataError;
-    nothing of `out` is left then.
+    run: the new run's recipe, None: one made from Megatron's arguments. Raises CheckpointError, ConfigError, DataError;
+    then nothing of `out` is left.
     """
     refuse_existing(out)
     source = find(folder)
@@ -177,7 +178,7 @@ def import_megatron(folder: Path, out: Path, run: RunConfig | None, say: Callabl
     _check(state, held)
     say(
         f"{source}: iteration {state.iteration}, tensor {state.tensor} x pipeline {state.pipeline}; weights only: "
-        "Adam's moments do not travel, so the learning rate is to be warmed up again"
+        "Adam's moments are not imported, so warm up the learning rate again"
     )
 
     def whole(name: str, _: str) -> Tensor:
@@ -198,7 +199,8 @@ def export_megatron(
     tensor and pipeline ranks of Megatron. Returns its iter_*/.
 
     local: for --transformer-impl local instead of transformer_engine. Memory: the weights of one rank. Load it with
-    --use-checkpoint-args --no-load-optim --no-load-rng. Raises CheckpointError, ConfigError; nothing of `out` is left.
+    --use-checkpoint-args --no-load-optim --no-load-rng. Raises CheckpointError, ConfigError; then nothing of `out` is
+    left.
     """
     source = find_checkpoint(checkpoint)
     run = run_of(source)
@@ -237,7 +239,7 @@ def export_megatron(
 def _shards(
     run: RunConfig, whole: WholeState, t: int, tensor: int, stage: int, pipeline: int, implementation: str
 ) -> OrderedDict[str, Tensor]:
-    """What one rank of Megatron holds, by its names."""
+    """The tensors of one Megatron rank, by its names."""
     c, found = run.model, OrderedDict[str, Tensor]()
     first, end = (c.layers * n // pipeline for n in (stage, stage + 1))
     for name, of in parameters(c).items():
@@ -269,15 +271,15 @@ def find(folder: Path) -> Path:
             f"{folder}: no checkpoint of Megatron: it has neither {LATEST} nor folders such as mp_rank_00"
         ) from None
     if text != "release" and not (text.isdecimal() and len(text) < 20):
-        raise CheckpointError(f"{tracker}: {visible(text, 50)!r} is not a number of an iteration")
+        raise CheckpointError(f"{tracker}: {visible(text, 50)!r} is not an iteration number")
     found = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
     if not found.is_dir():
-        raise CheckpointError(f"{tracker} names iteration {visible(text, 50)}, and {found.name} is not there")
+        raise CheckpointError(f"{tracker} names iteration {visible(text, 50)}, but {found.name} is missing")
     return found
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of every (tensor rank, stage); all of them must be there."""
+    """The file of every (tensor rank, stage); all must exist."""
     if (folder / "metadata.json").is_file() or any(folder.glob("*.distcp")):
         raise CheckpointError(
             f"{folder}: in Megatron's torch_dist format: convert it there with --ckpt-convert-format torch "
@@ -287,11 +289,11 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
     for path in sorted(folder.glob("mp_rank_*")):
         place = RANK.fullmatch(path.name)
         if place is None:
-            raise CheckpointError(f"{path}: of a run with expert parallelism, which this model has not")
+            raise CheckpointError(f"{path}: of a run with expert parallelism, which is not supported")
         found[int(place[1]), int(place[2] or 0)] = path / FILE
     if not found:
         raise CheckpointError(
-            f"{folder}: holds no folders such as mp_rank_00: it is no checkpoint of Megatron"
+            f"{folder}: holds no folders such as mp_rank_00: it is not a checkpoint of Megatron"
         )
     for t in range(1 + max(t for t, _ in found)):
         for p in range(1 + max(p for _, p in found)):
@@ -301,7 +303,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], None]) -> RunConfig:
-    """The recipe, compared with the checkpoint's arguments; or one that is made of those."""
+    """The recipe, checked against the checkpoint's arguments; or one made from those."""
     found = megatron_args.model_of(state.args, state.folder)
     if dropout := megatron_args.dropout_of(state.args):
         say(f"note: {dropout}: this model trains without dropout")
@@ -311,8 +313,8 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
             raise CheckpointError(f"{state.folder}: {'; '.join(wrong)}: correct the recipe")
         if silent := megatron_args.missing(found):
             say(
-                f"warning: {state.folder}: its arguments do not say {', '.join(silent)}: what the recipe "
-                "says is taken, whether the model was trained so or not"
+                f"warning: {state.folder}: its arguments do not say {', '.join(silent)}: using the recipe's values, "
+                "which may differ from those in training"
             )
         assert run.model.vocab_size is not None
         if run.model.vocab_size > state.rows:
@@ -326,14 +328,14 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
         return run
     if missing := megatron_args.missing(found):
         raise CheckpointError(
-            f"{state.folder}: its arguments do not say {', '.join(missing)}: give a recipe that says what the model is"
+            f"{state.folder}: its arguments do not say {', '.join(missing)}: give a recipe with the model"
         )
     vocabulary = megatron_args.vocabulary_of(state.args, state.rows, state.tensor)
     return recipe.validate({"model": found | vocabulary}, f"{state.folder}: its arguments")
 
 
 def _check(state: MegatronState, held: Mapping[str, Described]) -> None:
-    """That all that the model wants is there, and nothing else."""
+    """Check that exactly the model's parameters exist."""
     for name in held:
         if name not in state.names:
             raise CheckpointError(f"{state.folder}: {name} is missing: the recipe's model is another one")
@@ -348,4 +350,4 @@ def _check(state: MegatronState, held: Mapping[str, Described]) -> None:
     ):
         said = unpickle.number(state.args.get(key))
         if said is not None and said != size:
-            raise CheckpointError(f"{state.folder}: {key}={said:g}, and the files of {size} are there")
+            raise CheckpointError(f"{state.folder}: {key}={said:g}, but there are files of {size}")

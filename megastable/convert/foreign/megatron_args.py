@@ -1,7 +1,7 @@
-"""Megatron's arguments, as they lie in its checkpoints, and our model's configuration. Pure.
+"""Translate Megatron's arguments, as stored in its checkpoints, into our model's configuration, and back. Pure.
 
-Megatron writes all of its arguments, under names that changed over the years; only those are looked at that say what
-the model computes. One that our model has no home for is refused by its name.
+Megatron stores all of its arguments, under names that changed over the years; only those that define the model's
+computation are read. An argument that our model does not support is refused by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megastable.convert.foreign.unpickle import number
 
 Args = Mapping[str, Any]
 
-# Arguments, and the values of each that our model has. One that is missing or None was not in use.
+# Arguments, and the supported values of each. One that is missing or None was not in use.
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("disable_bias_linear", "swiglu"), (True,)),
     **dict.fromkeys(("add_bias_linear", "apply_layernorm_1p", "layernorm_zero_centered_gamma"), (False,)),
@@ -51,7 +51,7 @@ SAME = {
     key: tuple(name for name, ours in MEGATRON.items() if ours.partition("; ")[0] == f"model.{key}")
     for key in ("layers", "hidden", "heads", "head_dim", "ffn", "rope_theta", "norm_eps")
 }
-# What Megatron's use_rope_scaling means, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
+# The meaning of Megatron's use_rope_scaling, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
 LLAMA3 = RopeScalingConfig(kind="llama3", factor=8, original_length=8192)
 AT_HOME = frozenset(
     "layers hidden heads kv_heads head_dim ffn sequence_length max_positions vocab_size vocab_multiple rope_theta "
@@ -60,15 +60,13 @@ AT_HOME = frozenset(
 
 
 def model_of(args: Args, where: object) -> dict[str, Any]:
-    """What the arguments say of our model: keys of `ModelConfig`, but for the vocabulary. Raises CheckpointError."""
+    """Our model by the arguments: keys of `ModelConfig`, except the vocabulary. Raises CheckpointError."""
     for key, allowed in ONLY.items():
         value = allowed[0] if args.get(key) is None else args[key]
         if not any(
             value is other or (type(value) in (int, float, str, list) and value == other) for other in allowed
         ):
-            raise CheckpointError(
-                f"{where}: {key}={visible(value, 100)}: this model cannot be like that: {WHY[key]}"
-            )
+            raise CheckpointError(f"{where}: {key}={visible(value, 100)}: not supported: {WHY[key]}")
     kind = args.get("position_embedding_type", "rope")
     if kind != "rope" and args.get("use_rotary_position_embeddings") is not True:
         raise CheckpointError(
@@ -103,20 +101,20 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
 
 
 def missing(found: Args) -> list[str]:
-    """The arguments that say too little for a recipe."""
+    """The missing arguments that a recipe needs."""
     named = {key: names[0] for key, names in SAME.items()}
     named |= {"qk_norm": "qk_layernorm", "tied": "untie_embeddings_and_output_weights"}
     return [name for key, name in named.items() if key not in found]
 
 
 def dropout_of(args: Args) -> str:
-    """The dropout that the model was trained with, as "key=value"; "" for none."""
+    """The dropout used in training, as "key=value"; "" for none."""
     both = {key: number(args.get(key)) or 0 for key in ("hidden_dropout", "attention_dropout")}
     return ", ".join(f"{key}={value:g}" for key, value in both.items() if value)
 
 
 def vocabulary_of(args: Args, rows: int, tensor: int) -> dict[str, int]:
-    """vocab_size and a vocab_multiple that pads it to their `rows`, where that can be."""
+    """vocab_size and a vocab_multiple that pads it to their `rows`, if possible."""
     known = number(args.get("vocab_size"))
     size = int(known) if known and known <= rows else rows
     by = int(number(args.get("make_vocab_size_divisible_by")) or 0) * tensor
@@ -125,7 +123,7 @@ def vocabulary_of(args: Args, rows: int, tensor: int) -> dict[str, int]:
 
 
 def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """What the arguments say otherwise than a recipe, as "key=ours, Megatron's ...". Lengths may differ."""
+    """Contradictions between arguments and recipe, as "key=ours, Megatron's ...". Lengths may differ."""
     mine = {
         **model.model_dump(),
         "kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width,
@@ -138,27 +136,23 @@ def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def check_home(run: RunConfig, tensor: int, pipeline: int) -> None:
-    """Raises ConfigError for a model that Megatron has not, or a layout that it cannot be cut into."""
+    """Raises ConfigError for a model that Megatron does not support, or a layout that does not divide it."""
     c = run.model
     assert c.vocab_size is not None
     for key, field in type(c).model_fields.items():
         if key not in AT_HOME and getattr(c, key) != field.default:
-            raise ConfigError(
-                f"model.{key}={getattr(c, key)}: Megatron's GPT has no such thing that is known here"
-            )
+            raise ConfigError(f"model.{key}={getattr(c, key)}: Megatron's GPT has no known equivalent")
     if c.qk_norm == "full":
-        raise ConfigError(
-            "model.qk_norm=full: Megatron's QK-norm is of each head; there is no home for it there"
-        )
+        raise ConfigError("model.qk_norm=full: Megatron's QK-norm is per head; it has no equivalent")
     if c.rope_scaling is not None and c.rope_scaling.model_copy(update={"factor": LLAMA3.factor}) != LLAMA3:
         raise ConfigError(
-            f"model.rope_scaling=({c.rope_scaling}): Megatron scales as Llama 3.1 only: kind=llama3 with "
+            f"model.rope_scaling=({c.rope_scaling}): Megatron supports only Llama 3.1's scaling: kind=llama3 with "
             "original_length=8192, low_freq_factor=1, high_freq_factor=4, and any factor"
         )
     if c.norms != "before":
         raise ConfigError(f"model.norms={c.norms}: Megatron's norms are before attention and MLP")
     if min(tensor, pipeline) < 1:
-        raise ConfigError(f"tensor={tensor}, pipeline={pipeline}: sizes begin at 1")
+        raise ConfigError(f"tensor={tensor}, pipeline={pipeline}: sizes must be at least 1")
     for key, size in (("heads", c.heads), ("ffn", c.ffn_width), ("vocab_multiple", c.vocab_multiple)):
         if size % tensor:
             raise ConfigError(f"tensor={tensor} does not divide model.{key}={size}: use another size")

@@ -1,9 +1,9 @@
-"""The names and layouts of Megatron-core's GPTModel, and ours. Pure.
+"""Translate names and layouts of Megatron-core's GPTModel to ours and back. Pure.
 
-Theirs of a layer are numbered within its pipeline stage. The norms before attention and MLP are parts of the linear
-layers that follow them under Transformer Engine, and modules of their own in Megatron's local implementation. The rows
-of the fused q, k and v lie by query group: all q heads of a group, its k head, its v head (ours: all q, all k, all v;
-megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors).
+Megatron numbers layers within their pipeline stage. Under Transformer Engine the norms before attention and MLP belong
+to the linear layers that follow them; in Megatron's local implementation they are separate modules. The rows
+of the fused q, k and v are ordered by query group: all q heads of a group, its k head, its v head (ours: all q, all k,
+all v; megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NORMS = {  # by implementation
         "mlp_norm.weight": "pre_mlp_layernorm.weight",
     },
 }
-# Ours by theirs, of either implementation
+# Our names by theirs, of either implementation
 _TOP = {other: mine for mine, other in TOP.items()}
 _LAYER = {other: mine for table in (LAYER, *NORMS.values()) for mine, other in table.items()}
 _FUSED = ("attention.qkv.weight", "attention.qkv.bias")
@@ -51,7 +51,7 @@ _THEIRS = re.compile(r"decoder\.layers\.(\d{1,5})\.(.+)")
 
 
 def theirs(name: str, first: int, implementation: str) -> str:
-    """Their name of one of our parameters, on a stage that begins with layer `first`."""
+    """Their name of one of our parameters, on a stage that starts with layer `first`."""
     block = _OURS.fullmatch(name)
     if block is None:
         return TOP[name]
@@ -59,7 +59,7 @@ def theirs(name: str, first: int, implementation: str) -> str:
 
 
 def ours(name: str, first: int, where: object) -> str:
-    """The inverse of `theirs`, of either implementation. Raises CheckpointError for a name without a home here."""
+    """The inverse of `theirs`, for either implementation. Raises CheckpointError for an unsupported name."""
     layer = _THEIRS.fullmatch(name)
     if layer is None and name in _TOP:
         return _TOP[name]
@@ -83,12 +83,12 @@ def layer_of(name: str) -> int | None:
 
 
 def placement(name: str, of: Placement) -> Placement:
-    """How tensor parallelism cuts one of their tensors, when it cuts ours by `of`: groups of q, k, v stay together."""
+    """The placement of one of their tensors, given ours in `of`: groups of q, k, v stay together."""
     return Placement(name, 0, (sum(of.sections),)) if name.endswith(_FUSED) else of
 
 
 def to_theirs(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
-    """One of our whole tensors, in their order of rows."""
+    """One of our whole tensors, in their row order."""
     if not name.endswith(_FUSED):
         return whole
     k, d = config.key_value_heads, config.head_width

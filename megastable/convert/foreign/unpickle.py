@@ -1,10 +1,10 @@
-"""Files of torch.save that others wrote: their tensors and plain data, without running anything that stands in them.
+"""Read torch.save files from other programs: tensors and plain data, without running any code in them.
 
     content = load(Path("global_step100/mp_rank_00_model_states.pt"))
 
-Such files hold objects of the framework that wrote them (a loss scaler, an enum, argparse's Namespace). They are read
-by torch's `weights_only` unpickler, which imports nothing and calls only what makes tensors; every other class or
-function in the pickle becomes a `StandIn`, which keeps what it was given and does nothing.
+Such files hold objects of their framework (a loss scaler, an enum, argparse's Namespace). They are read by torch's
+`weights_only` unpickler, which imports nothing and calls only what makes tensors; every other class or function in
+the pickle becomes a `StandIn`, which stores its arguments and does nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megastable.base.text import visible
 
 BLOCK = 1 << 24  # bytes
 LEGACY_PICKLES = (
-    4  # before the tensors' bytes, in files of torch before 1.6: magic number, protocol, system, content
+    4  # pickles before the tensors in files of torch before 1.6: magic number, protocol, system, content
 )
 
 
 class StandIn:
-    """In place of an object whose class is not ours to run. path: full name of the class; args, state: its pickle's."""
+    """Replaces an object whose class must not run. path: full name of the class; args, state: from its pickle."""
 
     path = ""
 
@@ -55,20 +55,20 @@ class StandIn:
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """The attributes of a pickled object, or a mapping itself; nothing of anything else."""
+    """The attributes of a pickled object, or a mapping itself; empty for anything else."""
     state = value.state if isinstance(value, StandIn) else value
     return {key: v for key, v in state.items() if isinstance(key, str)} if isinstance(state, dict) else {}
 
 
 def dense(value: Any) -> Tensor | None:
-    """A tensor of floating point numbers that lies in memory as usual; None for anything else."""
+    """A contiguous floating-point tensor; None for anything else."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         return None
     return value.detach() if value.is_floating_point() else None
 
 
 def number(value: Any) -> float | None:
-    """A finite number: plain, as a tensor of one element, or as an enum's member; None where it is none."""
+    """A finite number: plain, as a tensor of one element, or as an enum's member; None for anything else."""
     if isinstance(value, StandIn) and len(value.args) == 1:
         value = value.args[0]
     if isinstance(value, Tensor):
@@ -84,10 +84,10 @@ def number(value: Any) -> float | None:
 
 
 def load(path: Path) -> Any:
-    """What `torch.save` wrote into `path`; tensors on the CPU, mapped where the format allows it, not read.
+    """The content that `torch.save` wrote to `path`; tensors on the CPU, mapped if the format allows it, not read.
 
-    A zip's CRC-32 of every entry is compared first (torch itself does not look at them); files of torch before 1.6
-    have none. Raises CheckpointError for whatever cannot be read.
+    Every zip entry's CRC-32 is checked first (torch itself ignores them); files of torch before 1.6 have none. Raises
+    CheckpointError for anything that cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -101,24 +101,22 @@ def load(path: Path) -> Any:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (
-        Exception
-    ) as error:  # torch, zipfile and pickletools raise nearly everything for a file that is none
+    except Exception as error:  # torch, zipfile and pickletools raise nearly anything for an invalid file
         raise CheckpointError(
-            f"{path}: not a file of tensors that can be read safely ({_why(error)}): it is damaged, cut off, or holds "
-            "what is not data; get it again from where it was written, or save only tensors in it"
+            f"{path}: not a file of tensors that can be read safely ({_why(error)}): it is damaged, truncated, or "
+            "holds executable content; get it again from its source, or save only tensors in it"
         ) from None
 
 
 def _why(error: Exception) -> str:
-    """The line of an error that says what is wrong. Torch wraps it in advice to run whatever is in the file."""
+    """The informative line of an error. Torch wraps it in advice to run whatever is in the file."""
     inner = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
     lines = str(inner or error).strip().splitlines()
     return visible(lines[0], 200) if lines else type(error).__name__
 
 
 def _in_zip(path: Path, file: IO[bytes]) -> set[str]:
-    """The names of what the pickle of a zip wants to import; every entry has been compared with its CRC-32."""
+    """Names that the pickle in a zip imports; every entry has been checked against its CRC-32."""
     with zipfile.ZipFile(file) as archive:
         pickles = []
         for info in archive.infolist():
@@ -141,7 +139,7 @@ def _in_legacy(file: IO[bytes]) -> set[str]:
 
 
 def _wanted(pickled: IO[bytes]) -> Iterator[str]:
-    """The full names of classes and functions in the next pickle of a stream, as a Python of today calls them."""
+    """Full names of classes and functions in the next pickle of a stream, by today's Python names."""
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name == "GLOBAL":
             module, _, name = str(argument).partition(" ")
@@ -149,7 +147,7 @@ def _wanted(pickled: IO[bytes]) -> Iterator[str]:
             yield f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
 
 
-# Containers of the standard library that are data: as the plain ones that the unpickler can fill.
+# Containers of the standard library that are data: mapped to plain ones that the unpickler can fill.
 _PLAIN: dict[str, Callable[..., Any]] = {
     "collections.defaultdict": lambda *_: OrderedDict(),
     "collections.deque": lambda *_: [],
@@ -158,7 +156,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def _only(names: set[str]) -> Iterator[None]:
-    """Let the unpickler make stand-ins of `names`; what others in this process have allowed it does not hold here."""
+    """Let the unpickler make stand-ins of `names` only; what others in this process have allowed is suspended."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:

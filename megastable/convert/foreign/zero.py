@@ -1,9 +1,9 @@
-"""What DeepSpeed's ZeRO 1, 2 and 3 left in a folder, as whole tensors: fp32 master weights and Adam's moments.
+"""Read a checkpoint folder of DeepSpeed's ZeRO 1, 2 or 3 as whole tensors: fp32 master weights and Adam's moments.
 
-Every data-parallel rank saved flat buffers without names. `param_shapes`, which lies beside them, names the parameters
-of each buffer in order: ZeRO 1 and 2 join all parameters of an optimizer's group, and cut the whole evenly over the
-ranks; ZeRO 3 cuts every parameter evenly, and joins the parts (deepspeed/utils/zero_to_fp32.py reads the weights so).
-DeepSpeed's other description, `param_slice_mappings`, is not used: under `round_robin_gradients` it is wrong (0.19.8).
+Every data-parallel rank saved flat buffers without names. `param_shapes` in the same files names the parameters of each
+buffer in order: ZeRO 1 and 2 concatenate all parameters of an optimizer group, and split the whole evenly over the
+ranks; ZeRO 3 splits every parameter evenly, and concatenates the parts (as in deepspeed/utils/zero_to_fp32.py).
+DeepSpeed's other description, `param_slice_mappings`, is not used: it is wrong under `round_robin_gradients` (0.19.8).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megastable.engine.flatstate import KINDS
 
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
-LARGEST = 1 << 42  # elements of a parameter: more is a damaged file
+LARGEST = 1 << 42  # elements of a parameter: more means a damaged file
 
 
 @dataclass(frozen=True)
 class Range:
-    """Elements [start, start + numel) of the buffers of `rank`, joined from `group` on."""
+    """Elements [start, start + numel) of the buffers of `rank`, concatenated from `group` on."""
 
     rank: int
     group: int
@@ -39,7 +39,7 @@ class Range:
 
 @dataclass(frozen=True)
 class _Saved:
-    """Of one rank: a flat buffer per group and kind; None where that kind is not there."""
+    """One rank's flat buffer per group and kind; None if that kind is missing."""
 
     path: Path
     buffers: dict[str, list[Tensor] | None]
@@ -47,10 +47,10 @@ class _Saved:
 
 
 class ZeroState:
-    """The parameters in a folder such as global_step100/. Files are mapped; a tensor is put together when asked for.
+    """The parameters in a folder such as global_step100/. Files are mapped; tensors are assembled on request.
 
     shapes: by name. kinds: a subset of `KINDS`. stage: of ZeRO. steps, skipped: global steps of the run, and those
-    that fp16 passed over. adam_step: the optimizer's own count. client: what the run itself put in (client_state).
+    skipped by fp16. adam_step: the optimizer's own count. client: the run's own data (client_state).
     Raises CheckpointError for a folder that is damaged, incomplete, or of a run with tensor or pipeline parallelism.
     """
 
@@ -90,7 +90,7 @@ class ZeroState:
             ) from None
 
     def tensor(self, name: str, kind: str) -> Tensor:
-        """A whole tensor, fp32. A weight must be what the model's file holds of it, which ZeRO 1 and 2 write whole."""
+        """A whole tensor, fp32. A weight must match the model's file, where ZeRO 1 and 2 store it whole."""
         parts = [part.float() for r in self._ranges[name] for part in self._slices(r, kind)]
         found = torch.cat(parts).view(self.shapes[name]) if parts else torch.zeros(self.shapes[name])
         rounded = unpickle.dense(self._module.get(name)) if kind == KINDS[0] else None
@@ -102,7 +102,7 @@ class ZeroState:
         return found
 
     def _slices(self, r: Range, kind: str) -> Iterator[Tensor]:
-        """Sub-groups of ZeRO-3 follow one another; a parameter may end in the next."""
+        """Slices of a range. Sub-groups of ZeRO 3 follow one another; a parameter may end in the next."""
         buffers = self._saved[r.rank].buffers[kind]
         assert buffers is not None
         start, left = r.start, r.numel
@@ -115,7 +115,7 @@ class ZeroState:
 
 
 def _agree(master: Tensor, rounded: Tensor) -> bool:
-    """Whether weights are the others in the precision that the model computes in, however that is rounded."""
+    """Whether `rounded` is `master` in the model's precision, with any rounding."""
     limits = torch.finfo(rounded.dtype)
     return torch.allclose(
         master, rounded.float(), rtol=2 * limits.eps, atol=limits.smallest_normal, equal_nan=True
@@ -123,11 +123,11 @@ def _agree(master: Tensor, rounded: Tensor) -> bool:
 
 
 class _Contradiction(Exception):
-    """What the files say of their buffers does not fit them."""
+    """The buffers' descriptions in the files do not fit the buffers."""
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The optimizer's files by data-parallel rank, and the model's; all of them must be there."""
+    """The optimizer's files by data-parallel rank, and the model's; all must exist."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -144,8 +144,8 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
         )
     if not models:
         raise CheckpointError(
-            f"{folder}: holds no *mp_rank_00_model_states.pt: it is no checkpoint of DeepSpeed; give the folder that "
-            "has global_step*/ and `latest` in it, or one such as global_step100"
+            f"{folder}: holds no *mp_rank_00_model_states.pt: it is not a checkpoint of DeepSpeed; give the folder "
+            "that has global_step*/ and `latest` in it, or one such as global_step100"
         )
     if not optimizers:
         raise CheckpointError(
@@ -174,7 +174,7 @@ def _check_model(content: Mapping[str, Any], path: Path) -> None:
     if frozen := content.get("frozen_param_shapes"):
         name = next(iter(unpickle.fields(frozen)), "?")
         raise CheckpointError(
-            f"{path}: {visible(name, 200)} was frozen, and is there in 16 bits only: this model trains all of its "
+            f"{path}: {visible(name, 200)} was frozen, and exists in 16 bits only: this model trains all of its "
             "weights"
         )
 
@@ -192,7 +192,7 @@ def _shapes(given: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
         groups.append(found)
     if not any(groups):
         raise CheckpointError(
-            f"{path}: holds no param_shapes, by which parameters are found: it was not written by ZeRO, or by a "
+            f"{path}: holds no param_shapes, which are needed to find parameters: it was not written by ZeRO, or by a "
             "DeepSpeed before 0.4"
         )
     return groups
@@ -248,8 +248,8 @@ def _check_ranks(first: Mapping[str, Any], saved: Sequence[_Saved]) -> None:
     wanted = max(map(_count, counts), default=0) if isinstance(counts, list) else _count(counts)
     if wanted and wanted != len(saved):
         raise CheckpointError(
-            f"{saved[0].path.parent}: written by {wanted} data-parallel ranks, and the files of {len(saved)} are "
-            "there: some are missing, or an older checkpoint lies in the same folder"
+            f"{saved[0].path.parent}: written by {wanted} data-parallel ranks, but there are files of {len(saved)}: "
+            "some are missing, or an older checkpoint is in the same folder"
         )
     if len({s.step for s in saved}) > 1:
         raise CheckpointError(
@@ -261,12 +261,12 @@ def _check_ranks(first: Mapping[str, Any], saved: Sequence[_Saved]) -> None:
 def _zero12(
     groups: Sequence[Mapping[str, tuple[int, ...]]], sizes: Sequence[Sequence[int]], paddings: Any
 ) -> dict[str, list[Range]]:
-    """Where every parameter lies under ZeRO 1 and 2. sizes: by rank and group, without padding at the end."""
+    """Location of every parameter under ZeRO 1 and 2. sizes: by rank and group, without padding at the end."""
     found: dict[str, list[Range]] = {}
     if {len(s) for s in sizes} != {len(groups)}:
         raise _Contradiction(f"{len(groups)} groups of parameters are named, the files hold {len(sizes[0])}")
     for g, shapes in enumerate(groups):
-        share = sizes[0][g]  # of every rank; the last ones may be cut off where only padding follows
+        share = sizes[0][g]  # of every rank; the last ones may be shorter, without their padding
         given = paddings[g] if isinstance(paddings, list) and g < len(paddings) else []
         between = [_count(n) for n in given] if isinstance(given, list) else []
         offset = 0
@@ -277,7 +277,7 @@ def _zero12(
             if not fits or any(r.start + r.numel > sizes[r.rank][g] for r in found[name]):
                 raise _Contradiction(f"{visible(name, 200)} does not fit into the files")
             offset += numel + (between[i] if i < len(between) else 0)
-        align = 2 * len(sizes)  # NCCL's; padding beyond it there is none
+        align = 2 * len(sizes)  # NCCL's alignment; there is no further padding
         held = sum(s[g] for s in sizes)
         if -(-offset // align) != -(-held // align):
             raise _Contradiction(f"group {g} holds {held} elements, its parameters are {offset}")
@@ -294,7 +294,7 @@ def _evenly(offset: int, numel: int, share: int, group: int) -> Iterator[Range]:
 
 
 def _zero3(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[Sequence[int]]) -> dict[str, list[Range]]:
-    """Where every parameter lies under ZeRO 3."""
+    """Location of every parameter under ZeRO 3."""
     world, offset = len(sizes), 0
     found: dict[str, list[Range]] = {}
     for name, shape in shapes.items():

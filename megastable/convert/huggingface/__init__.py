@@ -1,1 +1,1 @@
-"""Checkpoints out to a folder that Hugging Face's transformers load, and in from one, by one table of names."""
+"""Export checkpoints to folders that Hugging Face's transformers load, and import them, by one table of names."""

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: where it came from, and how it was checked. Pure."""
+"""README.md of an exported folder: its origin, and how it was checked. Pure."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def _begins(made: Export) -> str:
     if made.begins:
         return ", and began with `bos`: the tokenizer puts it before every text"
     after = "" if made.run.data.keep_documents_apart else ", and so each began after one: it is `bos`, too"
-    return f"{after}. Nothing is put before a text by itself"
+    return f"{after}. The tokenizer adds nothing before a text"
 
 
 def _checked(made: Export) -> str:
     found = made.checked
     if found is None:
-        return "It was not: whoever exported it left that out."
+        return "It was not: the check was skipped at export."
     if found.why:
         return visible(found.verdict) + "."
     rows = "\n".join(f"| {row.of} | {row.tokens} | {row.largest:.3g} | {row.kl:.3g} |" for row in found.rows)

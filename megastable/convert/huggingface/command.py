@@ -1,4 +1,4 @@
-"""What `tools/convert_checkpoint.py` does and prints."""
+"""Commands of `tools/convert_checkpoint.py`: what they do and print."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def make_run(
         f"deepspeed --module megastable.train {shlex.quote(f'{out}/recipe.yaml')} {shlex.quote(f'run.dir={out}')}"
     )
     if found is not None and found.failed:
-        # Nobody shall train on weights that are not what they should be.
+        # Nobody should train on wrong weights.
         shutil.rmtree(out)
-        line = f"{out} was removed again (--no-check leaves it, to look at)"
+        line = f"{out} was removed again (--no-check keeps it for inspection)"
     _end(told, line, made.notes, found, as_json)
 
 
@@ -118,7 +118,7 @@ def _end(
     as_json: bool,
     asked: bool = False,
 ) -> None:
-    """Print what was done, and end with 1 where the logits differ (or, `asked` for them, could not be compared)."""
+    """Print the result, and exit with 1 if the logits differ (or could not be compared although `asked` for)."""
     if as_json:
         told |= {"check": _plain(found) if found is not None else None}
         print(to_json(told))
@@ -149,7 +149,7 @@ def _say(silent: bool) -> Callable[[str], None]:
 
 @contextmanager
 def _watching(what: str, silent: bool) -> Iterator[Callable[[int, int], None]]:
-    """A function to be told of bytes so far and in all; the bar is there from the first call to the last byte."""
+    """A function to call with (bytes done, total); shows a bar from the first call to the last byte."""
     with ExitStack() as stack:
         tick: Callable[[int], None] | None = None
         last = 0

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that transformers load: fp32 masters, rounded once, tensor by tensor."""
+"""Export a checkpoint as a folder that transformers load: fp32 masters, rounded once, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass
 class Export:
-    """What was made. tensors, files, bytes: of the weights; health: what is known of the checkpoint's; begins: the
-    tokenizer puts a token before every text; notes: what a person should know; checked: None where the caller did not
-    want it."""
+    """Result of an export. tensors, files, bytes: of the weights; health: of the checkpoint, in words; begins: the
+    tokenizer puts a token before every text; notes: for the user; checked: None if the caller skipped the check."""
 
     out: Path
     checkpoint: Path
@@ -78,11 +77,12 @@ def to_hf(
 ) -> Export:
     """Write `out`, which must not exist, from a checkpoint (or a run: its newest good one).
 
-    tokenizer: a file or folder, instead of that of the recipe's first corpus. check(checkpoint, folder) is asked before
-    `out` appears; unless it agrees, nothing does. watch: bytes so far, and in all. Memory: two tensors in fp32, and a
+    tokenizer: a file or folder, instead of that of the recipe's first corpus. check(checkpoint, folder) is called
+    before
+    `out` appears; if it fails, nothing does. watch: bytes so far, and in all. Memory: two tensors in fp32, and a
     rounded copy.
 
-    Raises CheckpointError, ConfigError for an option without a home there, DataError.
+    Raises CheckpointError, ConfigError for an unsupported option, DataError.
     """
     refuse_existing(out)
     checkpoint = find_checkpoint(given)
@@ -132,17 +132,17 @@ def to_hf(
 
 
 class NotTheSame(CheckpointError):
-    """The folder does not compute what the checkpoint does."""
+    """The folder does not compute the same as the checkpoint."""
 
     code = 1
 
     def __init__(self, checked: ParityReport) -> None:
-        super().__init__(f"{checked.verdict}. Nothing was left there (--no-check leaves it, to look at)")
+        super().__init__(f"{checked.verdict}. Nothing was left there (--no-check keeps it for inspection)")
         self.checked = checked
 
 
 def _tokenizer(run: RunConfig, given: Path | None) -> tuple[Tokenizer, list[str]]:
-    """That of the recipe's corpora, or one that was named; and what a person should know. Raises CheckpointError."""
+    """The tokenizer of the recipe's corpora, or the named one; and notes for the user. Raises CheckpointError."""
     info: TokenizerInfo | None = None
     problem = ""
     try:
@@ -160,8 +160,7 @@ def _tokenizer(run: RunConfig, given: Path | None) -> tuple[Tokenizer, list[str]
             found = load_tokenizer(corpus / info.file, info.eod, info.bos)
     except DataError as error:
         raise CheckpointError(f"{error}. Name the tokenizer with --tokenizer; {WITHOUT}") from None
-    # A corpus may have been tokenized with the other form of a tokenizer that somebody names: only its own file must
-    # be what it was.
+    # A named tokenizer may be the other form of the corpus's tokenizer: only the corpus's own file must be unchanged.
     if info is not None and given is None and found.xxh3 != info.xxh3:
         raise CheckpointError(
             f"{found.file} is not the file that the corpus was made with: restore it, or name the tokenizer with "
@@ -171,18 +170,18 @@ def _tokenizer(run: RunConfig, given: Path | None) -> tuple[Tokenizer, list[str]
     if found.vocab_size > run.model.vocab_size or (info is not None and found.vocab_size != info.vocab_size):
         has = info.vocab_size if info else run.model.vocab_size
         raise CheckpointError(
-            f"{found.file} has {found.vocab_size} tokens, the run's tokenizer {has}: it is another one; name the "
+            f"{found.file} has {found.vocab_size} tokens, the run's tokenizer {has}: it is a different one; name the "
             f"right one with --tokenizer; {WITHOUT}"
         )
     if info is not None and problem:
         raise CheckpointError(
-            f"{found.file}: {problem}: it is another tokenizer; name the right one with --tokenizer; {WITHOUT}"
+            f"{found.file}: {problem}: it is a different tokenizer; name the right one with --tokenizer; {WITHOUT}"
         )
     return found, [f"{problem}: {GUESSED}"] if problem else []
 
 
 def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
-    """What a person should know of the tokenizer that was written."""
+    """Notes for the user on the exported tokenizer."""
     notes = []
     if written.problem:
         notes.append(f"the tokenizer's ids are not always those of training: {written.problem}")
@@ -216,7 +215,7 @@ def _room(out: Path, size: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < size:
         raise CheckpointError(
-            f"{out}: it takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that disk: make room"
+            f"{out}: needs {size / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free on that disk: make room"
         )
 
 
@@ -231,7 +230,7 @@ def _write_weights(
     done = 0
     with closing(ahead(_theirs(whole, config, dtype))) as stream:
         for file, entries in planned.items():
-            # Without this metadata transformers 4 do not load a file.
+            # Without this metadata transformers 4 does not load a file.
             with TensorFile(folder / file, entries, {"format": "pt"}) as writer:
                 for entry in entries:
                     name, tensor = next(stream)
@@ -243,7 +242,7 @@ def _write_weights(
 
 
 def ahead(given: Iterator[T]) -> Generator[T, None, None]:
-    """The same items, each made by another thread while the one before it is being used."""
+    """The same items, each made by another thread while the previous one is in use."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, given, None)
         while (item := coming.result()) is not None:
@@ -254,7 +253,7 @@ def ahead(given: Iterator[T]) -> Generator[T, None, None]:
 def _theirs(whole: WholeState, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for ours, parts in table(config).items():
         tensor = whole.tensor(ours, "weight")
-        if not all(map(math.isfinite, tensor.aminmax())):  # the fastest that sees a nan, too
+        if not all(map(math.isfinite, tensor.aminmax())):  # the fastest check that also detects NaN
             raise CheckpointError(
                 f"{whole.checkpoint}: {ours} holds values that are not finite: export an older checkpoint"
             )
@@ -266,7 +265,7 @@ def _write_settings(
     folder: Path, run: RunConfig, dtype: Dtype, tokenizer: Tokenizer | None, pad: int | None
 ) -> None:
     end = tokenizer.eod if tokenizer is not None else None
-    # Where documents were kept apart, none saw the end of the one before it.
+    # With documents kept apart, none attended to the end of the previous one.
     begin = None if run.data.keep_documents_apart else end
     if tokenizer is not None and tokenizer.bos is not None:
         begin = tokenizer.bos

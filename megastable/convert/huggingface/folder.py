@@ -1,8 +1,8 @@
-"""A folder of Hugging Face: its config.json and its .safetensors files, read without transformers.
+"""Read a Hugging Face folder, its config.json and .safetensors files, without transformers.
 
     model = load_folder(Path("exported"))
 
-Nothing in it is unpickled or run. Names, shapes and dtypes are compared with what config.json says before any weight is
+Nothing in it is unpickled or run. Names, shapes and dtypes are checked against config.json before any weight is
 read; weights come one by one.
 """
 
@@ -33,14 +33,14 @@ from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-EDGE = 1 << 16  # bytes at either end of a file that the fingerprint is of
+EDGE = 1 << 16  # bytes at either end of a file that enter the fingerprint
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class HuggingFaceFolder:
-    """settings: config.json; files: where each tensor is, by its name.
+    """settings: config.json; files: the file of each tensor, by name.
 
-    accept: keys of config.json that a person said do not matter. Raises CheckpointError for a folder that is not one,
+    accept: keys of config.json that the user declared irrelevant. Raises CheckpointError for an invalid folder,
     an unknown architecture or option, and damaged files.
     """
 
@@ -106,7 +106,7 @@ class HuggingFaceFolder:
         held: dict[str, set[str]] = {}
         for file in sorted(set(where.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{index}: {file!r} is no name of a .safetensors file beside it")
+                raise CheckpointError(f"{index}: {file!r} is not the name of a .safetensors file beside it")
             if not (self.path / file).is_file():
                 raise CheckpointError(f"{self.path / file} is not there, which {INDEX} names")
             held[file] = set(self._names(file))
@@ -130,7 +130,7 @@ class HuggingFaceFolder:
 
     @cached_property
     def parts(self) -> dict[str, tuple[TensorRows, ...]]:
-        """Our tensors, and what they are here; compared with what is here. Raises CheckpointError."""
+        """Our tensors and their parts in this folder; checked against its contents. Raises CheckpointError."""
         if self.config.layers > len(self.files):  # no table of a billion names
             raise CheckpointError(
                 f"{self.path}: holds too few tensors for the {self.config.layers} layers of {CONFIG}"
@@ -139,7 +139,7 @@ class HuggingFaceFolder:
         wanted = {part.name: part for parts in found.values() for part in parts}
         there = {
             name for name in self.files if not name.endswith(".rotary_emb.inv_freq")
-        }  # of old Llamas: computed
+        }  # in old Llamas: can be computed
         if self.config.tied and "lm_head.weight" in there:
             there.remove("lm_head.weight")
             if not torch.equal(self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")):
@@ -166,7 +166,7 @@ class HuggingFaceFolder:
         return self._opened(self.files[name]).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises CheckpointError for what is no plain float."""
+        """Raises CheckpointError for anything but a plain float."""
         held = self._opened(self.files[name])
         kind = held.entries[name].kind
         if kind not in FLOATS:
@@ -176,7 +176,7 @@ class HuggingFaceFolder:
         return held.dtype(name)
 
     def tensor(self, name: str) -> Tensor:
-        """In its own dtype; read when asked for. Raises CheckpointError."""
+        """A tensor in its own dtype; read on request. Raises CheckpointError."""
         return self._opened(self.files[name]).tensor(name)
 
     def ours(self, name: str, rows: int | None = None) -> Tensor:
@@ -196,8 +196,8 @@ def load_folder(
     device: torch.device | str = "cpu",
     accept: Collection[str] = (),
 ) -> PlainModel:
-    """The model in a folder of Hugging Face, as `load_plain` gives that of a checkpoint; its run is all defaults but
-    for the model.
+    """The model in a Hugging Face folder, as `load_plain` returns that of a checkpoint; its run has defaults for
+    everything but the model.
 
     dtype None: that of the embedding in the file. Memory: the weights once, and one tensor in fp32. Raises
     CheckpointError.
@@ -222,14 +222,14 @@ def load_folder(
 
 
 def parameters_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every parameter with the module that holds it, and its name there."""
+    """Every parameter with its module, and its name there."""
     for owner in module.modules():
         for key, parameter in list(owner.named_parameters(recurse=False)):
             yield owner, key, parameter
 
 
 def is_folder(path: Path) -> bool:
-    """Whether that is a folder of Hugging Face rather than a checkpoint or a run of ours."""
+    """Whether `path` is a Hugging Face folder rather than a checkpoint or a run of ours."""
     return (find(path) / CONFIG).is_file()
 
 
@@ -237,9 +237,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is not there: {path.parent} is no folder that transformers could load"
-        ) from None
+        raise CheckpointError(f"{path} is missing: transformers cannot load {path.parent}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""An exported folder as one GGUF file for llama.cpp: the same weights, and a tokenizer that gives the same ids."""
+"""Convert an exported folder to one GGUF file for llama.cpp: the same weights and the same token ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INSTALL = "bash launch/install.sh gguf"
 
 @dataclass(frozen=True)
 class Gguf:
-    """What was made. notes: on which texts llama.cpp gives other ids."""
+    """Result of a conversion. notes: on texts for which llama.cpp gives other ids."""
 
     out: Path
     architecture: str
@@ -48,13 +48,13 @@ class Gguf:
 def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda done, total: None) -> Gguf:
     """Write `out`, which must not exist, from a folder that `to-hf` made (or a fine-tuned one of the same kind).
 
-    Matrices stay in their dtype, what has one dimension is fp32, as llama.cpp wants it. Memory: two tensors.
-    Raises CheckpointError for a tokenizer or model that llama.cpp has not.
+    Matrices keep their dtype, one-dimensional tensors become fp32, as llama.cpp requires. Memory: two tensors.
+    Raises CheckpointError for a tokenizer or model that llama.cpp does not support.
     """
     refuse_existing(out, "file")
     source = HuggingFaceFolder(folder)
     if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError(f"the package gguf is not installed, which writes such files: {INSTALL}")
+        raise CheckpointError(f"the package gguf, which writes such files, is not installed: {INSTALL}")
     import gguf
 
     config, kind = source.config, architecture_of(source.config)
@@ -78,7 +78,7 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
         names.get_name(part.name, (".weight", ".bias")): part.name
         for parts in source.parts.values() for part in parts
     }  # fmt: skip
-    if kind is OLMO2 and config.tied:  # llama.cpp's has a head of its own
+    if kind is OLMO2 and config.tied:  # llama.cpp's has a separate head
         given["output.weight"] = "model.embed_tokens.weight"
     for name, theirs in given.items():
         shape, (dtype, raw) = source.shape(theirs), _kind(source, theirs)
@@ -129,7 +129,7 @@ def _kind(source: HuggingFaceFolder, name: str) -> tuple[torch.dtype, str]:
 
 
 def _factors(config: ModelConfig) -> npt.NDArray[np.float32] | None:
-    """What llama.cpp divides the frequencies of a Llama 3 by, fp32 [head_width / 2]; None of other models."""
+    """llama.cpp's divisors for the frequencies of a Llama 3, fp32 [head_width / 2]; None for other models."""
     if config.rope_scaling is None or config.rope_scaling.kind == "linear":
         return None
     rope, cpu = Rope.of(config), torch.device("cpu")
@@ -170,7 +170,8 @@ def _describe(writer: Any, source: HuggingFaceFolder, kind: str) -> None:
 
 
 def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
-    """What tokenizer.json does, and {"bos", "eos", "pad", "unk": ids or None, "template": a chat template or None}."""
+    """The content of tokenizer.json, and {"bos", "eos", "pad", "unk": ids or None, "template": chat template or
+    None}."""
     try:
         model = load_tokenizer(folder / FILE, eod=0).model  # type: ignore[attr-defined]
         content = json.loads(model.to_str())
@@ -187,7 +188,7 @@ def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder}: {FILE}, {CONFIG} or {TEMPLATE} is not what tokenizers write: {visible(repr(error), 200)}"
+            f"{folder}: {FILE}, {CONFIG} or {TEMPLATE} has an unexpected format: {visible(repr(error), 200)}"
         ) from None
     if words.begin and words.begin != _content(config.get("bos_token")):
         raise CheckpointError(
@@ -197,7 +198,7 @@ def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
         key: token for key in ("bos", "eos", "pad", "unk") if (token := _content(config.get(f"{key}_token")))
     }  # fmt: skip
     ids = {key: model.token_to_id(token) for key, token in named.items()}
-    for id in ids.values():  # in transformers, to be named there makes a token special
+    for id in ids.values():  # in transformers, these entries make a token special
         if id is not None and words.types[id] == NORMAL:
             words.types[id] = CONTROL
     return words, ids | {"template": template}

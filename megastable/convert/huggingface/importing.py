@@ -1,8 +1,7 @@
-"""A folder of Hugging Face as a run: its weights become the fp32 masters of a new run directory, which goes on from
-them.
+"""Import a Hugging Face folder as a run: its weights become the fp32 masters of a new run directory.
 
-Data, optimizer, schedule and layout come from a recipe; the model comes from the folder, whatever the recipe says of
-it. There is no optimizer state: Adam begins anew, at step 0.
+Data, optimizer, schedule and layout come from a recipe; the model comes from the folder, overriding the recipe.
+There is no optimizer state: Adam starts fresh, at step 0.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.model.flops import parameters as parameter_count
 
-ANY_WAY = "if you know that it is the same, say --any-tokenizer"
-# Of a model: how it is trained and begun, which no folder says.
+ANY_WAY = "if you know that it is the same, add --any-tokenizer"
+# Model keys about training and initialisation, which a folder does not contain.
 OWN = ("z_loss", "init_std", "attention", "vocab_multiple", "sequence_length", "max_positions")
 
 
 @dataclass
 class Import:
-    """checkpoint: the new one; numel: parameters of the model, without padding; notes: what a person should know."""
+    """checkpoint: the new one; numel: parameters of the model, without padding; notes: for the user."""
 
     out: Path
     folder: Path
@@ -58,10 +57,10 @@ def from_hf(
 ) -> Import:
     """Make the run directory `out`, which must not exist, from a folder and the recipe `base`.
 
-    accept: keys of config.json that do not matter; any_tokenizer: do not compare the corpora's tokenizer with the
-    folder's. watch: bytes so far, and in all. Memory: one tensor in fp32.
+    accept: keys of config.json that do not matter; any_tokenizer: skip the comparison of the corpora's tokenizer with
+    the folder's. watch: bytes so far, and in all. Memory: one tensor in fp32.
 
-    Raises CheckpointError, ConfigError, DataError; nothing is left then.
+    Raises CheckpointError, ConfigError, DataError; then nothing is left.
     """
     refuse_existing(out)
     folder = HuggingFaceFolder(given, accept)
@@ -95,27 +94,27 @@ def from_hf(
 def run_from(
     folder: HuggingFaceFolder, base: Path, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, list[str]]:
-    """The recipe with the folder's model in it, and what of its own model that replaces. Raises ConfigError."""
+    """The recipe with the folder's model, and notes on the model settings that it replaces. Raises ConfigError."""
     wanted = recipe.load(base, overrides)
     longest, length = folder.sizes["sequence_length"], wanted.model.sequence_length
     mistral = folder.settings["architectures"] == [MISTRAL.name]
     if length > longest:
         limit = "max_position_embeddings or its sliding_window" if mistral else "max_position_embeddings"
         raise ConfigError(
-            f"model.sequence_length={length} in {base}: the model of {folder.path} was made for {longest} ({limit}): "
+            f"model.sequence_length={length} in {base}: the model of {folder.path} supports up to {longest} ({limit}): "
             "set model.sequence_length to that or less"
         )
     given = {key: value for key, value in folder.sizes.items() if key not in OWN}
     tree = wanted.model_dump(mode="json")
     notes = [
-        f"model.{key}: {getattr(wanted.model, key)} in {base}, {value} in {folder.path}: the folder's holds"
+        f"model.{key}: {getattr(wanted.model, key)} in {base}, {value} in {folder.path}: using the folder's"
         for key, value in given.items()
         if key in wanted.model.model_fields_set and getattr(wanted.model, key) not in (value, None)
     ]
     if mistral:
         notes.append(
-            f"a Mistral computes what a Llama does on up to {longest:,} tokens: it goes on as one, and to-hf writes "
-            f"{LLAMA.name}"
+            f"a Mistral computes the same as a Llama on up to {longest:,} tokens: it is imported as one, and to-hf "
+            f"writes {LLAMA.name}"
         )
     tree["model"] |= given | {"max_positions": longest if longest > length else None}
     return recipe.validate(tree, f"{base}, with the model of {folder.path}"), notes
@@ -165,9 +164,9 @@ def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora,
 
 
 def _put_before(folder: HuggingFaceFolder, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """The tokens that it puts before every text; None where that is not known.
+    """The tokens that it puts before every text; None if unknown.
 
-    tokenizer.json says so itself. Of a SentencePiece model transformers put the bos, unless told not to.
+    tokenizer.json contains them. For a SentencePiece model transformers add the bos, unless configured otherwise.
     """
     if tokenizer.kind == "huggingface":
         return tokenizer.added
@@ -180,7 +179,7 @@ def _put_before(folder: HuggingFaceFolder, tokenizer: Tokenizer) -> tuple[int, .
 
 
 def _tokenizers(folder: HuggingFaceFolder) -> list[Tokenizer]:
-    """What the folder holds of them: tokenizer.json first, as transformers do. Raises CheckpointError."""
+    """The folder's tokenizers, tokenizer.json first, as in transformers. Raises CheckpointError."""
     files = [folder.path / FILE, *sorted(folder.path.glob("*.model"))]
     try:
         return [load_tokenizer(file, eod=0) for file in files if file.is_file()]

@@ -1,8 +1,8 @@
-"""The tokenizer of an exported folder as llama.cpp reads it, with the ids of tokenizer.json. Pure.
+"""Translate tokenizer.json to llama.cpp's vocabulary, with the same ids. Pure.
 
 llama.cpp's own converter puts a space before every text of a SentencePiece model unless the model is a Llama, refuses
-one for OLMo 2, and knows a byte-level tokenizer by a hash of the ids that published ones give, not one that was trained
-here. Here llama.cpp's settings follow from the tokenizer's rules; a rule that it does not have is refused.
+one for OLMo 2, and recognises byte-level tokenizers by a hash of known ids, which excludes one trained here. Here
+llama.cpp's settings follow from the tokenizer's rules; an unsupported rule is refused.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megastable.convert.huggingface.tokenizer_export import (  # the kinds of pi
 from megastable.data.tokenizer import SPACE
 
 LOWEST = -1e9  # a score
-# What SentencePiece's tokenizer.json may do with a text: llama.cpp does it, too.
+# Text rules of SentencePiece's tokenizer.json that llama.cpp supports.
 SPACES: tuple[Json, ...] = (
     CUT_AT_SPACES,
     {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
     {"type": "Prepend", "prepend": SPACE},
 )
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-# Regular expressions of pre-tokenizers, and what llama.cpp calls them (llama-vocab.cpp, llm_tokenizer_bpe).
+# Regular expressions of pre-tokenizers, and llama.cpp's names for them (llama-vocab.cpp, llm_tokenizer_bpe).
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,8 +49,8 @@ LLAMA3, QWEN2 = _WORDS % "{1,3}", _WORDS % ""
 @dataclass(frozen=True)
 class Vocabulary:
     """model: "llama" (SentencePiece, merged by scores) or "gpt2" (bytes, merged by merges); pre: its pre-tokenizer;
-    space: it puts a space before every text; begin: the token that it puts there, or ""; notes: on which texts its ids
-    are others than tokenizer.json's."""
+    space: it puts a space before every text; begin: the token that it puts there, or ""; notes: on texts for which its
+    ids differ from tokenizer.json's."""
 
     model: str
     pre: str
@@ -84,7 +84,7 @@ def vocabulary(content: Json, size: int) -> Vocabulary:
 
 
 def is_qwens(content: Json) -> bool:
-    """Whether a tokenizer.json normalises and cuts texts as Qwen's does: then only its merges are its own."""
+    """Whether a tokenizer.json normalises and splits texts like Qwen's: then only its merges differ."""
     if content["model"]["type"] != "BPE" or content["model"].get("byte_fallback"):
         return False
     try:
@@ -94,7 +94,7 @@ def is_qwens(content: Json) -> bool:
 
 
 def _begin(processor: Json | None) -> str:
-    """The token that is put before every text. Raises CheckpointError for what llama.cpp would not add."""
+    """The token put before every text. Raises CheckpointError for additions that llama.cpp does not make."""
     found = ""
     for step in [] if processor is None else processor.get("processors", [processor]):
         if step["type"] == "TemplateProcessing":
@@ -102,15 +102,15 @@ def _begin(processor: Json | None) -> str:
             if len(before) > 1 or "Sequence" not in text:
                 raise CheckpointError("it adds more to a text than a token before it, llama.cpp does not")
             found = str(before[0]["SpecialToken"]["id"]) if before else ""
-        elif step["type"] != "ByteLevel":  # which only moves offsets
-            raise CheckpointError(f"llama.cpp has no {step['type']}, with which this one ends")
+        elif step["type"] != "ByteLevel":  # only moves offsets
+            raise CheckpointError(f"llama.cpp does not support its post-processor {step['type']}")
     return found
 
 
 def converted(architecture: Architecture, words: Vocabulary, model_file: bool) -> str:
-    """What llama.cpp's own converter would do wrong with a folder; "" where it is right.
+    """The error that llama.cpp's own converter would make with a folder; "" if it is right.
 
-    model_file: the folder holds tokenizer.model, too.
+    model_file: the folder also holds tokenizer.model.
     """
     if model_file and words.model == "llama" and architecture is not OLMO2:
         if architecture is LLAMA or words.space:
@@ -137,7 +137,7 @@ def _pairs(model: Json) -> list[list[str]]:
 
 
 def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
-    """SentencePiece: of two neighbours those are merged that give the piece of the best score, whichever they are."""
+    """SentencePiece: merges the two neighbours that form the piece with the best score, whichever they are."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(_pairs(content["model"])):
         ranks.setdefault(left + right, rank)
@@ -147,9 +147,9 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
             raise CheckpointError(f"llama.cpp has no {step['type']} before SentencePiece's pieces")
     notes = []
     if not any(step["type"] in ("Replace", "Metaspace") for step in rules):
-        notes.append(f"a literal {SPACE} (U+2581) in a text is a space for llama.cpp")
+        notes.append(f"a literal {SPACE} (U+2581) in a text becomes a space in llama.cpp")
     if any(step.get("prepend_scheme") == "first" for step in rules):
-        notes.append("llama.cpp puts a space behind a special token in a text, too")
+        notes.append("llama.cpp also puts a space after a special token in a text")
     return Vocabulary(
         "llama",
         "default",
@@ -162,7 +162,7 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
 
 
 def _pre(content: Json) -> str:
-    """Which of llama.cpp's pre-tokenizers is this one. Raises CheckpointError."""
+    """llama.cpp's name of this pre-tokenizer. Raises CheckpointError."""
     found = [step for step in steps(content) if step["type"] != "NFC"]
     kinds = [step["type"] for step in found]
     if spaced(content):
@@ -177,7 +177,7 @@ def _pre(content: Json) -> str:
             whole = content["model"].get("ignore_merges")  # "llama-bpe" looks for whole words first
             return "qwen2" if regex == QWEN2 else "llama-bpe" if whole else "dbrx"
     raise CheckpointError(
-        f"it cuts texts in a way that llama.cpp does not know ({', '.join(kinds) or 'nowhere'})"
+        f"it splits texts in a way that llama.cpp does not support ({', '.join(kinds) or 'nowhere'})"
     )
 
 

@@ -1,4 +1,4 @@
-"""Logits of our model and of transformers' on the same tokens, in fp32; a layer at a time where memory is short."""
+"""Compute logits of our model and of transformers' on the same tokens, in fp32; layer by layer if memory is short."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megastable.parallel.topology import TensorParallel
 def ours(
     run: RunConfig, checkpoint: Path, weights: Callable[[str], Tensor], tokens: Tensor, at: Tensor
 ) -> Tensor:
-    """Logits [rows, positions, vocabulary]; one layer's weights are in memory at a time."""
+    """Logits [rows, positions, vocabulary] of our model; one layer's weights are in memory at a time."""
     with torch.device("meta"):
         gpt = GPT(run.model, TensorParallel(), recompute="none", seed=0)
     model = PlainModel(gpt, run, checkpoint, store.step_of(checkpoint), "").eval()
@@ -42,7 +42,7 @@ def ours(
 
 
 def _lazily(layer: nn.Module, fill: Callable[[nn.Module], None], keep: bool = False) -> None:
-    """Have a layer's weights filled in before its forward pass, and taken away after it."""
+    """Fill a layer's weights before its forward pass, and release them after it."""
 
     def empty(*_: Any) -> None:
         for owner, key, parameter in parameters_in(layer):
@@ -68,7 +68,7 @@ def theirs(folder: HuggingFaceFolder, tokens: Tensor, at: Tensor, whole: bool) -
         logits = model(tokens, logits_to_keep=at, use_cache=False).logits.float()
     except (MegastableError, MemoryError):
         raise
-    except Exception as error:  # whatever a version of transformers has against the folder
+    except Exception as error:  # a version of transformers may raise anything
         raise CheckpointError(
             f"{folder.path}: transformers {transformers.__version__} cannot load it: {type(error).__name__}: {error}"
         ) from error
@@ -96,7 +96,7 @@ def _loaded(folder: HuggingFaceFolder) -> nn.Module:
 
 
 def _streamed(folder: HuggingFaceFolder) -> nn.Module:
-    """Their model with the weights of one layer at a time; for what does not fit into memory whole."""
+    """transformers' model with the weights of one layer at a time, if the whole does not fit into memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
@@ -106,7 +106,7 @@ def _streamed(folder: HuggingFaceFolder) -> nn.Module:
         )
     there = set(folder.files) | ({"lm_head.weight"} if folder.config.tied else set())
     if missing := sorted(set(model.state_dict()) - there):
-        raise CheckpointError(f"{folder.path}: transformers want the tensor {missing[0]}, which is not there")
+        raise CheckpointError(f"{folder.path}: transformers need the tensor {missing[0]}, which is missing")
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its table is computed, not loaded
 
     def fill(prefix: str) -> Callable[[nn.Module], None]:

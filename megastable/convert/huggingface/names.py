@@ -1,7 +1,7 @@
-"""The one table of names, for both directions: which rows of which of our tensors are which of theirs. Pure.
+"""Table of tensor names for export and import: the rows of our tensors that form each Hugging Face tensor. Pure.
 
 Ours are fused where they are multiplied together (q, k and v; gate and up), and the vocabulary is padded; theirs are
-single, without padding. Rotary embeddings are half-split in both, so that nothing is permuted.
+separate, without padding. Rotary embeddings are half-split in both, so that nothing is permuted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megastable.config.tree import ModelConfig
 
 @dataclass(frozen=True)
 class Architecture:
-    """type: "model_type" of config.json; name: the class; norms: what the norms of a block's two halves are called."""
+    """type: "model_type" of config.json; name: the class; norms: names of the norms of a block's two halves."""
 
     type: str
     name: str
@@ -32,12 +32,12 @@ LLAMA = Architecture("llama", "LlamaForCausalLM", BEFORE)
 MISTRAL = Architecture("mistral", "MistralForCausalLM", BEFORE)  # read only: without its window it is a Llama
 OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", ("post_attention_layernorm", "post_feedforward_layernorm"))
 
-# By model.qk_norm, model.norms and model.qkv_bias. Another combination has no architecture there.
+# By model.qk_norm, model.norms and model.qkv_bias. Other combinations have no architecture in Hugging Face.
 ARCHITECTURES = {
     (True, "before", False): QWEN3, (False, "before", False): LLAMA, (False, "before", True): QWEN2,
     ("full", "after", False): OLMO2,
 }  # fmt: skip
-# Options that theirs have, too, or that change nothing of what a trained model computes.
+# Options that their models support, or that do not affect a trained model.
 AT_HOME = frozenset(
     "layers hidden heads kv_heads head_dim ffn sequence_length max_positions vocab_size vocab_multiple rope_theta "
     "rope_scaling norm_eps qk_norm qkv_bias norms tied init_std z_loss attention".split()
@@ -54,13 +54,11 @@ class TensorRows:
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """What computes the same as this model. Raises ConfigError that names the option without a home there."""
+    """The equivalent architecture. Raises ConfigError with the option that has no equivalent."""
     for key, field in type(config).model_fields.items():
         value = getattr(config, key)
         if key not in AT_HOME and value != field.default:
-            raise ConfigError(
-                f"model.{key}={value}: no architecture of Hugging Face that is known here has it"
-            )
+            raise ConfigError(f"model.{key}={value}: no supported Hugging Face architecture has it")
     found = ARCHITECTURES.get((config.qk_norm, config.norms, config.qkv_bias))
     if found is None:
         homes = "; ".join(
@@ -68,13 +66,13 @@ def architecture_of(config: ModelConfig) -> Architecture:
         )
         raise ConfigError(
             f"model.qk_norm={config.qk_norm} with model.norms={config.norms} and model.qkv_bias={config.qkv_bias}: no "
-            f"architecture of Hugging Face has these together; those that have a home: {homes}"
+            f"supported Hugging Face architecture combines these; supported are: {homes}"
         )
     return found
 
 
 def table(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
-    """Every parameter of ours, in the model's order, and what it is over there. `vocab_size` must be known.
+    """Each of our parameters, in the model's order, with its Hugging Face tensors. `vocab_size` must be known.
 
     Raises ConfigError as `architecture_of`.
     """
@@ -122,12 +120,12 @@ def _rows(*named: tuple[str, int], width: int | None = None) -> tuple[TensorRows
 
 
 def split(whole: Tensor, parts: tuple[TensorRows, ...]) -> dict[str, Tensor]:
-    """Theirs, as views of one of ours; rows beyond them are padding."""
+    """Their tensors, as views of one of ours; further rows are padding."""
     return {part.name: whole[part.first : part.first + part.shape[0]] for part in parts}
 
 
 def merge(theirs: Mapping[str, Tensor], parts: tuple[TensorRows, ...], rows: int) -> Tensor:
-    """Ours, fp32 with `rows` rows, of theirs; rows beyond them are zero. The inverse of `split`."""
+    """One of our tensors, fp32 with `rows` rows, from theirs; further rows are zero. The inverse of `split`."""
     whole = torch.empty((rows, *parts[0].shape[1:]))
     for part in parts:
         whole[part.first : part.first + part.shape[0]] = theirs[part.name]

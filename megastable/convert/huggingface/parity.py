@@ -1,8 +1,8 @@
-"""Does the folder compute what the checkpoint does? Logits of both in fp32, side by side.
+"""Check that an exported folder computes the same as the checkpoint, by the logits of both in fp32.
 
-Ours come from the model that trains, with the checkpoint's weights rounded to what the folder holds (so that one
+Ours come from the training model, with the checkpoint's weights rounded to the folder's precision (so that one
 limit serves an fp32 and a bf16 export); theirs from transformers. A wrong layout of the rotary embeddings shows here,
-and not in text that is sampled.
+but not in sampled text.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LARGEST = 1e-4  # difference of two logits
 KL = 1e-10  # nats per token, the mean
 ROWS = 2  # of random tokens, and of text
 LENGTH = 512  # tokens of a row, at most
-WORK = 4e12  # multiply-adds and additions of one model, about; less text for a larger one
-LOGITS = 1 << 27  # bytes of fp32 logits of either; positions are left out where there would be more
+WORK = 4e12  # approximate multiply-adds of one model; larger models get less text
+LOGITS = 1 << 27  # bytes of fp32 logits per model; positions are left out to stay below
 INSTALL = "bash launch/install.sh hf"
 
 Say = Callable[[str], None]
@@ -60,9 +60,9 @@ class LogitRow:
 
 @dataclass
 class ParityReport:
-    """why: what kept logits from being compared, "" where nothing did. unequal: tensors of the folder whose bits are
-    not those of the checkpoint; settings: what config.json says otherwise, which logits need not show; precision: what
-    the folder holds; how: in which way transformers had the weights."""
+    """why: the reason why logits were not compared, "" if they were. unequal: tensors of the folder whose bits differ
+    from the checkpoint's; settings: differences of config.json that logits need not show; precision: the folder's; how:
+    how transformers loaded the weights."""
 
     checkpoint: Path
     folder: Path
@@ -78,7 +78,7 @@ class ParityReport:
 
     @property
     def failed(self) -> bool:
-        """Compared, and not the same."""
+        """Compared, and different."""
         return bool(self.unequal or self.settings) or not all(row.same for row in self.rows)
 
     @property
@@ -93,7 +93,7 @@ class ParityReport:
         problems = list(self.settings)
         if self.unequal:
             problems.append(
-                f"{len(self.unequal)} of {self.tensors} tensors have other numbers, the first is {self.unequal[0]}"
+                f"{len(self.unequal)} of {self.tensors} tensors differ, the first is {self.unequal[0]}"
             )
         for row in self.rows:
             if not row.same:
@@ -107,7 +107,7 @@ class ParityReport:
 def compare(
     checkpoint: Path, folder: Path, say: Say = lambda _: None, accept: Collection[str] = (), seed: int = 0
 ) -> ParityReport:
-    """checkpoint: a folder step-N that was found and verified; accept: as for `HuggingFaceFolder`.
+    """checkpoint: a verified folder step-N; accept: as for `HuggingFaceFolder`.
 
     Raises CheckpointError, ConfigError."""
     theirs, run = HuggingFaceFolder(folder, accept), run_of(checkpoint)
@@ -116,7 +116,7 @@ def compare(
     for key in ("rope_theta", "rope_scaling", "norm_eps"):
         mine, other = getattr(run.model, key), getattr(theirs.config, key)
         if mine != other:
-            found.settings.append(f"model.{key} is {other} there, and {mine} in the checkpoint")
+            found.settings.append(f"model.{key} is {other} in the folder, and {mine} in the checkpoint")
     held = {theirs.dtype(part.name) for parts in theirs.parts.values() for part in parts}
     found.precision = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
     weights = _Rounded(WholeState(checkpoint), theirs)
@@ -124,16 +124,16 @@ def compare(
     whole, largest = _memory(theirs, samples)
     free = free_memory.free()
     if importlib.util.find_spec("transformers") is None:
-        found.why = f"transformers is not installed, and nothing else can tell: {INSTALL}, then run `check`"
+        found.why = f"transformers, which the check needs, is not installed: {INSTALL}, then run `check`"
     elif largest > free:
-        need = f"it would take {size(largest)} of memory, and {size(free)} are free"
+        need = f"it would take {size(largest)} of memory, but {size(free)} are free"
         found.why = f"{need}: run `check` on a larger machine"
     if found.why:
         found.unequal = weights.all_unequal()
         return found
     tokens = torch.cat([t for _, t in samples])
     at = _positions(tokens, theirs)
-    # Not inference_mode: the table of positions that the model keeps is for gradients, too.
+    # Not inference_mode: the table of positions that the model keeps is used with gradients, too.
     with torch.no_grad():
         say("our logits")
         mine = logits.ours(run, checkpoint, weights, tokens, at)
@@ -149,7 +149,7 @@ def compare(
 
 
 def _same_model(checkpoint: Path, run: RunConfig, folder: HuggingFaceFolder) -> None:
-    """Whether both speak of one model at all. Raises CheckpointError that names what differs."""
+    """Check that both describe the same model. Raises CheckpointError with the difference."""
     ours, theirs = run.model, folder.config
     for key, a, b in (
         ("layers", ours.layers, theirs.layers), ("hidden", ours.hidden, theirs.hidden),
@@ -161,14 +161,15 @@ def _same_model(checkpoint: Path, run: RunConfig, folder: HuggingFaceFolder) -> 
     ):  # fmt: skip
         if a != b:
             raise CheckpointError(
-                f"{folder.path} is another model than {checkpoint}: model.{key} is {b} there, and {a} in the checkpoint"
+                f"{folder.path} is a different model from {checkpoint}: model.{key} is {b} in the folder, {a} in the "
+                "checkpoint"
             )
 
 
 def _samples(
     run: RunConfig, folder: HuggingFaceFolder, seed: int, notes: list[str]
 ) -> list[tuple[str, Tensor]]:
-    """What to compare on: (what it is, int64 [rows, length])."""
+    """Tokens to compare on: (description, int64 [rows, length])."""
     vocabulary = folder.config.vocab_size
     assert vocabulary is not None
     budget = int(WORK / (2 * folder.numel) / (2 * ROWS))
@@ -186,7 +187,7 @@ def _samples(
     try:
         ids = load_tokenizer(folder.path, eod=0).encode(real_text())
     except MegastableError:
-        notes.append("compared on random tokens alone: neither the run's corpora nor a tokenizer are there")
+        notes.append("compared on random tokens alone: neither the run's corpora nor a tokenizer were found")
         return found
     rows = min(ROWS, len(ids) // length)
     text = torch.tensor(ids[: rows * length]).view(rows, length)
@@ -196,7 +197,7 @@ def _samples(
 
 
 def _memory(folder: HuggingFaceFolder, samples: Sequence[tuple[str, Tensor]]) -> tuple[int, int]:
-    """Bytes that transformers take with the whole model, and with a layer at a time."""
+    """Bytes that transformers need with the whole model, and layer by layer."""
     c, tokens = folder.config, torch.cat([t for _, t in samples])
     rows, length = tokens.shape
     # Activations of a layer: its MLP, and scores of attention; logits of both, and what is computed from them.
@@ -208,26 +209,26 @@ def _memory(folder: HuggingFaceFolder, samples: Sequence[tuple[str, Tensor]]) ->
 
 
 def _positions(tokens: Tensor, folder: HuggingFaceFolder) -> Tensor:
-    """Which positions of a row are compared: all, or as many as there is room for, evenly, with the last."""
+    """The positions of a row to compare: all, or as many as fit, evenly spaced, with the last."""
     rows, length = tokens.shape
     most = max(1, min(length, LOGITS // (4 * (folder.config.vocab_size or 1) * rows)))
     return torch.linspace(length - 1, 0, most).round().long().flip(0)
 
 
 class _Rounded:
-    """The checkpoint's weights as the folder should hold them; says which ones it does not."""
+    """The checkpoint's weights rounded as the folder should hold them; records the tensors that differ."""
 
     def __init__(self, whole: WholeState, folder: HuggingFaceFolder) -> None:
         self.whole, self.folder, self.unequal = whole, folder, set[str]()
         self.table = table(folder.config)
 
     def __call__(self, name: str) -> Tensor:
-        """fp32, with the padding of the vocabulary as it is."""
+        """fp32, with the padding of the vocabulary unchanged."""
         tensor, parts = self.whole.tensor(name, "weight"), self.table[name]
         rounded = {}
         for theirs, part in split(tensor, parts).items():
             held = self.folder.tensor(theirs)
-            if held.dtype == torch.float64:  # as it is read
+            if held.dtype == torch.float64:  # converted on reading
                 held = held.float()
             mine = part.to(held.dtype)
             if not torch.equal(mine.view(torch.uint8), held.view(torch.uint8)):  # -0.0 is not 0.0, nan is nan
@@ -266,7 +267,7 @@ def _row(of: str, ours: Tensor, theirs: Tensor) -> LogitRow:
 
 
 def sheet(found: ParityReport) -> Sheet:
-    """What a person, or a program, is shown."""
+    """The report as a table."""
     facts = [
         ("checkpoint", str(found.checkpoint)),
         ("folder", str(found.folder)),
@@ -274,7 +275,7 @@ def sheet(found: ParityReport) -> Sheet:
     ]
     if found.rows:
         facts.append(("transformers", f"{found.transformers}, {found.how}"))
-    facts.append(("tensors", f"{plural(found.tensors, 'tensor')}, {len(found.unequal)} with other numbers"))
+    facts.append(("tensors", f"{plural(found.tensors, 'tensor')}, {len(found.unequal)} different"))
     columns = (
         Column("of", "compared on"), Column("tokens", "positions", "count"),
         Column("largest", "largest difference", "text"), Column("kl", "KL, nats/token", "text"),

@@ -1,8 +1,8 @@
-"""config.json of a Hugging Face folder: written from our model's configuration, and read into it. Pure.
+"""Translate config.json of a Hugging Face folder to our model's configuration, and back. Pure.
 
-Both ways of saying the same are written: `rope_theta` and `torch_dtype` for transformers 4, `rope_parameters` and
-`dtype` for 5. An option that our model has no home for is refused by its name, as is a key that nobody here knows: it
-might change what the model computes.
+Both spellings are written: `rope_theta` and `torch_dtype` for transformers 4, `rope_parameters` and `dtype` for 5. An
+option that our model does not support is refused by name, as is an unknown key: it might change what the model
+computes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SIZES = {  # ours and theirs
     "ffn": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-# What may be left out of a config.json (configuration_*.py of transformers 4.57 and 5.23).
+# Defaults of keys that a config.json may omit (configuration_*.py of transformers 4.57 and 5.23).
 MAY_LACK = {"num_key_value_heads", "head_dim"}
 EPS = {QWEN3.type: 1e-6, QWEN2.type: 1e-6, LLAMA.type: 1e-6, MISTRAL.type: 1e-6, OLMO2.type: 1e-5}
 POSITIONS = {QWEN3.type: 32768, QWEN2.type: 32768, LLAMA.type: 2048, MISTRAL.type: 131_072, OLMO2.type: 2048}
-KV_HEADS = {QWEN3.type: 32, QWEN2.type: 32, MISTRAL.type: 8}  # of the others: as many as there are heads
+KV_HEADS = {QWEN3.type: 32, QWEN2.type: 32, MISTRAL.type: 8}  # others: the number of heads
 WINDOW = 4096  # of a Mistral
 THETA = 10_000.0
-# How rotary embeddings may be scaled: keys of `RopeScalingConfig`, and theirs.
+# Supported scalings of rotary embeddings: keys of `RopeScalingConfig`, and theirs.
 SCALED = {
     "linear": {"factor": "factor"},
     "llama3": {
@@ -52,8 +52,8 @@ SCALED = {
         "original_length": "original_max_position_embeddings",
     },
 }  # fmt: skip
-MOST = sys.float_info.max  # a longer integer of JSON is no float
-# Options of theirs, and the only value of each that our model has, with why.
+MOST = sys.float_info.max  # a larger JSON integer does not fit a float
+# Their options, and the only supported value of each, with the reason.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "its MLP is a SwiGLU"),
     "attention_bias": ((False,), "its only biases are those of q, k and v, as Qwen2 has them"),
@@ -72,7 +72,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "residual_multiplier": ((1, None), "its residuals are not scaled"),
     "is_encoder_decoder": ((False,), "it is a decoder"),
 }
-# About the file, the training, or how text is generated: nothing that changes the logits.
+# Keys about the file, the training, or text generation, which do not change the logits.
 NO_MATTER = frozenset(
     "architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id "
     "sep_token_id decoder_start_token_id initializer_range _name_or_path return_dict output_hidden_states "
@@ -115,7 +115,7 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
     }
     if config.rope_scaling is not None:
         found["rope_scaling"] = rope
-    if kind is not QWEN2:  # which has them without being asked
+    if kind is not QWEN2:  # which has them by default
         found["attention_bias"] = False
     if kind is LLAMA:
         found["mlp_bias"] = False
@@ -132,10 +132,11 @@ def _written(scaling: RopeScalingConfig | None) -> dict[str, Any]:
 
 
 def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[str, Any]:
-    """What config.json says of our model: keys of `ModelConfig`. `sequence_length` is the longest that it knows, or on
-    which it computes the same as ours: up to its window a Mistral attends to all that came before.
+    """Our model by config.json: keys of `ModelConfig`. `sequence_length` is the longest that it supports, or on which
+    it
+    computes the same as ours: within its window a Mistral attends to all earlier tokens.
 
-    where: for messages; accept: keys that a person said do not matter. Raises CheckpointError.
+    where: for messages; accept: keys that the user declared irrelevant. Raises CheckpointError.
     """
     kind = _architecture(given, where)
     for key, value in given.items():
@@ -148,7 +149,7 @@ def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise CheckpointError(f"{where}: {theirs}={value!r}: it must be a number of at least 1")
         found[ours] = value
-    # What they take where the file says nothing.
+    # Their defaults for missing keys.
     silent = kind.type in KV_HEADS and "num_key_value_heads" not in given
     found.setdefault("kv_heads", KV_HEADS[kind.type] if silent else found["heads"])
     if "head_dim" not in found:
@@ -195,7 +196,7 @@ def _architecture(given: Settings, where: str) -> Architecture:
 def _refuse(
     kind: Architecture, key: str, value: Any, where: str, given: Settings, accept: Collection[str]
 ) -> None:
-    """Raises CheckpointError for an option that our model does not have."""
+    """Raises CheckpointError for an option that our model does not support."""
     problem = ""
     if key in accept:
         return
@@ -204,19 +205,16 @@ def _refuse(
         if not any(
             value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
         ):
-            problem = f"this model cannot be like that: {why}"
+            problem = f"not supported: {why}"
     elif key == "sliding_window":
-        # Qwen's files give it a width that is not in use. A Mistral's bounds the sequences; see `model_of`.
+        # Qwen's files contain an unused window. A Mistral's limits the sequence length; see `model_of`.
         if value is not None and given.get("use_sliding_window") is not False and kind is not MISTRAL:
-            problem = "this model cannot be like that: it attends to all that came before"
+            problem = "not supported: the model attends to all that came before"
     elif key == "layer_types":
         if value is not None and not (isinstance(value, list) and set(map(str, value)) <= {"full_attention"}):
-            problem = "this model cannot be like that: it attends to all that came before in every layer"
+            problem = "not supported: the model attends to all that came before in every layer"
     elif key not in NO_MATTER and key not in SIZES.values() and value not in (None, False, {}, []):
-        problem = (
-            "it is not known here whether that changes what the model computes; if it does not, say so with "
-            f"--accept {key}"
-        )
+        problem = f"unknown key, which may change what the model computes; if it does not, add --accept {key}"
     if problem:
         raise CheckpointError(f"{where}: {key}={value!r}: {problem}")
 
@@ -245,7 +243,7 @@ def _rope(given: Settings, where: str) -> tuple[float, RopeScalingConfig | None]
 
 
 def _scaling(value: Settings, key: str, where: str) -> RopeScalingConfig | None:
-    # The type has two names in older files, too.
+    # Older files use another key for the type.
     kinds = {str(value[k]) for k in ("rope_type", "type") if value.get(k) is not None} or {"default"}
     rest = {k: v for k, v in value.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
     whole = rest.pop("partial_rotary_factor", 1) == 1
@@ -261,7 +259,7 @@ def _scaling(value: Settings, key: str, where: str) -> RopeScalingConfig | None:
     elif strange := sorted(set(rest) - set(keys.values())):
         problem = f"rotary embeddings of type {kind} have no {strange[0]}"
     if problem:
-        raise CheckpointError(f"{where}: {key}={value!r}: this model cannot be like that: {problem}")
+        raise CheckpointError(f"{where}: {key}={value!r}: not supported: {problem}")
     if kind == "default":
         return None
     numbers = {ours: _number(rest[theirs], f"{key}.{theirs}", where) for ours, theirs in keys.items()}

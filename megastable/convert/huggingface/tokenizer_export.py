@@ -1,13 +1,13 @@
-"""The tokenizer of a run as transformers' AutoTokenizer loads it, with the same ids for every text.
+"""Export a run's tokenizer for transformers' AutoTokenizer, with the same ids for every text.
 
-A SentencePiece model is written as a tokenizer.json of the tokenizers library. Where the model keeps every space and
-spells what it lacks in bytes, as ours do, its pieces hold spaces themselves and not their sign "▁": so a literal "▁" is
-not taken for a space, which it never was in training. That the ids are the same is tried on real and on random text
-each time: what differs is refused, not written.
+A SentencePiece model is written as a tokenizer.json of the tokenizers library. If the model keeps every space and
+spells unknown characters in bytes, as ours do, the pieces hold spaces themselves instead of their symbol "▁": so a
+literal "▁" is not taken for a space, as in training. The ids are verified on real and random text each time; a
+difference is an error.
 
-Special tokens in a text are special over there: fine-tuning programs write "</s>" for the end of a text, and chat
+Special tokens in a text are special in transformers: fine-tuning programs write "</s>" for the end of a text, and chat
 templates theirs. Text from data must not forge them, which is why prepare_data and generate take them as characters
-(megastable.data.tokenizer); over there it is `split_special_tokens=True` of a call.
+(megastable.data.tokenizer); in transformers, pass `split_special_tokens=True`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ RANDOM_TEXTS = 300
 CUT_AT_SPACES: Json = {
     "type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False
 }  # fmt: skip
-# What pads a batch, in this order: never the end, whose label would be masked with the padding. Qwen's files pad with
-# <|endoftext|>, fine-tunes of Llama with <unk>.
+# Tokens that pad a batch, in this order: never the end token, whose label would be masked with the padding. Qwen's
+# files
+# pad with <|endoftext|>, fine-tunes of Llama with <unk>.
 PADS = (
     "<pad>",
     "[PAD]",
@@ -54,7 +55,7 @@ PADS = (
     "<unk>",
     "[UNK]",
 )
-WITHOUT = "to go on without a tokenizer: --no-tokenizer"
+WITHOUT = "to continue without a tokenizer: --no-tokenizer"
 MANY_LANGUAGES = (
     "Zażółć gęślą jaźń", "Съешь же ещё этих мягких булок", "敏捷的棕色狐狸跳过了懒狗", "いろはにほへと ちりぬるを",
     "다람쥐 헌 쳇바퀴에 타고파", "نص حكيم له سر قاطع", "ऋषियों को सताने वाले", "👩\u200d👩\u200d👧 🏳\ufe0f e\u0301 ﬁ Å",
@@ -65,8 +66,9 @@ MANY_LANGUAGES = (
 
 @dataclass(frozen=True)
 class Written:
-    """content: of tokenizer.json, complete; problem: how its ids differ on the texts that are tried, "" where they do
-    not; pad: the id that pads a batch."""
+    """content: of tokenizer.json, complete; problem: how its ids differ on the sample texts, "" if they do not; pad:
+    the
+    id that pads a batch."""
 
     content: Json
     problem: str
@@ -76,10 +78,10 @@ class Written:
 def write_tokenizer(
     tokenizer: Tokenizer, folder: Path, longest: int, exact: bool = True, begins: bool = True
 ) -> Written:
-    """tokenizer.json, tokenizer_config.json, and the SentencePiece model where it was one, as other programs want it.
+    """Write tokenizer.json, tokenizer_config.json, and a SentencePiece model's own file, as other programs expect them.
 
     longest: tokens of a sequence; begins: the end of a document also begins one. A tokenizer's `bos` is put before
-    every text. Raises CheckpointError when ids differ and `exact` is asked for, DataError.
+    every text. Raises CheckpointError if ids differ and `exact` is required, DataError.
     """
     given = fast(tokenizer)
     if tokenizer.bos is not None:
@@ -99,7 +101,7 @@ def write_tokenizer(
     write_file(folder / FILE, text)
     if tokenizer.kind == "sentencepiece":
         write_file(folder / "tokenizer.model", tokenizer.content)
-    content: Json = json.loads(model.to_str())  # older files leave out what goes without saying
+    content: Json = json.loads(model.to_str())  # older files omit defaults
     pad = _pad(model, tokenizer.eod)
     config = _config(tokenizer, pad, model, longest, begins, spaced(content))
     write_file(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
@@ -122,7 +124,7 @@ def spaced(content: Json) -> bool:
 
 
 def steps(content: Json) -> list[Json]:
-    """The normalizers and pre-tokenizers of a tokenizer.json, in their order; sequences are taken apart."""
+    """The normalizers and pre-tokenizers of a tokenizer.json, in order, with sequences flattened."""
     found, todo = list[Json](), [content.get("pre_tokenizer"), content.get("normalizer")]
     while todo:
         step = todo.pop()
@@ -153,12 +155,12 @@ def _at(ids: Sequence[int], index: int) -> str:
 
 
 def fast(tokenizer: Tokenizer) -> Json:
-    """The content of a tokenizer.json that gives the same ids and adds none. Raises CheckpointError."""
+    """The content of a tokenizer.json with the same ids and no additions. Raises CheckpointError."""
     if tokenizer.kind == "sentencepiece":
         return _of_sentencepiece(tokenizer)
     content: Json = json.loads(tokenizer.content)
     content["truncation"] = content["padding"] = None
-    # Many put a beginning before every text; in training there was none.
+    # Many put a token before every text; training had none.
     content["post_processor"] = _without_additions(content.get("post_processor"))
     return content
 
@@ -171,7 +173,7 @@ def _without_additions(processor: Json | None) -> Json | None:
 
 
 def _begun(content: Json, bos: int) -> Json:
-    """A post-processor that puts the token `bos` before every text, as it stood before every document."""
+    """A post-processor that puts the token `bos` before every text, as before every document in training."""
     name = HuggingFaceModel.from_str(json.dumps(content)).id_to_token(bos)
     token = {"SpecialToken": {"id": name, "type_id": 0}}
     one, other = ({"Sequence": {"id": which, "type_id": 0}} for which in "AB")
@@ -225,8 +227,8 @@ def _of_sentencepiece(tokenizer: Tokenizer) -> Json:
 
 
 def _bpe(pieces: list[str], kinds: list[int], scores: list[float], unknown: int, spells: bool) -> Json:
-    """Merges in the order of their scores: SentencePiece always makes the best piece that two neighbours give, from the
-    left; which two they are does not matter to it."""
+    """Merges in the order of their scores: SentencePiece always makes the best piece that two neighbours form, from the
+    left, whichever two they are."""
     normal = {piece: i for i, piece in enumerate(pieces) if kinds[i] == NORMAL}
     merges = []
     for piece, i in normal.items():
@@ -241,7 +243,7 @@ def _bpe(pieces: list[str], kinds: list[int], scores: list[float], unknown: int,
 
 
 def _unigram(pieces: list[str], kinds: list[int], scores: list[float], unknown: int, spells: bool) -> Json:
-    # Bytes are for what has no piece: a text that spells out "<0x0A>" must not get the byte.
+    # Bytes are for characters without a piece: a text that spells out "<0x0A>" must not get the byte.
     never = min(scores) - 1000.0
     vocab = [
         [piece, never if kinds[i] in (BYTE, CONTROL, UNKNOWN, UNUSED) else scores[i]]
@@ -265,7 +267,7 @@ def _normalizer(rules: Any) -> Json:
 
 
 def _cut_at_spaces(pieces: list[str]) -> Json | None:
-    """Cut texts before runs of spaces, where that changes no id: a library that takes them whole is slow."""
+    """Split texts before runs of spaces, if that changes no id: the library is slow on whole texts."""
     if any(" " in piece.lstrip(" ") for piece in pieces):
         return None
     return CUT_AT_SPACES
@@ -274,13 +276,13 @@ def _cut_at_spaces(pieces: list[str]) -> Json | None:
 def _config(
     tokenizer: Tokenizer, pad: int, model: HuggingFaceModel, longest: int, begins: bool, space: bool
 ) -> Json:
-    # A document of the training began after the end of another, unless they were kept apart.
+    # In training a document followed the end of another, unless they were kept apart.
     end, begin = tokenizer.eod, tokenizer.bos
     begin = end if begin is None and begins else begin
     unknown = next((t for t in ("<unk>", "[UNK]") if model.token_to_id(t) is not None), None)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        # Transformers 4 would add token_type_ids, which no model here takes.
+        # Transformers 4 would add token_type_ids, which our models do not take.
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": longest,
         **({"bos_token": model.id_to_token(begin)} if begin is not None else {}),
@@ -289,7 +291,7 @@ def _config(
         **({"unk_token": unknown} if unknown else {}),
         "add_bos_token": tokenizer.bos is not None,
         "add_eos_token": False,
-        # Transformers 4 and llama.cpp's converter would choose for themselves.
+        # Otherwise transformers 4 and llama.cpp's converter would choose for themselves.
         "add_prefix_space": space,
         "clean_up_tokenization_spaces": False,
     }
@@ -297,7 +299,7 @@ def _config(
 
 @lru_cache(maxsize=1)
 def real_text() -> str:
-    """Some real text that is on every machine: from Python's own library."""
+    """Some real text that every machine has: from Python's own library."""
     return inspect.getsource(argparse) + inspect.getsource(string) + inspect.getsource(textwrap)
 
 
@@ -320,8 +322,8 @@ def texts(tokenizer: Tokenizer, seed: int = 0) -> list[str]:
 
 
 def difference(one: Tokenizer, other: Tokenizer) -> str:
-    """How two tokenizers differ on some texts; "" where they do not."""
+    """How two tokenizers differ on some texts; "" if they do not."""
     for sample in texts(one):
         if one.encode(sample) != other.encode(sample):
-            return f"of the text {sample[:60]!r} they make {one.encode(sample)[:8]} and {other.encode(sample)[:8]} ..."
+            return f"for the text {sample[:60]!r} they give {one.encode(sample)[:8]} and {other.encode(sample)[:8]} ..."
     return ""

@@ -1,4 +1,4 @@
-"""How tensors are shared out over .safetensors files, and the index that says where each one is. Pure."""
+"""Distribute tensors over .safetensors files, with the index of where each one is. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_size(text: str) -> int:
 
 
 def plan(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
-    """File names and what is in them, in order. A file is larger than `limit` bytes only where one tensor is."""
+    """File names and their tensors, in order. A file exceeds `limit` bytes only if a single tensor does."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:

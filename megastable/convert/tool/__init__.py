@@ -1,1 +1,1 @@
-"""What `tools/checkpoint.py` does and prints: a module for each group of its commands."""
+"""Commands of `tools/checkpoint.py`, a module for each group: what they do and print."""

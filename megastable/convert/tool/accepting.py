@@ -1,4 +1,4 @@
-"""`accept`: a person says that runs may go on from a checkpoint that was convicted or put aside."""
+"""`accept`: let runs continue from a checkpoint that was convicted or set aside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megastable.convert.tool.verifying import checkpoints_of
 
 
 def accept(path: Path, reason: str) -> str:
-    """Accept one checkpoint, under its own name again; what was done, for a person. Raises CheckpointError."""
+    """Accept one checkpoint, and restore its name; returns a message. Raises CheckpointError."""
     found = checkpoints_of(path)
     if len(found) > 1:
         names = ", ".join(one.name for one in found)
@@ -24,7 +24,7 @@ def accept(path: Path, reason: str) -> str:
     ruling = markers.convicted(checkpoint)
     target = checkpoint.with_name(store.name_of(store.read_contents(checkpoint).step))
     if target != checkpoint and target.exists():
-        raise CheckpointError(f"{target} is there: rename or remove it first")
+        raise CheckpointError(f"{target} exists: rename or remove it first")
     markers.accept(checkpoint, reason)
     if target != checkpoint:
         try:
@@ -37,5 +37,7 @@ def accept(path: Path, reason: str) -> str:
     newer = [
         one.name for one in store.newest_first(target.parent) if store.step_of(one) > store.step_of(target)
     ]
-    beside = f". Newer ones are there, and a run goes on from the newest: {', '.join(newer)}" if newer else ""
-    return visible(f"{target} is accepted: runs go on from it, whatever they find in it{was}{beside}")
+    beside = (
+        f". There are newer ones, and a run continues from the newest: {', '.join(newer)}" if newer else ""
+    )
+    return visible(f"{target} is accepted: runs continue from it, whatever they find in it{was}{beside}")

@@ -1,4 +1,4 @@
-"""`diff`: two checkpoints side by side."""
+"""`diff`: compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megastable.convert.diff import Difference, differences, elements, field_dif
 from megastable.convert.tool.verifying import good
 from megastable.report.sheet import Column, Sheet
 
-# Fields of a state that count as a difference; the others say how and when it was computed, and are only shown.
+# State fields that count as a difference; the others say how and when it was computed, and are only shown.
 WHERE = ("step", "updates", "cursor", "tokens", "adam_step")
 
 COLUMNS = (
@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 class _Only:
-    """Some kinds of what another holds."""
+    """Some kinds of another's tensors."""
 
     def __init__(self, whole: WholeState, kinds: tuple[str, ...]) -> None:
         self._whole = whole
@@ -41,7 +41,7 @@ class _Only:
 
 
 def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool) -> tuple[Sheet, bool]:
-    """What differs, and whether nothing does. Both are verified first. everything: identical tensors have a row, too.
+    """The differences, and whether there are none. Both are verified first. everything: also list identical tensors.
 
     Raises CheckpointError.
     """
@@ -70,9 +70,7 @@ def _sheet(
     facts = [("A", str(folders[0])), ("B", str(folders[1])), ("identical", "yes" if same else "no")]
     facts += [(key, f"{_told(a)} -> {_told(b)}") for key, a, b in fields if not key.startswith("stability.")]
     if memory := sum(key.startswith("stability.") for key, *_ in fields):
-        facts.append(
-            ("stability", f"what detector and policy remember differs in {plural(memory, 'number')}")
-        )
+        facts.append(("stability", f"state of detector and policy differs in {plural(memory, 'number')}"))
     rows = [_row(one) for one in found if everything or one.outcome != "identical"]
     data = {
         "a": str(folders[0]), "b": str(folders[1]), "identical": same, "tensors": len(found),

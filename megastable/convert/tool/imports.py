@@ -1,4 +1,4 @@
-"""`import-deepspeed`, `import-megatron`, `export-megatron`: checkpoints that others wrote, or read."""
+"""`import-deepspeed`, `import-megatron`, `export-megatron`: read and write checkpoints of other frameworks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def from_deepspeed(folder: Path, out: Path, recipe_path: Path, overrides: Sequen
 
 
 def from_megatron(folder: Path, out: Path, recipe_path: Path | None, overrides: Sequence[str]) -> Made:
-    """recipe_path: None for a recipe of Megatron's arguments. Raises CheckpointError, ConfigError."""
+    """recipe_path: None for a recipe from Megatron's arguments. Raises CheckpointError, ConfigError."""
     refuse_existing(out)
     if recipe_path is None and overrides:
-        raise ConfigError(f"{overrides[0]}: overrides are of a recipe: give one with --recipe")
+        raise ConfigError(f"{overrides[0]}: overrides need a recipe: give one with --recipe")
     run = None if recipe_path is None else recipe.load(recipe_path, overrides)
     made = made_of(out, import_megatron(folder, out, run, say))
     if run is None:
         say(
-            "note: its recipe has the model of Megatron's arguments, and defaults for all else: to train, add "
+            "note: its recipe has the model of Megatron's arguments, and defaults for everything else: to train, add "
             "data.corpora='[{path: data/...}]', optimizer.lr=... and train.steps=..."
         )
     return made
@@ -54,11 +54,11 @@ def load_hint(out: Path, written: Path) -> str:
 
 
 def made_of(out: Path, checkpoint: Path) -> Made:
-    """What to say of a run that begins with an import: it has no ledgers, and misses none."""
+    """The result of an import: such a run needs no ledgers."""
     state = store.read_state(checkpoint)
     return Made(out, checkpoint, state.step, state.layout, state.adam_step > 0, out)
 
 
 def say(text: str) -> None:
-    """On stderr: the standard output is for what was made."""
+    """Print to stderr: stdout is for the result."""
     print(visible(text), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`reshape`, `export` and `average`: new runs, and how to go on from them."""
+"""`reshape`, `export` and `average`: make new runs, and say how to continue them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megastable.convert.tool.verifying import checkpoints_of, good
 def make_reshaped(
     checkpoint: Path, out: Path, sizes: Sizes = AS_IT_IS, optimizer: bool = True, silent: bool = False
 ) -> Made:
-    """`reshape` with everything around it: found, verified, with a bar."""
+    """`reshape` with finding, verification and a progress bar."""
     refuse_existing(out)
     found = good(checkpoint, silent)
     with bar("writing", written_bytes(found, optimizer), silent) as watch:
@@ -29,24 +29,24 @@ def make_reshaped(
 def make_average(
     paths: Sequence[Path], weights: str | None = None, last: int | None = None, silent: bool = False
 ) -> Made:
-    """`average` of `paths` but the last one, which is where it goes. last: so many of the newest of one run instead."""
+    """`average` of all `paths` but the last one, the output. last: the newest `last` of one run instead."""
     *given, out = paths
     if not given:
-        raise ConfigError("name what to average, and last the new directory: average A B OUT")
+        raise ConfigError("name the checkpoints, then the new directory: average A B OUT")
     refuse_existing(out)
     if last is not None:
         if len(given) != 1:
-            raise ConfigError("--last K is of one run: average --last 5 RUN OUT")
+            raise ConfigError("--last K takes one run: average --last 5 RUN OUT")
         there = checkpoints_of(given[0])
         if len(there) < last:
             raise CheckpointError(
-                f"{given[0]}: {len(there)} checkpoints, --last {last} wants more: give fewer"
+                f"{given[0]}: {len(there)} checkpoints, --last {last} needs more: give fewer"
             )
         given = there[:last][::-1]
     numbers = None if weights is None else numbers_of(weights)
     checkpoints = [good(path, silent) for path in given]
     if len(checkpoints) < 2:
-        raise ConfigError("a mean is of at least two checkpoints: give more, or use export for a single one")
+        raise ConfigError("a mean needs at least two checkpoints: give more, or use export for a single one")
     with bar("averaging", written_bytes(checkpoints[0], False), silent) as watch:
         return average(checkpoints, out, numbers, watch)
 
@@ -62,27 +62,27 @@ def numbers_of(text: str) -> list[float]:
 
 
 def written_bytes(checkpoint: Path, optimizer: bool) -> int:
-    """Of weights, and moments where there are some and they are wanted."""
+    """Bytes of weights, and of moments if they exist and are wanted."""
     whole = WholeState(checkpoint)
     elements = sum(math.prod(whole.shape(name)) for name in whole.names)
     return 4 * elements * (len(whole.kinds) if optimizer else 1)
 
 
 def text_of(made: Made) -> str:
-    """What was made, what is missing in it, and how to go on."""
+    """The result, what it lacks, and how to continue it."""
     lines = [f"{made.checkpoint}: step {made.step}, {made.layout}"]
     if not made.optimizer:
-        lines.append("Without Adam's moments: training goes on from it with fresh ones.")
+        lines.append("Without Adam's moments: training continues with fresh ones.")
     if made.ledgers is None:
         lines.append(
-            "The checkpoint did not lie in its run: skips.jsonl and blends.jsonl, if the run had some, must be copied "
-            f"to {made.out} before it goes on, or the samples are others."
+            "The checkpoint was not in its run: copy skips.jsonl and blends.jsonl, if the run had them, "
+            f"to {made.out} before continuing, or it reads other samples."
         )
-    return "\n".join([*lines, f"Go on from it: {made.command}"])
+    return "\n".join([*lines, f"Continue: {made.command}"])
 
 
 def dict_of(made: Made) -> dict[str, Any]:
-    """For machines."""
+    """The result for JSON."""
     return {
         "run": str(made.out), "checkpoint": str(made.checkpoint), "step": made.step,
         "layout": made.layout.model_dump(), "world": made.layout.world, "optimizer": made.optimizer,

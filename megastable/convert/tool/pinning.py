@@ -1,4 +1,4 @@
-"""`pin` and `unpin`: which checkpoints a person wants to be kept."""
+"""`pin` and `unpin`: protect checkpoints from deletion."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megastable.convert.tool.verifying import checkpoints_of
 
 
 def pin(path: Path, reason: str) -> str:
-    """Pin one checkpoint; what was done, for a person. Raises CheckpointError."""
+    """Pin one checkpoint; returns a message. Raises CheckpointError."""
     checkpoint = _one(path)
     markers.pin(checkpoint, reason)
-    return visible(f"{checkpoint} is kept until it is unpinned{f': {reason}' if reason else ''}")
+    return visible(f"{checkpoint} is kept until unpinned{f': {reason}' if reason else ''}")
 
 
 def unpin(path: Path) -> str:
     """Unpin one. Raises CheckpointError."""
     checkpoint = _one(path)
     was = markers.unpin(checkpoint)
-    return visible(f"{checkpoint} " + ("may be deleted when its time comes" if was else "was not pinned"))
+    return visible(f"{checkpoint} " + ("may be deleted by retention" if was else "was not pinned"))
 
 
 def _one(path: Path) -> Path:
-    """A checkpoint that is named by itself: "the newest of a run" is another one tomorrow."""
+    """A checkpoint named explicitly: "the newest of a run" changes over time."""
     found = checkpoints_of(path)
     if len(found) > 1:
         raise CheckpointError(

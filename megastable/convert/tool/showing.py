@@ -1,4 +1,4 @@
-"""`show`: the facts of one checkpoint, and the statistics of its tensors as they were taken while it was written."""
+"""`show`: the facts of one checkpoint, and the statistics of its tensors recorded when it was written."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Shown:
-    """facts: a tree for machines; sheet: for people, a row for each tensor."""
+    """facts: a tree for JSON; sheet: a table with a row for each tensor."""
 
     facts: dict[str, Any]
     sheet: Sheet
 
 
 def show(path: Path, pattern: str | None = None) -> Shown:
-    """The checkpoint that `path` names (of a run its newest), not verified. pattern: of tensors, * and ? as in a shell.
+    """The checkpoint that `path` names (for a run its newest), not verified. pattern: of tensors, * and ? as in a
+    shell.
 
-    Raises CheckpointError, also where no tensor is of the pattern.
+    Raises CheckpointError, also if no tensor matches the pattern.
     """
     checkpoint = checkpoints_of(path)[0]
     contents, state, run = store.read_contents(checkpoint), store.read_state(checkpoint), run_of(checkpoint)
@@ -86,7 +87,7 @@ def show(path: Path, pattern: str | None = None) -> Shown:
         *([("accepted", accepted.reason or "yes")] if accepted else []),
         *([("pinned", pinned.reason or "yes")] if pinned else []),
     ]  # fmt: skip
-    lead = ["Not verified here: that is what verify does."]
+    lead = ["Not verified here: use verify for that."]
     return Shown(
         tree, Sheet(str(checkpoint), lead=lead, facts=facts, columns=COLUMNS, rows=rows, notes=doubts)
     )
@@ -100,7 +101,7 @@ def _healthy(health: Health | None) -> str:
 
 def _probed(state: RunState) -> str:
     if state.vitals is None or not state.vitals.losses:
-        return "none: a start cannot compare them"
+        return "none: a start cannot check its losses"
     doubt = f"; {state.vitals.doubt}" if state.vitals.doubt else ""
     return f"{len(state.vitals.losses)}, mean loss {fmean(state.vitals.losses):.4f} when it was saved{doubt}"
 
@@ -135,7 +136,7 @@ def _rows(whole: WholeState, name: str) -> Iterable[dict[str, Any]]:
 
 
 def merged(parts: list[tuple[int, PieceStatistics]]) -> PieceStatistics | None:
-    """Of a tensor, from those of its pieces with their numbers of elements."""
+    """Statistics of a tensor, from those of its pieces with their numbers of elements."""
     total = sum(count for count, _ in parts)
     if not total:
         return None

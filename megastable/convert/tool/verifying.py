@@ -1,4 +1,4 @@
-"""`verify`: every file of checkpoints against their manifests, in parallel, and what is wrong in words."""
+"""`verify`: check every file of checkpoints against their manifests, in parallel, and describe the problems."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from megastable.checkpoint import markers, store
 from megastable.config import recipe
 from megastable.report.sheet import Column, Sheet
 
-NAME = re.compile(r"(\w+-)?step-\d+")  # of checkpoints, those that were put aside, too
-PARTS = 64  # of a checkpoint that threads take one by one
+NAME = re.compile(r"(\w+-)?step-\d+")  # names of checkpoints, including those set aside
+PARTS = 64  # work units per checkpoint, for the threads
 
 COLUMNS = (
     Column("checkpoint", "checkpoint"),
     Column("outcome", "outcome"),
     Column("files", "files", "count"),
     Column("size", "size", words=True),
-    Column("problem", "what is wrong"),
+    Column("problem", "problem"),
 )
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A checkpoint, how many files and bytes its manifest names, and all that is wrong with it."""
+    """A checkpoint, the number of files and bytes in its manifest, and its problems."""
 
     checkpoint: Path
     files: int
     size: int
     problems: tuple[str, ...]
-    notes: tuple[str, ...] = ()  # of its markers, which do not belong to it
+    notes: tuple[str, ...] = ()  # on its markers, which are not part of it
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """What `path` names: one checkpoint, those of a run (the newest first), or RUN/checkpoints/latest. Unverified.
+    """The checkpoints that `path` names: one, those of a run (the newest first), or RUN/checkpoints/latest. Unverified.
 
-    Raises CheckpointError when it names none.
+    Raises CheckpointError if there are none.
     """
     path = recipe.find(path)
     if path.name == store.LATEST and path.is_file():
@@ -70,7 +70,7 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def _runs(missing: Path) -> str:
-    """Runs where `path` was looked for, the likeliest first."""
+    """Existing runs near the given path, the likeliest first."""
     try:
         names = sorted(path.name for path in missing.parent.iterdir() if (path / "checkpoints").is_dir())
     except OSError:
@@ -89,22 +89,22 @@ def verify(paths: Sequence[Path], silent: bool = False) -> list[Verified]:
 
 
 def good(path: Path, silent: bool = False) -> Path:
-    """The checkpoint that `path` names, every file checked: of a run the newest good one. Raises CheckpointError."""
+    """The verified checkpoint that `path` names: for a run its newest good one. Raises CheckpointError."""
     checkpoints = checkpoints_of(path)
     for checkpoint in checkpoints:
         if len(checkpoints) > 1 and (ruling := markers.convicted(checkpoint)) is not None:
-            print(f"passed over: {visible(ruling.reason)}", file=sys.stderr)
+            print(f"skipped: {visible(ruling.reason)}", file=sys.stderr)
             last = Verified(checkpoint, 0, 0, (ruling.reason,))
             continue
         [found] = verify([checkpoint], silent)
         if not found.problems:
             return checkpoint
         if len(checkpoints) > 1:
-            print(f"passed over: {visible(found.problems[0])}", file=sys.stderr)
+            print(f"skipped: {visible(found.problems[0])}", file=sys.stderr)
         last = found
     more = f" ({plural(len(last.problems) - 1, 'more problem')})" if len(last.problems) > 1 else ""
     raise CheckpointError(
-        f"{last.problems[0]}{more}: it is not used. All that is wrong with it: "
+        f"{last.problems[0]}{more}: it is not used. All of its problems: "
         f"python tools/checkpoint.py verify {shlex.quote(str(path))}"
     )
 
@@ -117,7 +117,7 @@ def _parts(checkpoint: Path) -> int:
     try:
         return max(1, min(PARTS, len(store.read_contents(checkpoint).files)))
     except CheckpointError:
-        return 1  # `problems` says what is wrong
+        return 1  # `problems` reports the error
 
 
 def _check(checkpoint: Path, parts: int, pool: ThreadPoolExecutor, watch: Callable[[int], None]) -> Verified:
@@ -130,10 +130,10 @@ def _check(checkpoint: Path, parts: int, pool: ThreadPoolExecutor, watch: Callab
             watch(1)
         return True
 
-    good = all(list(pool.map(part, range(parts))))  # hashing does not hold the interpreter's lock
+    good = all(list(pool.map(part, range(parts))))  # hashing releases the GIL
     problems, files, size = [], 0, 0
     try:
-        problems = [] if good else store.problems(checkpoint)  # once more, for all of them
+        problems = [] if good else store.problems(checkpoint)  # once more, to get all of them
         contents = store.read_contents(checkpoint)
         files, size = len(contents.files), contents.size
     except CheckpointError as error:
@@ -156,7 +156,7 @@ def verified_sheet(found: Sequence[Verified]) -> Sheet:
     ]  # fmt: skip
     bad = sum(1 for one in found if one.problems)
     lead = f"{bad} of {plural(len(found), 'checkpoint')} cannot be trusted" if bad else (
-        f"{plural(len(found), 'checkpoint')}, every file as its manifest says"
+        f"{plural(len(found), 'checkpoint')}, all files match their manifests"
     )  # fmt: skip
     return Sheet(
         "verified", lead=[lead], columns=COLUMNS, rows=rows, notes=[n for one in found for n in one.notes],

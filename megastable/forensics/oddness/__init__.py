@@ -1,1 +1,1 @@
-"""How odd a piece of text is, measured against what is usual in a corpus; no model, millions of tokens a second."""
+"""Score how odd a piece of text is against its corpus's baseline: no model, millions of tokens a second."""

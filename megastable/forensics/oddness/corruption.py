@@ -1,9 +1,8 @@
-"""Seven ways in which documents go wrong, to be planted in good text and found again: what a scan is measured with.
+"""Corrupt good documents in seven ways, to measure the recall of a scan.
 
-All are of a kind that real corpora hold, none is anybody's: the text of a document is encoded, dumped or decoded as it
-should not be, or its tokens are replaced. The other languages are babble: letters drawn by the statistics of the
-opening lines of works in the public domain, so that no two documents share their text. They look like the language to
-a tokenizer, and mean nothing.
+All kinds occur in real corpora: the text of a document is wrongly encoded, dumped or decoded, or its tokens are
+replaced. The other languages are babble: letters drawn by the statistics of opening lines of works in the public
+domain, so that no two documents share their text. To a tokenizer they look like the language, without meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megastable.forensics.oddness.foreign import LANGUAGES
 Ids = npt.NDArray[np.int64]
 Random = np.random.Generator
 
-# What each planted kind should be called: the names in kinds.KINDS that are right.
+# Correct labels (names in kinds.KINDS) for each planted kind.
 PLANTED: dict[str, tuple[str, ...]] = {
     "random": ("random tokens",),
     "shuffled": ("shuffled text",),
@@ -32,14 +31,14 @@ PLANTED: dict[str, tuple[str, ...]] = {
     "base64": ("encoded data",),
     "language": ("another language or register",),
 }
-NOISY = 0.02  # of the tokens of some loops is something else
+NOISY = 0.02  # share of other tokens in irregular loops
 LONGEST_PERIOD = 64
 
 
 def corrupt(kind: str, ids: npt.NDArray[np.integer], tokenizer: Tokenizer, random: Random) -> Ids:
-    """A document [n >= 1] without its end-of-document token, gone wrong as `kind` of PLANTED says: int64 [m], m <= n.
+    """A document [n >= 1] without its end-of-document token, corrupted as `kind` of PLANTED: int64 [m], m <= n.
 
-    Deterministic by the state of `random`. m is about n unless there is less of such a text. Raises ValueError for an
+    Deterministic by the state of `random`. m is about n unless the corrupted text is shorter. Raises ValueError for an
     unknown kind.
     """
     given: Ids = np.asarray(ids, dtype=np.int64)
@@ -55,7 +54,7 @@ def corrupt(kind: str, ids: npt.NDArray[np.integer], tokenizer: Tokenizer, rando
 def corrupt_span(
     kind: str, ids: npt.NDArray[np.integer], tokenizer: Tokenizer, random: Random, span: int
 ) -> tuple[Ids, int, int]:
-    """The document with up to `span` tokens of it, anywhere, gone wrong: (ids, first, end) of the span in it."""
+    """The document with up to `span` tokens of it, anywhere, corrupted: (ids, first, end) of the span in it."""
     ids = np.asarray(ids, dtype=np.int64)
     span = min(span, len(ids))
     first = int(random.integers(0, len(ids) - span + 1))
@@ -73,7 +72,7 @@ def _shuffled(ids: Ids, tokenizer: Tokenizer, random: Random) -> Ids:
 
 
 def _loop(ids: Ids, tokenizer: Tokenizer, random: Random) -> Ids:
-    """A few of its tokens, again and again; one loop in three is not quite regular."""
+    """A few of its tokens repeated; one loop in three is not quite regular."""
     period = min(int(np.exp(random.uniform(0, np.log(LONGEST_PERIOD + 1)))), len(ids))
     first = int(random.integers(0, len(ids) - period + 1))
     looped = np.resize(ids[first : first + period], len(ids))

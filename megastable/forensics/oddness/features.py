@@ -1,7 +1,7 @@
-"""The features of a piece of a document: numbers that tell text from noise, in one pass of vectorised sums.
+"""Features of a piece of a document that distinguish text from noise, in one pass of vectorised sums.
 
-Order is measured against the piece itself: how usual its neighbours are together, beyond tokens of it that stand far
-apart. Shuffled tokens have no such gain, whatever they are about.
+Order is measured within the piece: how much likelier its neighbours are together than its tokens far apart. Shuffled
+tokens have no such gain, on any topic.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Floats = npt.NDArray[np.float32]
 Features = dict[str, Floats]
 
 MIXER = np.uint64(0x9E3779B97F4A7C15)
-GRAM = 5  # tokens: a repeated run of so many is seldom chance
+GRAM = 5  # tokens: a repeated run of this length is rarely chance
 LONGEST_PERIOD = 64  # tokens
-LOOPED = 0.3  # of the n-grams of a loop, at least, came before
-FAR = 0.381966  # of a piece: how far apart two tokens are that have nothing to do with each other
+LOOPED = 0.3  # minimum share of a loop's n-grams that are repeats
+FAR = 0.381966  # of a piece: distance at which two tokens are unrelated
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One number per piece. side: which values are odd, "high" or "low"; "" for a feature that only tells what a piece
-    looks like. grain: a difference below it means nothing. judged: whether it makes a score; of the others an odd
-    value is no damage (a table of digits is unusual, and sound). scale: what is compared, the value itself, log2 of
-    1 + value ("octaves"), or how often what is missing from 1 has halved ("halvings")."""
+    """One number per piece. side: which values are odd, "high" or "low"; "" for a feature that only describes
+    a piece. grain: smaller differences are insignificant. judged: whether it makes a score; for the others an odd
+    value is not damage (a table of digits is unusual, but sound). scale: what is compared, the value itself, log2 of
+    1 + value ("octaves"), or how often the distance to 1 has halved ("halvings")."""
 
     name: str
     side: str
@@ -41,7 +41,7 @@ class Feature:
     scale: Literal["plain", "octaves", "halvings"] = "plain"
 
     def oddness(self, values: Floats) -> Floats:
-        """The values as they are compared, the greater the odder."""
+        """The values on the scale of comparison; greater is odder."""
         values = np.asarray(values, dtype=np.float32)
         if self.scale == "octaves":
             values = np.log2(values + 1)
@@ -127,7 +127,7 @@ NAMES = tuple(feature.name for feature in FEATURES)
 
 
 def inside(tokens: npt.NDArray[np.integer], vocab_size: int) -> Ids:
-    """Ids [n] as unsigned integers, whatever is outside of 0..vocab_size-1 as `vocab_size`. No copy without need."""
+    """Ids [n] as unsigned integers, with `vocab_size` for any id outside 0..vocab_size-1. Copies only if needed."""
     unsigned = tokens.view(f"u{tokens.dtype.itemsize}")  # a negative id is a huge one
     if unsigned.dtype.itemsize == 8:
         return np.minimum(unsigned, np.uint64(vocab_size)).astype(np.uint32)
@@ -175,7 +175,7 @@ def _order(ids: Ids, starts: Int64s, n: Int64s, half: npt.NDArray[np.uint32], ta
 
     base = (np.add.reduceat(start, starts) - start[last]) / pairs
     near = together(np.append(ids[1:], ids[-1:])) + base
-    # The partner far away, in the same piece: around its end it goes on from the beginning.
+    # The distant partner in the same piece wraps around its end.
     far = np.maximum((n * FAR).astype(np.int64), 1)
     place = np.arange(len(ids), dtype=np.int32) + np.repeat(far.astype(np.int32), n)
     over = place >= np.repeat((starts + n).astype(np.int32), n)
@@ -222,16 +222,16 @@ def _repetition(ids: Ids, starts: Int64s, n: Int64s, vocab_size: int) -> Feature
 def _again(
     ids: Ids, piece: npt.NDArray[np.uint64], starts: Int64s, n: Int64s, length: int
 ) -> npt.NDArray[np.bool_]:
-    """As many True in each piece as n-grams of it came before in it: bool [n], in no order within a piece.
+    """As many True in each piece as it has repeated n-grams: bool [n], in no order within a piece.
 
-    n-grams are hashed to 32 bits: in a piece of 1,024 tokens two different ones are the same once in 8,000 pieces.
+    n-grams are hashed to 32 bits: in a piece of 1,024 tokens two different ones collide once in 8,000 pieces.
     """
     mixed = ids.astype(np.uint64)
     for ahead in range(1, length):
         mixed *= MIXER
         mixed[:-ahead] += ids[ahead:]
     for back in range(1, length):
-        # One that reaches into the next piece is like no other.
+        # An n-gram that reaches into the next piece gets a unique value.
         place = (starts + n - back)[n >= back].astype(np.uint64)
         mixed[place] = place ^ np.uint64(0xD1B54A32D192ED03)
     mixed *= MIXER
@@ -246,7 +246,7 @@ def _again(
 
 def _period(ids: Ids, starts: Int64s, n: Int64s, repeats: Floats) -> Floats:
     """The largest share of tokens that equal the one p before them, p up to LONGEST_PERIOD and half of the piece; 0 for
-    pieces that hardly repeat themselves, so that few need the look."""
+    pieces with few repeats, which saves most of the work."""
     found = np.zeros(len(n), dtype=np.float32)
     some = np.flatnonzero(repeats > LOOPED)
     if not some.size:

@@ -1,4 +1,4 @@
-"""Some lines in other languages, each the opening of a work in the public domain: text to plant in English."""
+"""Opening lines of works in the public domain in other languages, to plant in English text."""
 
 from __future__ import annotations
 

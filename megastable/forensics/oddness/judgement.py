@@ -1,9 +1,9 @@
-"""How unusual a piece is, from the tails of each feature among ordinary pieces, and what it looks like.
+"""Judge how unusual a piece is, by the tails of each feature among ordinary pieces, and label its kind.
 
-A feature's tail is taken for exponential and extrapolated from its quantiles between 88 % and 97 %, which 1 or 2 % of
-junk hardly move; `Feature.scale` compares it so that the tails of real text are about that. The score is -log10 of the
-share of ordinary pieces beyond, by the feature that says most, less log10 of how many features could have said it. It
-assumes that the far tail goes on as the near one does: a score of 3 is close to "one in a thousand", one of 10 says
+A feature's tail is assumed exponential and extrapolated from its quantiles between 88 % and 97 %, which 1 or 2 % of
+junk hardly move; `Feature.scale` is chosen so that real text has about such tails. The score is -log10 of the
+share of ordinary pieces beyond, for the most significant feature, less log10 of the number of features. It
+assumes that the far tail continues like the near one: a score of 3 is close to "one in a thousand", one of 10 means
 "far beyond anything usual" and no more.
 """
 
@@ -18,21 +18,22 @@ import numpy.typing as npt
 from megastable.forensics.oddness.features import FEATURES, NAMES, Features, Floats
 from megastable.forensics.oddness.kinds import KINDS, MADE_BY, looks_like
 
-MOST = 30.0  # a score beyond says nothing more
-CLASSES = np.array([8, 16, 32, 64, 128, 256])  # lengths in tokens at which the next class begins
-QUANTILES = (0.25, 0.5, 0.75)  # what is usual
+MOST = 30.0  # maximum score
+CLASSES = np.array([8, 16, 32, 64, 128, 256])  # lower bounds of the length classes, in tokens
+QUANTILES = (0.25, 0.5, 0.75)  # of ordinary pieces
 JUDGED = np.array([number for number, feature in enumerate(FEATURES) if feature.judged and feature.side])
 TAIL = (0.88, 0.94, 0.97)
-MANY = np.float32(np.log10(len(JUDGED)))  # taken from a score, since so many features could have said it
+MANY = np.float32(np.log10(len(JUDGED)))  # subtracted from a score, for the number of features tested
 # bool [kinds, judged features]: whether the feature explains the kind.
 EXPLAINS = np.array([[NAMES[number] in MADE_BY.get(kind, ()) for number in JUDGED] for kind in KINDS])
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Of k pieces. score: float32 [k], about -log10 of the share of ordinary pieces that are as odd, 0 to MOST;
+    """Judgement of k pieces. score: float32 [k], about -log10 of the share of ordinary pieces that are as odd, 0 to
+    MOST;
     kind: int16 [k], the index in KINDS; feature: int16 [k], the index in FEATURES of the one that explains it: the
-    oddest of those that make the kind, or of all where none of these is odd."""
+    oddest of those that define the kind, or of all if none of these is odd."""
 
     score: Floats
     feature: npt.NDArray[np.int16]
@@ -41,10 +42,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class UsualFeatures:
-    """What is usual, by class of length c and feature f.
+    """Baseline by length class c and feature f.
 
-    quantiles: float32 [c, f, 3], QUANTILES as they are; edge, scale: float32 [c, f], where the odd tail begins, and
-    over how much it falls to 1/e, both of `Feature.oddness`.
+    quantiles: float32 [c, f, 3], plain QUANTILES; edge, scale: float32 [c, f], where the odd tail begins, and
+    over what distance it falls to 1/e, both of `Feature.oddness`.
     """
 
     quantiles: npt.NDArray[np.float32]
@@ -53,7 +54,7 @@ class UsualFeatures:
 
     @classmethod
     def nothing(cls) -> UsualFeatures:
-        """Of no pieces: nothing is odd by it."""
+        """The baseline of no pieces: nothing is odd by it."""
         return cls.of(np.zeros(0, dtype=np.int64), {name: np.zeros(0, dtype=np.float32) for name in NAMES})
 
     @classmethod
@@ -82,7 +83,7 @@ class UsualFeatures:
         return cls(quantiles, edge, scale)
 
     def scores(self, lengths: npt.NDArray[np.int64], features: Mapping[str, Floats]) -> Floats:
-        """-log10 of the share of ordinary pieces beyond each value, 0 for what lies in no tail: float32 [f, k]."""
+        """-log10 of the share of ordinary pieces beyond each value, 0 outside the tails: float32 [f, k]."""
         classes = length_class(lengths)
         found = np.zeros((len(FEATURES), len(lengths)), dtype=np.float32)
         for f, feature in enumerate(FEATURES):
@@ -95,7 +96,7 @@ class UsualFeatures:
 
 
 def judge(usual: UsualFeatures, lengths: npt.NDArray[np.int64], features: Features) -> Judgement:
-    """How unusual each piece is, what says so and what it looks like."""
+    """How unusual each piece is, by which feature, and its kind."""
     scores = usual.scores(lengths, features)
     judged = scores[JUDGED]
     score = np.clip(judged.max(axis=0) - MANY, 0, MOST)
@@ -108,7 +109,7 @@ def judge(usual: UsualFeatures, lengths: npt.NDArray[np.int64], features: Featur
 
 
 def length_class(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
-    """The class of pieces of so many tokens."""
+    """The length class of pieces of this many tokens."""
     return np.searchsorted(CLASSES, lengths, side="right")
 
 

@@ -1,4 +1,4 @@
-"""What an odd piece looks like: a small table of rules over its features, the first that holds names it."""
+"""Label the kind of an odd piece by a small table of rules over its features; the first that holds wins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from megastable.forensics.oddness.features import NAMES, Floats
 
-ODD = 1.0  # the score from which on a piece is not called usual
+ODD = 1.0  # minimum score of a piece that is not usual
 KINDS = (
     "usual",
     "outside of the vocabulary",
@@ -22,7 +22,7 @@ KINDS = (
     "another language or register",
     "odd",
 )
-# The features that make a kind: what explains a piece of it. Of the others, whichever is oddest.
+# The features that define a kind and explain its pieces. For other kinds, the oddest feature.
 MADE_BY: dict[str, tuple[str, ...]] = {
     "outside of the vocabulary": ("outside",),
     "binary data": ("replacements", "controls", "nulls"),
@@ -41,12 +41,12 @@ def looks_like(
     scores: npt.NDArray[np.float32],
     features: Mapping[str, Floats],
 ) -> npt.NDArray[np.int16]:
-    """The index in KINDS of each of k pieces. score: [k]; medians: [k, f], what is usual for each; scores: [f, k], of
+    """The index in KINDS of each of k pieces. score: [k]; medians: [k, f], the baseline of each; scores: [f, k], of
     every feature; features: name -> [k], with "length"."""
     f = features
     usual = {name: medians[:, number] for number, name in enumerate(NAMES)}
     odd = {name: scores[number] > 0 for number, name in enumerate(NAMES)}
-    # Text in two bytes a character has a NUL for each.
+    # Text with two bytes per character has a NUL for each.
     doubled = (f["nulls"] > 0.4) & (f["nulls"] < 0.6)
     rules = {
         "usual": score < ODD,

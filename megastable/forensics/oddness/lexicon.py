@@ -1,4 +1,4 @@
-"""What each token of a vocabulary is made of: bytes, letters, digits, controls; tables that a scan adds up.
+"""Per-token tables of a vocabulary: bytes, letters, digits, controls and so on, for a scan to add up.
 
 Counts per token are packed four to a 64-bit word, so that one gather and one sum per word give them for a whole
 piece: a piece has at most 1,024 tokens, and a token counts at most 63 of anything, so that no field overflows.
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from megastable.data.tokenizer import SPACE, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 LONGEST_PIECE = 1024  # tokens; more would overflow the fields of a word
-MOST = 63  # of anything that is counted in one token
+MOST = 63  # maximum count per token
 FIELD = 16  # bits
 
 # The four fields of each word. Bytes and characters are of the text, the others count characters unless said.
@@ -43,7 +43,8 @@ class Lexicon:
     """Tables by token id, each with one entry more than the vocabulary: the last is any id outside of it.
 
     words: uint64 [len(WORDS), vocab_size + 1], see WORDS; byte: uint8 [vocab_size + 1], the byte that a token
-    spells on its own (byte fallback), 0 for other tokens. known: whether the texts of the tokens were there.
+    words: uint64 [len(WORDS), vocab_size + 1], see WORDS; byte: uint8 [vocab_size + 1], the byte that a token
+    spells on its own (byte fallback), 0 for other tokens. known: whether the tokens' texts were available.
     """
 
     vocab_size: int
@@ -99,7 +100,7 @@ def unpack(words: Words) -> dict[str, npt.NDArray[np.int64]]:
 
 
 def _look(content: bytes) -> dict[str, int]:
-    """The counts of a token's bytes, which may be a part of a character only."""
+    """The counts of a token's bytes, which may be only a part of a character."""
     text = content.decode("utf-8", "ignore")
     found = dict.fromkeys(
         ("letters", "digits", "spaces", "capitals", "foreign", "controls", "nulls", "replacements", "latin1"),
@@ -114,7 +115,7 @@ def _look(content: bytes) -> dict[str, int]:
         found["controls"] += (c < " " and c not in "\t\n\r\0\f") or c == "\x7f"
         found["replacements"] += c == "\ufffd"
         found["latin1"] += c in _MOJIBAKE
-    # A byte that goes on with a character (10xxxxxx) begins none.
+    # A continuation byte (10xxxxxx) begins no character.
     beginnings = [b for b in content if b & 0xC0 != 0x80]
     found["foreign"] = sum(b >= 0x80 for b in beginnings)
     return {"bytes": len(content), "characters": len(beginnings), **found}

@@ -1,7 +1,7 @@
-"""How often tokens and pairs of them occur in a corpus, in two halves: a document is measured with the other half.
+"""Frequencies of tokens and token pairs in a corpus, in two halves: a document is measured with the other half.
 
-Or else every document would be usual by its own measure, a repeated one most of all. Which half a document belongs
-to is a bit of its key.
+Otherwise every document would be usual by its own counts, a repeated one most of all. A bit of a document's key
+assigns it to a half.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 BUCKETS = 22  # bits: pairs are hashed to 4 M buckets
 BONUS = 16  # steps per nat of a bucket's entry
-KEEN = 200.0  # how many pairs the prior weighs: p(b|a) = (count(a,b) + KEEN p(b)) / (count(a) + KEEN)
-HALF = 0.5  # what a token that never occurred counts
+KEEN = 200.0  # weight of the prior in pairs: p(b|a) = (count(a,b) + KEEN p(b)) / (count(a) + KEEN)
+HALF = 0.5  # count of a token that never occurred
 
 Ids = npt.NDArray[np.integer]
 Int64s = npt.NDArray[np.int64]
@@ -50,14 +50,14 @@ class Tables:
             first = np.flatnonzero(of_other[:-1] & inside)
             a, b = ids[:-1][first], ids[1:][first]
             weights = np.bincount(bucket(a, b), weights=1 / p[b], minlength=1 << BUCKETS)
-            seen = np.flatnonzero(weights)  # most are not, and a logarithm of all of them takes long
+            seen = np.flatnonzero(weights)  # most are zero, and a logarithm of all of them is slow
             bonus[half, seen] = np.minimum(np.rint(np.log1p(weights[seen] / KEEN) * BONUS), 255)
             start[half] = np.log(KEEN / (np.bincount(a, minlength=width) + KEEN))
         return cls(rarity, start, bonus)
 
 
 def halves(keys: Keys) -> npt.NDArray[np.uint32]:
-    """The half, 0 or 1, of the documents with these keys: which row of the tables they are measured with."""
+    """The half, 0 or 1, of the documents with these keys: the row of the tables to measure them with."""
     mixed = keys * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(63)).astype(np.uint32)
 

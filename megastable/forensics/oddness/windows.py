@@ -1,4 +1,4 @@
-"""Pieces judged by their worst part: damage that fills a piece by half is told by the half that is full of it."""
+"""Judge pieces by their worst part: damage that fills half of a piece shows in that half."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megastable.forensics.oddness.yardstick import Raw, Yardstick
 
 Span = tuple[int, int]
 
-# The score from which on a half says more than its piece, by kind. Two or three times as many sound pieces have a half
-# with a score of 3 as have one themselves. Nearly all of these halves are only unusual, or repeat themselves as tables
-# do: by that, ordinary ones reach 4.6 in the standard library's source and 5.4 in C headers.
+# The score at which a half overrides its piece, by kind. Sound pieces have a half with a score of 3 two or three times
+# as often as they have that score themselves. Nearly all of these halves are only unusual, or repetitive like tables:
+# ordinary ones reach 4.6 in the standard library's source and 5.4 in C headers.
 COUNTS = {"another language or register": np.inf, "odd": np.inf, "repetition": 6.0}
 COUNTS_FROM = np.array([COUNTS.get(kind, ODD) for kind in KINDS])
 
-WINDOW, STRIDE = 64, 16  # tokens: where in a document it is odd
-AT_ONCE = 4096  # windows that are measured together
-SHORTEST = 64  # tokens of a piece that is looked at by halves: what is shorter than half of it says little
+WINDOW, STRIDE = 64, 16  # tokens: to locate odd spans in a document
+AT_ONCE = 4096  # windows measured at a time
+SHORTEST = 64  # tokens: shorter pieces are not halved
 
 
 @dataclass(frozen=True)
 class JudgedPieces:
-    """Of k pieces. features: name -> float32 [k], of the whole pieces; worst: the judgement of the worst part of each,
-    which is tokens [first, first + tokens), int64 [k] both; value: float32 [k], what its feature is there."""
+    """Judgement of k pieces. features: name -> float32 [k], of the whole pieces; worst: of the worst part of each,
+    which is tokens [first, first + tokens), int64 [k] both; value: float32 [k], its feature's value there."""
 
     features: Features
     worst: Judgement
@@ -39,10 +39,10 @@ class JudgedPieces:
 
 
 def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -> JudgedPieces:
-    """Measure and judge pieces, the odd ones by their halves, too; arguments as those of `Yardstick.measure`.
+    """Measure and judge pieces, the odd ones also by their halves; arguments as for `Yardstick.measure`.
 
     Damage as long as a piece, wherever it begins, fills one of the halves that it touches. So neither its score nor
-    its kind depends on where the pieces are cut, if it is of a kind that a half can tell (COUNTS).
+    its kind depends on the cuts between pieces, for kinds that a half can show (COUNTS).
     """
     features = yardstick.measure(tokens, edges, keys)
     whole = yardstick.judge(features)
@@ -68,13 +68,13 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
 
 
 def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[Span]:
-    """Where a document [n] is as odd as `least`, with its key as `Yardstick.measure` takes it: [first, end) of its
+    """Where a document [n] has a score of at least `least`, with its key as for `Yardstick.measure`: [first, end) of
+    its
     tokens, ascending; at least around the worst window.
 
-    Windows of WINDOW tokens begin every STRIDE. Half of one that crosses the edge of damage is sound, and its score
-    about half as high: a token is odd when most of the windows that hold it have half of `least`, and one near has all
-    of it. What lies between two odd spans, or at an end, and is shorter than a window, cannot be told from them and is
-    odd, too.
+    Windows of WINDOW tokens begin every STRIDE. A window across the edge of damage is half sound, and its score about
+    half as high: a token is odd if most of the windows that hold it have half of `least`, and a nearby one all of it.
+    A stretch shorter than a window between two odd spans, or at an end, cannot be distinguished and counts as odd.
     """
     count = len(tokens)
     firsts = np.unique(np.append(np.arange(0, max(count - WINDOW, 0), STRIDE), max(count - WINDOW, 0)))
@@ -106,6 +106,6 @@ def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[
 
 
 def _at(features: Features, chosen: npt.NDArray[np.int16]) -> Floats:
-    """Of each piece [k] the value of the feature that is chosen for it."""
+    """For each piece [k] the value of its chosen feature."""
     table = np.stack([features[name] for name in NAMES])
     return np.asarray(table[chosen, np.arange(chosen.size)])

@@ -1,4 +1,4 @@
-"""What is usual in a corpus, and how far a piece of text is from it: what `inspect_data.py scan` measures with."""
+"""Baseline of a corpus, and the distance of a piece of text from it, used by `inspect_data.py scan`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megastable.forensics.oddness.lexicon import Lexicon
 from megastable.forensics.oddness.tables import Int64s, Keys, Tables
 
 PIECE = 256  # tokens
-HEAD = 32  # tokens of a document that its key is made of
+HEAD = 32  # tokens of a document that form its key
 FORMAT = 1
-MEASURED = 4 << 20  # tokens of the sample that tell what is usual
+MEASURED = 4 << 20  # tokens of the sample from which the baseline is learnt
 BLOCK = 1 << 19  # tokens measured at once
-ROUNDS = 2  # of leaving out what is odd
-MOST_ODD = 0.06  # of the sample may be left out
+ROUNDS = 2  # of removing odd pieces
+MOST_ODD = 0.06  # maximum share of the sample that is removed
 LEAST = 400  # pieces per class of length; classes with fewer get cuts of longer documents
 
 Raw = npt.NDArray[np.integer]
@@ -46,7 +46,7 @@ def cut(edges: Int64s, most: int = PIECE) -> tuple[Int64s, Int64s]:
 
 
 def document_keys(tokens: Raw, edges: Int64s) -> Keys:
-    """A key for each document, uint64 [d], of its first tokens: copies of a document have the same."""
+    """A key for each document, uint64 [d], from its first tokens: copies of a document share it."""
     keys = np.zeros(len(edges) - 1, dtype=np.uint64)
     begin, lengths = edges[:-1], np.diff(edges)
     for place in range(HEAD):
@@ -60,7 +60,7 @@ def document_keys(tokens: Raw, edges: Int64s) -> Keys:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What is usual in a corpus: see `of`. Immutable; it may be used from several threads or processes."""
+    """Baseline of a corpus: see `of`. Immutable; safe for several threads or processes."""
 
     lexicon: Lexicon
     tables: Tables
@@ -69,7 +69,7 @@ class Yardstick:
     @classmethod
     def of(cls, sample: Iterable[Sample], lexicon: Lexicon, eod: int | None = None) -> Yardstick:
         """From a sample of documents, at best a million tokens or more: (tokens [n], edges int64 [d + 1]) or with
-        their keys uint64 [d] as a third, which must then be those of `measure`; without, they are `document_keys`.
+        their keys uint64 [d] as a third, which must then match those of `measure`; by default `document_keys`.
 
         Takes about 40 bytes of memory per token of the sample. 1 or 2 % of junk in it do not matter. `eod`: not needed
         when the lexicon knows it. Raises DataError for a sample without tokens.
@@ -81,7 +81,8 @@ class Yardstick:
         lengths, keys = np.diff(pieces), keys[owner]
         yardstick = cls._fitted(ids, pieces, keys, lexicon)
         for _ in range(ROUNDS):
-            # Junk in the sample would make its like usual: what is odd by the first yardstick is left out of the next.
+            # Junk in the sample would make similar junk usual: what is odd by the first baseline is left out of the
+            # next.
             score = yardstick.judge(_measured(yardstick, ids, pieces, keys)).score
             odd = np.argsort(-score)[: int(MOST_ODD * len(score))]
             keep = np.ones(len(score), dtype=bool)
@@ -113,12 +114,12 @@ class Yardstick:
         return {"length": np.diff(edges).astype(np.float32), **found}
 
     def judge(self, features: Features) -> Judgement:
-        """How unusual k pieces are, which feature says so and what they look like."""
+        """How unusual k pieces are, by which feature, and their kinds."""
         return judge(self.usual, features["length"].astype(np.int64), features)
 
     def explain(self, values: Mapping[str, float], feature: int | str | None = None) -> str:
-        """A sentence for a person about one piece: what `feature` (the index in FEATURES, or its name) is and what is
-        usual; without, of the feature that says most."""
+        """A sentence about one piece: the value of `feature` (the index in FEATURES, or its name) and the usual one;
+        by default for the most significant feature."""
         single = {name: np.array([values[name]], dtype=np.float32) for name in ("length", *NAMES)}
         if feature is None:
             feature = int(self.judge(single).feature[0])
@@ -150,7 +151,7 @@ class Yardstick:
             with np.load(path, allow_pickle=False) as file:
                 found = {key: file[key] for key in file.files}
             if int(found["format"]) != FORMAT or tuple(found["names"]) != NAMES:
-                raise DataError(f"{path} was made by another version: remove it, it is made again")
+                raise DataError(f"{path} was made by another version: remove it, it will be made again")
             parts = {
                 name: {
                     key.partition(".")[2]: value for key, value in found.items() if key.startswith(f"{name}.")
@@ -164,7 +165,7 @@ class Yardstick:
                 Lexicon(**parts["lexicon"]), Tables(**parts["tables"]), UsualFeatures(**parts["usual"])
             )
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
-            raise DataError(f"{path} cannot be read: {error}; remove it, it is made again") from error
+            raise DataError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
 
 
 def _gather(sample: Iterable[Sample], vocab_size: int) -> tuple[Raw, Int64s, Keys]:
@@ -184,7 +185,7 @@ def _gather(sample: Iterable[Sample], vocab_size: int) -> tuple[Raw, Int64s, Key
 
 
 def _measured(yardstick: Yardstick, ids: Raw, pieces: Int64s, keys: Keys) -> Features:
-    """The features of many pieces, a block of them at a time."""
+    """The features of many pieces, a block at a time."""
     found: list[Features] = []
     begin, count = 0, len(pieces) - 1
     while begin < count:
@@ -195,10 +196,10 @@ def _measured(yardstick: Yardstick, ids: Raw, pieces: Int64s, keys: Keys) -> Fea
 
 
 def _ordinary(ids: Raw, pieces: Int64s) -> tuple[Raw, Int64s, Int64s]:
-    """Pieces to learn from what is usual: (ids, edges [k + 1], the piece that each is of [k]).
+    """Pieces to learn the baseline from: (ids, edges [k + 1], the original piece of each [k]).
 
-    At most MEASURED tokens, and for each class of length at least LEAST pieces, cut from longer ones where it has
-    fewer: a text is then never compared with a handful.
+    At most MEASURED tokens, and for each class of length at least LEAST pieces, cut from longer ones if it has
+    fewer: so no text is compared with only a handful.
     """
     random = np.random.default_rng(0)
     lengths = np.diff(pieces)

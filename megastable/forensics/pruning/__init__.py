@@ -1,1 +1,1 @@
-"""Documents taken out of a corpus: a plan to edit, new shards without them, the proof that the rest is intact."""
+"""Prune documents from a corpus: an editable plan, new shards without them, and a proof that the rest is intact."""

@@ -1,4 +1,4 @@
-"""What a plan is made of: documents, or spans of them, of an incident, of a scan's findings, or of a list by hand."""
+"""Make a pruning plan: documents, or spans of them, from an incident, from a scan's findings, or from a list."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megastable.run.events.event import Event
 from megastable.run.events.stability_events import IncidentEvent
 
 MOST = 10_000_000  # positions of an incident: more cannot be a window of training
-BEGINNING = 64  # tokens of a document that an excerpt is made of
+BEGINNING = 64  # tokens of a document in its excerpt
 
 
 class Why(NamedTuple):
-    """What speaks against a document; at: the token of the shard where that begins, None for its beginning. spans: of
-    the document, what alone is to go; None for all of it."""
+    """The evidence against a document; at: the token of the shard where it begins, None for the document's beginning.
+    spans: the parts of the document to remove; None for all of it."""
 
     shard: str
     document: int
@@ -54,24 +54,20 @@ def make_plan(
     most: float = 1.0,
     overwrite: bool = False,
 ) -> tuple[list[Removal], Loss]:
-    """Write a plan for `corpus` into the file `output`. What it names stands in the order of the corpus. Returns that,
+    """Write a plan for `corpus` to the file `output`, in the order of the corpus. Returns the plan,
     and what the corpus would lose.
 
     incidents: RUN:NUMBER each; score, kinds, duplicates: which findings of the scan (`scan.suspects`). spans: of the
-    documents of an incident only the tokens of its samples are to go, of those that a scan finds odd only what is odd.
-    Raises DataError for what cannot be read, is of another corpus, names no document at all, or takes more than `most`
+    documents of an incident remove only the tokens of its samples, of a scan's findings only the odd spans.
+    Raises DataError for unreadable input, input of another corpus, an empty selection, or a plan for more than `most`
     of the corpus.
     """
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
     if not lists and not incidents and scan is None:
-        raise DataError(
-            "nothing says which documents: give --incident RUN:NUMBER, --scan FOLDER or --list FILE"
-        )
+        raise DataError("no documents are selected: give --incident RUN:NUMBER, --scan FOLDER or --list FILE")
     if scan is None and (score is not None or kinds or duplicates):
-        raise DataError(
-            "--score, --kind and --duplicates choose among the findings of a scan: give it with --scan"
-        )
+        raise DataError("--score, --kind and --duplicates select findings of a scan: give it with --scan")
     shelf = open_shelf([corpus])
     if shelf.manifest is None or shelf.directory is None:
         raise DataError(
@@ -89,7 +85,7 @@ def make_plan(
         only = ", only what begins or ends one, which stays" if found else ""
         raise DataError(f"no document of {corpus} is named{only}: there is nothing to plan")
     loss = loss_of(removals, shelf.manifest)
-    # Nothing is written yet that lines could be deleted of.
+    # The plan is not yet written, so its lines cannot be deleted.
     cut = "" if spans else "cut only what is bad (plan --spans, or first:end in a list)"
     loss.check(most, "the plan", "narrow what it is made of (the list, --score, --kind)", cut)
     durable.write_output(output, text_of(removals, shelf.directory.resolve(), shelf.manifest))
@@ -118,7 +114,7 @@ def _suspects(
     if score is None and not kinds and not duplicates:
         advice = "" if found.advised is None else f" {found.advised:g}, which is its advice"
         raise DataError(
-            f"{folder}: nothing says which of its findings are meant: give --score{advice}, --kind or --duplicates"
+            f"{folder}: none of its findings are selected: give --score{advice}, --kind or --duplicates"
         )
     if found.fingerprint != manifest.fingerprint():
         raise DataError(
@@ -131,7 +127,7 @@ def _suspects(
 
 
 def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
-    """The documents of `manifest` that the positions of an incident are made of; spans: what of them is in it."""
+    """The documents of `manifest` at the positions of an incident; spans: only the parts in its samples."""
     from megastable.forensics.history import History
 
     run, _, text = incident.rpartition(":")
@@ -180,7 +176,7 @@ def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
 
 
 def _summary(events: Iterable[Event], number: int, run: str) -> tuple[dict[str, Any], float]:
-    """What the last event of an incident says of it, and its time."""
+    """The content of an incident's last event, and its time."""
     found, time, known, changed = None, 0.0, set[int](), 0.0
     for event in events:
         if isinstance(event, OrderChanged):
@@ -188,7 +184,7 @@ def _summary(events: Iterable[Event], number: int, run: str) -> tuple[dict[str, 
         elif isinstance(event.get("summary"), dict):
             known.add(int(event.get("number") or 0))
             if event.get("number") == number:
-                # The order is that of the time at which it was noticed.
+                # The order in force when it was noticed.
                 found, time = event["summary"], time or float(event.get("time") or 0.0)
     if found is None:
         there = ", ".join(map(str, sorted(known))) or "none"
@@ -202,7 +198,7 @@ def _summary(events: Iterable[Event], number: int, run: str) -> tuple[dict[str, 
 
 
 def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
-    """One for each document, or for each span of it, in the order of the corpus, with all that speaks against it."""
+    """One removal for each document, or for each span of it, in the order of the corpus, with all evidence."""
     bos = None if shelf.manifest is None else shelf.manifest.tokenizer.bos
     reasons: dict[str, dict[int, list[Why]]] = {}
     for why in found:
@@ -211,7 +207,7 @@ def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
         for document, of in sorted(reasons.get(shard.name, {}).items()):
             first, end = shard.document_bounds(document)
             texts = "; ".join(dict.fromkeys(why.text for why in of))
-            # What begins and ends the document stays, or goes with all of it.
+            # A document's begin and end tokens stay, or go with all of it.
             count = end - first
             text = count - int(count > 0 and int(shard.raw(end - 1, 1)[0]) == shelf.eod)
             begins = int(text > 0 and bos is not None and int(shard.raw(first, 1)[0]) == bos)
@@ -220,7 +216,7 @@ def _removals(shelf: Shelf, found: Iterable[Why]) -> Iterator[Removal]:
                 if spans[-1][1] > count:
                     raise DataError(
                         f"document {document} of {shard.name} has {plural(count, 'token')}, a list names a span of "
-                        f"it up to {spans[-1][1]}: mend that"
+                        f"it up to {spans[-1][1]}: correct it"
                     )
                 spans = [(max(begin, begins), min(stop, text)) for begin, stop in spans]
                 spans = [(begin, stop) for begin, stop in spans if begin < stop]

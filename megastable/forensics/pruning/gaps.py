@@ -1,10 +1,10 @@
-"""What of a shard is left when some of its documents, and spans of others, are gone: documents, sequences, tokens.
+"""Compute the remainder of a shard without some documents, and without spans of others: documents, sequences, tokens.
 
-A document that lost a span in its middle becomes several: what is before the span ends with an end-of-document token
-that is put there, whether or not the document itself ends with one, and what is behind is a document of its own. It
-begins with the begin-of-document token if the document itself does. So no sample takes tokens for neighbours that a cut
-brought together. Of a document that has them these two tokens are never cut out: they frame all that is left, and go
-only with the whole document.
+A document with a span cut from its middle becomes several: the piece before the span gets an end-of-document token,
+whether or not the document itself ends with one, and the piece after it is a document of its own. It
+begins with the begin-of-document token if the document itself does. So no sample contains neighbours joined by a cut.
+These two tokens of a document are never cut out themselves: they frame its remainder, and go only with the whole
+document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megastable.base.errors import DataError
 from megastable.data.shard_format import LONGEST_SEQUENCE, chunks, little_endian
 from megastable.data.shards import Shard
 
-BLOCK = 1 << 20  # bytes of a file in memory at a time: few enough to stay in the cache between two hashes
+BLOCK = 1 << 20  # bytes of a file in memory at a time: fits in the cache between two hashes
 
 Int64s = npt.NDArray[np.int64]
 Span = tuple[int, int]  # tokens [first, end) of a document
@@ -32,8 +32,8 @@ Span = tuple[int, int]  # tokens [first, end) of a document
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ascending ranges [first, end) that do not overlap, int64 [n] each; some may be empty. added: how much is put in
-    place of each, int64 [n]; nothing where it is None."""
+    """Ascending ranges [first, end) that do not overlap, int64 [n] each; some may be empty. added: size of the
+    replacement of each, int64 [n]; None for nothing."""
 
     firsts: Int64s
     ends: Int64s
@@ -41,12 +41,12 @@ class Ranges:
 
     @property
     def total(self) -> int:
-        """How much the ranges hold."""
+        """Total size of the ranges."""
         return int((self.ends - self.firsts).sum())
 
     @property
     def less(self) -> int:
-        """By how much the file is shorter without them and with what is put in their place."""
+        """How much shorter the file is without them and with their replacements."""
         return self.total - int(self._added.sum())
 
     @property
@@ -54,18 +54,18 @@ class Ranges:
         return np.zeros_like(self.firsts) if self.added is None else self.added
 
     def before(self, edges: Int64s) -> Int64s:
-        """By how much each of `edges` [k], none of which is inside a range, lies further ahead without them: int64
+        """How far each of `edges` [k], none of which is inside a range, moves towards the beginning without them: int64
         [k]."""
         sums = np.append(0, np.cumsum(self.ends - self.firsts - self._added))
         return sums[np.searchsorted(self.firsts, edges)]
 
     def inside(self, edge: int) -> bool:
-        """Whether a range begins before `edge` and ends behind it."""
+        """Whether `edge` lies strictly inside a range."""
         number = int(np.searchsorted(self.firsts, edge)) - 1
         return number >= 0 and edge < int(self.ends[number])
 
     def merged(self) -> Ranges:
-        """The same without empty ranges and without ranges that touch; where something is put, a range begins."""
+        """The same without empty ranges and with touching ranges merged; a replacement starts a new range."""
         full = self.ends > self.firsts
         firsts, ends, added = self.firsts[full], self.ends[full], self._added[full]
         if not full.any():
@@ -74,15 +74,15 @@ class Ranges:
         return Ranges(firsts[apart], ends[np.append(apart[1:], True)], added[apart])
 
     def scaled(self, size: int, offset: int = 0) -> Ranges:
-        """In bytes of a file, where one takes `size` and the first lies at `offset`."""
+        """In bytes of a file, with entries of `size` bytes that start at `offset`."""
         return Ranges(self.firsts * size + offset, self.ends * size + offset, self.added)
 
 
 @dataclass(frozen=True)
 class RemainingPiece:
-    """What is left of a document between two spans: its tokens [first, end). closed: an end-of-document token that is
-    put there ends it; opened: a begin-of-document token that is put there begins it. lengths, modes: of its sequences,
-    those tokens among them."""
+    """The remainder of a document between two spans: its tokens [first, end). closed: it is followed by an added
+    end-of-document token; opened: it is preceded by an added begin-of-document token. lengths, modes: of its sequences,
+    including these tokens."""
 
     first: int
     end: int
@@ -93,8 +93,8 @@ class RemainingPiece:
 
 
 class Hole(NamedTuple):
-    """Tokens [first, end) of a shard that are not left. closed, opened: in their place stands what ends the piece
-    before, what begins the piece behind."""
+    """Removed tokens [first, end) of a shard. closed, opened: replaced by a token that ends the piece before, and one
+    that begins the piece after."""
 
     first: int
     end: int
@@ -103,15 +103,15 @@ class Hole(NamedTuple):
 
     @property
     def put(self) -> int:
-        """How many tokens are put in its place."""
+        """Number of tokens put in its place."""
         return self.closed + self.opened
 
 
 @dataclass(frozen=True)
 class CutDocument:
-    """A document of which some is left. first: its first token in the shard; pieces: at least one, ascending;
-    sequences: [first, end) of the shard; gone: tokens that are cut out, those that end and begin the document never
-    among them."""
+    """A partly removed document. first: its first token in the shard; pieces: at least one, ascending;
+    sequences: [first, end) of the shard; gone: removed tokens, never including those that end and begin the
+    document."""
 
     number: int
     first: int
@@ -122,7 +122,7 @@ class CutDocument:
 
     @property
     def holes(self) -> Iterator[Hole]:
-        """What is not left of it."""
+        """Its removed parts."""
         edges = [0, *(edge for piece in self.pieces for edge in (piece.first, piece.end)), self.tokens]
         closed = [False, *(piece.closed for piece in self.pieces)]
         opened = [*(piece.opened for piece in self.pieces), False]
@@ -132,27 +132,26 @@ class CutDocument:
 
     @property
     def spans(self) -> list[Span]:
-        """Its tokens that are cut out, as [first, end) of the document."""
+        """Its removed tokens, as [first, end) of the document."""
         return [(hole.first - self.first, hole.end - self.first) for hole in self.holes]
 
     @property
     def added(self) -> int:
-        """Tokens that end and begin documents that were not there: its own go on to end its last piece and to begin
-        its first."""
+        """Number of added end and begin tokens: its own still end its last piece and begin its first."""
         return sum(hole.put - (hole.end - hole.first) for hole in self.holes) + self.gone
 
 
 def cut_document(
     shard: Shard, number: int, spans: Iterable[Span], eod: int, bos: int | None = None
 ) -> CutDocument | None:
-    """The document without `spans`, which may overlap; None where nothing of it is left but what ends and begins it.
+    """The document without `spans`, which may overlap; None if nothing remains but its end and begin tokens.
 
-    Raises DataError for a span that is empty or ends behind the document.
+    Raises DataError for a span that is empty or ends after the document.
     """
     begin, end = shard.document_bounds(number)
     count = end - begin
     closes = count > 0 and int(shard.raw(end - 1, 1)[0]) == eod
-    text = count - closes  # where its tokens but the one that ends it end
+    text = count - closes  # end of its tokens without the final end token
     opens = text > 0 and bos is not None and int(shard.raw(begin, 1)[0]) == bos
     kept, at, gone = list[Span](), int(opens), 0
     for first, stop in sorted(spans):
@@ -187,7 +186,7 @@ def cut_document(
 def _piece(
     first: int, end: int, closed: bool, opened: bool, lengths: Sequence[int], modes: Sequence[int]
 ) -> RemainingPiece:
-    """Tokens [first, end) of a document with sequences of `lengths`; an empty sequence belongs to the piece that it
+    """Tokens [first, end) of a document with sequences of `lengths`; an empty sequence goes to the piece that it
     touches."""
     found, at = list[tuple[int, int]](), 0
     for length, mode in zip(lengths, modes, strict=True):
@@ -208,8 +207,8 @@ def _piece(
 
 @dataclass(frozen=True)
 class Gaps:
-    """What is not left of a shard: `documents`, ascending, int64 [n], whole, and spans of `cuts`, ascending too; the
-    sequences and tokens of both, with what is put in their place; closing, opening: the bytes of the tokens
+    """The removed parts of a shard: whole `documents`, ascending, int64 [n], and spans of `cuts`, also ascending; the
+    sequences and tokens of both, with their replacements; closing, opening: the bytes of the tokens
     that end and begin documents."""
 
     documents: Int64s
@@ -224,8 +223,9 @@ class Gaps:
         cls, shard: Shard, documents: Int64s, spans: Mapping[int, Sequence[Span]] | None = None, eod: int = 0,
         bos: int | None = None,
     ) -> Gaps:  # fmt: skip
-        """`documents` are ascending and all there; spans: of other documents. One that is covered by its spans is gone
-        as a whole. Reads the index a piece at a time; raises DataError where it is damaged, or a span not there."""
+        """`documents` must exist, ascending; spans: of other documents. A document that its spans cover completely is
+        removed
+        as a whole. Reads the index in pieces; raises DataError if it is damaged, or a span does not exist."""
         cuts, covered = list[CutDocument](), list[int]()
         for number in sorted(spans or ()):
             cut = cut_document(shard, number, (spans or {})[number], eod, bos)
@@ -256,18 +256,18 @@ class Gaps:
 
     @property
     def gone(self) -> int:
-        """Tokens that are not left."""
+        """Number of removed tokens."""
         whole = self.tokens.total - sum(hole.end - hole.first for cut in self.cuts for hole in cut.holes)
         return whole + sum(cut.gone for cut in self.cuts)
 
     @property
     def added(self) -> int:
-        """Tokens that end and begin documents that are put in between."""
+        """Number of added tokens that end and begin documents."""
         return sum(cut.added for cut in self.cuts)
 
     @property
     def fewer(self) -> int:
-        """By how many documents it is shorter: those that are cut in several make it longer."""
+        """By how many documents the shard shrinks: a document cut into several makes it longer."""
         return self.documents.size - int(self._more.sum())
 
     @cached_property
@@ -279,20 +279,20 @@ class Gaps:
         return np.array([len(cut.pieces) - 1 for cut in self.cuts], np.int64)
 
     def renumbered(self, first: int, count: int) -> Int64s:
-        """The new numbers of the documents [first, first + count), of the first piece of one that is cut: int64
-        [count], -1 for those that are gone."""
+        """The new numbers of the documents [first, first + count), for a cut one that of its first piece: int64
+        [count], -1 for removed ones."""
         new = self._at(np.arange(first, first + count))
         low, high = np.searchsorted(self.documents, (first, first + count))
         new[self.documents[low:high] - first] = -1
         return new
 
     def _at(self, old: Int64s) -> Int64s:
-        """The new number of the first document that is left from each of `old` [n] on."""
+        """The new number of the first remaining document from each of `old` [n] on."""
         more = np.append(0, np.cumsum(self._more))[np.searchsorted(self._cut, old)]
         return np.asarray(old - np.searchsorted(self.documents, old) + more)
 
     def original(self, new: int) -> tuple[int, int]:
-        """(document, token) of the original with which a document that is left begins."""
+        """(document, token) of the original at which a remaining document begins."""
         numbers = range(new + self.documents.size + 1)
         old = bisect_right(numbers, new, key=lambda number: int(self._at(np.array([number]))[0])) - 1
         at = int(np.searchsorted(self._cut, old))
@@ -301,12 +301,12 @@ class Gaps:
         return old, self.cuts[at].pieces[new - int(self._at(np.array([old]))[0])].first
 
     def cut_among(self, first: int, count: int) -> tuple[CutDocument, ...]:
-        """Those of the documents [first, first + count) that are cut."""
+        """The documents of [first, first + count) that are cut."""
         low, high = np.searchsorted(self._cut, (first, first + count)).tolist()
         return self.cuts[low:high]
 
     def sequence_counts(self, first: int, counts: Int64s) -> Int64s:
-        """Sequences of each document that is left of [first, first + n), which had `counts` int64 [n] of them."""
+        """Sequences of each remaining document of [first, first + n), which had `counts` int64 [n] of them."""
         copies = (self.renumbered(first, counts.size) >= 0).astype(np.int64)
         cuts = self.cut_among(first, counts.size)
         for cut in cuts:
@@ -318,7 +318,7 @@ class Gaps:
         return found
 
     def token_holes(self, itemsize: int) -> tuple[Ranges, dict[int, bytes]]:
-        """Of the .bin, in bytes, for `without`."""
+        """Removed ranges of the .bin, in bytes, for `without`."""
         put = {
             hole.first * itemsize: self.closing * hole.closed + self.opening * hole.opened
             for cut in self.cuts for hole in cut.holes if hole.put
@@ -326,11 +326,11 @@ class Gaps:
         return self.tokens.scaled(itemsize).merged(), put
 
     def length_holes(self, offset: int) -> tuple[Ranges, dict[int, bytes]]:
-        """Of the lengths in the .idx, which begin at byte `offset`, for `without`."""
+        """Removed ranges of the lengths in the .idx, which start at byte `offset`, for `without`."""
         return self._sequence_holes(4, offset, [[piece.lengths for piece in cut.pieces] for cut in self.cuts])
 
     def mode_holes(self, offset: int) -> tuple[Ranges, dict[int, bytes]]:
-        """Of the modes in the .idx, which begin at byte `offset`, for `without`."""
+        """Removed ranges of the modes in the .idx, which start at byte `offset`, for `without`."""
         return self._sequence_holes(1, offset, [[piece.modes for piece in cut.pieces] for cut in self.cuts])
 
     def _sequence_holes(
@@ -344,7 +344,7 @@ class Gaps:
 
 
 def _with(firsts: Int64s, ends: Int64s, more: Sequence[tuple[int, int, int]]) -> Ranges:
-    """Ranges with nothing in their place, and `more` (first, end, how much is put there), in their order."""
+    """Ranges without replacement, and `more` (first, end, size of the replacement), in order."""
     if not more:
         return Ranges(firsts, ends)
     table = np.array(more, np.int64)
@@ -355,7 +355,7 @@ def _with(firsts: Int64s, ends: Int64s, more: Sequence[tuple[int, int, int]]) ->
 
 
 def blocks(path: Path, first: int = 0, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
-    """Bytes [first, end) of a file: where a block begins, and the block, valid until the next.
+    """Bytes [first, end) of a file: the offset of each block, and the block, valid until the next.
 
     Raises DataError when the disk fails or the file ends too early.
     """
@@ -381,23 +381,23 @@ def blocks(path: Path, first: int = 0, end: int | None = None) -> Iterator[tuple
 def without(
     first: int, block: memoryview, gaps: Ranges, put: Mapping[int, bytes] | None = None
 ) -> memoryview | bytes:
-    """What is left of a block that begins at byte `first` of its file; gaps: of the file, in bytes, merged; put: what
-    stands in place of a gap, by its first byte."""
+    """The remainder of a block that begins at byte `first` of its file; gaps: of the file, in bytes, merged; put: the
+    replacement of a gap, by its first byte."""
     end = first + len(block)
     low = int(np.searchsorted(gaps.ends, first, side="right"))
     high = int(np.searchsorted(gaps.firsts, end))
     if low >= high:
         return block
-    # The edges of what is left: the ends of the gaps and, shifted by one, their beginnings.
+    # The edges of the remainder: the ends of the gaps and, shifted by one, their beginnings.
     begins = np.clip(np.append(first, gaps.ends[low:high]) - first, 0, len(block)).tolist()
     stops = np.clip(np.append(gaps.firsts[low:high], end) - first, 0, len(block)).tolist()
     if len(begins) <= 2 and not put:
         parts = [block[a:b] for a, b in zip(begins, stops, strict=True) if a < b]
         return parts[0] if len(parts) == 1 else b"".join(parts)
-    whole = bytes(block)  # many pieces of it are several times faster to make than of a memoryview
+    whole = bytes(block)  # slicing bytes is several times faster than slicing a memoryview
     left = [whole[a:b] for a, b in zip(begins, stops, strict=True)]
     if put:
-        # A gap that began in a block before has had its own put there.
+        # A gap from an earlier block has its replacement there.
         there = [put.get(at, b"") if at >= first else b"" for at in gaps.firsts[low:high].tolist()]
         left = [part for pair in zip(left, [*there, b""], strict=True) for part in pair]
     return b"".join(left)

@@ -1,9 +1,9 @@
-"""The proof that a pruned corpus is the original without the documents and spans of its plan, and nothing else.
+"""Prove that a pruned corpus is the original without the documents and spans of its plan, and nothing else.
 
-Both are read whole, side by side, and compared along the map of documents: the map names every document of either just
-once and in order, and every piece of one that was cut; what is left has the same sequences, lengths, modes and tokens,
-but for the tokens that the map says were put before and behind pieces, to begin and to end them; and hashes, splits
-and tokenizer are what the manifests say. Memory does not grow with the corpora, but for 8 bytes per document left out.
+Both are read in full, side by side, and compared along the document map: the map names every document of either
+exactly once and in order, and every piece of a cut one; the remainder has the same sequences, lengths, modes and
+tokens, except the tokens that the map says were added to begin and end pieces; and hashes, splits
+and tokenizer match the manifests. Memory does not grow with the corpora, except 8 bytes per removed document.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared: documents and tokens that are left, and how many are gone; documents that were cut, and
-    tokens that begin and end documents that were put in between, which are counted among the tokens that are left."""
+    """What was compared: remaining documents and tokens, and the number of removed ones; cut documents, and
+    added tokens that begin and end documents, which count among the remaining tokens."""
 
     documents: int
     tokens: int
@@ -64,7 +64,7 @@ def verify(
     plan: Path | None = None,
     progress: Progress = lambda count: None,
 ) -> Proof:
-    """Compare a pruned corpus with its original, which lies where it lay if not given; plan: compare that, too.
+    """Compare a pruned corpus with its original (default: its recorded path); plan: compare that, too.
 
     Raises DataError naming the first difference.
     """
@@ -92,7 +92,7 @@ def verify(
 
 
 def original_bytes(directory: Path, original: Path | None = None) -> int:
-    """How many bytes `verify` will tell its progress of."""
+    """Number of bytes that `verify` will report as progress."""
     found = find(original or Path(Pruned.load(find(directory)).original))
     return sum(info.bin_bytes for info in Manifest.load(found).shards)
 
@@ -135,7 +135,7 @@ def _compare(
 
 
 class _MapRows:
-    """The map, shard after shard."""
+    """The map, shard by shard."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / MAP
@@ -143,7 +143,7 @@ class _MapRows:
         self._seen = list[Rows]()
 
     def gone(self, name: str, shard: Shard) -> tuple[Int64s, dict[int, list[Span]]]:
-        """The documents of a shard that are left out, and the spans of others. Every document must have its row."""
+        """The removed documents of a shard, and the removed spans of others. Every document must have its row."""
         old_next, new_next, gone, self._seen = 0, 0, [np.empty(0, np.int64)], []
         spans: dict[int, list[Span]] = {}
         while old_next < shard.documents:
@@ -173,7 +173,7 @@ class _MapRows:
         return np.concatenate(gone), spans
 
     def _spans(self, name: str, shard: Shard, number: int, rows: Rows) -> list[Span]:
-        """What is between the pieces of a document."""
+        """The parts between the pieces of a document."""
         begin, end = shard.document_bounds(number)
         mine = rows.old == number
         edges = [0, *np.stack([rows.first[mine], rows.end[mine]], axis=1).ravel().tolist(), end - begin]
@@ -184,7 +184,7 @@ class _MapRows:
         return [(first, stop) for first, stop in zip(edges[::2], edges[1::2], strict=True) if first < stop]
 
     def check(self, name: str, documents: int, gaps: Gaps) -> None:
-        """The rows of a shard are, each of them, those that `gaps` make."""
+        """Check that each row of a shard is the one that `gaps` gives."""
         at = 0
         for rows in self._seen:
             count = int(np.unique(rows.old).size)
@@ -195,7 +195,7 @@ class _MapRows:
             at += count
 
     def end(self) -> None:
-        """There is nothing behind the last shard."""
+        """Check that nothing follows the last shard."""
         if (extra := next(self._parts, None)) is not None:
             raise DataError(f"{self.path} names the shard {extra[0]!r}, which is not there: prune again")
 
@@ -203,7 +203,7 @@ class _MapRows:
 def _same(
     old: Shard, old_info: ShardInfo, new: Shard, new_info: ShardInfo, gaps: Gaps, progress: Progress
 ) -> None:
-    """Raises DataError where `new` is not `old` without `gaps`, or one of them is not what its manifest says."""
+    """Raises DataError unless `new` is `old` without `gaps`, and both match their manifests."""
     less = gaps.fewer, gaps.sequences.less, gaps.tokens.less
     counts = old.documents - less[0], old.sequences - less[1], old.tokens - less[2]
     found = new.documents, new.sequences, new.tokens
@@ -253,7 +253,7 @@ class _Reader:
 
 
 def _same_sequences(old: Shard, new: Shard, gaps: Gaps) -> None:
-    """Every document that is left has as many sequences, and each of them is as long and has the same mode."""
+    """Check that every remaining document has the same number of sequences, of the same lengths and modes."""
     at = 0
     for part in chunks(old.documents):
         count = part.stop - part.start
@@ -278,7 +278,7 @@ def _same_sequences(old: Shard, new: Shard, gaps: Gaps) -> None:
             if kept != others:
                 wrong = np.frombuffer(kept, f"<i{size}") != np.frombuffer(others, f"<i{size}")
                 sequence = done // size + int(np.argmax(wrong))
-                raise DataError(f"{new.idx_path}: {what}[{sequence}] is not what it is in the original")
+                raise DataError(f"{new.idx_path}: {what}[{sequence}] differs from the original")
             done += len(kept)
 
 
@@ -290,7 +290,7 @@ def _different(old: Shard, new: Shard, gaps: Gaps, token: int) -> NoReturn:
     at = begin + token - first - (piece is not None and piece.opened)
     if piece is not None and at in (piece.first - 1, piece.end):
         kind = "an end" if at == piece.end else "a begin"
-        raise DataError(f"{found}; {kind}-of-document token was to be there, where document {was} was cut")
+        raise DataError(f"{found}; {kind}-of-document token should be there, where document {was} was cut")
     there = old.document_bounds(was)[0] + at
     raise DataError(
         f"{found}; in the original, as document {was} of {old.bin_path}, it is {old.raw(there, 1)[0]}"
@@ -298,7 +298,7 @@ def _different(old: Shard, new: Shard, gaps: Gaps, token: int) -> NoReturn:
 
 
 def _told(directory: Path, new: Manifest, pruned: Pruned, cuts: list[Cut], removed: str, added: int) -> None:
-    """pruned.json says what was found."""
+    """Check that pruned.json states what was found."""
     found = {
         "shards": cuts,
         "removed": removed,
@@ -311,14 +311,14 @@ def _told(directory: Path, new: Manifest, pruned: Pruned, cuts: list[Cut], remov
         found |= {"cut": sum(cut.cut or 0 for cut in cuts), "added": added}
     for key, value in found.items():
         if getattr(pruned, key) != value:
-            raise DataError(f"{directory / FILE}: {key} is not what map and shards say: prune again")
+            raise DataError(f"{directory / FILE}: {key} does not match map and shards: prune again")
 
 
 def _no_others(directory: Path, manifest: Manifest) -> None:
     own = {info.name for info in manifest.shards}
     for path in sorted(directory.iterdir()):
         if path.suffix in (".bin", ".idx") and path.name[: -len(path.suffix)] not in own:
-            raise DataError(f"{path} is no shard of this corpus: remove it")
+            raise DataError(f"{path} is not a shard of this corpus: remove it")
 
 
 def _damaged(path: Path) -> NoReturn:

@@ -1,9 +1,9 @@
-"""A corpus without the documents and spans of a plan, as a new corpus: all else in it is, byte for byte, what it was.
+"""Apply a pruning plan: write a new corpus without its documents and spans, with everything else byte for byte equal.
 
-Where a span is cut out of a document, tokens that end and begin documents stand in its place: `gaps.py`. Sequences,
-modes and documents without tokens stay as they are; shards keep their names. Files are read a block at a time, hashed
-before and after, and written on: memory does not grow with the corpus, and damage of the original is not sealed by new
-hashes. How it is proven: `proof.py`.
+Where a span is cut out of a document, tokens that end and begin documents replace it: `gaps.py`. Sequences,
+modes and documents without tokens are unchanged; shards keep their names. Files are read a block at a time, hashed
+before and after, and written on: memory does not grow with the corpus, and damage of the original is not hidden by new
+hashes. The proof: `proof.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megastable.forensics.pruning.prune_plan import NOTHING, Named, PrunePlan, r
 from megastable.forensics.pruning.pruned import MAP, Cut, MapWriter, Pruned, Removed
 from megastable.forensics.pruning.token_loss import Loss
 
-Progress = Callable[[int], object]  # told of every block: how many bytes of the original
+Progress = Callable[[int], object]  # called for every block with its bytes in the original
 Place = tuple[str, int, int]  # tokens [first, end) of a shard
 
 
@@ -39,11 +39,11 @@ def apply(
     plan: Path, output: Path, corpus: Path | None = None, progress: Progress = lambda count: None,
     most: float = 1.0, say: Callable[[Loss], object] = lambda loss: None,
 ) -> Pruned:  # fmt: skip
-    """Make `output`, the corpus of a plan without its documents and spans; whole or not at all.
+    """Make `output`, the corpus of a plan without its documents and spans; complete or not at all.
 
-    corpus: where it lies now, if not where the plan says. most: of the tokens, and of the documents, the share that may
-    be gone; say: is told what will be gone before anything is written. Raises DataError for a plan that is of another
-    corpus, empty, takes too much or names what is not there, for a corpus that is damaged, and for an output that is
+    corpus: its current path, if it differs from the plan's. most: maximum share of tokens and of documents to
+    remove; say: called with the loss before anything is written. Raises DataError for a plan that is of another
+    corpus, empty, takes too much or names what does not exist, for a damaged corpus, and for an output that is
     occupied or in the way.
     """
     chosen = read_plan(plan)
@@ -58,7 +58,7 @@ def apply(
         most,
         str(plan),
         "delete lines of documents to keep",
-        "have the plan cut only what is bad (plan --spans)",
+        "cut only the bad parts (plan --spans)",
     )
     _keep_apart(directory, output)
     tokenizer = tokenizer_bytes(directory, manifest)
@@ -74,8 +74,8 @@ def apply(
 
 
 def gaps_of(directory: Path, manifest: Manifest, named: dict[str, Named]) -> dict[str, Gaps]:
-    """What every shard of a corpus lacks without what a plan names. Raises DataError for a span that is not there."""
-    # Shards are opened one at a time: a corpus may have more of them than a process may have open files.
+    """The removed parts of every shard, by a plan. Raises DataError for a span that does not exist."""
+    # Shards are opened one at a time: there may be more than the limit of open files.
     found = {}
     for info in manifest.shards:
         of = named.get(info.name, NOTHING)
@@ -94,7 +94,7 @@ def _write(
     staging: Path,
     progress: Progress,
 ) -> Pruned:
-    """All files but the tokenizer's and pruned.json, which is returned."""
+    """Write all files except the tokenizer's and pruned.json, which is returned."""
     places = moved(manifest, all_gaps)
     for split, found in places.items():
         if not found and manifest.splits[split]:
@@ -140,15 +140,15 @@ def _write(
 
 
 def cut_of(shard: str, gaps: Gaps, left: bool, spans: bool) -> Cut:
-    """What a shard lost. spans: the plan has some."""
+    """The loss of a shard. spans: the plan has some."""
     cut = len(gaps.cuts) if spans else None
     return Cut(shard=shard, documents=gaps.documents.size, tokens=gaps.gone, left=left, cut=cut)
 
 
 def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, progress: Progress) -> ShardInfo:
-    """Write the shard without its gaps into `directory`, on the disk when this returns.
+    """Write the shard without its gaps into `directory`, durably.
 
-    Raises DataError when it is not the shard that `info` describes, OSError when the disk refuses.
+    Raises DataError if it is not the shard that `info` describes, OSError if the disk fails.
     """
     if hash_file(shard.idx_path) != info.idx_xxh3:
         raise DataError(f"{shard.idx_path} is not the file that its manifest describes: restore it")
@@ -210,7 +210,7 @@ def _write_index(shard: Shard, gaps: Gaps, index: HashedFile) -> None:
 
 
 def moved(manifest: Manifest, gaps: dict[str, Gaps]) -> dict[str, list[Place]]:
-    """Where the splits of `manifest` lie in shards that lack `gaps`; a segment without any token is left out.
+    """Where the splits of `manifest` lie in shards without `gaps`; segments without any token are dropped.
 
     Raises DataError for a split that does not consist of whole documents.
     """
@@ -248,7 +248,7 @@ def check_splits(directory: Path, manifest: Manifest) -> None:
         if segments:
             stream, first = Stream(directory, manifest, split), 0
             for segment in segments:
-                stream.read(first, 1)  # looks at the edges of the segment
+                stream.read(first, 1)  # checks the edges of the segment
                 first += segment.tokens
 
 
@@ -267,7 +267,7 @@ def tokenizer_bytes(directory: Path, manifest: Manifest) -> bytes:
 def _keep_apart(directory: Path, output: Path) -> None:
     one, other = directory.resolve(), output.resolve()
     if one == other:
-        raise DataError(f"{output} is the corpus itself, which stays as it is: choose another output")
+        raise DataError(f"{output} is the corpus itself, which must not change: choose another output")
     if other.is_relative_to(one) or one.is_relative_to(other):
         raise DataError(f"{output} and the corpus {directory} lie in each other: choose another output")
     try:
@@ -278,14 +278,14 @@ def _keep_apart(directory: Path, output: Path) -> None:
 
 
 def corpus_bytes(plan: Path, corpus: Path | None = None) -> int:
-    """How many bytes `apply` will tell its progress of."""
+    """Number of bytes that `apply` will report as progress."""
     return sum(info.bin_bytes for info in Manifest.load(_corpus_of(read_plan(plan), corpus)).shards)
 
 
 def _corpus_of(plan: PrunePlan, given: Path | None) -> Path:
     if given is None and plan.corpus is None:
         raise DataError(
-            f"{plan.path} does not say of which corpus it is: make a plan of it that does, "
+            f"{plan.path} does not name its corpus: make a plan of it that does, "
             f"python tools/prune_data.py plan CORPUS --list {plan.path}, or give --corpus"
         )
     return find(given or plan.corpus or "")

@@ -1,10 +1,10 @@
-"""Which documents are to be left out of a corpus, as a text file that a person reads and edits before it is applied.
+"""Read and write pruning plans: text files that list documents to remove, for a person to edit before they are applied.
 
-A line is a document: its shard, its number there, and behind a # what speaks against it, for people alone. With
-`first:end` behind the number it is a span of that document: its tokens from `first` on, counted from 0, and before
-`end`. Before the lines stand keys (`fingerprint: ...`) that say of which corpus it is. Lists by hand may lack those,
-and may be CSV or JSON lines with `shard` and `document`, and with `first` and `end` for a span. A shard's name that is
-not one plain word stands in double quotes, as in JSON.
+A line is a document: its shard, its number there, and after a # the evidence, for people only. With
+`first:end` after the number it is a span of that document: its tokens from `first` on, counted from 0, and before
+`end`. Keys before the lines (`fingerprint: ...`) identify the corpus. Lists by hand may lack those,
+and may be CSV or JSON lines with `shard` and `document`, and with `first` and `end` for a span. A shard name that is
+not a plain word is in double quotes, as in JSON.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ _WORD = re.compile(r"[\w.+=@%~-]*[\w.+=@%~-]", re.ASCII)
 
 @dataclass(frozen=True)
 class Removal:
-    """A document to leave out, or a span of it; tokens: how many that are. And what a person should know of it (both
-    texts may say anything)."""
+    """A document to remove, or a span of it; tokens: their number. Evidence and excerpt are untrusted text."""
 
     shard: str
     document: int
@@ -56,7 +55,7 @@ class Removal:
 
 
 class PlanLine(NamedTuple):
-    """A line of a plan, its number in the file first. span: None for the whole document."""
+    """A line of a plan, with its number in the file first. span: None for the whole document."""
 
     number: int
     document: int
@@ -65,14 +64,14 @@ class PlanLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """What is to be left out of a shard: `documents` as a whole, ascending, int64 [n]; spans: of other documents."""
+    """What to remove from a shard: whole `documents`, ascending, int64 [n]; spans: of other documents."""
 
     documents: Int64s
     spans: dict[int, list[Span]]
 
     @property
     def touched(self) -> Int64s:
-        """The documents that it is about, ascending."""
+        """All documents concerned, ascending."""
         return np.union1d(self.documents, np.array(list(self.spans), np.int64))
 
 
@@ -81,8 +80,7 @@ NOTHING = Named(np.empty(0, np.int64), {})
 
 @dataclass
 class PrunePlan:
-    """A plan as it was read. corpus, fingerprint: None where it does not say. lines: by shard, in the order of the
-    file."""
+    """A parsed plan. corpus, fingerprint: None if missing. lines: by shard, in the order of the file."""
 
     path: Path
     sha256: str
@@ -91,10 +89,11 @@ class PrunePlan:
     lines: dict[str, list[PlanLine]] = field(default_factory=dict)
 
     def named(self, directory: Path, manifest: Manifest) -> dict[str, Named]:
-        """What to leave out of a corpus, by shard.
+        """What to remove from a corpus, by shard.
 
-        Raises DataError naming the line for a document that is not there or stands twice, and for a plan that is empty
-        or does not say, by the fingerprint, that it was made for this very corpus. Whether a document has the tokens of
+        Raises DataError naming the line for a document that does not exist or occurs twice, and for a plan that is
+        empty
+        or whose fingerprint does not match this very corpus. Whether a document has the tokens of
         a span, only its shard knows: `gaps.cut_document`.
         """
         if self.fingerprint is None:
@@ -105,14 +104,14 @@ class PrunePlan:
         return self.checked(directory, manifest)
 
     def checked(self, directory: Path, manifest: Manifest, twice: bool = False) -> dict[str, Named]:
-        """As `named`, but a list by hand has no fingerprint. twice: a document may stand twice."""
+        """As `named`, but also for lists without a fingerprint. twice: a document may occur twice."""
         if self.fingerprint not in (None, manifest.fingerprint()):
             raise DataError(
                 f"{self.path} was made for another corpus, or {directory} has changed since (its fingerprint is "
                 f"{manifest.fingerprint()[:12]}..., the plan's {str(self.fingerprint)[:12]}...): make a new plan"
             )
         if not self.lines:
-            raise DataError(f"{self.path} names no document: there is nothing to do")
+            raise DataError(f"{self.path} names no document: nothing to do")
         infos = {info.name: info for info in manifest.shards}
         found = {}
         for shard, lines in self.lines.items():
@@ -159,12 +158,12 @@ class PrunePlan:
         return Named(np.array(sorted(whole), dtype=np.int64), left)
 
     def line_of(self, shard: str, document: int) -> int:
-        """The line in which a document stands."""
+        """The line number of a document."""
         return next(line.number for line in self.lines[shard] if line.document == document)
 
 
 def read_plan(path: Path) -> PrunePlan:
-    """A plan, or a list by hand. Raises DataError naming the line that is none."""
+    """A plan, or a list by hand. Raises DataError naming the invalid line."""
     try:
         content = path.read_bytes()
         text = content.decode("utf-8-sig")
@@ -173,13 +172,13 @@ def read_plan(path: Path) -> PrunePlan:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not text in UTF-8 ({error}): it is no plan") from error
+        raise DataError(f"{path} is not text in UTF-8 ({error}): it is not a plan") from error
     plan = PrunePlan(path, hashlib.sha256(content).hexdigest())
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     start = next((n for n, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
     try:
         columns = next(csv.reader([lines[start].strip()]), [])
-    except csv.Error:  # a field that is too long: no table, whatever else it is
+    except csv.Error:  # a field that is too long: not a table
         columns = []
     parts = _table(path, lines, start) if {"shard", "document"} <= set(columns) else _lines(plan, lines)
     for shard, line in parts:
@@ -193,7 +192,7 @@ def read_plan(path: Path) -> PrunePlan:
 
 
 def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> str:
-    """A plan as text, the removals in the order that they come in."""
+    """A plan as text, in the order of the removals."""
     found = list(removals)
     head = [
         "# Documents to leave out of a corpus, one in a line: its shard, its number there, and what speaks against it;",
@@ -210,7 +209,7 @@ def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> st
 
 
 def loss_of(removals: Iterable[Removal], manifest: Manifest) -> Loss:
-    """What a corpus would lose."""
+    """The loss of a corpus."""
     whole, cut, tokens = 0, set[tuple[str, int]](), 0
     for removal in removals:
         tokens += removal.tokens
@@ -241,17 +240,17 @@ def _unquoted(path: Path, number: int, text: str) -> str:
         return str(json.loads(text))
     except ValueError:
         raise DataError(
-            f"{path} line {number}: {visible(text, 80)} is not closed as a JSON string is: mend or delete the line"
+            f"{path} line {number}: {visible(text, 80)} is an unterminated JSON string: correct or delete the line"
         ) from None
 
 
 def _lines(plan: PrunePlan, lines: list[str]) -> Iterator[tuple[str, PlanLine]]:
-    """The shard and what else is in plain lines and JSON ones; keys go into the plan."""
+    """Shard and content of plain and JSON lines; keys are stored in the plan."""
     for number, line in enumerate(lines, start=1):
         found = _LINE.fullmatch(line)
         if found and (
             plan.lines or not found[1].endswith(":")
-        ):  # `format: 1` is a key as long as no document came
+        ):  # `format: 1` is a key only before the first document
             name = found[1]
             span = None if found[3] is None else (int(found[3]), int(found[4]))
             shard = _unquoted(plan.path, number, name) if name[0] == '"' else name
@@ -306,12 +305,12 @@ def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, Plan
             yield shard.strip(), PlanLine(number, int(cells[0]), span)
     except csv.Error as error:
         raise DataError(
-            f"{path} line {start + rows.line_num + 1}: {error}: mend or delete the line"
+            f"{path} line {start + rows.line_num + 1}: {error}: correct or delete the line"
         ) from None
 
 
 def _both(first: Any, end: Any) -> list[Any]:
-    """What a list says of a span: both or nothing. Raises ValueError for one of the two."""
+    """The span of a list's row: both ends or none. Raises ValueError for only one."""
     if first is None and end is None:
         return []
     if first is None or end is None:
@@ -321,5 +320,5 @@ def _both(first: Any, end: Any) -> list[Any]:
 
 def _bad(path: Path, number: int, line: str) -> NoReturn:
     raise DataError(
-        f"{path} line {number}: '{visible(line, 80)}' is not a shard and a document number: mend or delete the line"
+        f"{path} line {number}: '{visible(line, 80)}' is not a shard and a document number: correct or delete the line"
     )

@@ -1,11 +1,10 @@
-"""What a pruned corpus says of how it was made: `pruned.json`, and the map from old documents to new ones.
+"""Provenance of a pruned corpus: `pruned.json`, and the map from old documents to new ones.
 
 `documents.parquet` has a row for every document of the original: `shard`, `old`, its number there, and `new`, its
-number in the shard of the same name, null where it was left out. A document of which spans were cut out has a row for
-each piece that is left: its tokens [`first`, `end`), counted in the document, null for one that is whole; `closed`: an
-end-of-document token that was put there is behind them; `opened`: a begin-of-document token that was put there is
-before them. So the map gives every token of the one corpus its place in the other. `pruned.json` holds the hashes of
-map and manifest and a seal over itself: a byte that is changed anywhere is found.
+number in the shard of the same name, null if it was removed. A cut document has a row for each remaining piece: its
+tokens [`first`, `end`), counted in the document, null for a whole one; `closed`: an added end-of-document token
+follows; `opened`: an added begin-of-document token precedes. So the map locates every token of one corpus in the other.
+`pruned.json` holds the hashes of map and manifest and a seal over itself: any changed byte is detected.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Cut(BaseModel):
-    """What a shard lost. left: it is among the shards of the pruned corpus; one without any document is not. cut: other
-    documents that lost spans; None where the plan has no spans."""
+    """The loss of a shard. left: it still exists in the pruned corpus; a shard without documents does not. cut: other
+    documents that lost spans; None if the plan has no spans."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,12 +58,12 @@ class Cut(BaseModel):
 
 
 class Pruned(BaseModel):
-    """original: where the corpus lay; fingerprint: its own, not the new one's. plan_sha256: of the plan's file.
+    """original: path of the corpus; fingerprint: its own, not the new one's. plan_sha256: of the plan's file.
 
-    removed: SHA-256 of the lines "shard document" of all documents that were left out and "shard document first:end"
-    of all spans, in order. documents: left out as a whole; tokens: gone. cut: documents that lost spans; added:
-    boundary tokens, which end and begin documents, that were put where a document was cut. Both are None, and not
-    in the file, where the plan has no spans.
+    removed: SHA-256 of the lines "shard document" of all removed documents and "shard document first:end"
+    of all spans, in order. documents: removed as a whole; tokens: removed. cut: documents that lost spans; added:
+    boundary tokens, which end and begin documents, added at cuts. Both are None, and not
+    in the file, if the plan has no spans.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,7 +90,7 @@ class Pruned(BaseModel):
         gone = gone_text(self.documents, self.tokens, self.cut, self.added)
         left = f"{plural(self.documents_left, 'document')} and {plural(self.tokens_left, 'token')} are left"
         lost = [
-            f"\nthe shard {cut.shard} is gone: nothing was left of it" for cut in self.shards if not cut.left
+            f"\nthe shard {cut.shard} is gone: nothing of it remained" for cut in self.shards if not cut.left
         ]
         return f"{gone}, {left}{''.join(lost)}"
 
@@ -103,14 +102,14 @@ class Pruned(BaseModel):
 
     @classmethod
     def load(cls, directory: Path) -> Pruned:
-        """Raises DataError for a directory that is no pruned corpus, and for a file that was changed."""
+        """Raises DataError for a directory that is not a pruned corpus, and for a changed file."""
         path = directory / FILE
         try:
             content = path.read_bytes()
             found = cls.model_validate_json(content)
         except FileNotFoundError:
             raise DataError(
-                f"{path} is not there: {directory} is no pruned corpus (tools/prune_data.py apply makes them)"
+                f"{path} is missing: {directory} is not a pruned corpus (tools/prune_data.py apply makes them)"
             ) from None
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}: restore it") from error
@@ -130,7 +129,7 @@ class Pruned(BaseModel):
 
 
 def gone_text(documents: int, tokens: int, cut: int | None, added: int | None) -> str:
-    """What is gone, for people."""
+    """The removals, as text."""
     gone = f"{plural(documents, 'document')} and {plural(tokens, 'token')} are gone"
     if not cut:
         return gone
@@ -139,7 +138,7 @@ def gone_text(documents: int, tokens: int, cut: int | None, added: int | None) -
 
 
 class Removed:
-    """The digest of the documents that are left out, taken as they come, shard after shard."""
+    """The digest of the removed documents, added in order, shard by shard."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -157,13 +156,13 @@ class MapWriter:
     """Writes the map, a piece of a shard at a time."""
 
     def __init__(self, directory: Path) -> None:
-        # Numbers that ascend take next to no room as differences.
+        # Ascending numbers take almost no space as differences.
         options: dict[str, Any] = {"use_dictionary": ["shard"], "compression": "zstd", "store_schema": False}
         delta = dict.fromkeys(("old", "new", "first", "end"), "DELTA_BINARY_PACKED")
         self._writer = pq.ParquetWriter(directory / MAP, SCHEMA, column_encoding=delta, **options)
 
     def add(self, shard: str, first: int, count: int, gaps: Gaps) -> None:
-        """The documents [first, first + count) of a shard."""
+        """Add the documents [first, first + count) of a shard."""
         rows = Rows.of(first, count, gaps)
         names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows.old.size, np.int32)), pa.array([shard]))
         columns = [pa.array(values, mask=values < 0) for values in (rows.new, rows.first, rows.end)]
@@ -193,7 +192,7 @@ class Rows:
 
     @classmethod
     def of(cls, first: int, count: int, gaps: Gaps) -> Rows:
-        """What the documents [first, first + count) of a shard have become."""
+        """The fate of the documents [first, first + count) of a shard."""
         cuts, copies = gaps.cut_among(first, count), np.ones(count, np.int64)
         for cut in cuts:
             copies[cut.number - first] = len(cut.pieces)
@@ -211,17 +210,17 @@ class Rows:
 
 
 def read_map(directory: Path) -> Iterator[tuple[str, Rows]]:
-    """The map in its pieces, each of one shard. Raises DataError where it is damaged."""
+    """The map in its pieces, each of one shard. Raises DataError if it is damaged."""
     path = directory / MAP
     try:
         with pq.ParquetFile(path) as file:
-            # Those of before spans could be cut have no columns for them, those of before BOS was put none for it.
+            # Versions without spans have no columns for them, versions without added BOS tokens none for those.
             columns = [name for name in SCHEMA.names if name in file.schema_arrow.names]
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group, columns=columns).combine_chunks()
                 names = table["shard"].unique().to_pylist()
                 if len(names) != 1:
-                    raise DataError(f"{path}: its part {group} is not of one shard: prune again")
+                    raise DataError(f"{path}: its row group {group} spans several shards: prune again")
                 none = np.full(len(table), -1)
                 new, first, end = (
                     table[name].fill_null(-1).to_numpy() if name in columns else none

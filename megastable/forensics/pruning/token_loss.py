@@ -1,4 +1,4 @@
-"""How much of a corpus a plan takes away, and how much it may."""
+"""Compute the share of a corpus that a plan removes, and check its limit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.data.manifest import Manifest
 
-MOST = 0.05  # of a corpus, in tokens or in documents, that a plan may take unless more is allowed
+MOST = 0.05  # default maximum share of a corpus, in tokens or in documents
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Documents that are gone as a whole, others that are cut, and tokens that are gone; of how many they are."""
+    """Removed documents, cut documents and removed tokens; and the totals."""
 
     documents: int
     cut: int
@@ -25,7 +25,7 @@ class Loss:
 
     @classmethod
     def of(cls, manifest: Manifest, documents: int, cut: int, tokens: int) -> Self:
-        """Of the corpus that `manifest` describes."""
+        """The loss relative to the corpus of `manifest`."""
         shards = manifest.shards
         return cls(documents, cut, tokens, sum(s.documents for s in shards), sum(s.tokens for s in shards))
 
@@ -39,7 +39,7 @@ class Loss:
 
     @property
     def told(self) -> dict[str, float]:
-        """For machines."""
+        """As numbers for JSON."""
         shares = {"document_share": self.document_share, "token_share": self.token_share}
         return {"documents": self.documents, "cut": self.cut, "tokens": self.tokens, **shares}
 
@@ -51,8 +51,9 @@ class Loss:
         )
 
     def check(self, most: float, what: str, less: str, spans: str = "") -> None:
-        """Raises DataError where more than `most`, a share, of the tokens or of the documents would be gone. less: how
-        `what` comes to take less; spans: how it comes to cut documents, where it takes whole ones."""
+        """Raises DataError if more than the share `most` of the tokens or of the documents would be removed. less:
+        advice to
+        remove less; spans: advice to cut documents instead of removing whole ones."""
         share = max(self.document_share, self.token_share)
         if share <= most:
             return
@@ -69,7 +70,7 @@ def _above(share: float) -> str:
 
 
 def share_of(text: str) -> float:
-    """A share as people write it: "5%" or "0.05". Raises DataError for what is none, and for one above 1."""
+    """A share such as "5%" or "0.05". Raises DataError for anything else, and for one above 1."""
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", text)
     share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
     if not 0 <= share <= 1:

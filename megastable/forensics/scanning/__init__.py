@@ -1,1 +1,1 @@
-"""Whole corpora scanned for odd and duplicate documents: in several processes, resumable, in constant memory."""
+"""Scan whole corpora for odd and duplicate documents: parallel, resumable, in constant memory."""

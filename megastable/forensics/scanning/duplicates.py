@@ -1,7 +1,7 @@
-"""Documents that are in a corpus more than once, to the byte: found with memory constant in their number.
+"""Find exact duplicates among the documents of a corpus, in memory independent of their number.
 
-Hashes (xxh3-128 of a document's bytes) are sorted into partitions by their first bits, so that all copies of a document
-lie in one. What is found is sorted by document on the same way, and written as one Parquet file.
+Hashes (xxh3-128 of a document's bytes) are partitioned by their first bits, so that all copies of a document are in
+one partition. Results are sorted by document in the same way, and written as one Parquet file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 from megastable.base.errors import DataError
 from megastable.forensics.scanning.partition_files import Records, Spool, partitions_for
 
-# A document: its hash, its number, counted over all shards, its tokens.
+# A document: its hash, its number over all shards, its tokens.
 HASHED = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<i8"), ("tokens", "<i8")])
-# A copy: which document, of which one, how alike they are, its tokens, and whether it is not the same to the byte.
+# A copy: its document, its original, their similarity, its tokens, and whether it is only nearly the same.
 COPY = np.dtype([("document", "<i8"), ("of", "<i8"), ("similarity", "<f4"), ("tokens", "<i8"), ("near", "?")])
 
 SCHEMA = pa.schema(
@@ -38,7 +38,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Copies after the first of each group: how many documents and tokens they are, of how many groups."""
+    """Copies after the first of each group: number of documents, tokens and groups."""
 
     documents: int = 0
     tokens: int = 0
@@ -46,7 +46,7 @@ class Duplicates:
 
 
 class Copies:
-    """What was found, in the order of the documents: added in any order, read by ranges. A context manager."""
+    """Copies sorted by document: added in any order, read by ranges. A context manager."""
 
     def __init__(self, folder: Path, documents: int) -> None:
         count = partitions_for(documents * COPY.itemsize)
@@ -76,7 +76,7 @@ class Copies:
         return np.concatenate(parts)
 
     def write(self, path: Path) -> None:
-        """All copies as a Parquet file, ascending. Raises DataError when the disk refuses."""
+        """Write all copies as a Parquet file, ascending. Raises DataError if the disk fails."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
@@ -99,9 +99,9 @@ class Copies:
 
 
 def exact(hashed: Iterable[Records], documents: int, folder: Path, copies: Copies) -> Duplicates:
-    """Find documents of which an earlier one has the same hash, and add them to `copies`.
+    """Add the documents to `copies` for which an earlier one has the same hash.
 
-    hashed: `HASHED` records of `documents` documents in all; those without tokens are nobody's copy.
+    hashed: `HASHED` records of `documents` documents in all; documents without tokens are not copies.
     """
     total = Duplicates()
     count = partitions_for(documents * HASHED.itemsize)
@@ -134,7 +134,7 @@ def _copies(part: Records) -> Records:
 
 
 def read_copies(path: Path) -> Iterator[Records]:
-    """The copies of a file that `Copies.write` wrote, ascending, some at a time. Raises DataError."""
+    """The copies in a file that `Copies.write` wrote, ascending, in batches. Raises DataError."""
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1 << 16):

@@ -1,8 +1,8 @@
-"""How alike two documents are: MinHash over 5-grams of tokens, and the bands that find those worth comparing.
+"""Similarity of documents by MinHash over 5-grams of tokens, and banding to find candidate pairs.
 
 Broder, "On the resemblance and containment of documents" (1997); Leskovec, Rajaraman, Ullman, "Mining of Massive
 Datasets", ch. 3. One hash of each 5-gram serves all bins of a signature (Li, Owen, Zhang, "One Permutation Hashing",
-2012); a bin that no 5-gram fell into takes the value of another one, in an order that is the same for all documents
+2012); a bin without a 5-gram copies another one, in an order that is the same for all documents
 (Shrivastava, "Optimal Densification for Fast and Accurate Minwise Hashing", 2017); 16 bits of a value are kept (Li and
 König, "b-Bit Minwise Hashing", 2010).
 """
@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 GRAM = 5  # tokens
 BINS = 128  # of a signature: a standard error of 0.035 for documents whose similarity is 0.8
-RECALL = 0.995  # of pairs just as alike as asked for
+RECALL = 0.995  # of pairs exactly at the threshold
 
 CHUNK = 4096  # signatures completed at once
 
-# A number of up to 16 bits before a hash of 48: that two different 5-grams of a pair have the same is out of question.
+# A number of up to 16 bits before a hash of 48 bits: collisions of different 5-grams in a pair are negligible.
 _NUMBER, _HASH = np.uint64(16), np.uint64(48)
 _LOW = np.uint64((1 << 48) - 1)
 _EMPTY = np.uint32(0xFFFFFFFF)
-_ROUNDS = 32  # of the search for a bin to take the value of
+_ROUNDS = 32  # of the search for a filled bin to copy
 _FACTORS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F],
     dtype=np.uint64,
@@ -57,8 +57,9 @@ def grams(tokens: npt.NDArray[np.integer]) -> UInt64s:
 def signatures(parts: Iterable[tuple[npt.NDArray[np.integer], Int64s, Int64s]], documents: int) -> Signatures:
     """Signatures uint16 [documents, BINS] of documents that are given in parts.
 
-    A part: tokens [n], its edges int64 [k + 1] and the document of each stretch between them, int64 [k]. What follows
-    of a document that is cut into parts must repeat the last 4 tokens. A document of fewer than 5 tokens has none: 0.
+    A part: tokens [n], its edges int64 [k + 1] and the document of each stretch between them, int64 [k]. The
+    continuation
+    of a document cut into parts must repeat the last 4 tokens. A document of fewer than 5 tokens has none: 0.
     """
     least = np.full(documents * BINS, _EMPTY, dtype=np.uint32)
     for tokens, edges, owner in parts:
@@ -74,7 +75,7 @@ def signatures(parts: Iterable[tuple[npt.NDArray[np.integer], Int64s, Int64s]], 
 
 
 def _inside(edges: Int64s, count: int) -> npt.NDArray[np.bool_]:
-    """Which of `count` 5-grams lie within a stretch; one that crosses an edge belongs to nobody: bool [count]."""
+    """Which of `count` 5-grams lie within a stretch; those across an edge do not count: bool [count]."""
     inside = np.ones(count, np.bool_)
     for back in range(1, GRAM):
         crossing = edges[1:-1] - back
@@ -109,7 +110,7 @@ def _densified(table: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def banding(threshold: float) -> tuple[int, int]:
-    """(bands, rows of each): the longest rows for which a pair just as alike as `threshold` is found with `RECALL`."""
+    """(bands, rows of each): the longest rows for which a pair exactly at `threshold` is found with `RECALL`."""
     for rows in range(16, 0, -1):
         bands = BINS // rows
         if 1 - (1 - threshold**rows) ** bands >= RECALL:
@@ -139,7 +140,7 @@ def similarities(
 ) -> npt.NDArray[np.float64]:
     """The exact similarity of pairs of documents by their sets of 5-grams: float64 [n].
 
-    tokens: [t]; edges: int64 [d + 1], of d documents; one, other: int64 [n], which of them. At most 65,536 of either.
+    tokens: [t]; edges: int64 [d + 1], of d documents; one, other: int64 [n], their indexes. At most 65,536 tokens each.
     """
     hashes, documents = grams(tokens), len(edges) - 1
     owner = np.repeat(np.arange(documents), np.maximum(np.diff(edges) - GRAM + 1, 0))

@@ -1,7 +1,7 @@
-"""Documents that are nearly the same: signatures of all of them, candidates by bands, pairs verified, groups.
+"""Find near duplicates: signatures of all documents, candidates by banding, verified pairs, groups.
 
-Memory does not grow with the corpus, only with what is found: some 300 bytes for each near duplicate. On the disk it
-takes 256 bytes for each document, and while it looks for candidates 16 more for each band of it.
+Memory grows only with the findings: some 300 bytes for each near duplicate. Disk space is 256 bytes per document,
+plus 16 per document for each band during the search for candidates.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megastable.forensics.scanning.minhash import (
 from megastable.forensics.scanning.partition_files import Records, Spool, partitions_for
 from megastable.forensics.scanning.units import BLOCK, Int64s, Raw, Unit, edges_of, open_unit
 
-SMALL = 16  # documents of a bucket in which all pairs are compared; in a larger one each with two others
+SMALL = 16  # documents of a bucket up to which all pairs are compared; in a larger one each with two others
 CHEAP = 1 << 16  # tokens of a document up to which its text is compared
 BUDGET = 1 << 30  # tokens read to compare texts; beyond it signatures decide
-MARGIN = 0.15  # four standard errors: a pair whose estimate is that far below the threshold is not read
+MARGIN = 0.15  # four standard errors: pairs estimated this far below the threshold are not read
 BATCH = 1 << 15  # pairs
 READ = 1 << 22  # tokens compared at once
 
@@ -46,7 +46,7 @@ PAIR = np.dtype([("one", "<i8"), ("other", "<i8")])
 
 
 def sign(unit: Unit, folder: Path) -> int:
-    """Write the signatures of a unit, unless they are there; the number of its tokens. Runs in worker processes."""
+    """Write the signatures of a unit, unless they exist; returns its number of tokens. Runs in worker processes."""
     path = workplace.near_part(folder, unit.number)
     if _load(path, unit.documents) is None:
         shard = open_unit(unit)
@@ -58,7 +58,7 @@ def sign(unit: Unit, folder: Path) -> int:
 
 
 def _parts(shard: Shard, edges: Int64s) -> Iterator[tuple[Raw, Int64s, Int64s]]:
-    """About a block of tokens at a time; of what is cut, the last 4 tokens come again."""
+    """About a block of tokens at a time; a continuation repeats the last 4 tokens."""
     begin, end = int(edges[0]), int(edges[-1])
     while begin < end:
         stop = min(begin + BLOCK, end)
@@ -76,10 +76,10 @@ def _parts(shard: Shard, edges: Int64s) -> Iterator[tuple[Raw, Int64s, Int64s]]:
 def find_near(
     shards: Sequence[Shard], units: Sequence[Unit], folder: Path, copies: Copies, threshold: float
 ) -> Duplicates:
-    """Find documents that are at least `threshold` like an earlier one, and add them to `copies`.
+    """Add the documents to `copies` that are at least `threshold` like an earlier one.
 
-    Exact copies, which `copies` holds, are left out: their first one stands for them. Documents of fewer than 5 tokens
-    have no signature. A copy is told of the first document of its group, which others may link it to, with its
+    Exact copies, already in `copies`, are represented by their first one. Documents of fewer than 5 tokens have no
+    signature. A copy refers to the first document of its group, possibly linked through others, with its
     similarity to that one. Raises DataError.
     """
     look = _Look(shards, units, folder, threshold)
@@ -137,7 +137,7 @@ class _Look:
         self._span = lru_cache(maxsize=1 << 16)(self._find)
 
     def pairs(self, copies: Copies) -> Iterator[tuple[int, int]]:
-        """Pairs that are as alike as asked for; each once."""
+        """Pairs with at least the required similarity; each once."""
         documents = sum(unit.documents for unit in self.units)
         bands, rows = banding(self.threshold)
         spool = self.folder / workplace.SPOOL
@@ -170,7 +170,7 @@ class _Look:
                     yield from zip(batch["one"][alike].tolist(), batch["other"][alike].tolist())
 
     def similarities(self, one: Int64s, other: Int64s) -> npt.NDArray[np.float64]:
-        """How alike pairs are, float64 [n]: by their texts where those are short and near the threshold."""
+        """Similarities of pairs, float64 [n]: by their texts if those are short and near the threshold."""
         found = estimate(self._signatures(one), self._signatures(other))
         batch: list[int] = []
         tokens = 0
@@ -222,12 +222,12 @@ class _Look:
         path = workplace.near_part(self.folder, number)
         table = _load(path, self.units[number].documents)
         if table is None:
-            raise DataError(f"{path} is missing or damaged: scan again, what is there is kept")
+            raise DataError(f"{path} is missing or damaged: scan again, other results are kept")
         return table
 
 
 def _load(path: Path, documents: int) -> Signatures | None:
-    """Signatures, mapped; None when they are missing or not those of so many documents."""
+    """Signatures, mapped; None if they are missing or of another number of documents."""
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -242,7 +242,7 @@ def _load(path: Path, documents: int) -> Signatures | None:
 def _candidates(part: Records) -> Records:
     """Pairs of documents with a key in common, the earlier one first: `PAIR` [n].
 
-    All pairs of a small bucket; in a larger one each document with the first and with the one before it.
+    All pairs of a small bucket; in a larger one each document with the first and the previous one.
     """
     if not len(part):
         return np.empty(0, PAIR)

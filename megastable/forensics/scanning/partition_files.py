@@ -1,4 +1,4 @@
-"""Records sorted into partition files on the disk, so that what belongs together is in memory together."""
+"""Partition records into files on disk, so that related records can be loaded together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megastable.base.errors import DataError
 
-PARTITION = 1 << 26  # bytes that a partition should have, about
+PARTITION = 1 << 26  # approximate bytes of a partition
 MOST = 256  # partitions, and files open at once
 BUFFER = 1 << 16
 
@@ -21,22 +21,22 @@ Records = npt.NDArray[Any]
 
 
 def partitions_for(size: int) -> int:
-    """How many partitions `size` bytes are cut into."""
+    """Number of partitions for `size` bytes."""
     return min(max(1, -(-size // PARTITION)), MOST)
 
 
 class Spool:
     """Partitions 0 .. count - 1 of records of one dtype, in a folder of its own; a context manager that removes it.
 
-    Memory is `BUFFER` bytes for each partition while it is written, and one partition when it is read. Raises DataError
-    when the disk refuses.
+    Memory is `BUFFER` bytes per partition for writing, and one partition for reading. Raises DataError if the disk
+    fails.
     """
 
     def __init__(self, folder: Path, count: int, dtype: npt.DTypeLike) -> None:
         self.folder, self.count, self.dtype = folder, count, np.dtype(dtype)
         self._files: dict[int, BinaryIO] = {}
         try:
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
             folder.mkdir(parents=True)
         except OSError as error:
             self._fail(error)
@@ -50,7 +50,7 @@ class Spool:
         for file in self._files.values():
             try:
                 file.close()
-            except OSError:  # a full disk refuses the buffered rest; the folder goes anyway
+            except OSError:  # a full disk refuses the buffered rest; the folder is removed anyway
                 continue
         self._files.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -89,5 +89,5 @@ class Spool:
     def _fail(self, error: OSError) -> NoReturn:
         raise DataError(
             f"{self.folder} cannot be used: {error.strerror or error}; make room or choose another folder, "
-            "then start again: what is measured stays"
+            "then start again: finished parts are kept"
         ) from error

@@ -1,4 +1,4 @@
-"""A row for every document: what it measures, how unusual its worst piece is, a hash of its bytes."""
+"""Compute a row for every document: its features, the oddness of its worst piece, a hash of its bytes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from megastable.forensics.oddness.windows import JudgedPieces, judge_pieces
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick, cut
 from megastable.forensics.scanning.units import BLOCK, Int64s, PieceBlock, Raw, blocks
 
-EMPTY = "empty"  # the kind of a document without tokens, which no yardstick measures
+EMPTY = "empty"  # the kind of a document without tokens, which is not measured
 ALL_KINDS = (*KINDS, EMPTY)
 LARGEST = (
     "run",
-)  # features of a document that are the largest of its pieces; of others it is the mean by tokens
+)  # features whose value for a document is the maximum of its pieces; for others it is the mean by tokens
 
-COMPRESSED = 1 << 16  # bytes of a document, at most, of which it is told how far they compress
+COMPRESSED = 1 << 16  # leading bytes of a document that are compressed
 LEVEL = 1  # of zstd
-REPETITIVE = (
-    10.0  # compression from which on it is worth telling: code has 1 to 5, twice that in 4 bytes a token
-)
+REPETITIVE = 10.0  # compression ratio worth reporting: code has 1 to 5, twice that with 4 bytes per token
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -41,13 +39,13 @@ SCHEMA = pa.schema(
         ("tokens", pa.int64()),
         ("score", pa.float32()),
         ("kind", pa.dictionary(pa.int8(), pa.string())),
-        ("feature", pa.dictionary(pa.int8(), pa.string())),  # which one says so, of the worst piece
-        ("value", pa.float32()),  # and how much it is there
+        ("feature", pa.dictionary(pa.int8(), pa.string())),  # the deciding one, of the worst piece
+        ("value", pa.float32()),  # and its value there
         ("piece", pa.int64()),  # the first token of the worst piece
         ("piece_tokens", pa.int32()),
         ("high", pa.uint64()),  # xxh3-128 of the bytes
         ("low", pa.uint64()),
-        ("compression", pa.float32()),  # how many times smaller zstd makes its first bytes; 0 without any
+        ("compression", pa.float32()),  # compression ratio of its first bytes by zstd; 0 without any
         *((name, pa.float32()) for name in NAMES),
     ]
 )
@@ -58,7 +56,7 @@ def measure_rows(
 ) -> pa.Table:
     """Rows (`SCHEMA`) of the documents from number `first` on, whose `edges` are int64 [d + 1] in tokens of the shard.
 
-    key: of all of them, instead of their own. Time is linear in tokens, memory in documents. Raises DataError when
+    key: for all of them, instead of their own. Time is linear in tokens, memory in documents. Raises DataError if
     they cannot be read.
     """
     _keep_memory()
@@ -106,21 +104,21 @@ def measure_rows(
 
 @cache
 def _keep_memory() -> None:
-    """Let this process keep the memory of arrays that it drops, up to 64 MiB, for the next ones: twice as fast.
+    """Let this process keep up to 64 MiB of freed array memory for reuse: twice as fast.
 
-    glibc hands every large block back to the kernel, which clears it for the next one, until a block of nearly 32 MiB
-    was freed: from then on it keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD). Elsewhere this does nothing.
+    glibc returns every large block to the kernel, which clears it for the next use, until a block of nearly 32 MiB
+    was freed: from then on it keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD). On other systems this does nothing.
     """
     np.empty(31 << 20, np.uint8)
 
 
 def coded(codes: npt.NDArray[np.int8], names: Sequence[str]) -> pa.DictionaryArray:
-    """A column of texts, by their numbers in `names`."""
+    """A column of texts, from their numbers in `names`."""
     return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int8()), pa.array(list(names)))
 
 
 def codes(column: pa.ChunkedArray, names: Sequence[str]) -> Int64s:
-    """What `coded` was made of, int64 [n]; a file keeps only the names that occur, in any order."""
+    """The input of `coded`, int64 [n]; a file keeps only the names that occur, in any order."""
     whole = column.combine_chunks()
     known = np.array([names.index(name) for name in whole.dictionary.to_pylist()], dtype=np.int64)
     return known[whole.indices.to_numpy(zero_copy_only=False)] if len(whole) else np.empty(0, np.int64)
@@ -129,7 +127,7 @@ def codes(column: pa.ChunkedArray, names: Sequence[str]) -> Int64s:
 def document_keys(tokens: Raw, edges: Int64s) -> UInt64s:
     """Keys of whole documents for a yardstick, uint64 [d]: copies have the same. edges: int64 [d + 1] into tokens [n].
 
-    As the scan knows them, of documents that are no longer than a block; of others, see `long_key`.
+    The scan's keys, for documents no longer than a block; for others see `long_key`.
     """
     return _digests(tokens, edges)[:, 1].astype(np.uint64)
 
@@ -148,13 +146,13 @@ def _digests(tokens: Raw, edges: Int64s) -> npt.NDArray[np.uint64]:
 
 
 def _compress(block: PieceBlock, compression: npt.NDArray[np.float32]) -> None:
-    """Put the compression ratio of every document that begins in `block` where it belongs in `compression` [d]."""
+    """Store the compression ratio of every document that begins in `block` in `compression` [d]."""
     view, itemsize = block.tokens.data.cast("B"), block.tokens.dtype.itemsize
     begins = np.flatnonzero(np.append(True, np.diff(block.owner) != 0))
     edges = (np.append(block.edges[begins], block.edges[-1]) * itemsize).tolist()
     compress = _compressor().compress
     for document, (begin, end) in zip(block.owner[begins].tolist(), pairwise(edges), strict=True):
-        if not compression[document]:  # a document of several blocks is told by its first
+        if not compression[document]:  # for a document of several blocks its first one counts
             size = min(end - begin, COMPRESSED)
             compression[document] = size / len(compress(view[begin : begin + size]))
 
@@ -178,10 +176,10 @@ class _Worst:
     def look(
         self, owner: Int64s, begins: npt.NDArray[np.intp], judged: JudgedPieces, first_token: int
     ) -> None:
-        """Pieces of documents `owner` [k], whose first ones are at `begins`; first_token: where they lie in the
+        """Consider pieces of documents `owner` [k], each document's first at `begins`; first_token: their offset in the
         shard."""
         score = judged.worst.score
-        # The first of the highest of each: a stable sort by score within each document.
+        # The first of each document's maxima: a stable sort by score within each document.
         order = np.lexsort((-score, owner))
         at = order[begins]
         of = owner[at]
@@ -220,5 +218,5 @@ class _Hashes:
 
 @lru_cache(maxsize=1)
 def cached_yardstick(path: Path, changed: int) -> Yardstick:
-    """The yardstick in a file, loaded once by each process. changed: when it was written, in nanoseconds."""
+    """The yardstick in a file, loaded once per process. changed: its modification time, in nanoseconds."""
     return Yardstick.load(path)

@@ -1,9 +1,9 @@
-"""Every document of some shards measured by what is usual, in several processes; an interrupted scan goes on.
+"""Scan every document of some shards against a baseline, in several processes; interrupted scans resume.
 
     scan = scan_shards(open_shelf([Path("data/mine")]), Path("scans/mine"), workers=8)
 
-What is usual is learnt from a sample of the shards themselves, or of a reference that is known to be good. The rows go
-to the disk unit by unit (`workplace.py`); this process keeps counters, histograms and the worst documents.
+The baseline is learnt from a sample of the shards themselves, or of a reference known to be good. Rows are written to
+disk unit by unit (`workplace.py`); this process keeps counters, histograms and the worst documents.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ from megastable.forensics.shard_set import Shelf
 
 FORMAT = 4  # of what is in the folder
 TOP = 100  # worst documents that the result holds
-THRESHOLD = 0.8  # similarity from which on documents are near duplicates
+THRESHOLD = 0.8  # minimum similarity of near duplicates
 LARGEST_VOCABULARY = 1 << 20  # of int32 shards without a tokenizer
-COUNTED = ("documents", "tokens", "lengths")  # of a tally of the sample
-ENOUGH = 1_000_000  # tokens of a sample below which scores are guesses
+COUNTED = ("documents", "tokens", "lengths")  # fields of a summary of the sample
+ENOUGH = 1_000_000  # tokens of a sample below which scores are unreliable
 
 
 def default_folder(shelf: Shelf) -> Path:
-    """Where a scan goes when nobody says."""
+    """The default folder of a scan."""
     return Path("scans") / shelf.folder_name
 
 
@@ -94,14 +94,14 @@ def scan_shards(
     again: bool = False,
     progress: bool = True,
 ) -> Scan:
-    """Scan a shelf into `folder`; what an earlier call with the same shelf and reference did there is reused.
+    """Scan a shelf into `folder`; results of an earlier call with the same shelf and reference are reused.
 
-    against: what is usual is learnt from that shelf. near: look for documents whose similarity is `threshold`, too.
-    top: worst documents in the result. again: remove an earlier scan from `folder`, whatever it is of.
+    against: learn the baseline from that shelf. near: also find documents whose similarity is `threshold`.
+    top: worst documents in the result. again: remove any earlier scan from `folder`.
 
-    Raises DataError for shards without tokens, damaged, changed on the way or made with another tokenizer than
-    `against`, for a folder that is occupied or of another scan, and for a full disk; MegastableError when a worker is
-    killed. What is measured stays in the folder, and the next call goes on from there.
+    Raises DataError for shards without tokens, damaged, changed during the scan or made with another tokenizer than
+    `against`, for a folder that is occupied or of another scan, and for a full disk; MegastableError if a worker is
+    killed. Finished parts stay in the folder, and the next call resumes from there.
     """
     if workers < 1 or top < 1 or not 0.3 <= threshold <= 1:
         raise DataError(
@@ -124,7 +124,7 @@ def scan_shards(
 
 
 def _files(*shelves: Shelf | None) -> str:
-    """A hash of the sizes and times of all files: a manifest does not know that a file was changed after it."""
+    """A hash of the sizes and times of all files: a manifest does not show later changes of a file."""
     shards = [shard for shelf in shelves if shelf is not None for shard in shelf.shards]
     stamps = [(shard.name, stamp_of(shard.bin_path.with_name(shard.name))) for shard in shards]
     return xxhash.xxh3_128_hexdigest(repr(stamps).encode())
@@ -137,7 +137,7 @@ def _tokenizer(shelf: Shelf) -> str:
 
 
 def _compare(shelf: Shelf, against: Shelf | None) -> list[str]:
-    """What should be known of the two; raises DataError when they do not go together."""
+    """Warnings about the two; raises DataError if they are incompatible."""
     warnings = [shelf.problem] if shelf.problem else []
     if against is None:
         return warnings
@@ -146,12 +146,12 @@ def _compare(shelf: Shelf, against: Shelf | None) -> list[str]:
     if (one and other and one != other) or len(sizes) > 1:
         raise DataError(
             f"{shelf.name} and the reference {against.name} were made with different tokenizers "
-            f"({_described(shelf)}; {_described(against)}): the same ids mean other texts, choose another reference"
+            f"({_described(shelf)}; {_described(against)}): the same ids mean other texts; choose another reference"
         )
     if not one or not other:
         unknown = " and ".join(each.name for each in (shelf, against) if not _tokenizer(each))
         warnings.append(
-            f"the tokenizer of {unknown} is not known: that both were made with the same one is taken for granted"
+            f"the tokenizer of {unknown} is not known: assuming that both were made with the same one"
         )
     return warnings
 
@@ -162,7 +162,7 @@ def _described(shelf: Shelf) -> str:
 
 @dataclass(frozen=True)
 class _ScanWork:
-    """What a worker must know beside the unit."""
+    """A worker's settings beside the unit."""
 
     folder: Path
     changed: int  # of the yardstick's file
@@ -172,7 +172,7 @@ class _ScanWork:
 
 @dataclass(frozen=True)
 class _Done:
-    """What a worker says of a unit; measured: tokens, 0 when the part was there."""
+    """A worker's report on a unit; measured: tokens, 0 if the part existed."""
 
     tokens: int
     documents: int
@@ -181,7 +181,7 @@ class _Done:
 
 
 def _measure(unit: Unit, work: _ScanWork) -> _Done:
-    """Measure a unit, unless its part is there; runs in the worker processes."""
+    """Measure a unit, unless its part exists; runs in the worker processes."""
     path, measured = workplace.part(work.folder, unit.number), 0
     rows = workplace.read_rows(path)
     if rows is None or len(rows) != unit.documents:
@@ -208,7 +208,7 @@ class _ScanJob:
     units: list[Unit] = field(default_factory=list)
 
     def finished(self) -> Scan | None:
-        """The result, when an earlier call has found all that is asked for."""
+        """The result, if an earlier call has completed it."""
         if not (self.folder / workplace.RESULT).exists():
             return None
         scan = Scan.load(self.folder)
@@ -238,7 +238,7 @@ class _ScanJob:
         return scan
 
     def _yardstick(self) -> tuple[Yardstick, ScanSummary]:
-        """What is usual, and how the sample does by it; from the folder when they are there."""
+        """The baseline, and the sample's results by it; from the folder if they exist."""
         path, told_path = self.folder / workplace.YARDSTICK, self.folder / workplace.REFERENCE
         if path.exists() and told_path.exists():
             try:
@@ -248,7 +248,7 @@ class _ScanJob:
         reference = self.against or self.shelf
         usual, done, count = ScanSummary(1), 0, 0
         total = 2 * min(reference.tokens, SAMPLE)  # it is read, and later measured by what was learnt of it
-        with Meter(total, not self.progress, "learning what is usual", "learnt", "tokens") as meter:
+        with Meter(total, not self.progress, "learning the baseline", "learnt", "tokens") as meter:
 
             def noted() -> Iterator[tuple[Raw, Int64s, UInt64s]]:
                 nonlocal done, count
@@ -309,7 +309,7 @@ class _ScanJob:
             path = workplace.part(self.folder, unit.number)
             rows = workplace.read_rows(path, ["high", "low", "tokens"])
             if rows is None:
-                raise DataError(f"{path} vanished while it was in use: scan again, what is there is kept")
+                raise DataError(f"{path} vanished while it was in use: scan again, other results are kept")
             records = np.empty(len(rows), HASHED)
             for name in ("high", "low", "tokens"):
                 records[name] = rows[name].to_numpy()
@@ -354,7 +354,7 @@ class _ScanJob:
 
 
 def _thresholds(found: ScanSummary, usual: ScanSummary, times: float) -> list[Threshold]:
-    """How many documents lie above each score. Beyond the worst of all there is nothing to tell."""
+    """Number of documents above each score, up to the worst one."""
     full, sampled = found.above(0.0)[0], usual.above(0.0)[0]
     table = []
     for score in sorted({*THRESHOLDS, advised(found, times) or THRESHOLDS[0]}):
@@ -380,7 +380,7 @@ def _worst(row: dict[str, Any], yardstick: Yardstick) -> WorstDocument:
 
 
 def _keyed(shelf: Shelf) -> Iterator[tuple[Shard, Int64s, Int64s, int | None]]:
-    """The sample, with the key of what is a part of a long document."""
+    """The sample, with the keys of parts of long documents."""
     for shard, edges, documents in sample(shelf.shards):
         key = None
         if len(documents) == 1:
@@ -390,7 +390,7 @@ def _keyed(shelf: Shelf) -> Iterator[tuple[Shard, Int64s, Int64s, int | None]]:
 
 
 def _samples(shelf: Shelf) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
-    """The sample with its tokens and keys, as a yardstick is made of it."""
+    """The sample with its tokens and keys, for a yardstick."""
     for shard, edges, _, key in _keyed(shelf):
         tokens, edges = shard.raw(int(edges[0]), int(edges[-1] - edges[0])), np.unique(edges - edges[0])
         keys = document_keys(tokens, edges) if key is None else np.array([key], np.uint64)
@@ -398,15 +398,15 @@ def _samples(shelf: Shelf) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
 
 
 def _lexicon(shelf: Shelf, reference: Shelf) -> Lexicon:
-    """Of the tokenizer of either: `_compare` has told that they are the same, or taken for it."""
+    """Of the tokenizer of either: `_compare` has checked that they are the same, or assumed so."""
     tokenizer = reference.tokenizer or shelf.tokenizer
     size = reference.vocab_size or shelf.vocab_size or _vocabulary(reference)
     return Lexicon.of(tokenizer, size, shelf.eod if reference.eod is None else reference.eod)
 
 
 def _vocabulary(shelf: Shelf) -> int:
-    """How many ids there may be where nobody says: the power of two above all ids of a sample. The largest id itself
-    would call every rare one that the sample lacks an id outside of the vocabulary."""
+    """Number of ids if unknown: the power of two above all ids of a sample. With the largest id itself, every rare id
+    missing from the sample would be outside the vocabulary."""
     largest = 0
     for shard, edges, _ in sample(shelf.shards):
         largest = max(largest, int(shard.raw(int(edges[0]), int(edges[-1] - edges[0])).max(initial=0)))
@@ -414,12 +414,12 @@ def _vocabulary(shelf: Shelf) -> int:
 
 
 def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: ScanSummary) -> list[str]:
-    """What the numbers of this scan are not good for."""
+    """Limitations of this scan's numbers."""
     tokens, found = int(usual.tokens.sum()), []
     if tokens < ENOUGH:
         found.append(
-            f"What is usual was learnt from {plural(tokens, 'token')} only: below {ENOUGH:,}, scores and kinds are "
-            "guesses. Give a larger reference of the same tokenizer (--against)."
+            f"The baseline was learnt from only {plural(tokens, 'token')}: below {ENOUGH:,}, scores and kinds are "
+            "unreliable. Give a larger reference of the same tokenizer (--against)."
         )
     if shelf.vocab_size is None and reference.vocab_size is None:
         found.append(

@@ -1,4 +1,4 @@
-"""The result of a scan as a sheet: the worst documents with their texts, histograms, how many lie above which score."""
+"""Present a scan as a sheet: the worst documents with their texts, histograms, and counts above each score."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span
 
 CONTEXT = 48  # tokens shown before and after a piece
 SHOWN = 512  # tokens shown of a piece
-HOTTEST = 12.0  # score of a piece that is coloured most
+HOTTEST = 12.0  # score with the strongest colour
 
 COLUMNS = (
     Column("kind", "looks like"),
@@ -36,7 +36,7 @@ COLUMNS = (
     Column("piece", "worst at", "count", "first token of its worst piece, in the shard", wide=True),
     Column("piece_tokens", "piece tokens", "count", "length of its worst piece", wide=True),
     Column("compression", "compression", "number",
-           "how many times smaller zstd makes the bytes of its tokens (the first 64 KiB): noise 1, loops 10 and more",
+           "compression ratio of the bytes of its tokens by zstd (the first 64 KiB): noise 1, loops 10 and more",
            wide=True),
 )  # fmt: skip
 
@@ -44,13 +44,13 @@ COLUMNS = (
 def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) -> Sheet:
     """The `top` worst documents of a scan of `shelf`, and all numbers. kept: where the scan is.
 
-    Raises DataError for a shelf that is not the one that was scanned, and where a text cannot be read.
+    Raises DataError for a shelf other than the scanned one, and if a text cannot be read.
     """
     if shelf.fingerprint != scan.fingerprint:
-        raise DataError(f"{shelf.name} is not what was scanned, or has changed since: scan it again")
+        raise DataError(f"{shelf.name} is not the scanned corpus, or has changed since: scan it again")
     worst = scan.worst[:top]
     about = "how unusual: about -log10 of the share of usual texts as odd"
-    # From the advised score on a document is coloured.
+    # Documents are coloured from the advised score on.
     columns = [Column("score", "score", "score", about, limit=scan.advised), *COLUMNS]
     for feature in FEATURES:
         columns.append(Column(feature.name, feature.name, "share" if feature.share else "score", wide=True))
@@ -64,7 +64,7 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) 
 
 
 def passage(row: WorstDocument, shelf: Shelf) -> Passage:
-    """The text around the worst piece of a document; ids where there is no tokenizer, or outside of its vocabulary."""
+    """The text around the worst piece of a document; ids if there is no tokenizer, or outside its vocabulary."""
     shard, end = shelf.shard(row.shard), row.piece + row.piece_tokens
     shown = min(end, row.piece + SHOWN)
     heat = min(1.0, max(0.15, row.score / HOTTEST))
@@ -91,7 +91,7 @@ def _text(shard: Shard, first: int, end: int, tokenizer: Tokenizer | None) -> st
 
 
 def _lead(scan: Scan) -> list[str]:
-    by = f"what is usual in {scan.against}" if scan.against else "what is usual in it"
+    by = f"the baseline of {scan.against}" if scan.against else "its own baseline"
     were = "was" if scan.documents == 1 else "were"
     lead = [
         f"{plural(scan.documents, 'document')} with {plural(scan.tokens, 'token')} in "
@@ -100,7 +100,7 @@ def _lead(scan: Scan) -> list[str]:
     ]
     line = next((each for each in scan.thresholds if each.score == scan.advised), None)
     if line is None:
-        lead.append("None stands out: at every score so many ordinary documents are to be expected.")
+        lead.append("None stands out: at every score this many ordinary documents are expected.")
     else:
         lead.append(
             f"{_number(line.documents, 'document')} a score of {line.score:g} or more{_sorts(line)}; {_false(line)}."
@@ -139,14 +139,14 @@ def _facts(scan: Scan) -> list[tuple[str, str]]:
     ]
     last = None
     for line in scan.thresholds:
-        # Where a higher score takes nothing away, the lower one has said it all.
+        # Skip a score above which no fewer documents lie than above a lower one.
         if line.documents != last:
             facts.append((f"score {line.score:g} or more", _above(line, scan)))
         last = line.documents
     if scan.tokens_per_second:
         processes = f"{scan.workers} process" + "es" * (scan.workers > 1)
         speed = f"{duration(scan.seconds)}, {scan.tokens_per_second / 1e6:,.1f} M tokens/s with {processes}"
-        facts.append(("time", f"{speed}; {duration(scan.yardstick_seconds)} to learn what is usual"))
+        facts.append(("time", f"{speed}; {duration(scan.yardstick_seconds)} to learn the baseline"))
     return facts
 
 
@@ -175,17 +175,17 @@ def _above(line: Threshold, scan: Scan) -> str:
 
 
 def _false(line: Threshold) -> str:
-    """How many of those above may be ordinary ones."""
+    """How many of those above may be ordinary."""
     if line.ordinary >= line.documents:
         return "all may be false positives" if line.documents else "no false positive"
     return f"expected false positives: {'fewer than 0.1' if line.ordinary < 0.1 else f'about {line.ordinary:,.1f}'}"
 
 
 def _held(line: Threshold, scan: Scan) -> str:
-    """How many documents of a good corpus lie as high: false positives, measured."""
+    """The share of a good corpus that scores as high: measured false positives."""
     if line.usual or not scan.sample_documents:
         return f"{line.usual:.3%}"
-    # None of n: the share is below 3 / n, 95 % sure ("rule of three", Hanley and Lippman-Hand, JAMA 1983).
+    # None of n: the share is below 3 / n with 95 % confidence ("rule of three", Hanley and Lippman-Hand, JAMA 1983).
     return f"below {min(1.0, 3 / scan.sample_documents):.3%}"
 
 
@@ -215,30 +215,30 @@ def _histograms(scan: Scan) -> list[Histogram]:
 
 
 def _next(scan: Scan, shelf: Shelf, kept: Path | None) -> list[str]:
-    """What a person may do with it."""
+    """The next commands for the user."""
     if kept is None:
         return []
     if shelf.directory is None or scan.advised is None:
         return [f"Kept in {kept}."]
     plan = f"python tools/prune_data.py plan {shelf.directory} --scan {kept} --score {scan.advised:g} --spans"
-    return [f"Kept in {kept}. For a plan of what has {scan.advised:g} or more: {plan}"]
+    return [f"Kept in {kept}. To plan the removal of everything with {scan.advised:g} or more: {plan}"]
 
 
 def _notes(scan: Scan) -> list[str]:
     notes = [
-        "A score of s says: about one in 10^s pieces of usual text is as odd, if what is usual goes on as it does up "
+        "A score of s means that about one in 10^s pieces of usual text is as odd, extrapolated from the tail up "
         f"to one in 33. It ends at {MOST:g}. A document has the score of its worst piece of up to {PIECE:,} tokens, so "
         "long documents have higher ones; an odd piece that is worse in one half has the score of that half. Odd is "
         "not bad: read before you prune.",
-        "Expected false positives: how many documents would lie as high if all were ordinary, by what a score says and "
-        f"by how many of {scan.against or 'the corpus'} have {CHECKED:g} or more. The advised score is the lowest at "
-        f"which they are at most {RATE:.0%} of the documents above it.",
+        "Expected false positives: how many documents would score as high if all were ordinary, by the definition of "
+        f"a score and by how many of {scan.against or 'the corpus'} have {CHECKED:g} or more. The advised score is "
+        f"the lowest at which they are at most {RATE:.0%} of the documents above it.",
     ]
     if not scan.against:
         notes.append(
-            "What is usual was learnt from the same shards: what they are full of is usual. "
+            "The baseline was learnt from the same shards, so frequent problems count as usual. "
             "A reference that is known to be good (--against) shows more."
         )
     kinds: Sequence[tuple[str, int]] = sorted(scan.kinds.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{kind}: {count:,}" for kind, count in kinds if kind not in (USUAL, EMPTY))
-    return [*notes, f"What documents with a score of {ODD:g} or more look like: {shown}."] if shown else notes
+    return [*notes, f"Kinds of documents with a score of {ODD:g} or more: {shown}."] if shown else notes

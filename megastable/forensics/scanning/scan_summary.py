@@ -1,4 +1,4 @@
-"""What is kept of the rows of a scan: counters, histograms, the worst documents and a sample. Its size is bounded."""
+"""Bounded-size summary of a scan's rows: counters, histograms, the worst documents and a sample."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megastable.forensics.oddness.yardstick import NAMES
 from megastable.forensics.scanning.minhash import mix
 from megastable.forensics.scanning.rows import ALL_KINDS, codes
 
-TOLD = ("score", *NAMES, "compression")  # columns of which there are quantiles
+TOLD = ("score", *NAMES, "compression")  # columns with quantiles
 STEP = 0.25  # of the histogram of scores
 BINS = int(MOST / STEP) + 1  # the last is MOST and above
 THRESHOLDS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 30.0)  # multiples of STEP
 LENGTHS = 64  # powers of two
-SAMPLED = 65_536  # documents that quantiles are taken of
+SAMPLED = 65_536  # documents sampled for quantiles
 BARS = 40  # of the histogram of a feature
 
 Int64s = npt.NDArray[np.int64]
@@ -45,7 +45,7 @@ class ScanSummary:
     worst: list[Row] = field(default_factory=list)
 
     def add(self, other: ScanSummary) -> None:
-        """Take in what another one counted."""
+        """Add another summary's counts."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.lengths += other.lengths
@@ -53,7 +53,7 @@ class ScanSummary:
         self.worst = heapq.nsmallest(self.top, [*self.worst, *other.worst], key=order)
 
     def above(self, score: float, kind: str | None = None) -> tuple[int, int]:
-        """(documents, tokens) of that score (a multiple of STEP) or more; of one kind, or of all but empty ones."""
+        """(documents, tokens) with that score (a multiple of STEP) or more; of one kind, or of all but empty ones."""
         begin = min(round(score / STEP), BINS - 1)
         kinds = slice(0, len(ALL_KINDS) - 1) if kind is None else ALL_KINDS.index(kind)
         return int(self.documents[kinds, begin:].sum()), int(self.tokens[kinds, begin:].sum())
@@ -72,7 +72,7 @@ class ScanSummary:
         return {name: np.quantile(values, shares).tolist() for name, values in self._columns() if len(values)}
 
     def histograms(self) -> dict[str, tuple[list[float], list[int]]]:
-        """(edges, counts) of each but the score over the sampled documents; what lies far out is in its end bars."""
+        """(edges, counts) of each column except the score over the sampled documents; outliers are in the end bars."""
         found = {}
         for name, values in self._columns():
             if name == "score" or not len(values):
@@ -89,15 +89,15 @@ class ScanSummary:
 
 
 def order(row: Row) -> tuple[float, int, int]:
-    """Worst first, then as they lie."""
+    """Sort key: worst first, then in corpus order."""
     return -row["score"], row["place"], row["document"]
 
 
 def tally(rows: pa.Table, place: int, before: int, total: int, top: int) -> ScanSummary:
-    """Of the rows of one unit, whose shard is number `place`; `before` of `total` documents are in shards before it."""
+    """Summarise the rows of one unit of shard number `place`; `before` of `total` documents are in earlier shards."""
     score, tokens = rows["score"].to_numpy(), rows["tokens"].to_numpy()
     kind = codes(rows["kind"], ALL_KINDS)
-    # Scores are in their bin as the thresholds are: the lower edge is in it.
+    # Bins include their lower edge, like the thresholds.
     cell = kind * BINS + np.minimum(score / STEP, BINS - 1).astype(np.int64)
     size = len(ALL_KINDS) * BINS
     documents = np.bincount(cell, minlength=size).reshape(-1, BINS)

@@ -1,4 +1,4 @@
-"""The result of a scan: `scan.json` in its folder, and the documents that it finds odd, from the parts beside it."""
+"""Result of a scan: `scan.json` in its folder, and the odd documents, from the parts beside it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _ScanPart(BaseModel):
 
 
 class ShardFacts(_ScanPart):
-    """A shard that was scanned, its documents, and the number of its first one, counted over all shards."""
+    """A scanned shard, its number of documents, and the number of its first one over all shards."""
 
     name: str
     documents: int
@@ -52,9 +52,9 @@ class ShardFacts(_ScanPart):
 
 
 class Threshold(_ScanPart):
-    """Documents whose score is `score` or more: how many, their tokens, their share of the corpus; ordinary: how many
-    of as many ordinary documents would lie as high, which is how many may be named wrongly (`advice.py`); usual: the
-    share of the sample of the reference that does; kinds: how many of each."""
+    """Documents whose score is `score` or more: number, tokens, share of the corpus; ordinary: how many
+    of as many ordinary documents would score as high, the expected false positives (`score_threshold.py`); usual: the
+    share in the reference's sample; kinds: number of each."""
 
     score: float
     documents: int
@@ -81,8 +81,9 @@ class CopyFacts(_ScanPart):
 
 
 class WorstDocument(_ScanPart):
-    """One of the worst documents. piece, piece_tokens: where in the shard it is worst; why: in words; compression: how
-    many times smaller zstd makes the bytes of its first tokens, up to 64 KiB of them."""
+    """One of the worst documents. piece, piece_tokens: its worst place in the shard; why: in words; compression: ratio
+    by
+    zstd of the bytes of its first tokens, up to 64 KiB."""
 
     shard: str
     document: int
@@ -103,11 +104,11 @@ class Scan(_ScanPart):
     """shards are `name` (fingerprint, tokenizer: xxh3 or ""); against: the name of the reference, itself if it is "".
 
     lengths: documents by powers of two: of 0 tokens, of 1, of 2 and 3, ... scores: documents by score, in steps of
-    `score_step`, the last is all above. advised: the score from which on documents are worth a look (`advice.py`), None
-    where none is. worst: at most `top`, none with a score of 0. quantiles: of the score and each
-    feature over documents, and of their compression, at `shares`; they and the histograms are of a sample of a large
-    corpus. seconds: of the measuring in this call, of `measured_tokens`, by `workers`; yardstick_seconds: of what came
-    before it. sample_documents: those with tokens, the parts of long ones counted each.
+    `score_step`, the last is everything above. advised: the score above which documents deserve a look
+    (`score_threshold.py`), None if there is none. worst: at most `top`, none with a score of 0. quantiles: of the score
+    and each feature over documents, and of their compression, at `shares`; they and the histograms are of a sample of a
+    large corpus. seconds: of the measuring in this call, of `measured_tokens`, by `workers`; yardstick_seconds: before
+    that. sample_documents: those with tokens, with parts of long ones counted separately.
     """
 
     format: Literal[3] = 3
@@ -146,7 +147,7 @@ class Scan(_ScanPart):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the measuring, all workers together; 0 when all was there already."""
+        """Measuring speed of all workers together; 0 if nothing was left to measure."""
         return self.measured_tokens / self.seconds if self.measured_tokens else 0.0
 
     def save(self, folder: Path) -> None:
@@ -162,7 +163,7 @@ class Scan(_ScanPart):
         except FileNotFoundError:
             if (folder / workplace.BEGUN).exists():
                 raise DataError(
-                    f"{folder} holds a scan that was interrupted: the same command again goes on with it"
+                    f"{folder} holds a scan that was interrupted: repeat the command to resume it"
                 ) from None
             raise DataError(
                 f"{folder} holds no scan: make one with tools/inspect_data.py scan SHARDS --keep {folder}"
@@ -186,7 +187,7 @@ class Scan(_ScanPart):
 @dataclass(frozen=True)
 class SuspectDocument:
     """A document that may be pruned: tokens [first_token, first_token + tokens) of its shard; piece: where in the shard
-    its worst piece begins; why: in words; copy: it is there for being one or having no tokens, not for its score."""
+    its worst piece begins; why: in words; copy: listed as a copy or without tokens, not for its score."""
 
     shard: str
     document: int
@@ -207,9 +208,9 @@ def suspects(
 ) -> Iterator[SuspectDocument]:
     """The documents of a scan that are odd, in the order of the shards; memory does not grow with their number.
 
-    least: their score is that or more; kinds: only these (`ALL_KINDS`); with neither, none for its score. "empty" among
-    the kinds takes documents without tokens, which have no score. duplicates: those that have an earlier copy, too,
-    whatever their score and kind. Raises DataError for a scan that is not there or damaged, and an unknown kind.
+    least: minimum score; kinds: only these (`ALL_KINDS`); with neither, none for its score. "empty" among
+    the kinds selects documents without tokens, which have no score. duplicates: also those with an earlier copy,
+    of any score and kind. Raises DataError for a missing or damaged scan, and an unknown kind.
     """
     scan = Scan.load(folder)
     wanted = set(ALL_KINDS[:-1] if kinds is None else kinds)
@@ -253,7 +254,7 @@ def suspects(
 
 
 def odd_spans(folder: Path, shelf: Shelf, suspect: SuspectDocument, least: float | None = None) -> list[Span]:
-    """The tokens [first, end) of a document of a scan that are odd: as odd as `least`, or else as its kind asks for."""
+    """The odd tokens [first, end) of a scanned document: with a score of `least`, or of its kind's default."""
     shard = shelf.shard(suspect.shard)
     path = folder / workplace.YARDSTICK
     yardstick = cached_yardstick(path, path.stat().st_mtime_ns)
@@ -267,12 +268,12 @@ def odd_spans(folder: Path, shelf: Shelf, suspect: SuspectDocument, least: float
 
 
 def told(yardstick: Yardstick, row: dict[str, object]) -> str:
-    """Why a row has its score, in words."""
+    """The reason for a row's score, in words."""
     values = dict.fromkeys(NAMES, 0.0)
     values |= {str(row["feature"]): float(row["value"]), "length": float(row["piece_tokens"])}  # type: ignore[arg-type]
     why = yardstick.explain(values, str(row["feature"]))
     compression = float(row["compression"])  # type: ignore[arg-type]
-    return why + f"; zstd makes it {compression:.0f} times smaller" * (compression >= REPETITIVE)
+    return why + f"; zstd compresses it {compression:.0f} times" * (compression >= REPETITIVE)
 
 
 def _copy(scan: Scan, copy: Records) -> tuple[str, str]:
@@ -283,7 +284,7 @@ def _copy(scan: Scan, copy: Records) -> tuple[str, str]:
 
 
 class _Ahead:
-    """The copies of a file, ascending, by ranges that ascend too."""
+    """The copies in a file, ascending, by ranges that also ascend."""
 
     def __init__(self, path: Path | None) -> None:
         self._batches = iter(()) if path is None else read_copies(path)

@@ -1,7 +1,7 @@
-"""Units of work: runs of whole documents of a shard, found in the index by bisection, and read in blocks.
+"""Units of work of a scan: runs of whole documents of a shard, found in the index by bisection, and read in blocks.
 
-A unit is what one process handles at a time and what a scan that was interrupted goes on from. Its size in tokens and
-in documents is bounded, so that memory does not grow with the corpus; only a document longer than that makes it
+A unit is one task of a process and the granularity of resuming. Its size in tokens and
+documents is bounded, so that memory does not grow with the corpus; only a longer document makes it
 longer, and is then read in several blocks.
 """
 
@@ -23,9 +23,9 @@ from megastable.data.shards import Shard
 UNIT = 1 << 22  # tokens
 MOST_UNITS = 2048  # units grow beyond `UNIT` in a corpus that would have more
 DOCUMENTS = 1 << 16  # of a unit, at most
-BLOCK = 1 << 18  # tokens measured at once: what they are measured with stays in the cache of a core
-SAMPLE = 12_000_000  # tokens that a yardstick is made of
-RUNS = 512  # places that a sample is taken from
+BLOCK = 1 << 18  # tokens measured at once: fits in the cache of a core
+SAMPLE = 12_000_000  # tokens for a yardstick
+RUNS = 512  # places of a sample
 
 Int64s = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.integer]
@@ -35,8 +35,8 @@ Cut = Callable[[Int64s], tuple[Int64s, Int64s]]
 @dataclass(frozen=True)
 class Unit:
     """Documents [first_document, first_document + documents) of a shard; `number` counts all units, `before` the
-    documents of all shards before this one. prefix, info: how to open the shard in another process; stamp: sizes and
-    times of the last change of its files, by which it is known again."""
+    documents of all earlier shards. prefix, info: to open the shard in another process; stamp: sizes and
+    modification times of its files, to detect changes."""
 
     number: int
     shard: int
@@ -62,14 +62,14 @@ class PieceBlock:
 
 
 def unit_size(tokens: int) -> int:
-    """Tokens of a unit for shards of so many tokens."""
+    """Tokens of a unit for shards with this many tokens."""
     return max(UNIT, -(-tokens // MOST_UNITS))
 
 
 def units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
     """All documents of `shards`, in their order, in runs of about `size` tokens. O(log documents) for each.
 
-    Raises DataError for an index that is damaged where it is looked at.
+    Raises DataError for an index that is damaged where it is read.
     """
     number = before = 0
     for index, shard in enumerate(shards):
@@ -79,7 +79,7 @@ def units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
         while document < shard.documents:
             aim = min(token + size, shard.tokens)
             end = min(shard.documents_before(aim), document + DOCUMENTS)
-            # A document as long as the unit keeps it alone; one at least is in every unit.
+            # A document as long as a unit gets one of its own; every unit has at least one.
             end = max(end, document + 1)
             stop = shard.tokens if end == shard.documents else shard.document_bounds(end)[0]
             if stop < token:
@@ -103,8 +103,8 @@ def units(shards: Sequence[Shard], size: int) -> Iterator[Unit]:
 
 
 def open_unit(unit: Unit) -> Shard:
-    """The shard of a unit, opened once by each process. Raises DataError when it is not what it was."""
-    # The index is mapped: a file that was cut off would end the process without a word.
+    """The shard of a unit, opened once per process. Raises DataError if it has changed."""
+    # The index is mapped: a truncated file would kill the process without a message.
     if stamp_of(unit.prefix) != unit.stamp:
         raise DataError(
             f"{unit.prefix}.bin or .idx changed while it was in use: start again when it is complete"
@@ -118,14 +118,14 @@ def _opened(prefix: Path, info: ShardInfo | None, stamp: tuple[int, ...]) -> Sha
 
 
 def stamp_of(prefix: Path) -> tuple[int, ...]:
-    """Sizes and times of the last change of a shard's files. Raises DataError when they are not there."""
+    """Sizes and modification times of a shard's files. Raises DataError if they are missing."""
     found: list[int] = []
     for suffix in (".bin", ".idx"):
         path = with_suffix(prefix, suffix)
         try:
             facts = path.stat()
         except OSError as error:
-            raise DataError(f"{path} cannot be read any more: {error.strerror}") from error
+            raise DataError(f"{path} can no longer be read: {error.strerror}") from error
         found += (facts.st_size, facts.st_mtime_ns)
     return tuple(found)
 
@@ -133,7 +133,7 @@ def stamp_of(prefix: Path) -> tuple[int, ...]:
 def edges_of(shard: Shard, unit: Unit) -> Int64s:
     """Where the documents of a unit begin, and its end: int64 [documents + 1], tokens of the shard.
 
-    Raises DataError when the index is not what it was.
+    Raises DataError if the index has changed.
     """
     edges = shard.document_edges(unit.first_document, unit.documents)
     if int(edges[0]) != unit.first_token or int(edges[-1]) != unit.first_token + unit.tokens:
@@ -161,7 +161,7 @@ def blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[PieceBlock]:
         if edges[filled[owner[begin]] + 1] - edges[filled[owner[begin]]] > BLOCK:
             end = min(end, int(np.searchsorted(owner, owner[begin], side="right")))
         elif end < len(owner) and owner[begin] != owner[end]:
-            # The last document goes on beyond the block: the next one begins with it.
+            # The last document continues in the next block, which begins with it.
             end = int(np.searchsorted(owner, owner[end]))
         first, count = int(edges[filled[0]] + pieces[begin]), int(pieces[end] - pieces[begin])
         yield PieceBlock(
@@ -173,8 +173,8 @@ def blocks(shard: Shard, edges: Int64s, cut: Cut) -> Iterator[PieceBlock]:
 def sample(shards: Sequence[Shard], most: int = SAMPLE) -> Iterator[tuple[Shard, Int64s, Int64s]]:
     """Documents spread evenly over all tokens of `shards`: (shard, edges int64 [d + 1], numbers of the documents [d]).
 
-    All of them where they have no more than `most` tokens; else those in up to `RUNS` stretches of equal length. A
-    document longer than `BLOCK` comes in parts, of a larger corpus only those that lie in a stretch. Raises DataError
+    All of them if they have at most `most` tokens; else those in up to `RUNS` stretches of equal length. A
+    document longer than `BLOCK` comes in parts, in a larger corpus only those in a stretch. Raises DataError
     for a damaged index.
     """
     if sum(shard.tokens for shard in shards) <= most:
@@ -187,7 +187,7 @@ def sample(shards: Sequence[Shard], most: int = SAMPLE) -> Iterator[tuple[Shard,
         done = done if number == before else 0
         shard, before = shards[number], number
         first, edges = _touched(shard, begin, end)
-        # The last document of the stretch before; other parts of a long one were taken there.
+        # The last document of the previous stretch; other parts of a long one were taken there.
         known = max(done - first, 0) if edges[1] - edges[0] <= BLOCK else 0
         if known < len(edges) - 1:
             yield from _parts(shard, edges[known:], first + known, begin, end)
@@ -195,10 +195,11 @@ def sample(shards: Sequence[Shard], most: int = SAMPLE) -> Iterator[tuple[Shard,
 
 
 def _stretches(shards: Sequence[Shard], most: int) -> list[tuple[int, int, int]]:
-    """(shard, first token, end), ascending: as many as have about `most` tokens with all of their documents."""
+    """(shard, first token, end), ascending: as many stretches as have about `most` tokens with all of their
+    documents."""
     offsets = np.cumsum([0, *(shard.tokens for shard in shards)])
     length, left, found = -(-most // RUNS), most, []
-    # Each next one falls into a large gap between those before (van der Corput): any number of them is evenly spread.
+    # Each next one falls into a large gap between the others (van der Corput): any number of them is evenly spread.
     digits = RUNS.bit_length() - 1
     for at in range(RUNS):
         place = (int(f"{at:0{digits}b}"[::-1], 2) + 0.5) / RUNS * int(offsets[-1])
@@ -224,7 +225,7 @@ def _touched(shard: Shard, begin: int, end: int) -> tuple[int, Int64s]:
 def _parts(
     shard: Shard, edges: Int64s, first: int, begin: int, end: int
 ) -> Iterator[tuple[Shard, Int64s, Int64s]]:
-    """Runs of documents without a long one; of each long one what lies in [begin, end), `BLOCK` tokens at a time."""
+    """Runs of documents without a long one; for each long one its part in [begin, end), `BLOCK` tokens at a time."""
     done = 0
     for at in [*np.flatnonzero(np.diff(edges) > BLOCK).tolist(), len(edges) - 1]:
         if edges[done] < edges[at]:
@@ -237,5 +238,5 @@ def _parts(
 
 
 def workers_for(asked: int | None) -> int:
-    """As many processes as were asked for; else one for each CPU."""
+    """The requested number of processes; by default one per CPU."""
     return asked if asked is not None else len(os.sched_getaffinity(0))

@@ -1,11 +1,11 @@
-"""The folder of a scan: what was asked for, what is measured so far, and nobody else in it.
+"""The folder of a scan: its settings and finished parts, locked against other processes.
 
-begun.json         of what and how it is a scan: goes on only with the same
-yardstick.npz      what is usual; reference.json: how the sample that it is made of does by it
+begun.json         settings of the scan: it resumes only with the same ones
+yardstick.npz      the baseline; reference.json: results of its own sample by it
 parts/N.parquet    the rows of unit N, complete when it has its name
 near/N.npy         signatures of its documents, for near duplicates
 duplicates.parquet copies, ascending
-scan.json          the result: the scan is complete when it is there
+scan.json          the result: the scan is complete when it exists
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megastable.base.errors import DataError
 from megastable.data.local_copy import write_file
 
 BEGUN, RESULT, YARDSTICK, REFERENCE = "begun.json", "scan.json", "yardstick.npz", "reference.json"
-SCORES = "scores.json"  # the result where the folder is one of scores
+SCORES = "scores.json"  # the result in a folder of scores
 DUPLICATES, PARTS, NEAR, SPOOL, LOCK = "duplicates.parquet", "parts", "near", "spool", ".lock"
 NAMES = {
     "fingerprint": "the shards",
@@ -54,9 +54,9 @@ def near_part(folder: Path, number: int) -> Path:
 
 @contextmanager
 def occupied(folder: Path, asked: dict[str, Any], again: bool) -> Iterator[None]:
-    """Have the folder for this process alone, for a scan of `asked`: one begun before goes on, or is removed (again).
+    """Lock the folder for a scan with the settings `asked`: an earlier one is resumed, or removed (again).
 
-    Raises DataError for a folder that holds anything else, that another process scans into, or that cannot be written.
+    Raises DataError for a folder with other content, in use by another process, or not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
         try:
             there = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise DataError(f"{path} cannot be read ({error}): start anew with --again") from error
+            raise DataError(f"{path} cannot be read ({error}): start over with --again") from error
         if there == asked:
             return
         keys = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
@@ -93,7 +93,7 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
             f"{folder} holds the results of something else (other: {what}): choose another --keep, or replace "
             "them with --again"
         )
-    # What was asked for goes last: a folder half cleared is still known for what it was.
+    # The settings are removed last: a half-cleared folder is still recognised.
     for name in (RESULT, SCORES, YARDSTICK, REFERENCE, DUPLICATES):
         (folder / name).unlink(missing_ok=True)
     for name in (PARTS, NEAR, SPOOL):
@@ -104,7 +104,7 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
 
 
 def write_rows(path: Path, rows: pa.Table) -> None:
-    """Write a part, whole or not at all. Raises DataError when the disk refuses."""
+    """Write a part atomically. Raises DataError if the disk fails."""
     content = io.BytesIO()
     pq.write_table(rows, content, compression="zstd", compression_level=1)
     write_file(path, content.getvalue())

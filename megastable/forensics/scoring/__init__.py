@@ -1,1 +1,1 @@
-"""Documents measured by a checkpoint: their loss, window by window, and their gradient."""
+"""Score documents by a checkpoint: their loss, window by window, and their gradient."""

@@ -1,11 +1,11 @@
-"""Documents scored by a checkpoint: the loss of each, its worst window, its gradient; what was interrupted goes on.
+"""Score documents by a checkpoint: the loss of each, its worst window, its gradient; interrupted scorings resume.
 
     scores = score_shelf(open_shelf([Path("data/mine")]), Path("runs/mine"), Path("scores/mine"))
     for row in rows(Path("scores/mine")): ...
 
-A document is read as the model reads in training: in windows of its sequence length, each beginning anew, the first
-one after the end of another document. What no statistics of tokens shows does show there: text that the model cannot
-foresee, and text that it knows by heart.
+A document is read as in training: in windows of the model's sequence length, each with a fresh context, the first
+one after the end of another document. This shows what token statistics do not: text that the model cannot
+predict, and text that it has memorised.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = ["Scorer", "Scores", "losses_under", "rows", "score_shelf", "token_los
 
 FORMAT = 1
 PARCEL = 1 << 18  # tokens of a part
-MOST_PARTS = 2048  # they grow beyond that when there would be more
+MOST_PARTS = 2048  # parts grow if there would be more
 
 Int64s = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.integer]
@@ -78,11 +78,12 @@ def score_shelf(
     again: bool = False,
     progress: bool = True,
 ) -> Scores:
-    """Score documents of a shelf into `folder` (`scored.rows`); what an earlier call did there is reused.
+    """Score documents of a shelf into `folder` (`scored.rows`); results of an earlier call are reused.
 
-    documents: these only (`pick.py` makes them); sample: so many of them, evenly spread. gradients: the norm of the
-    gradient of each document's mean loss, too, at three times the cost. exact: in fp32. batch: tokens of a forward
-    pass. again: remove earlier scores from `folder`, whatever they are of.
+    documents: only these (`pick.py` makes them); sample: this many of them, evenly spread. gradients: also the norm of
+    the
+    gradient of each document's mean loss, at three times the cost. exact: in fp32. batch: tokens of a forward
+    pass. again: remove any earlier scores from `folder`.
 
     Raises CheckpointError for a checkpoint that cannot be used; DataError for shards that are damaged or of another
     tokenizer, a folder that is occupied or holds something else, and a full disk.
@@ -108,9 +109,9 @@ def score_shelf(
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model and how documents are given to it. eod: read before each, None: the first token of each is not told.
+    """A model and how it reads documents. eod: read before each, None: the first token of each has no loss.
 
-    bytes_of: UTF-8 bytes of each token and, last, of any other id, int64 [vocabulary + 1]; None where nobody knows.
+    bytes_of: UTF-8 bytes of each token and, last, of any other id, int64 [vocabulary + 1]; None if unknown.
     """
 
     model: PlainModel
@@ -121,7 +122,7 @@ class Scorer:
 
     @classmethod
     def of(cls, shelf: Shelf, model: PlainModel, gradients: bool = False, batch: int = BATCH) -> Scorer:
-        """Raises DataError when the shelf is of another tokenizer than the model."""
+        """Raises DataError if the shelf is of another tokenizer than the model."""
         known = shelf.tokenizer.xxh3 if shelf.tokenizer else None
         if known is None and shelf.manifest is not None:
             known = shelf.manifest.tokenizer.xxh3
@@ -172,7 +173,7 @@ class Scorer:
 
     def losses(self, parcel: Parcel, begin: int, end: int) -> npt.NDArray[np.float32]:
         """The loss of each of the tokens [begin, end) of a parcel of one document, nats: float32 [end - begin]; nan for
-        a first one that is not told."""
+        a first one without a loss."""
         tokens, edges = _read(parcel)
         of = windows(np.diff(edges), self.window, int(self.eod is None))
         found = np.full(len(tokens), np.nan, np.float32)
@@ -186,7 +187,7 @@ class Scorer:
         return window_rows(of, chosen, tokens, edges, self.eod or 0)
 
     def _bytes(self, tokens: Raw, edges: Int64s, first: int) -> npt.NDArray[np.float64]:
-        """UTF-8 bytes of the tokens of each document that are told [d]; nan where nobody knows."""
+        """UTF-8 bytes of the tokens with a loss in each document [d]; nan if unknown."""
         if self.bytes_of is None:
             return np.full(len(edges) - 1, np.nan)
         last = len(self.bytes_of) - 1
@@ -197,7 +198,7 @@ class Scorer:
     def _gradient_norms(
         self, of: Windows, tokens: Raw, edges: Int64s, count: Int64s
     ) -> npt.NDArray[np.float32]:
-        """L2 norm of the gradient of the mean loss of each document [d]; nan where there is none."""
+        """L2 norm of the gradient of the mean loss of each document [d]; nan without a loss."""
         norms = np.full(len(count), np.nan, np.float32)
         if not self.gradients:
             return norms
@@ -205,7 +206,7 @@ class Scorer:
         bounds = np.searchsorted(of.owner, np.arange(len(count) + 1))
         for document in np.flatnonzero(count).tolist():
             mine = np.arange(bounds[document], bounds[document + 1])
-            # The sum is kept in fp32, whatever the weights are.
+            # The sum is kept in fp32 for any dtype of the weights.
             total: dict[str, torch.Tensor] = {}
             for begin in range(0, len(mine), per):
                 chosen = mine[begin : begin + per]
@@ -238,7 +239,7 @@ class _ScoreWork:
         return parcels(self.shelf, self.documents, size)
 
     def measure(self) -> None:
-        """Measure every parcel whose part is not there."""
+        """Measure every parcel without a part."""
         if not self.shelf.documents:
             raise DataError(f"{self.shelf.name} has no documents: there is nothing to score")
         begin, tokens, documents = time.monotonic(), 0, 0
@@ -273,7 +274,9 @@ class _ScoreWork:
         high = (np.fmax(z, judged(by_window, length, worse)) >= ODD) | ((length > 0) & ~np.isfinite(worse))
         warnings = [shelf.problem] if shelf.problem else []
         if first:
-            warnings.append("which token ends a document is not known: the first token of each is not told")
+            warnings.append(
+                "the end-of-document token is unknown: the first token of each document has no loss"
+            )
         return Scores(
             name=shelf.name, fingerprint=shelf.fingerprint, checkpoint=str(model.checkpoint),
             checkpoint_fingerprint=model.fingerprint, step=model.step, precision=precision, device=str(model.device),

@@ -1,4 +1,4 @@
-"""What a checkpoint thinks of tokens: the loss of each one, as training computes it."""
+"""Per-token losses under a checkpoint, as training computes them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Float32s = npt.NDArray[np.float32]
 
 
 def load(checkpoint: Path, exact: bool = False, device: str | None = None) -> PlainModel:
-    """The model to measure with: in bf16 where it was trained so, unless `exact`; on a GPU where there is one.
+    """The model to measure with: in bf16 if it was trained so, unless `exact`; on a GPU if there is one.
 
-    Raises as `load_plain`, and DataError for a device that there is not.
+    Raises as `load_plain`, and DataError for a missing device.
     """
     try:
         on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -42,7 +42,7 @@ def load(checkpoint: Path, exact: bool = False, device: str | None = None) -> Pl
 def losses_of(model: PlainModel, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
     """Cross-entropy of each token after the first: int64 [b, s + 1] -> fp32 [b, s], nats; differentiable.
 
-    The logits of `LOGITS` bytes' worth of tokens are in memory at a time, whatever the vocabulary.
+    The logits of only `LOGITS` bytes' worth of tokens are in memory at a time, for any vocabulary.
     """
     x = model.hidden(tokens[:, :-1], segments).flatten(0, 1)
     labels = tokens[:, 1:].t().flatten()
@@ -63,12 +63,12 @@ def losses_of(model: PlainModel, tokens: Tensor, segments: Tensor | None = None)
 def token_losses(model: PlainModel, tokens: Int64s, eod: int | None = None, batch: int = BATCH) -> Float32s:
     """Cross-entropy of each token after the first of its row: int64 [n, L + 1] -> float32 [n, L], nats.
 
-    An id beyond the vocabulary costs infinity, and is read as 0 by what follows it. eod: where a run kept documents
-    apart, attention ends there, as it did in training. batch: tokens of a forward pass.
+    An id beyond the vocabulary has infinite loss, and is read as 0 by later tokens. eod: if a run kept documents
+    apart, attention ends there, as in training. batch: tokens of a forward pass.
     """
     found = np.empty((len(tokens), tokens.shape[1] - 1), np.float32)
     count = max(1, batch // max(found.shape[1], 1))
-    # Not inference_mode: the table of positions that the model keeps is for gradients, too.
+    # Not inference_mode: the table of positions that the model keeps is used with gradients, too.
     with torch.no_grad():
         for first in range(0, len(tokens), count):
             rows = tokens[first : first + count]
@@ -91,9 +91,10 @@ def inputs(
 
 
 def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np.floating]]:
-    """Loads a checkpoint; what it returns gives losses of samples: (library, positions int64 [n]) -> float32 [n, L].
+    """Load a checkpoint; returns a function for the losses of samples: (library, positions int64 [n]) -> float32 [n,
+    L].
 
-    That raises DataError for samples of another tokenizer, or longer than the model has read.
+    It raises DataError for samples of another tokenizer, or longer than the model's training sequences.
     """
     model = load(checkpoint)
 
@@ -112,7 +113,7 @@ def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np
 
 
 def check_vocabulary(model: PlainModel, what: str, size: int | None, xxh3: str | None) -> None:
-    """Raises DataError when `what` was made with another tokenizer than the model, as far as both are known."""
+    """Raises DataError if `what` was made with another tokenizer than the model, as far as both are known."""
     trained = tokenizer_of(model)
     # A model may have more ids than its tokenizer.
     if size is not None and (size > model.vocabulary or (trained is None and size != model.vocabulary)):
@@ -128,7 +129,7 @@ def check_vocabulary(model: PlainModel, what: str, size: int | None, xxh3: str |
 
 
 def tokenizer_of(model: PlainModel) -> TokenizerInfo | None:
-    """What the model was trained with, where its corpus is still there."""
+    """The tokenizer that the model was trained with, if its corpus still exists."""
     corpora = model.run.data.corpora
     try:
         return Manifest.load(find(corpora[0].path)).tokenizer if corpora else None

@@ -1,4 +1,4 @@
-"""Which documents to look at: all of some shards, some evenly spread, or those of a list; in runs of a bounded size."""
+"""Select documents of some shards: all, some evenly spread, or those of a list; in runs of a bounded size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Picked = Mapping[str, Int64s]  # by shard, the numbers of its documents, ascendi
 
 @dataclass(frozen=True)
 class Parcel:
-    """Documents of one shard that are done in one go: their numbers [d], and tokens [first, end) of each."""
+    """Documents of one shard processed together: their numbers [d], and tokens [first, end) of each."""
 
     number: int
     shard: Shard
@@ -36,7 +36,7 @@ class Parcel:
 
 
 def listed(shelf: Shelf, path: Path) -> dict[str, Int64s]:
-    """The documents that a plan or a list by hand names. Raises DataError for one that `shelf` does not have."""
+    """The documents that a plan or a list by hand names. Raises DataError for one that is not in `shelf`."""
     plan = read_plan(path)
     if shelf.manifest is not None and shelf.directory is not None:
         named = plan.checked(shelf.directory, shelf.manifest, twice=True)
@@ -55,7 +55,7 @@ def between(shelf: Shelf, first: int, end: int) -> dict[str, Int64s]:
 
 
 def spread(shelf: Shelf, count: int, among: Picked | None = None) -> dict[str, Int64s]:
-    """`count` documents evenly spread over all, or over those of `among`; all of them where there are no more."""
+    """`count` documents evenly spread over all, or over those of `among`; all of them if there are no more."""
     if count < 1:
         raise DataError(f"a sample of {count} documents: give at least 1")
     total = shelf.documents if among is None else sum(map(len, among.values()))
@@ -73,7 +73,7 @@ def spread(shelf: Shelf, count: int, among: Picked | None = None) -> dict[str, I
 
 
 def checked(shelf: Shelf, picked: Picked) -> dict[str, Int64s]:
-    """Each once, ascending. Raises DataError for what `shelf` does not have, and for nothing at all."""
+    """Each once, ascending. Raises DataError for documents that are not in `shelf`, and for an empty selection."""
     found = {}
     for name, documents in picked.items():
         shard = shelf.shard(name)
@@ -86,12 +86,12 @@ def checked(shelf: Shelf, picked: Picked) -> dict[str, Int64s]:
         if documents.size:
             found[name] = documents
     if not found:
-        raise DataError(f"no document of {shelf.name} is named: there is nothing to do")
+        raise DataError(f"no document of {shelf.name} is named: nothing to do")
     return found
 
 
 def digest(picked: Picked | None) -> str:
-    """Says whether two choices are the same; "" for all."""
+    """A digest to compare two selections; "" for all."""
     if picked is None:
         return ""
     parts = [(name, picked[name].tobytes()) for name in sorted(picked)]

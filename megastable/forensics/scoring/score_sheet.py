@@ -1,4 +1,4 @@
-"""What a model thought of documents, for a person: the worst first, their text coloured by the loss of its tokens."""
+"""Present document scores: the worst first, with their text coloured by the loss of its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megastable.forensics.shard_set import Shelf
 from megastable.forensics.spans import spans
 from megastable.report.sheet import Column, Histogram, Passage, Sheet
 
-WHOLE = 2048  # tokens up to which a document is shown from its beginning to its end
+WHOLE = 2048  # tokens up to which a document is shown in full
 
 COLUMNS = (
     Column("odd", "odd", "score", "robust deviations from the usual: the larger of |z| and that of the worst window",
@@ -25,9 +25,9 @@ COLUMNS = (
     Column("document", "document", "count", "number of the document in its shard"),
     Column("tokens", "tokens", "count"),
     Column("loss", "loss", "number", "nats per token, the mean over the document"),
-    Column("z", "z", "number", "the loss against documents of like length; below 0: it is foreseen unusually well"),
+    Column("z", "z", "number", "the loss relative to documents of similar length; below 0: unusually easy"),
     Column("worst_window", "worst window", "number", "nats per token of the window with the highest mean"),
-    Column("worst_z", "its z", "number", "the worst window against those of other documents"),
+    Column("worst_z", "its z", "number", "the worst window relative to those of other documents"),
     Column("worst_first", "from token", "count", "first token of the worst window, counted in the shard", wide=True),
     Column("worst_tokens", "its tokens", "count", "of the worst window", wide=True),
     Column("bits_per_byte", "bits/byte", "number", "of the text, comparable between tokenizers"),
@@ -47,10 +47,10 @@ def score_sheet(
     texts: int = 20,
     by: str = "window",
 ) -> Sheet:
-    """The first `most` documents of the scores in `folder`, which are of `shelf`, and the texts of the first ones.
+    """The first `most` documents of the scores in `folder`, made from `shelf`, with the texts of the first ones.
 
-    by: one of `scored.ORDERS`. scorer: measures the losses of their tokens once more, to colour them. Raises DataError
-    for scores that are not there, damaged or of another shelf, and for a shelf that cannot be read.
+    by: one of `scored.ORDERS`. scorer: measures the losses of their tokens again, for colours. Raises DataError
+    for scores that are missing, damaged or of another shelf, and for a shelf that cannot be read.
     """
     scores = Scores.load(folder)
     if scores.fingerprint != shelf.fingerprint:
@@ -65,16 +65,19 @@ def score_sheet(
         f"{plural(scores.documents, 'document')}, {plural(scores.tokens, 'token')}: {scores.loss:.3f} nats per token"
         + (f", {scores.bits_per_byte:.3f} bits per byte" if scores.bits_per_byte is not None else "") + ".",
         f"By {ODD:g} robust deviations and more, {plural(scores.high, 'document')} or a part of it is harder to "
-        f"foresee than is usual, {plural(scores.low, 'document')} easier.",
+        f"predict than usual, {plural(scores.low, 'document')} easier.",
     ]  # fmt: skip
     if scores.documents < FEW:
         lead.append(
-            f"{plural(scores.documents, 'document')} cannot tell what is usual: below {FEW}, that is a guess."
+            f"{plural(scores.documents, 'document')} are too few for a baseline: below {FEW}, it is a guess."
         )
     rate = f"{scores.tokens_per_second:,.0f}/s" if scores.tokens_per_second else "all were measured before"
     facts = [
         ("checkpoint", f"{scores.checkpoint} (step {scores.step})"),
-        ("read", f"in windows of {plural(scores.window, 'token')}, each beginning anew, as in training"),
+        (
+            "read",
+            f"in windows of {plural(scores.window, 'token')}, each with a fresh context, as in training",
+        ),
         ("arithmetic", f"{scores.precision} on {scores.device}"),
         ("tokens scored", rate),
     ]
@@ -86,8 +89,8 @@ def score_sheet(
     }  # fmt: skip
     notes = [
         *scores.warnings,
-        "A loss far below the usual is a finding, too: text that is repeated, generated or known by heart.",
-        "What the checkpoint was trained on it may know already, bad text included: one from before, or from a clean "
+        "A loss far below the usual is a finding, too: text that is repeated, generated or memorised.",
+        "The checkpoint may know its own training data already, bad text included: one from before, or from a clean "
         "corpus, shows more.",
     ]
     if scorer is None and texts:
@@ -100,17 +103,17 @@ def score_sheet(
 
 
 def _finding(row: dict[str, Any]) -> str:
-    """In words, what is odd; "" for what is usual."""
+    """The finding in words; "" for a usual document."""
     if row["odd"] is None or row["odd"] < ODD:
         return ""
     if not np.isfinite(row["odd"]):
-        return "its loss is no number: ids beyond the vocabulary, or a broken model"
+        return "its loss is not a number: ids beyond the vocabulary, or a broken model"
     a_part = row["worst_tokens"] < row["tokens"] and row["worst_z"] > row["z"]
     if row["z"] >= ODD and not a_part:
-        return f"hard to foresee as a whole, {row['z']:.1f} deviations above the usual"
+        return f"hard to predict as a whole, {row['z']:.1f} deviations above the usual"
     if row["worst_z"] >= ODD:
-        return f"a part that is hard to foresee, from token {row['worst_first']:,} of the shard"
-    return f"foreseen too well, {-row['z']:.1f} deviations below the usual: repeated, generated or known by heart"
+        return f"a part that is hard to predict, from token {row['worst_first']:,} of the shard"
+    return f"predicted too well, {-row['z']:.1f} deviations below the usual: repeated, generated or memorised"
 
 
 def _histograms(scores: Scores) -> list[Histogram]:
@@ -128,7 +131,7 @@ def _histograms(scores: Scores) -> list[Histogram]:
 
 
 def _passage(row: dict[str, Any], shelf: Shelf, scorer: Scorer | None) -> Passage:
-    """The document, or of a longer one the worst window."""
+    """The document, or for a longer one the worst window."""
     first, end = row["first_token"], row["first_token"] + row["tokens"]
     begin, upto = first, end
     if end - first > WHOLE:

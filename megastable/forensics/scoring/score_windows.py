@@ -1,4 +1,4 @@
-"""Documents cut into what a model reads at once, and these put into batches. Pure."""
+"""Cut documents into windows of the model's sequence length, and batch these. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Floats = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Windows:
-    """Stretches of documents whose tokens are told from those before them in the stretch, int64 [w] each.
+    """Stretches of documents whose tokens get a loss from those before them in the stretch, int64 [w] each.
 
-    owner: index of the document. begin, length: its tokens [begin, begin + length) are told; the one before is
-    read besides. fresh: how many of the first ones another window has told already.
+    owner: index of the document. begin, length: tokens [begin, begin + length) get a loss; the one before is
+    also read. fresh: how many of the first ones another window has covered already.
     """
 
     owner: Int64s
@@ -31,10 +31,10 @@ class Windows:
 
 
 def windows(lengths: Int64s, size: int, first: int) -> Windows:
-    """The windows of documents of so many tokens [d], which are told from token `first` (0 or 1) on.
+    """The windows of documents of these lengths [d], with losses from token `first` (0 or 1) on.
 
-    Each begins anew, as a training sample does, `size` tokens after the last. Only the last of a document reaches back
-    into the one before, so that its tokens have as much before them as others: a short rest would look bad.
+    Each starts with a fresh context, as a training sample does, `size` tokens after the last. Only a document's last
+    window overlaps the previous one, so that its tokens have as much context as others: a short rest would look bad.
     """
     told = np.maximum(lengths - first, 0)
     count = -(-told // size)
@@ -46,8 +46,8 @@ def windows(lengths: Int64s, size: int, first: int) -> Windows:
 
 
 def batches(of: Windows, tokens: int) -> Iterator[Int64s]:
-    """The indices of windows, in batches of like length that have at most `tokens` tokens when filled up to the longest
-    (one window at least)."""
+    """The indices of windows, in batches of similar length with at most `tokens` tokens when padded to the longest
+    (at least one window)."""
     order = np.argsort(-of.length, kind="stable")
     begin = 0
     while begin < len(order):
@@ -57,9 +57,9 @@ def batches(of: Windows, tokens: int) -> Iterator[Int64s]:
 
 
 def rows(of: Windows, chosen: Int64s, tokens: Integers, edges: Int64s, before: int) -> Int64s:
-    """The tokens of the `chosen` windows, int64 [b, longest + 1], filled up with zeros at the end.
+    """The tokens of the `chosen` windows, int64 [b, longest + 1], padded with zeros at the end.
 
-    tokens [n], edges int64 [d + 1]: of the documents; before: what stands before the first token of each.
+    tokens [n], edges int64 [d + 1]: of the documents; before: the token before the first token of each.
     """
     table = np.zeros((len(chosen), int(of.length[chosen].max()) + 1), np.int64)
     for row, window in zip(table, chosen.tolist(), strict=True):
@@ -70,9 +70,9 @@ def rows(of: Windows, chosen: Int64s, tokens: Integers, edges: Int64s, before: i
 
 
 def worst(of: Windows, means: Floats, documents: int) -> Int64s:
-    """The window of the highest mean [w] of each document, the first of equals: int64 [documents], -1 without any."""
+    """The window with the highest mean [w] of each document, the first of equals: int64 [documents], -1 without any."""
     found = np.full(documents, -1, np.int64)
-    # nan, of a model that is broken, goes before everything.
+    # nan, from a broken model, counts as the highest.
     order = np.lexsort((np.arange(len(of)), np.where(np.isnan(means), -np.inf, -means), of.owner))
     firsts = np.flatnonzero(np.append(True, np.diff(of.owner[order]) != 0)) if len(of) else order
     found[of.owner[order[firsts]]] = order[firsts]

@@ -1,8 +1,8 @@
-"""What a model thought of documents: `scores.json` in a folder, and a row for each document, from the parts beside it.
+"""Result of scoring: `scores.json` in a folder, and a row for each document, from the parts beside it.
 
-A loss is judged by those of documents of like length, whose first tokens are as large a part of them: how many robust
-standard deviations (1.4826 times the median absolute deviation) it is from their median. Low ones are findings, too.
-Worst windows are judged by those of other documents that are as long as they: long documents have no longer windows.
+A loss is judged relative to documents of similar length, whose first tokens have a similar share: by its distance from
+their median in robust standard deviations (1.4826 times the median absolute deviation). Low ones are findings, too.
+Worst windows are judged by those of other documents of the same window length: long documents have no longer windows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megastable.data.local_copy import write_file
 from megastable.forensics.scanning import workplace
 
 RESULT = workplace.SCORES
-FEW = 32  # documents that a length is judged by, at least: neighbouring ones are taken together
-FEWEST = 8  # documents below which nothing is judged
+FEW = 32  # minimum documents per length class: neighbouring classes are merged
+FEWEST = 8  # minimum documents to judge anything
 SIGMA = 1.4826  # median absolute deviations of a normal distribution in its standard deviation
-ODD = 4.0  # robust deviations from which on a document is called odd
-LEAST = 0.02  # nats: no scatter is taken for less
+ODD = 4.0  # robust deviations of an odd document
+LEAST = 0.02  # nats: minimum scatter
 BARS = 60
 SHARES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
@@ -37,12 +37,12 @@ SCHEMA = pa.schema(
         ("document", pa.int64()),
         ("first_token", pa.int64()),
         ("tokens", pa.int64()),
-        ("loss", pa.float32()),  # nats per token; nan for a document of which none is told
+        ("loss", pa.float32()),  # nats per token; nan for a document without any loss
         ("worst_window", pa.float32()),  # the highest mean of a window
         ("worst_first", pa.int64()),  # its first token, counted in the shard
         ("worst_tokens", pa.int32()),
-        ("bits_per_byte", pa.float32()),  # nan where the tokenizer is not known
-        ("gradient_norm", pa.float32()),  # of the mean loss; nan where it was not asked for
+        ("bits_per_byte", pa.float32()),  # nan if the tokenizer is unknown
+        ("gradient_norm", pa.float32()),  # of the mean loss; nan if not requested
     ]
 )
 
@@ -55,7 +55,7 @@ class _ScorePart(BaseModel):
 
 
 class Like(_ScorePart):
-    """Texts of fewer tokens than `below`, and not than the entry before: median and robust deviation of a loss."""
+    """Texts of fewer tokens than `below`, and not in an earlier entry: median and robust deviation of a loss."""
 
     below: int
     documents: int
@@ -64,11 +64,11 @@ class Like(_ScorePart):
 
 
 class Scores(_ScorePart):
-    """checkpoint: of which `step`, by its fingerprint; precision: of the arithmetic; window: tokens read at once.
+    """checkpoint: with its `step`, by its fingerprint; precision: of the arithmetic; window: tokens read at once.
 
-    loss: mean over all tokens that were told, nats; bits_per_byte: over all documents, None where the tokenizer is not
-    known. likes, window_likes: what is usual of documents and of their worst windows. edges, counts: histogram of the
-    documents' losses; quantiles: of them, at `shares`; high, low: how many documents are odd by `ODD` and more.
+    loss: mean over all tokens with a loss, nats; bits_per_byte: over all documents, None if the tokenizer is
+    unknown. likes, window_likes: baselines of documents and of their worst windows. edges, counts: histogram of the
+    documents' losses; quantiles: of them, at `shares`; high, low: number of documents that are odd by `ODD` and more.
     seconds: of the measuring in this call, of `measured_tokens`.
     """
 
@@ -110,14 +110,14 @@ class Scores(_ScorePart):
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read ({error.strerror}): an interrupted scoring goes on by the same command"
+                f"{path} cannot be read ({error.strerror}): an interrupted scoring resumes with the same command"
             ) from None
         except ValidationError as error:
             raise DataError(f"{path} is damaged or of another version: score again with --again") from error
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the measuring; 0 when all was there already."""
+        """Measuring speed; 0 if nothing was left to measure."""
         return self.measured_tokens / self.seconds if self.measured_tokens else 0.0
 
 
@@ -125,7 +125,7 @@ def rows(folder: Path) -> Iterator[dict[str, Any]]:
     """A row for each document (keys: `SCHEMA`, z, worst_z, odd), in the order of the shards.
 
     z, worst_z: of loss and worst window, in robust standard deviations; odd: the larger of |z| and worst_z, or infinite
-    for losses that are no numbers. None for what is not known. Raises DataError for a part that is not there.
+    for losses that are not numbers. None for unknown values. Raises DataError for a missing part.
     """
     scores = Scores.load(folder)
     for table in parts(folder, scores.parts):
@@ -141,7 +141,7 @@ def rows(folder: Path) -> Iterator[dict[str, Any]]:
             yield {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
 
 
-# What rows are ordered by: the key of the column, and 1 for the highest first, -1 for the lowest.
+# Orders of the rows: the key of the column, and 1 for the highest first, -1 for the lowest.
 ORDERS = {
     "window": ("worst_window", 1),
     "loss": ("z", 1),
@@ -152,7 +152,7 @@ ORDERS = {
 
 
 def check_order(by: str) -> None:
-    """Raises DataError for what is none of `ORDERS`."""
+    """Raises DataError for an order that is not in `ORDERS`."""
     if by not in ORDERS:
         raise DataError(f"there is no order {by!r}: choose one of {', '.join(ORDERS)}")
 
@@ -181,9 +181,9 @@ def parts(folder: Path, count: int, columns: list[str] | None = None) -> Iterato
 
 
 def likes(tokens: Int64s, loss: Floats) -> list[Like]:
-    """What is usual, by length, of texts [d]; nothing when there are fewer than `FEWEST` with a loss.
+    """Baselines by length, of texts [d]; empty if fewer than `FEWEST` have a loss.
 
-    Lengths are taken together by powers of two, and those with their neighbours until there are `FEW` texts.
+    Lengths are grouped by powers of two, and merged with their neighbours until there are `FEW` texts.
     """
     good = np.isfinite(loss)
     tokens, loss = tokens[good], loss[good]
@@ -208,7 +208,7 @@ def likes(tokens: Int64s, loss: Floats) -> list[Like]:
 
 
 def judged(by: Sequence[Like], tokens: Int64s, loss: Floats) -> Floats:
-    """How many robust deviations the losses of texts [d] are from the usual; nan without `by`."""
+    """Distance of the losses of texts [d] from the baseline, in robust deviations; nan without `by`."""
     if not by:
         return np.full(len(tokens), np.nan)
     at = np.searchsorted([one.below for one in by], tokens, side="right")
@@ -216,7 +216,7 @@ def judged(by: Sequence[Like], tokens: Int64s, loss: Floats) -> Floats:
 
 
 def histogram(loss: Floats) -> tuple[list[float], list[int]]:
-    """(edges, counts) of the losses that are numbers."""
+    """(edges, counts) of the finite losses."""
     good = loss[np.isfinite(loss)]
     if not good.size:
         return [0.0, 1.0], [0]

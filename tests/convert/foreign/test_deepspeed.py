@@ -299,7 +299,7 @@ def test_what_cannot_be_read_is_said_by_name(small: Path, tmp_path: Path) -> Non
     source = small / "1-bf16" / f"global_step{STEPS}"
     refused(tmp_path / "nowhere", "no such folder")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "no checkpoint of DeepSpeed")
+    refused(tmp_path / "empty", "not a checkpoint of DeepSpeed")
     pipeline = copied(source, tmp_path / "pipeline")
     (pipeline / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt").write_bytes(b"")
     refused(pipeline, "pipeline parallelism .2 model-parallel ranks.*ds_to_universal")

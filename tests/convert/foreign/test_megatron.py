@@ -125,7 +125,7 @@ def test_what_megatrons_model_holds_is_imported(ours: Any, alone: None, tmp_path
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("123")
     said: list[str] = []
     checkpoint = import_megatron(tmp_path / "saved", tmp_path / "run", None, said.append)
-    assert "iteration 123" in said[0] and "moments do not travel" in said[0]
+    assert "iteration 123" in said[0] and "moments are not imported" in said[0]
     store.verify(checkpoint)
     assert WholeState(checkpoint).kinds == ("weight",) and store.read_state(checkpoint).step == 0
     run = run_of(checkpoint).model
@@ -265,7 +265,7 @@ def test_files_that_do_not_belong_together_are_refused(ours: Any, tmp_path: Path
     norm = "decoder.final_layernorm.weight"
     refused(lambda c: c["model"][norm].mul_(2), "different copies of final_norm")
     refused(lambda c: c["model"].pop(norm), f"not all tensor ranks hold {norm}")
-    refused(lambda c: c.update(iteration=8), "of iteration 8, others are of 7")
+    refused(lambda c: c.update(iteration=8), "of iteration 8, other files of 7")
     refused(lambda c: c.update(checkpoint_version=2.0), "checkpoint_version=2.0", "00")
     refused(lambda c: c.pop("checkpoint_version"), "checkpoint_version=0", "00")
     refused(lambda c: c.update(model0=c.pop("model")), "interleaved", "00")
@@ -290,7 +290,7 @@ def test_a_tied_head_that_differs_is_refused(ours: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "tensor", "pipeline", "match"),
     [
-        ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, 1, 1, "rope_scaling=.*as Llama 3.1 only"),
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, 1, 1, "rope_scaling=.*only Llama 3.1"),
         ({"rope_scaling": LLAMA3 | {"original_length": 4096}}, 1, 1, "rope_scaling=.*original_length=8192"),
         ({"qk_norm": "full"}, 1, 1, "qk_norm=full"), ({"norms": "after"}, 1, 1, "norms=after"),
         ({}, 3, 1, "tensor=3 does not divide model.heads"), ({}, 1, 3, "pipeline=3 does not divide"),
@@ -323,9 +323,9 @@ def test_folders_that_are_no_checkpoint_say_what_they_are(ours: Any, tmp_path: P
     refused(folder, "neither latest_checkpointed_iteration.txt")
     tracker = folder / "latest_checkpointed_iteration.txt"
     for text, match in (
-        ("../x", "not a number"),
-        ("9" * 50, "not a number"),
-        ("12", "iter_0000012 is not there"),
+        ("../x", "not an iteration number"),
+        ("9" * 50, "not an iteration number"),
+        ("12", "iter_0000012 is missing"),
     ):
         tracker.write_text(text)
         refused(folder, match)

@@ -71,7 +71,7 @@ def test_a_change_is_found(make: Make, qwen3: Path, tmp_path: Path, name: str) -
             row.largest > parity.LARGEST or row.kl > parity.KL for row in found.rows
         )
     else:
-        assert found.unequal and "tensors have other numbers" in found.verdict
+        assert found.unequal and "tensors differ" in found.verdict
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama", "olmo2"])
@@ -102,7 +102,10 @@ def test_without_transformers_it_says_so_loudly(
     out = to_hf(checkpoint, tmp_path / "out").out
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     found = compare(checkpoint, out)
-    assert found.verdict.startswith("NOT CHECKED: transformers is not installed") and not found.rows
+    assert (
+        found.verdict.startswith("NOT CHECKED: transformers, which the check needs, is not installed")
+        and not found.rows
+    )
     assert found.verdict.endswith("tensors are the same, bit for bit") and not found.failed
     tensors = load_file(out / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
@@ -139,7 +142,7 @@ def test_where_the_corpora_are_not_there_other_text_is_taken(
     found = compare(checkpoint, without)
     assert [row.of for row in found.rows] == ["random tokens"]
     assert found.notes == [
-        "compared on random tokens alone: neither the run's corpora nor a tokenizer are there"
+        "compared on random tokens alone: neither the run's corpora nor a tokenizer were found"
     ]
 
 
@@ -148,9 +151,12 @@ def test_where_the_corpora_are_not_there_other_text_is_taken(
     [
         (
             {"rms_norm_eps": 1.0000001e-5},
-            "model.norm_eps is 1.0000001e-05 there, and 1e-05 in the checkpoint",
+            "model.norm_eps is 1.0000001e-05 in the folder, and 1e-05 in the checkpoint",
         ),
-        ({"rope_theta": 1e4 + 1e-5, "rope_parameters": None}, "model.rope_theta is 10000.00001 there"),
+        (
+            {"rope_theta": 1e4 + 1e-5, "rope_parameters": None},
+            "model.rope_theta is 10000.00001 in the folder",
+        ),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 1.0000001, "rope_theta": 1e4}},
             "model.rope_scaling is kind='linear' factor=1.0000001",
@@ -189,9 +195,11 @@ def test_what_is_held_in_fp64_is_compared_as_it_is_read(make: Make, qwen3: Path,
 
 def test_another_model_is_named(make: Make, tmp_path: Path) -> None:
     out = to_hf(make(MODELS["llama"]), tmp_path / "out").out
-    with pytest.raises(CheckpointError, match=r"another model than .*: model.layers is 2 there, and 3"):
+    with pytest.raises(
+        CheckpointError, match=r"a different model from .*: model.layers is 2 in the folder, 3"
+    ):
         compare(make(MODELS["qwen3"]), out)
-    with pytest.raises(CheckpointError, match=r"model.qk_norm is False there, and True"):
+    with pytest.raises(CheckpointError, match=r"model.qk_norm is False in the folder, True"):
         compare(make({"layers": 2}), out)
 
 

@@ -87,7 +87,7 @@ def test_the_card_says_where_it_came_from_and_how_it_was_checked(make: Make, tmp
     assert "| random tokens | 96 |" in card and "the same: all 21 tensors bit for bit" in card
     assert str(tmp_path) not in card and str(checkpoint) not in card
     to_hf(checkpoint, tmp_path / "other")
-    assert "It was not: whoever exported it left that out." in (tmp_path / "other/README.md").read_text()
+    assert "It was not: the check was skipped at export." in (tmp_path / "other/README.md").read_text()
 
 
 def test_where_documents_are_kept_apart_nothing_begins_one(make: Make, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_no_ordinary_token_becomes_the_end_of_a_text(make: Make, text_corpus: Pa
     other = hugging_face_file(tmp_path, VOCABULARY)
     with pytest.raises(
         CheckpointError,
-        match="ends documents with the token 2, which is '\"' there: it is another tokenizer; name",
+        match="ends documents with the token 2, which is '\"' there: it is a different tokenizer; name",
     ):
         to_hf(checkpoint, tmp_path / "out", tokenizer=other)
     assert not (tmp_path / "out").exists()
@@ -268,7 +268,7 @@ def test_the_token_that_begins_documents_is_the_corpuss(
     vocab[word], vocab[other] = 301, 300
     form.write_text(json.dumps(content))
     with pytest.raises(
-        CheckpointError, match=r"begins documents with the token 300, which is .* there: it is another"
+        CheckpointError, match=r"begins documents with the token 300, which is .* there: it is a different"
     ):
         to_hf(checkpoint, tmp_path / "other", tokenizer=form)
     shutil.rmtree(corpus)

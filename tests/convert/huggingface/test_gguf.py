@@ -130,7 +130,7 @@ def test_mistakes_are_told_and_leave_nothing(make: Make, tmp_path: Path) -> None
     (tmp_path / "out.gguf").unlink()
     config = (out / "tokenizer_config.json").read_text()
     (out / "tokenizer_config.json").write_text("[]")
-    refused("tokenizer_config.json or chat_template.jinja is not what tokenizers write")
+    refused("tokenizer_config.json or chat_template.jinja has an unexpected format")
     (out / "tokenizer_config.json").unlink()
     refused("tokenizer_config.json cannot be read: No such file")
     (out / "tokenizer_config.json").write_text(config)

@@ -85,7 +85,7 @@ def test_the_model_is_the_folders_and_the_rest_the_recipes(make: Make, base: Pat
         2,
         tmp_path / "run",
     )
-    assert made.notes == [f"model.layers: 9 in {base}, 2 in {folder}: the folder's holds"]
+    assert made.notes == [f"model.layers: 9 in {base}, 2 in {folder}: using the folder's"]
     journal = (tmp_path / "run/journal.jsonl").read_text().splitlines()
     event = json.loads(journal[0])
     assert len(journal) == 1 and (event["event"], event["what"]) == ("imported", "Olmo2ForCausalLM")
@@ -97,7 +97,7 @@ def test_the_model_is_the_folders_and_the_rest_the_recipes(make: Make, base: Pat
 def test_a_sequence_longer_than_the_model_knows_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
     with pytest.raises(
-        ConfigError, match=r"model.sequence_length=64 .*was made for 48 \(max_position_embeddings\)"
+        ConfigError, match=r"model.sequence_length=64 .*supports up to 48 \(max_position_embeddings\)"
     ):
         from_hf(folder, tmp_path / "run", base, ["model.sequence_length=64"])
     assert not (tmp_path / "run").exists()
@@ -113,7 +113,7 @@ def test_a_wrong_tokenizer_is_refused(make: Make, tokenizer: Tokenizer, tmp_path
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
     other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)
     base = written(tmp_path / "base.yaml", write_text_corpus(tmp_path / "other", other))
-    with pytest.raises(CheckpointError, match=r"a wrong tokenizer: .*they make"):
+    with pytest.raises(CheckpointError, match=r"a wrong tokenizer: .*they give"):
         from_hf(folder, tmp_path / "run", base)
     # By the hash of the SentencePiece model that is beside it, it is the same at once; and by its ids, too.
     right = tmp_path / "right"
@@ -274,6 +274,6 @@ def test_a_sequence_longer_than_the_window_is_refused(base: Path, tmp_path: Path
         num_key_value_heads=2, sliding_window=31,
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ConfigError, match=r"sequence_length=32 .*was made for 31 .*or its sliding_window"):
+    with pytest.raises(ConfigError, match=r"sequence_length=32 .*supports up to 31 .*or its sliding_window"):
         from_hf(tmp_path / "theirs", tmp_path / "run", base)
     assert not (tmp_path / "run").exists()

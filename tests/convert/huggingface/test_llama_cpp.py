@@ -54,7 +54,7 @@ def test_scores_give_the_ids_of_training(tokenizer: Tokenizer) -> None:
     for text in texts(tokenizer, seed=1):
         if SPACE not in text and len(text) < 2000 and "<" not in text:
             assert merged_by_scores(words, text) == tokenizer.encode(text)
-    assert words.notes == ("a literal ▁ (U+2581) in a text is a space for llama.cpp",)
+    assert words.notes == ("a literal ▁ (U+2581) in a text becomes a space in llama.cpp",)
     assert words.types[:4] == [UNKNOWN, CONTROL, CONTROL, BYTE] and words.tokens[3] == "<0x00>"
     assert words.types[-4:] == [NORMAL, UNUSED, UNUSED, UNUSED]
     assert not any(" " in token for token in words.tokens)
@@ -148,9 +148,9 @@ def test_a_token_before_every_text_stays(tmp_path: Path) -> None:
 def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
     last = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
     for options, why in (
-        ({"before": cut(r"\w+")}, r"cuts texts in a way .*\(Split, ByteLevel\)"),
-        ({"before": cut(QWEN2, "removed")}, "cuts texts"),
-        ({"before": BYTES}, "cuts texts"),
+        ({"before": cut(r"\w+")}, r"splits texts in a way .*\(Split, ByteLevel\)"),
+        ({"before": cut(QWEN2, "removed")}, "splits texts"),
+        ({"before": BYTES}, "splits texts"),
         ({"before": pre_tokenizers.ByteLevel(add_prefix_space=True)}, "puts a space before every text"),
         ({"normalizer": normalizers.Lowercase()}, r"\(Lowercase, ByteLevel\)"),
         ({"processor": last}, "more to a text than a token before it"),

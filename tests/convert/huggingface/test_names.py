@@ -71,7 +71,7 @@ def test_the_names_are_those_of_transformers() -> None:
         ({"norms": "after"}, "model.qk_norm=True with model.norms=after"),
         ({"qk_norm": False, "norms": "after"}, "model.qk_norm=False with model.norms=after"),
         ({"qk_norm": "full"}, "model.qk_norm=full with model.norms=before"),
-        ({"qkv_bias": True}, "model.qk_norm=True .*model.qkv_bias=True.* have a home: .*Qwen2ForCausalLM"),
+        ({"qkv_bias": True}, "model.qk_norm=True .*model.qkv_bias=True.* supported are: .*Qwen2ForCausalLM"),
     ],
 )
 def test_what_has_no_home_is_refused_by_its_name(options: dict[str, Any], named: str) -> None:

@@ -215,12 +215,12 @@ def test_two_tokenizers_are_told_apart(tokenizer: Tokenizer, byte_level: Tokeniz
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(fast(tokenizer)))
     assert difference(tokenizer, load_tokenizer(file)) == ""
-    assert "they make" in difference(tokenizer, byte_level)
+    assert "they give" in difference(tokenizer, byte_level)
     # A merge less is another tokenizer, though it has the same vocabulary.
     content = fast(tokenizer)
     del content["model"]["merges"][random.Random(0).randrange(20)]
     file.write_text(json.dumps(content))
-    assert "they make" in difference(tokenizer, load_tokenizer(file))
+    assert "they give" in difference(tokenizer, load_tokenizer(file))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])

@@ -196,7 +196,7 @@ def test_tables_refused(folder: Path, text: str) -> None:
 
 def test_what_is_asked_for_makes_no_sense(folder: Path) -> None:
     output = folder.parent / "plan.txt"
-    with pytest.raises(DataError, match="nothing says which documents"):
+    with pytest.raises(DataError, match="no documents are selected"):
         make_plan(folder, output)
     with pytest.raises(DataError, match="give it with --scan"):
         make_plan(folder, output, lists=[folder], duplicates=True)
@@ -349,7 +349,7 @@ def test_the_findings_of_a_scan(tmp_path: Path) -> None:
     assert {(r.shard, r.document) for r in found} == {*copies, ("a", 200)}
     assert all(r.span is None for r in found if r.document != 200)
     assert sum(r.tokens for r in found if (r.shard, r.document) == ("a", 200)) > 350
-    with pytest.raises(DataError, match="nothing says which of its findings"):
+    with pytest.raises(DataError, match="none of its findings are selected"):
         make_plan(folder, output, scan=scan, overwrite=True)
     with pytest.raises(DataError, match=r"no document of .* is named"):
         make_plan(folder, output, scan=scan, score=worst + 1, overwrite=True)

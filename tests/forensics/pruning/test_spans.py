@@ -224,10 +224,10 @@ def test_what_is_left_begins_as_the_document_did(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (2, "token 2 of document 0 is 1; an end-of-document token was to be there, where document 0 was cut"),
+        (2, "token 2 of document 0 is 1; an end-of-document token should be there, where document 0 was cut"),
         (
             3,
-            "token 0 of document 1 is 0; a begin-of-document token was to be there, where document 0 was cut",
+            "token 0 of document 1 is 0; a begin-of-document token should be there, where document 0 was cut",
         ),
         (5, r"token 2 of document 1 is 14; in the original, as document 0 of .*, it is 15"),
     ],
@@ -310,7 +310,7 @@ def test_every_changed_byte_is_found(made: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (11, r"token 2 of document 1 is 1; an end-of-document token was to be there, where document 1 was cut"),
+        (11, r"token 2 of document 1 is 1; an end-of-document token should be there, where document 1 was cut"),
         (12, r"token 0 of document 2 is 14; in the original, as document 1 of .*, it is 15"),
         (27, r"token 1 of document 4 is 34; in the original, as document 3 of .*, it is 35"),
     ],

@@ -66,7 +66,7 @@ def test_the_worst_come_first_with_their_texts(scanned: tuple[Scan, Shelf]) -> N
 def test_a_sheet_says_what_its_numbers_are_worth(scanned: tuple[Scan, Shelf]) -> None:
     scan, shelf = scanned
     sheet = sheet_of(scan, shelf, top=3)
-    assert any("below 1,000,000, scores and kinds are guesses" in line for line in sheet.lead)
+    assert any("below 1,000,000, scores and kinds are unreliable" in line for line in sheet.lead)
     above = [value for name, value in sheet.facts if name.startswith("score")]
     told = {line.documents for line in scan.thresholds}
     assert len(above) == len(set(above)) == len(told)
@@ -131,5 +131,5 @@ def test_the_text_is_cut_at_the_document_and_around_the_piece(tmp_path: Path) ->
 
 def test_another_shelf_is_an_error(scanned: tuple[Scan, Shelf], tmp_path: Path) -> None:
     write(tmp_path, Plain("other", [[([1, 2, 3], 0)]]), "uint16")
-    with pytest.raises(DataError, match="not what was scanned"):
+    with pytest.raises(DataError, match="not the scanned corpus"):
         sheet_of(scanned[0], open_shelf([tmp_path / "other"]))

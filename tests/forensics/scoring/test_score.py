@@ -254,7 +254,7 @@ def test_the_odd_document_comes_out_worst_and_is_shown(run: Path, odd: Path, tmp
     begin = first["worst_first"] - first["first_token"]
     assert begin >= 60 - LENGTH
     sheet = score_sheet(folder, shelf, Scorer.of(shelf, losses_module.load(run)), most=5, texts=1)
-    assert len(sheet.rows) == 5 and sheet.rows[0]["document"] == ODD and "foresee" in sheet.rows[0]["finding"]
+    assert len(sheet.rows) == 5 and sheet.rows[0]["document"] == ODD and "predict" in sheet.rows[0]["finding"]
     (passage,) = sheet.passages[0]
     heat = [span.heat for span in passage.spans]
     assert len(heat) == first["tokens"] - 1 and np.mean(heat[70:]) > 1.5 * np.mean(heat[10:60])
@@ -279,7 +279,7 @@ def test_it_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(Scorer, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):
         score_shelf(shelf, run, folder, progress=False)
-    with pytest.raises(DataError, match="an interrupted scoring goes on"):
+    with pytest.raises(DataError, match="an interrupted scoring resumes"):
         list(rows(folder))
     done.append(-1)
     (folder / "parts/000001.parquet").write_bytes(b"torn")
