@@ -1,8 +1,4 @@
-<<<<<<< HEAD:megastable/commands/checkpoint_makers.py
-"""Those commands of `megastable checkpoint` that make a new run of one or more checkpoints."""
-=======
-"""The commands of `tools/checkpoint.py` that make a new run from one or more checkpoints."""
->>>>>>> w/words:megastable/convert/tool/makers.py
+"""The commands of `megastable checkpoint` that make a new run from one or more checkpoints."""
 
 from __future__ import annotations
 
@@ -31,21 +27,12 @@ MicroBatch = Annotated[
     int | None, typer.Option(min=1, show_default="unchanged", help="Samples per rank and pass")
 ]
 Recipe = Annotated[Path, typer.Option(help="Of the run; its model is the checkpoint's")]
-<<<<<<< HEAD:megastable/commands/checkpoint_makers.py
-=======
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the recipe")]
-# Imported where needed: torch takes a second.
->>>>>>> w/words:megastable/convert/tool/makers.py
 
 
 def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: Pipeline = None, zero: Zero = None,
             data: Data = None, micro_batch: MicroBatch = None, as_json: Json = False) -> None:  # fmt: skip
-<<<<<<< HEAD:megastable/commands/checkpoint_makers.py
-    """Make OUT, a run that goes on from the checkpoint in another layout: the same weights, moments, step, cursor."""
-    from megastable.convert.reshaping import Sizes
-=======
     """Make OUT, a run that continues from the checkpoint in another layout: the same weights, moments, step, cursor."""
->>>>>>> w/words:megastable/convert/tool/makers.py
+    from megastable.convert.reshaping import Sizes
     from megastable.convert.tool.making import make_reshaped
 
     sizes = Sizes(tensor, pipeline, zero, data, micro_batch)
@@ -90,13 +77,8 @@ def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(
                     tensor: Annotated[int, typer.Option(min=1)] = 1, pipeline: Annotated[int, typer.Option(min=1)] = 1,
                     local: Annotated[bool, typer.Option("--local", help="For --transformer-impl local")] = False,
                     as_json: Json = False) -> None:  # fmt: skip
-<<<<<<< HEAD:megastable/commands/checkpoint_makers.py
     """Write the weights as Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
     from megastable.convert.tool.imports import load_hint, to_megatron
-=======
-    """Write the weights in Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
-    from megastable.convert.tool.imports import to_megatron
->>>>>>> w/words:megastable/convert/tool/makers.py
 
     written = to_megatron(checkpoint, out, tensor, pipeline, local, as_json)
     if as_json:

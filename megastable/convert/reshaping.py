@@ -60,8 +60,8 @@ AS_IT_IS = Sizes()
 
 
 def laid_out(run: RunConfig, old: store.LayoutState, sizes: Sizes) -> tuple[RunConfig, int]:
-    """`run`, whose layout is `old`, in another layout, and the number of its data-parallel ranks. Raises ConfigError for
-    an invalid one, naming every key in the way.
+    """`run`, whose layout is `old`, in another layout, and the number of data-parallel ranks. Raises ConfigError for an
+    invalid one, naming every key in the way.
 
     Sequence parallelism, which needs a tensor group, is switched off without one; context parallelism is reduced to
     what data-parallel ranks and heads allow. A micro-batch must divide a rank's share of the global batch.
