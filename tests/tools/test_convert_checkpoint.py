@@ -88,7 +88,7 @@ def test_out_and_in_again(place: Path) -> None:
     settings = json.loads((place / "out/config.json").read_text())
     (place / "out/config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1e-4}))
     told = run("check", "runs/a", "out", cwd=place, code=1)
-    assert "NOT THE SAME: model.norm_eps is 0.0001 there" in told.stdout
+    assert "NOT THE SAME: model.norm_eps is 0.0001 in the folder" in told.stdout
     assert "; on random tokens logits differ by up to" in told.stdout
     refused = run(
         "from-hf", "out", "runs/c", "--recipe", "base.yaml", "model.sequence_length=64", cwd=place, code=2
@@ -107,11 +107,11 @@ def test_mistakes_are_told_in_a_line(place: Path) -> None:
         (("to-hf", "runs/a", "x" * 300), "cannot be made: File name too long"),
         (("to-hf", "runs/a", "runs/a/checkpoints/step-5/x"), "runs/a/checkpoints/step-5/x would lie in "),
         (("to-hf", "runs/a", "x", "--tokenizer", "base.yaml"), "base.yaml is not a SentencePiece model"),
-        (("check", "runs/a", "runs/a"), "config.json is not there"),
-        (("from-hf", "runs/a", "x", "--recipe", "base.yaml"), "config.json is not there"),
+        (("check", "runs/a", "runs/a"), "config.json is missing"),
+        (("from-hf", "runs/a", "x", "--recipe", "base.yaml"), "config.json is missing"),
         (("to-gguf", "none", "x"), "none is not there, or no folder: give one that holds config.json"),
         (("to-gguf", "base.yaml", "x"), "base.yaml is not there, or no folder"),
-        (("to-gguf", "runs/a", "x"), "config.json is not there"),
+        (("to-gguf", "runs/a", "x"), "config.json is missing"),
         (("to-gguf", "runs/a", "base.yaml"), "base.yaml exists already: name a new file"),
         (("to-gguf", "runs/a", "runs/a/checkpoints/x"), "runs/a/checkpoints/x would lie in "),
         (("to-gguf", "runs/a", "x" * 300), "cannot be made: File name too long"),

@@ -120,7 +120,7 @@ def test_rewind_points_beyond_the_hosts_memory_are_said(tmp_path: Path) -> None:
         )
     )
     code, out, _ = plan(SEVEN, "--gpus", 8, "--fixed", "--cluster", poor)
-    assert code == 0 and "for which there is no room" in out and "TOO MUCH" in out
+    assert code == 0 and "which do not fit" in out and "TOO MUCH" in out
 
 
 def test_the_fewest_gpus_are_taken_and_said() -> None:
