@@ -111,7 +111,7 @@ def test_an_incident_becomes_a_folder_of_files_that_a_person_opens(spike: Path) 
     text = (folder / "postmortem.md").read_text()
     assert "**At step 30 the loss jumped from 4.00 to 9.00.** 12 samples of " in text
     assert (
-        "back in memory to step 29, skipped them and went on. By step 39 the loss was on its trend again, at 4.10."
+        "was rewound in memory to step 29, skipped them and continued. By step 39 the loss was on its trend again, at 4.10."
         in text
     )
     parts = [
@@ -435,7 +435,7 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
     (evidence,) = incidents_of(root)
     text = (folder / "postmortem.md").read_text()
     assert text.splitlines()[2].startswith(
-        f"**R{crash.failure[1:]}.** The run went on from step 40; steps done again: 5."
+        f"**R{crash.failure[1:]}.** The run resumed from step 40; steps repeated: 5."
     )
     assert "\nError: <b>\\x07\n```" in text
     assert (folder / "log-a.log").stat().st_size < 1.1 * 2**20 and (folder / "log-a-rank-1.stacks").exists()
@@ -452,21 +452,21 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
         ({"verdict": "hang", "failure": ""}, "After step 45 the run hung."),
         ({"verdict": "damaged_checkpoint", "cause": "storage", "failure": ""}, "was damaged, and passed over."),
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "cut_lr"]}, "the learning rate was. The run"),
-        (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "step is harmless. The run went back in memory to "),
-        (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "and went on without FP8."),
+        (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "step is harmless. The run was rewound in memory to "),
+        (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "and continued without FP8."),
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "fall_back"]}, "the learning rate was, or FP8. The"),
         (SPIKE | {"cause": "hardware", "actions": ["rewind"]}, "something else: hardware."),
         (SPIKE | {"cause": "state", "actions": ["rewind"], "positions": [(232, 248)]},
-         "step 29 and went on. 16 samples skipped in this epoch."),
+         "step 29 and continued. 16 samples skipped in this epoch."),
         (SPIKE | {"cause": "state", "actions": ["rewind"], "deferred": [(232, 248)], "returns": [(312, 328)]},
-         "No sample was guilty: the state was. The run went back in memory to step 29 and went on. 16 samples "
+         "No sample was guilty: the state was. The run was rewound in memory to step 29 and continued. 16 samples "
          "deferred; read again from position 312 (about step 40)."),
         (SPIKE | {"cause": "state", "actions": ["rewind"], "deferred": [(232, 240)], "returns": [(472, 480)],
                   "positions": [(240, 248)], "lost": 8},
          "8 samples deferred; read again from position 472 (about step 60), 8 samples skipped in this epoch: no room "
          "to read them later."),
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "cut_lr"], "released": 2},
-         "and went on with a smaller learning rate. 2 samples no longer convicted."),
+         "and continued with a smaller learning rate. 2 samples no longer convicted."),
         (SPIKE | {"verdict": "drift", "actions": []}, "the loss drifted away, from 4.00 to 9.00. It is still open"),
         (SPIKE | {"verdict": "non_finite", "loss_peak": None, "actions": []}, "were not finite."),
         (SPIKE | {"loss_peak": 4.0, "actions": ["stop"], "outcome": "stopped"}, "norm jumped to 7.50, the loss"),

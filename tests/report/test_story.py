@@ -26,7 +26,7 @@ def lines(corpus: Path, **change: Any) -> list[str]:
 def test_where_the_state_was_spoilt_nobody_is_guilty(corpus: Path) -> None:
     assert lines(corpus, cause="state") == [
         "step 120     the loss jumped from 4.00 to 9.00; recoverable, cause: state",
-        "done         went back in memory to before the onset and went on, without a restart; skipped 190-192: healed",
+        "done         rewound in memory to before the onset, without a restart; skipped 190-192: healed",
         "cost         steps lost: 2, updates refused: 0",
     ]
 
@@ -48,7 +48,7 @@ def test_of_a_crash_the_failure_is_told(corpus: Path) -> None:
     crash = {"verdict": "crash", "cause": "process", "positions": [], "action": "restart", "failure": failure}
     seen, done, _ = lines(corpus, **crash, loss_before=None, loss_peak=None)
     assert seen == f"step 120     {failure}; recoverable, cause: process".replace("\x1b", "\\x1b")
-    assert done.startswith("done         started the processes again from the newest good checkpoint, or ")
+    assert done.startswith("done         restarted the processes from the newest good checkpoint, or ")
     assert done.endswith(": healed")
 
 

@@ -15,12 +15,12 @@ from megastable.report.postmortem.sample_texts import Facts, count
 
 NAMED = 1000  # as many documents as an incident names at most (incident_log.py)
 TYPES = {
-    "recoverable": ("type 1, recoverable", "a jump that one way back undoes"),
+    "recoverable": ("type 1, recoverable", "a spike undone by one rewind"),
     "lingering": ("type 2, lingering", "it settled higher, swung, or came back"),
     "divergent": ("type 3, divergent", "it went away from the trend, or kept coming back"),
 }
 CAUSES = {
-    "data": "data: samples that are bad on the good state, too",
+    "data": "data: samples that are bad on the good state as well",
     "numerics": "numerics: the same step without FP8 is harmless",
     "state": "state: the weights or the optimizer's state: the same data is harmless on the good state",
     "learning_rate": "learning rate: it came back with other data, and nobody was guilty",
@@ -28,29 +28,29 @@ CAUSES = {
     "unknown": "not known",
 }
 BREAKDOWNS = {
-    "process": "process: one that died, was killed or hung",
+    "process": "process: a process died, was killed or hung",
     "storage": "storage: a file was damaged or cut on its disk, or the disk is full",
     "code": "code: the same failure at the same step, with other data, too",
-    "data": "data: the same failure at the same place, again and again; its samples were not measured",
+    "data": "data: the same failure at the same place, repeatedly; its samples were not measured",
     "hardware": "hardware: one host fails among several",
 }
 ACTIONS = {
     "discard": "the updates were refused; the weights never saw them",
-    "skip": "left the guilty samples out from there on; nothing was undone",
-    "rewind": "went back in memory to before the onset and went on, without a restart",
-    "fall_back": "went back in memory to before the onset and went on without FP8",
-    "cap_lr": "went back in memory to before the onset and went on with no higher learning rate than there",
-    "cut_lr": "went back in memory to before the onset and went on with a smaller learning rate",
-    "swap_corpus": "went back in memory to before the onset and went on without the corpus",
-    "handover": "ended the processes, to be started again from a checkpoint of before the onset",
-    "restart": "started the processes again from the newest good checkpoint, or from the beginning where there is none",
-    "alert": "raised an alert: nothing more was done automatically, training went on with single updates refused",
+    "skip": "skipped the guilty samples from there on; nothing was undone",
+    "rewind": "rewound in memory to before the onset, without a restart",
+    "fall_back": "rewound in memory to before the onset and continued without FP8",
+    "cap_lr": "rewound in memory to before the onset and capped the learning rate at its value there",
+    "cut_lr": "rewound in memory to before the onset and cut the learning rate",
+    "swap_corpus": "rewound in memory to before the onset and continued without the corpus",
+    "handover": "ended the processes for a restart from a checkpoint before the onset",
+    "restart": "restarted the processes from the newest good checkpoint, or from the beginning without one",
+    "alert": "raised an alert: training continued, outlier updates were refused, nothing else was done automatically",
     "stop": "stopped: a person is needed",
 }
 OUTCOMES = {
     "open": "It is still open: no proof yet that it is over.",
     "healed": "It is over.",
-    "handed over": "It was handed over: the next process goes on from a checkpoint of before the onset.",
+    "handed over": "It was handed over: the next process resumes from a checkpoint before the onset.",
     "stopped": "The run was stopped: a person is needed.",
 }
 
@@ -139,7 +139,7 @@ def _found_and_done(e: Evidence) -> str:
         # Runs of before wrote positions only: their samples come again.
         until = " in this and every later epoch" if any(isinstance(s, SampleEntry) for s in e.skipped) else ""
         told = [f"Skipped{until}: {skipped}."] if i.positions else []
-        told += [f"The run went on from {back}; steps done again: {i.steps_lost:,}."] if e.back_to else []
+        told += [f"The run resumed from {back}; steps repeated: {i.steps_lost:,}."] if e.back_to else []
         return " ".join(told)
     guilty = f"{plural(count(i.guilty), 'sample')} of {documents(e)}"
     found = {
@@ -152,16 +152,16 @@ def _found_and_done(e: Evidence) -> str:
         "hardware": "The same data on the same state gave something else: hardware.",
     }.get(i.cause, "")
     skipped = ", skipped them" if i.cause == "data" else ""
-    went = f"The run went back in memory to {back}{skipped} and went on"
+    went = f"The run was rewound in memory to {back}{skipped} and continued"
     done = {
-        "skip": "The run left them out from there on. Nothing was undone.",
+        "skip": "The run skipped them from there on. Nothing was undone.",
         "rewind": f"{went}.",
         "fall_back": f"{went} without FP8.",
-        "cap_lr": f"{went} with no higher learning rate than there.",
+        "cap_lr": f"{went} with the learning rate capped at its value there.",
         "cut_lr": f"{went} with a smaller learning rate.",
         "alert": "Nothing more was done automatically: training went on, and an alert was raised.",
         "swap_corpus": f"{went} without their corpus.",
-        "handover": f"A new process went on from {back}." if e.back_to else "",
+        "handover": f"A new process resumed from {back}." if e.back_to else "",
     }.get(i.actions[-1] if i.actions else "", "")
     return " ".join(filter(None, [found, done, put_off(e)]))
 
