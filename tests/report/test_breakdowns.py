@@ -48,7 +48,7 @@ def test_time_without_training_is_counted_once_and_incidents_are_not_mixed_up(ma
         # The supervisor counts to the end of the first step: 21 s, of which the journal shows 20.
         assert (evidence.cost.recovery_seconds, evidence.cost.downtime_seconds) == (0.0, 21.0)
         assert evidence.cost.gpu_hours == pytest.approx(2 * (5 * 0.5 + 21) / 3600)
-    assert "The run went on from step 0; steps done again: 5." in sentences.headline(first)
+    assert "The run resumed from step 0; steps repeated: 5." in sentences.headline(first)
 
 
 def test_a_damaged_checkpoint_names_the_step_of_the_older_one_only(make: Make) -> None:
