@@ -130,7 +130,7 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         step = by_step.get(position)
         return {
             "step": step.step if step else None,
-            "state": step.state if step else "never met",
+            "state": step.state if step else "unread",
             "guilty": kind == "guilty" and guilty.contains(position) if incident.guilty else None,
             "deferred": kind == "deferred" if incident.deferred else None,
         }
