@@ -14,9 +14,9 @@ import numpy as np
 import yaml
 
 from megastable.config.tree import RunConfig
+from megastable.data.append_only import append
 from megastable.data.blends import BlendEntry
 from megastable.data.corpora import open_corpora
-from megastable.data.ledger import append
 from megastable.data.manifest import Manifest, Segment, TokenizerInfo
 from megastable.data.shard_format import CODES, HEADER, MAGIC, VERSION, ShardInfo
 from megastable.run.directory import RunDirectory

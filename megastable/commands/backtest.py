@@ -72,13 +72,14 @@ def backtest(
 def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
     """The run's own thresholds, or the defaults, with the overrides; and whether it computed in FP8."""
     from megastable.config import recipe
+    from megastable.config.overrides import override
 
     if source.is_dir():
         config = recipe.load(source / "recipe.yaml", overrides)
         return config.stability, config.precision.fp8 is not None
     tree: dict[str, Any] = {}
     for assignment in overrides:
-        recipe.override(tree, assignment)
+        override(tree, assignment)
     return recipe.validate(tree, "the overrides").stability, False
 
 

@@ -35,12 +35,13 @@ def _console(as_json: bool, errors: bool = False) -> Console:
 def _settings(overrides: list[str] | None, section: str) -> StabilityConfig:
     """The defaults of stability with overrides of one of its sections. Raises ConfigError."""
     from megastable.config import recipe
+    from megastable.config.overrides import override
 
     if foreign := [item for item in overrides or [] if not item.startswith(f"{section}.")]:
         raise ConfigError(f"{foreign[0]}: only {section}.KEY=VALUE has an influence here")
     tree: dict[str, Any] = {}
     for assignment in overrides or []:
-        recipe.override(tree, assignment)
+        override(tree, assignment)
     return recipe.validate(tree, "the overrides").stability
 
 

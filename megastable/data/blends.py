@@ -20,9 +20,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from megastable.base.errors import DataError
-from megastable.data import ledger
+from megastable.data import append_only
+from megastable.data.append_only import LedgerEntry
 from megastable.data.exchange import Exchange, Swap
-from megastable.data.ledger import LedgerEntry
 from megastable.data.manifest import Stream
 from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
 from megastable.data.shards import Shard
@@ -92,8 +92,8 @@ Line = BlendEntry | ExchangeEntry  # of blends.jsonl
 
 
 def read_blends(path: Path) -> list[Line]:
-    """All lines, oldest first; see `ledger.read`."""
-    return ledger.read(path, _kind)
+    """All lines, oldest first; see `append_only.read`."""
+    return append_only.read(path, _kind)
 
 
 def _kind(content: Any) -> type[Line]:

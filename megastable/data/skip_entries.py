@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
+from megastable.data.append_only import LedgerEntry
 from megastable.data.documents import Document
-from megastable.data.ledger import LedgerEntry
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skips import Skips
 

@@ -26,7 +26,7 @@ import xxhash
 
 from megastable.base import jsonl
 from megastable.base.errors import DataError
-from megastable.data.ledger import append, append_all, parse, remedy
+from megastable.data.append_only import append, append_all, parse, remedy
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skip_entries import (
     RANGES,

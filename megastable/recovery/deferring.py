@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.collectives import first
-from megastable.base.errors import DataError, SpaceError
+from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.data.blends import ExchangeEntry
 from megastable.data.deferral import Deferral, DeferralRoom, plan
-from megastable.data.ledger import LedgerEntry, append_all
 from megastable.data.skip_entries import RANGES
 from megastable.data.skips import Selection
 from megastable.data.source import Source
+from megastable.recovery.skipping import persist
 from megastable.run.directory import RunDirectory
 
 Int64s = npt.NDArray[np.int64]
-
-
-def wanted(path: Path, entries: Sequence[LedgerEntry], what: str) -> None:
-    """Add lines to a ledger. Raises SpaceError on all ranks where they cannot be written."""
-
-    def write() -> None:
-        try:
-            append_all(path, entries)
-        except DataError as error:
-            raise SpaceError(
-                f"{error}. What {what} is not written down: make room and start again; the run goes on from its newest "
-                "checkpoint, and meets it again"
-            ) from None
-
-    first(write)
 
 
 class Deferring:
@@ -68,7 +51,7 @@ class Deferring:
             for e in found.exchanges
             for at in range(0, len(e.swaps), RANGES)
         ]  # fmt: skip
-        wanted(self.run.blends, entries, f"incident {incident} wants deferred")
+        persist(self.run.blends, entries, f"incident {incident} wants deferred")
         self.source.order = self.source.order.exchanging(found.exchanges)
         return found
 

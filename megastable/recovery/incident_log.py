@@ -26,8 +26,9 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, released, sample_entries
 from megastable.data.skips import Selection, Skips, ranges_of
 from megastable.data.source import Source
-from megastable.recovery.deferring import Deferring, wanted
+from megastable.recovery.deferring import Deferring
 from megastable.recovery.sample_replay import Trained
+from megastable.recovery.skipping import persist
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
@@ -223,7 +224,7 @@ class IncidentLog:
             return released(ledger, order, chosen, reason, incident.number, incident.step)
 
         entries = first(lines)
-        wanted(self.run.skips, entries, f"incident {incident.number} wants released")
+        persist(self.run.skips, entries, f"incident {incident.number} wants released")
         mine = Selection(
             order, Ledger.of([e.model_copy(update={"released": None}) for e in entries]).exclusions
         )
@@ -408,7 +409,7 @@ class IncidentLog:
         self._skip([SkipEntry.model_validate({"first": a, "end": b, **told}) for a, b in ranges])
 
     def _skip(self, entries: Sequence[AnyEntry]) -> None:
-        wanted(self.run.skips, entries, f"incident {self._present().number} wants skipped")
+        persist(self.run.skips, entries, f"incident {self._present().number} wants skipped")
 
     def _tell(self, what: str, say: str = "", **fields: Any) -> None:
         self.log.emit(IncidentEvent(what=what, **fields, **self._story()), say=say)

@@ -26,7 +26,7 @@ from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
-from megastable.recovery.rates import Rates
+from megastable.recovery.rate_history import RateHistory
 from megastable.recovery.replays import Replays
 from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped
@@ -113,7 +113,7 @@ class Recovery:
         room = budgeted(engine, c.snapshots, log) if self.acts else NO_SNAPSHOTS
         ring = Ring(engine, room.points, c.snapshots.interval)
         self.points = Points(c, engine, self.origin, ring, laboratory, log, room.aside)
-        self.rates = Rates(self.points.trained.maxlen or 1)
+        self.rates = RateHistory(self.points.trained.maxlen or 1)
         self.rates.resume(state.step, memory.rate)
         self.last_resort = LastResort(
             run, self.incident_log, self.origin, self.guard.policy, self.points.since, log, settle

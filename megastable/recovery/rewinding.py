@@ -17,7 +17,7 @@ from megastable.engine.engine import Engine, Measured
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.origin import Origin
-from megastable.recovery.rates import Rates
+from megastable.recovery.rate_history import RateHistory
 from megastable.recovery.replays import UNSTEADY, Replays
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained
@@ -59,7 +59,7 @@ class Rewinding:
         loader: Loader,
         points: Points,
         replays: Replays,
-        rates: Rates,
+        rates: RateHistory,
         incident_log: IncidentLog,
         origin: Origin,
         samples: SampleWatch,

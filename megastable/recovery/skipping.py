@@ -1,4 +1,4 @@
-"""Reads the skip ledger and data.skip on rank 0 and gives all ranks the same selection.
+"""Reads and persists the skips of a run: rank 0 reads and writes the ledger, all ranks get the same selection.
 
 Rank 0 reads the ledger, so that no rank sees a line that another one does not, and sends what it says, pickled. All
 methods but `foreign` are collective.
@@ -6,13 +6,32 @@ methods but `foreign` are collective.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from megastable.base.collectives import first
-from megastable.base.errors import DataError
+from megastable.base.errors import DataError, SpaceError
 from megastable.config.tree import RunConfig
+from megastable.data.append_only import LedgerEntry, append_all
 from megastable.data.order import Order
 from megastable.data.skip_ledger import SkipLedger
 from megastable.data.skips import Exclusions, Identity, Selection
 from megastable.run.directory import RunDirectory
+
+
+def persist(path: Path, entries: Sequence[LedgerEntry], what: str) -> None:
+    """Add lines to a ledger, on disk when this returns. Raises SpaceError on all ranks if they cannot be written."""
+
+    def write() -> None:
+        try:
+            append_all(path, entries)
+        except DataError as error:
+            raise SpaceError(
+                f"{error}. What {what} is not written down: make room and start again; the run goes on from its newest "
+                "checkpoint, and meets it again"
+            ) from None
+
+    first(write)
 
 
 class Skipping:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from megastable.stability.actions import Action, Cause
 from megastable.stability.odds import Account
-from megastable.stability.rate import Limit
+from megastable.stability.rate_limits import Limit
 
 
 class Taken(BaseModel):

@@ -26,7 +26,6 @@ from megastable.run.events.event import whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
 from megastable.run.rank_ipc import folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
-from megastable.stability.failures import Failure, after_failure, pause
 from megastable.stability.incident import Breakdown
 from megastable.supervise.exit_cause import End, end_of
 from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
@@ -37,6 +36,7 @@ from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.process_incidents import ProcessIncidents
 from megastable.supervise.processes import MODULE, Attempt, command, hosts
 from megastable.supervise.rank_files import RankFiles
+from megastable.supervise.restart_policy import Failure, after_failure, pause
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
 
 LOOK = 0.2  # seconds between two looks: a dead rank waits about a second for the launcher to notice

@@ -17,9 +17,9 @@ from megastable.run.events.training_events import (
     Training,
     Unstable,
 )  # fmt: skip
-from megastable.stability.failures import Failure
 from megastable.stability.incident import Breakdown, Incident
 from megastable.supervise.exit_cause import End
+from megastable.supervise.restart_policy import Failure
 
 
 class SupervisorState:

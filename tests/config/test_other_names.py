@@ -15,7 +15,8 @@ from megastable.config.other_names import (
     OTHERS_WITHOUT_KEY,
     known_elsewhere,
 )
-from megastable.config.recipe import load, override, validate
+from megastable.config.overrides import override
+from megastable.config.recipe import load, validate
 
 TABLES = (MEGATRON, MEGATRON_WITHOUT_KEY, OTHERS, OTHERS_WITHOUT_KEY)
 KEYS = {key.path for key in all_keys()}

@@ -9,9 +9,9 @@ import pytest
 
 from megastable.base.errors import ConfigError, DataError
 from megastable.config.tree import CorpusConfig
+from megastable.data.append_only import append
 from megastable.data.blends import BlendEntry, in_force, moved_skips, read_blends
 from megastable.data.corpora import Corpora, open_corpora
-from megastable.data.ledger import append
 from megastable.data.order import BLOCK
 from megastable.data.skip_ledger import Ledger, SkipEntry
 from megastable.data.skips import Selection

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -26,6 +25,7 @@ from megastable.data.plant import read_planted
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Selection, Skips
 from megastable.report.postmortem import passes
+from megastable.report.postmortem.cost import cost_of, outage
 from megastable.report.postmortem.facts import (
     VERSION,
     Cost,
@@ -43,9 +43,7 @@ from megastable.report.postmortem.logs import logs
 from megastable.report.postmortem.sample_texts import SHOWN, Library, SampleText, Tokens
 from megastable.report.postmortem.timeline import timeline
 from megastable.run.directory import RunDirectory
-from megastable.run.events.stability_events import Handover
-from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
-from megastable.run.events.training_events import CheckpointRejected, Training
+from megastable.run.events.training_events import CheckpointRejected
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 
 BEFORE, AFTER = 60, 40  # steps that are shown around an incident
@@ -135,7 +133,7 @@ class Gatherer:
         made = hashlib.sha256(self.run.recipe)
         for event in self.journal.events[self.journal.nearby(self.begin, self.end)]:
             made.update(repr(event.fields).encode())
-        made.update(repr((VERSION, self._outage(), self.skipped, sizes, self.run.problems)).encode())
+        made.update(repr((VERSION, self._outage, self.skipped, sizes, self.run.problems)).encode())
         return made.hexdigest()
 
     def gather(self) -> Evidence:
@@ -185,6 +183,13 @@ class Gatherer:
 
     # From the journal
 
+    def _cost(self, run: RunFacts, rows: Sequence[StepRow]) -> Cost:
+        return cost_of(self.incident, run, rows, *self._outage)
+
+    @property
+    def _outage(self) -> tuple[float, float]:
+        return outage(self.journal, self.begin, self.end, bool(self.incident.breakdown))
+
     def _suspects(self) -> list[SuspectFacts]:
         told = [event["suspects"] for event in self.own if isinstance(event.get("suspects"), list)]
         given = [s for some in told for s in some if isinstance(s, dict) and type(s.get("position")) is int]
@@ -211,27 +216,6 @@ class Gatherer:
         """The last step before the proof that it was over, or before it was given up."""
         step = self.own[-1].get("step") if self.own[-1].get("what") == "closed" else None
         return step if type(step) is int and self.incident.verdict != "damaged_checkpoint" else None
-
-    def _outage(self) -> tuple[float, float]:
-        """Of the processes that this incident ended, in seconds: from the last progress of each until it was noticed,
-        and from then to the first step, or the end, of the next."""
-        ends = (Ended, Hang) if self.incident.breakdown else (Handover,)
-        events = self.journal.events
-        silent, down, since, again = 0.0, 0.0, 0.0, False
-        for number in self.journal.turns(self.begin):
-            event = events[number]
-            again = again or isinstance(event, Launched)
-            over = isinstance(event, Training) or (again and isinstance(event, Ended))
-            if since and (over or (isinstance(event, SupervisorEvent) and event.what == "ended")):
-                down, since = down + max(0.0, event["time"] - since), 0.0
-            if number > self.end and not since:
-                break
-            # A supervisor says of an end that was none of failure that it was "".
-            if isinstance(event, ends) and not since and event.get("what") != "":
-                quiet = event.get("waited" if isinstance(event, Hang) else "silent")
-                silent += quiet if isinstance(quiet, int | float) and 0 < quiet < event["time"] else 0.0
-                since, again = event["time"], False
-        return silent, down
 
     # From other files
 
@@ -316,24 +300,6 @@ class Gatherer:
             found = "; exactly these were found guilty" if exactly else ""
             told.append(f"{corpus.path} was made bad on purpose: it has {planted}{found}")
         return told
-
-    def _cost(self, run: RunFacts, rows: Sequence[StepRow]) -> Cost:
-        i = self.incident
-        known = [row.seconds for row in rows if row.seconds]
-        usual = statistics.median(known) if known else None
-        redone, spent = i.steps_lost * (usual or 0.0), i.seconds
-        silent, down = self._outage()
-        if i.breakdown:  # the supervisor counts the same time, up to the end of the first step
-            down, spent = max(down, spent), 0.0
-        tokens = None
-        if run.global_batch is not None and run.sequence_length is not None:
-            tokens = i.steps_lost * run.global_batch * run.sequence_length
-        hours = None if run.world is None else run.world * (redone + spent + down + silent) / 3600
-        return Cost(
-            steps=i.steps_lost, batches_refused=i.batches_discarded, tokens=tokens, step_seconds=usual,
-            redone_seconds=redone, recovery_seconds=spent, downtime_seconds=down, silent_seconds=silent,
-            gpu_hours=hours, money=None if hours is None or run.price is None else hours * run.price,
-        )  # fmt: skip
 
     # Going on without
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megastable.base.errors import NO_SPACE
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
-from megastable.stability.failures import Failure, after_failure, pause
+from megastable.supervise.restart_policy import Failure, after_failure, pause
 
 CONFIG = PolicyConfig()
 

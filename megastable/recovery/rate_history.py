@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 
-class Rates:
+class RateHistory:
     """Rates before cuts and caps, by step. The newest one outlives the process: a person may start it again with
     another rate."""
 

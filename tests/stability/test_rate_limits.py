@@ -11,7 +11,7 @@ from megastable.stability.actions import Action, Cause
 from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
-from megastable.stability.rate import Limit, follow, limited
+from megastable.stability.rate_limits import Limit, follow, limited
 from tests.stability.policies import CONFIG, run, seen, trip
 
 REWARM = CONFIG.rewarm_steps
