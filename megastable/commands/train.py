@@ -33,10 +33,10 @@ def train(
 ) -> None:
     """Train without a supervisor: start the deepspeed launcher on a recipe."""
     from megastable.base.errors import ConfigError
-    from megastable.run.membership import tasks
+    from megastable.run.membership import is_rank
 
     given = context.obj
-    if "RANK" in os.environ or tasks(os.environ) is not None:
+    if is_rank(os.environ):
         from megastable.train import main
 
         if given:
@@ -44,8 +44,8 @@ def train(
         main([recipe, *(overrides or [])])
         return
     from megastable.config import recipe as recipes
-    from megastable.supervise.processes import LAUNCHER
+    from megastable.supervise.processes import launcher
 
     recipes.load(recipe, overrides or [])  # a mistake is told before a process is started
-    words = [*LAUNCHER, *given, "--module", "megastable.train", recipe, *(overrides or [])]
+    words = launcher("megastable.train", recipe, overrides or [], given)
     os.execv(words[0], words)

@@ -49,7 +49,13 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
         found = key_at(key.split("."))
         example = "" if value or found is None else f" e.g. {found.example}"
         note = f" ({there.note})" if there.note else ""
+        inside = given if isinstance(given, dict) else {}
+        if value and (given is False or inside.get("enabled") is False):
+            yield f"{path}: unknown key; when true it stands for {there.ours}: leave it out"
+            return
         yield f"{path}: unknown key; did you mean {there.ours}?{note}{example}"
+        for child in filter(known_elsewhere, map(str, inside)):
+            yield from _unknown([*location, child], inside[child])
         return
     # A section of another trainer: what is in it may be known.
     below = given if isinstance(given, dict) else {}

@@ -20,7 +20,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
 from megastable.run.log import RunLog
 from megastable.stability.actions import Action, Cause, Decision
-from megastable.stability.policy import Policy
+from megastable.stability.guard import Guard
 
 
 class LastResort:
@@ -32,20 +32,20 @@ class LastResort:
         run: RunDirectory,
         incident_log: IncidentLog,
         origin: Origin,
-        policy: Policy,
+        guard: Guard,
         since: Callable[[int], Sequence[Trained]],
         log: RunLog,
         settle: Callable[[], None],
     ) -> None:
-        self.run, self.incident_log, self.origin, self.policy, self.since = (
+        self.run, self.incident_log, self.origin, self.guard, self.since = (
             run,
             incident_log,
             origin,
-            policy,
+            guard,
             since,
         )
         self.log, self.settle = log, settle
-        self._alerted = policy.state.alert is not None  # as was said last, by the process before, too
+        self._alerted = guard.policy.state.alert is not None  # as was said last, by the process before, too
 
     def weigh(self, decision: Decision, damaged: bool = False) -> Decision:
         """What becomes of a hand-over: an alert where there is no checkpoint to go back to, or STOP where the state
@@ -54,7 +54,7 @@ class LastResort:
         if decision.action is not Action.HANDOVER or self.can_go_back(onset, damaged):
             return decision
         reason = f"no checkpoint in {self.run.checkpoints} is from before step {self._before(onset)}"
-        return self.policy.cannot_hand_over(decision, reason, damaged)
+        return self.guard.policy.cannot_hand_over(decision, reason, damaged)
 
     def conclude(self, decision: Decision, state: RunState, cause: Cause, damaged: bool) -> None:
         """End, or alert and return. Raises HandoverError, UnstableError and SpaceError."""
@@ -73,7 +73,7 @@ class LastResort:
 
     def tell_alert(self, state: RunState) -> None:
         """Journal and say where an episode of training on begins, and where it is over. Raises SpaceError."""
-        alert = self.policy.state.alert
+        alert = self.guard.policy.state.alert
         if (alert is not None) == self._alerted:
             return
         self._alerted = alert is not None
@@ -88,7 +88,7 @@ class LastResort:
         if self.incident_log.incident is not None and not unknown:
             self.incident_log.incident.cause = cause
         if decision.action is Action.HANDOVER:
-            more = self.policy.handing_over(cause)
+            more = self.guard.policy.handing_over(cause)
             decision = replace(decision, reason=decision.reason + more)
         before = self._before(onset)
         incident = self.incident_log.give_up(decision, state, self.since(onset), unknown, before)
@@ -109,4 +109,4 @@ class LastResort:
 
     def _before(self, onset: int) -> int:
         """The step that the next process's checkpoint must be before."""
-        return self.origin.before(onset, self.policy.state.clock)
+        return self.origin.before(onset, self.guard.policy.state.clock)

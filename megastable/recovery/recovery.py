@@ -116,7 +116,7 @@ class Recovery:
         self.rates = RateHistory(self.points.trained.maxlen or 1)
         self.rates.resume(state.step, memory.rate)
         self.last_resort = LastResort(
-            run, self.incident_log, self.origin, self.guard.policy, self.points.since, log, settle
+            run, self.incident_log, self.origin, self.guard, self.points.since, log, settle
         )
         self.rewinding = Rewinding(
             config, engine, loader, self.points, self.replays, self.rates, self.incident_log, self.origin,

@@ -91,6 +91,22 @@ def membership(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def is_rank(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as one of the ranks.
+
+    Raises ConfigError where RANK is that of a host, as launchers of pods set it: each host would train as one rank.
+    """
+    if "RANK" in environment:
+        if missing := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name not in environment]:
+            raise ConfigError(
+                f"RANK={environment['RANK']} is set, and {' and '.join(missing)} not: it seems to number hosts, not "
+                "ranks. Start the ranks of each host by torchrun --no-python (docs/clusters.md), or unset RANK"
+            )
+        return True
+    together = tasks(environment)
+    return together is not None and not _in_terminal(environment, together)
+
+
 def check_alone(environment: Mapping[str, str]) -> None:
     """Raises ConfigError where this process, which starts the ranks of all hosts, is one of several that do."""
     together = tasks(environment)

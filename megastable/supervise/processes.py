@@ -175,16 +175,21 @@ def _fate(pid: int) -> Fate | None:
 def command(
     run: RunDirectory, number: int, module: str, recipe: str, overrides: Sequence[str], given: Sequence[str]
 ) -> list[str]:
-    """What starts an attempt: the deepspeed launcher of this interpreter; `given`: further arguments for it."""
+    """What starts an attempt."""
+    words = launcher(module, recipe, overrides, given, number)
+    return [*words, f"run.dir={run.root}", f"{FLAG}={mark(run, number)}"]
+
+
+def launcher(
+    module: str, recipe: str, overrides: Sequence[str], given: Sequence[str], number: int = 0
+) -> list[str]:
+    """The deepspeed launcher of this interpreter, with a port of its own; given: further arguments for it."""
     several = any(a.startswith(("--hostfile", "-H", "--num_nodes")) for a in given)
     # Of another host nobody can say from here which port is free.
     port = BASE_PORT + number % 64 if several else free_port()
     ports = [] if any(a.startswith("--master_port") for a in given) else ["--master_port", str(port)]
     quiet = [] if any(a in ("--quiet", "-q") or a.startswith("--log_level") for a in given) else ["--quiet"]
-    return [
-        *LAUNCHER, *quiet, *ports, *given, "--module", module, recipe, *overrides,
-        f"run.dir={run.root}", f"{FLAG}={mark(run, number)}",
-    ]  # fmt: skip
+    return [*LAUNCHER, *quiet, *ports, *given, "--module", module, recipe, *overrides]
 
 
 def hosts(given: Sequence[str]) -> int:

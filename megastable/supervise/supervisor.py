@@ -88,8 +88,9 @@ class Supervisor:
         self.hangs = HangDetector(config.supervise)
         self.ranks = RankFiles(run, listener.say)
         self.prescan = PrescanProcess(config, run, recipe, self.overrides, listener.say)
-        # Whether the corpora are on this host, in order: what is wrong since is damage.
-        self.has_data = can_be_read(config, run)
+        self.has_data = (
+            False  # whether the corpora were intact on this host at the start: later errors are damage
+        )
 
     # From the first attempt to the last
 
@@ -135,6 +136,7 @@ class Supervisor:
         return end.code
 
     def _until_the_end(self, predecessor: tuple[int, str] | None) -> RunExit:
+        self.has_data = can_be_read(self.config, self.run)
         attempt = self._take_over(predecessor)
         state = self.journal.state
         follows: RunExit | StartAgain | None = None

@@ -115,3 +115,17 @@ def test_it_is_understood_wherever_it_stands(name: str) -> None:
 )  # fmt: skip
 def test_what_is_said(given: list[str], lines: list[str]) -> None:
     assert refused(*given) == lines
+
+
+@pytest.mark.parametrize("given", ["false", "{enabled: false}"])
+def test_what_is_turned_off_is_not_advised_to_be_turned_on(given: str) -> None:
+    (told,) = refused(f"fp16={given}")
+    assert told == "fp16: unknown key; when true it stands for precision.kind=fp16: leave it out"
+
+
+def test_what_another_trainer_has_below_a_known_name_is_explained_as_well() -> None:
+    told = refused("zero_optimization={stage: 3, overlap_comm: true}")
+    assert [line.partition(":")[0] for line in told] == [
+        "zero_optimization",
+        "zero_optimization.overlap_comm",
+    ]

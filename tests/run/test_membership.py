@@ -13,7 +13,7 @@ import pytest
 from megastable import train
 from megastable.base import errors
 from megastable.base.errors import ConfigError
-from megastable.run.membership import ALONE, VARIABLES, check_alone, membership
+from megastable.run.membership import ALONE, VARIABLES, check_alone, is_rank, membership
 from tests.distributed import CONTEXT
 from tests.patience import PATIENCE
 
@@ -193,3 +193,24 @@ def test_tasks_of_srun_are_one_world() -> None:
     for task in tasks:
         task.join(timeout=PATIENCE)
         assert task.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, True),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "1"},
+            False,
+        ),  # a shell by srun --pty
+    ],
+)
+def test_a_rank_is_what_a_launcher_numbered(environment: dict[str, str], expected: bool) -> None:
+    assert is_rank(environment) is expected
+
+
+def test_a_host_that_a_launcher_of_pods_numbered_is_no_rank() -> None:
+    with pytest.raises(ConfigError, match=r"RANK=1 is set, and LOCAL_RANK not"):
+        is_rank({"RANK": "1", "WORLD_SIZE": "2"})
