@@ -81,10 +81,8 @@ PLANTS = {
 @dataclass
 class Found:
     """Results for the windows of one kind on one text: their number, the number with a wrong conviction, and the number
-    of
-    wrongly convicted samples; the mean share of innocent ones among the convicted; bad samples, and convicted ones
-    among
-    them. reasons: of wrong convictions, with their log10 odds."""
+    of wrongly convicted samples; the mean share of innocent ones among the convicted; bad samples, and convicted ones
+    among them. reasons: of wrong convictions, with their log10 odds."""
 
     text: str
     kind: str
@@ -246,8 +244,7 @@ class Bench:
 
     def healthy(self, count: int) -> Iterator[None]:
         """Examine consecutive unseen windows, as they are, and as if they were next to skipped samples; and the tenth
-        of the
-        batches with the highest losses, where a detector would trip."""
+        of the batches with the highest losses, where a detector would trip."""
         last = (self.end - self.cursor) // BATCH * BATCH + self.cursor
         batches = np.arange(self.cursor, last).reshape(-1, BATCH)
         first = 0

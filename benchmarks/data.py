@@ -52,8 +52,7 @@ class ScanCost:
     """learning: first scans of each size, which learn the baseline; scanning: with a known baseline.
 
     growth, memory: time per token of the largest size over the smallest, and the same for memory (1: linear time,
-    constant
-    memory).
+    constant memory).
     """
 
     learning: list[Run]

@@ -133,8 +133,7 @@ LAYOUTS = {
 class Measured:
     """One rank's bytes. held: between two steps, by kind ("other" is the rest); step: the peak on top; watched,
     located: the same for a step that `probe.watch` examines, and for `nan_locator.locate`; building: the peak before
-    the
-    first step, device and host together if they are the same."""
+    the first step, device and host together if they are the same."""
 
     stage: int
     held: dict[str, int]

@@ -47,11 +47,10 @@ def evaluate(corpus: Path, seed: int = 0, share: float = 0.005) -> list[Row]:
     The corpus's documents are cut into ones of SHORTEST to LONGEST tokens. A row per kind and way: "alone", planted on
     its own; "together", all kinds in the same corpus, other planted documents left out of the ranking; "span", alone
     and only in SPAN tokens of a document. In a row: documents, planted; recall at precision PRECISION; precision at the
-    number planted; average precision; named: the share of all planted documents with the right kind, found or
-    not; names: the count of each kind given; median_score; advised: the score that a scan advises, None if
-    there is none, with named_advised and false_advised, the planted and other documents above it, and expected_false,
-    the
-    expected false positives. Raises DataError for a corpus that cannot be read.
+    number planted; average precision; named: the share of all planted documents with the right kind, found or not;
+    names: the count of each kind given; median_score; advised: the score that a scan advises, None if there is none,
+    with named_advised and false_advised, the planted and other documents above it, and expected_false, the expected
+    false positives. Raises DataError for a corpus that cannot be read.
     """
     manifest = Manifest.load(corpus)
     tokenizer = load_tokenizer(corpus / manifest.tokenizer.file)
@@ -146,8 +145,7 @@ def line_ends(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:
 
 def cut_at_lines(ids: Ids, newline: npt.NDArray[np.bool_], seed: int) -> list[Ids]:
     """A long document in parts of SHORTEST to about LONGEST tokens that end at line ends, if there are any; a shorter
-    last
-    part is left out. newline: `line_ends`."""
+    last part is left out. newline: `line_ends`."""
     random = np.random.default_rng(seed)
     ends = np.flatnonzero(newline[ids]) + 1
     parts, begin = [], 0

@@ -120,8 +120,7 @@ def healthy(kind: str, steps: int, seed: int, norms: bool = True, sigma: float =
 @dataclass(frozen=True)
 class FalseAlarms:
     """Actions on one kind. irreversible: cuts of the rate, swaps, hand-overs, stops, ... watched: changes of level
-    without
-    an action; resets: of the detector's baseline."""
+    without an action; resets: of the detector's baseline."""
 
     kind: str
     steps: int

@@ -108,8 +108,7 @@ def memory_needed(c: ModelConfig, micro_batch: int, names: Sequence[str], width:
     """Estimated bytes of all contestants together: what each holds, and the largest step.
 
     width: bytes of an activation. A block without recomputation keeps about 34 bytes of 16-bit activations per token
-    and
-    hidden unit (Korthikanti et al., arXiv:2205.05198, section 4, without the scores); logits exist three times.
+    and hidden unit (Korthikanti et al., arXiv:2205.05198, section 4, without the scores); logits exist three times.
     """
     held = parameters(c) * (sum(PEERS[name].holds for name in names) + width)
     tokens = micro_batch * c.sequence_length
@@ -135,11 +134,10 @@ def measure(
     """Speeds of `names` (of `peers.PEERS`, ours among them) on this config's model, batch and precision.
 
     The process group, of one rank, already exists. apart: None = if memory requires it. advance: called for every
-    warm-up and measurement; after(name, contestant, device): after its last one. seconds: approximate total time;
-    a peer that is not warm in time gets a row without numbers (from the main thread only). partly: called with the
+    warm-up and measurement; after(name, contestant, device): after its last one. seconds: approximate total time; a
+    peer that is not warm in time gets a row without numbers (from the main thread only). partly: called with the
     results so far, after every warm-up and measurement. A peer that cannot run also gets a row. Raises ConfigError if
-    none
-    can.
+    none can.
     """
     end = None if seconds is None else time.monotonic() + seconds
     config, notes = resolve(config)
@@ -262,8 +260,7 @@ class Bench:
 
     def measure_apart(self, rounds: int) -> None:
         """One exists at a time; in every pass each measures its part of the rounds, alternately forwards and backwards,
-        so
-        that slow changes (heat, other jobs) affect all alike."""
+        so that slow changes (heat, other jobs) affect all alike."""
         passes = min(PASSES, rounds)
         for number in range(passes):
             share = rounds * (number + 1) // passes - rounds * number // passes

@@ -33,8 +33,7 @@ def poison(folder: Path, kind: Kind, *, forget: bool = False, step: int | None =
 
     kind: "weight": one weight of a block becomes 1e4. "second_moments": all of Adam's become zero. "block": all weights
     of the middle block are scaled by 1.5. forget: remove its vitals, as in a checkpoint of an older version. Its
-    markers
-    (healthy, pinned) stay valid. Raises CheckpointError.
+    markers (healthy, pinned) stay valid. Raises CheckpointError.
     """
     found = store.newest_first(folder) if step is None else [folder / store.name_of(step)]
     if not found or not found[0].is_dir():

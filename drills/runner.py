@@ -50,8 +50,7 @@ Watch = Callable[[int], None]
 
 class Done(BaseModel):
     """Facts of a drilled run that are not in its directory. conditions: a hash of everything that decided it. struck:
-    time
-    of the fault from outside, in unix time. exit: the exit code of the started process, None if it is gone and the
+    time of the fault from outside, in unix time. exit: the exit code of the started process, None if it is gone and the
     ranks continued. planted: the corruption of its corpus."""
 
     model_config = ConfigDict(extra="forbid")
@@ -67,8 +66,7 @@ def drill(stage: Stage, scenario: Scenario, policy: Policy, watch: Watch, jobs: 
     """One run from its start to its end, or its existing results. Leaves no process behind.
 
     watch: called repeatedly with the step; an exception in it ends the run. jobs: number of runs that share the
-    machine.
-    Raises MegastableError for a run that does not start.
+    machine. Raises MegastableError for a run that does not start.
     """
     with PREPARING:
         corpus, planted = stage.corpus_of(scenario)

@@ -35,11 +35,10 @@ SAMPLES = 40  # of a bad region: two and a half batches
 @dataclass(frozen=True)
 class Scenario:
     """A fault that begins at step `step` and lasts for `steps`. reason: why the expected answer is the right one.
-    overrides: of the recipe, under every policy. reference: the fault-free run to compare the loss with.
-    samples: of a bad region; of_each: number in each step, consecutive ones without it; text: its kind,
-    if it is text. epochs: number of passes over a small corpus. warning: the expected answer is a warning near the
-    start,
-    not a loss as good as the reference's."""
+    overrides: of the recipe, under every policy. reference: the fault-free run to compare the loss with. samples: of a
+    bad region; of_each: number in each step, consecutive ones without it; text: its kind, if it is text. epochs: number
+    of passes over a small corpus. warning: the expected answer is a warning near the start, not a loss as good as the
+    reference's."""
 
     name: str
     title: str

@@ -260,8 +260,7 @@ def better(s: Score) -> bool:
 
 def met(scores: Sequence[Score]) -> bool:
     """Whether all of ours meet the targets: none ends worse or loses a clean sample for good, and at most one in 12
-    causes
-    is wrong."""
+    causes is wrong."""
     every = [s for s in scores if s.policy is Policy.OURS]
     ours = [s for s in every if not s.clean]
     wrong = sum(not s.cause_right for s in ours)

@@ -210,8 +210,7 @@ def documents(text: str) -> Iterator[str]:
 
 def _short_documents(stream: Stream, segments: Sequence[Segment], wanted: int) -> list[Segment]:
     """Documents of a split in their order, with `wanted` tokens, less at most a short one. Raises DataError if there
-    are
-    too few."""
+    are too few."""
     chosen, left = list[Segment](), wanted
     for segment in segments:
         shard = stream.open(segment.shard)

@@ -41,8 +41,7 @@ def ours_bf16(task: Task) -> Contestant:
 
 def ours_fp8_off(task: Task) -> Contestant:
     """Our engine with FP8 switched off for its steps: a large model is built only once. Not quite `ours_bf16`, whose
-    blocks
-    are compiled whole."""
+    blocks are compiled whole."""
     engine: Engine | None = task.ours
     if task.config.precision.fp8 is None:
         raise Unavailable("the recipe asks for no FP8 (precision.fp8=current): it would be ours once more")

@@ -13,8 +13,7 @@ class CalmSteps:
     """Counts the calm steps after each checkpoint that is not proven yet.
 
     after: number of calm steps required; 0 = healthy as soon as it is saved. Only an unbroken series of calm steps
-    later
-    than the checkpoint counts, so one step that is not calm resets all counts.
+    later than the checkpoint counts, so one step that is not calm resets all counts.
     """
 
     def __init__(self, after: int) -> None:
@@ -48,8 +47,7 @@ class CalmSteps:
         """`step` is done. calm: it stayed on trend: an applied update, no finding, no open incident.
 
         Returns the steps of the checkpoints that became healthy with it, ascending. A gap in the steps resets the
-        count. A
-        step that was done before means that the run was rewound.
+        count. A step that was done before means that the run was rewound.
         """
         if self._at is not None and step <= self._at:
             self.back_to(step - 1)
@@ -62,14 +60,12 @@ class CalmSteps:
 
     def back_to(self, step: int) -> None:
         """The run continues from the state after `step`: later checkpoints no longer count, and the remaining ones
-        start
-        again, since the calm steps after them may have led into the incident."""
+        start again, since the calm steps after them may have led into the incident."""
         self.resumed(step, self._pending)
 
     def resumed(self, step: int, pending: Iterable[int]) -> None:
         """A new process continues from `step`. pending: steps of the checkpoints in the folder that are not healthy;
-        the
-        counts of the last process are lost."""
+        the counts of the last process are lost."""
         self._pending = {saved for saved in pending if saved <= step}
         self._at = self._calm_since = step
 

@@ -29,8 +29,7 @@ _CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 class Health(BaseModel):
     """manifest: xxh3-128 of the bytes of manifest.json; step: when it was found healthy; steps: number on trend by
-    then;
-    time: unix seconds."""
+    then; time: unix seconds."""
 
     model_config = _CONFIG
 

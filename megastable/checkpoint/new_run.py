@@ -63,8 +63,7 @@ def write_run(
     watch: called with the bytes written since the last call.
 
     Raises CheckpointError if `out` exists, a tensor is missing, of another shape or not finite, or the disk is full;
-    then
-    nothing is left behind.
+    then nothing is left behind.
     """
     if out.exists() or out.is_symlink():
         raise CheckpointError(f"{out} exists already: name a new directory")
@@ -237,8 +236,7 @@ def _checked(tensor: Tensor, name: str, of: Described) -> Tensor:
 
 def origin_of(checkpoint: Path, **more: Any) -> dict[str, Any]:
     """A new run's journal entry on the checkpoint that it started from: its path, and the xxh3-128 of its manifest,
-    which
-    covers all of its files."""
+    which covers all of its files."""
     manifest = (checkpoint / store.MANIFEST).read_bytes()
     return {
         "source": str(checkpoint),

@@ -39,8 +39,7 @@ class FoundCheckpoint(NamedTuple):
 
 def found(folder: Path) -> list[FoundCheckpoint]:
     """The checkpoints of a folder by step, of all kinds; empty if it does not exist. Raises CheckpointError for a
-    folder
-    that cannot be read."""
+    folder that cannot be read."""
     try:
         with os.scandir(folder) as inside:
             named = [(match, one) for one in inside if (match := _NAME.fullmatch(one.name)) and one.is_dir()]

@@ -73,8 +73,7 @@ def milestones(steps: Sequence[int], every: int) -> set[int]:
 
 def standing(folder: Path) -> list[KeptCheckpoint]:
     """The checkpoints of a folder, ascending, without checking that they are complete. Links are left out: their
-    targets
-    are kept elsewhere. Raises CheckpointError for a folder that cannot be read."""
+    targets are kept elsewhere. Raises CheckpointError for a folder that cannot be read."""
     paths = [(f.step, f.path) for f in found(folder) if f.kind == "checkpoint" and not f.path.is_symlink()]
     return [
         KeptCheckpoint(step, markers.healthy(path) is not None, markers.pinned(path) is not None)

@@ -62,8 +62,7 @@ class Savable(Protocol):
 @dataclass(frozen=True)
 class SaveOutcome:
     """Result of a save. path: of the checkpoint, None if it failed, with the problem; finite: False if a weight or
-    moment
-    is not finite. blocked: seconds that this rank's steps waited; seconds: until it was complete."""
+    moment is not finite. blocked: seconds that this rank's steps waited; seconds: until it was complete."""
 
     step: int
     path: Path | None

@@ -32,8 +32,7 @@ CHUNK = 1 << 22  # bytes
 
 class Sealed(BaseModel):
     """Marks one rank's part of a checkpoint as complete: its files, and the number of ranks. began: unix seconds when
-    the
-    processes that wrote it started training: only parts of the same processes belong together."""
+    the processes that wrote it started training: only parts of the same processes belong together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -121,12 +120,10 @@ def _seal(rank: int) -> str:
 
 def recover(staging: Staging, folder: Path, model: ModelConfig, since: float) -> tuple[int, str] | None:
     """At the start of a run, collective: upload a checkpoint that is staged on the hosts' local disks and newer than
-    those
-    in `folder`. Returns its step, and the problem if that failed ("" otherwise); None if there is none.
+    those in `folder`. Returns its step, and the problem if that failed ("" otherwise); None if there is none.
 
     since: when the run first started training, unix seconds. Anything older belongs to an earlier run in this
-    directory.
-    Useless parts are deleted.
+    directory. Useless parts are deleted.
     """
     rank, mine = dist.get_rank(), [s for s in staging.staged() if s.part.began >= since]
     everyone = gathered([(s.part.step, s.part.began, s.part.rank, s.part.world, s.part.finite) for s in mine])

@@ -103,8 +103,7 @@ class RunState(BaseModel):
     @property
     def recent_loss(self) -> float | None:
         """The training loss reported for a run or checkpoint: the mean of the finite losses of its last steps (up to
-        20),
-        nats per token; None if there is none. A single step's loss depends too much on its batch."""
+        20), nats per token; None if there is none. A single step's loss depends too much on its batch."""
         return finite_mean(self.recent_losses)
 
     versions: dict[str, str] = {}
@@ -198,8 +197,7 @@ def set_aside_newer(folder: Path, step: int, but: Collection[str] = (), forget: 
     names.
 
     They are kept for inspection as suspect-step-N; with `forget` those of earlier calls are deleted, except pinned
-    ones.
-    Raises CheckpointError if one could not be renamed: a restart would continue from it.
+    ones. Raises CheckpointError if one could not be renamed: a restart would continue from it.
     """
     older, done = list(folder.glob("suspect-*")), list[Path]()
     stuck: list[str] = []

@@ -44,9 +44,8 @@ Sizes = Mapping[str, Mapping[str, Size]]
 
 class Vitals(BaseModel):
     """Vitals of a state. losses: of the probes, nats per token, without FP8; samples: digests of their tokens. sizes:
-    by
-    kind ("weight", "exp_avg", "exp_avg_sq") and name, of whole tensors. precision: in which the losses were computed.
-    doubt: why it may not be called healthy, "" = no doubt."""
+    by kind ("weight", "exp_avg", "exp_avg_sq") and name, of whole tensors. precision: in which the losses were
+    computed. doubt: why it may not be called healthy, "" = no doubt."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -175,8 +174,7 @@ def doubt(now: Vitals, before: Vitals | None, recent: Sequence[float], config: V
     """Why a state may not be called healthy when it is saved, a sentence, or "".
 
     before: of the previous checkpoint; recent: the latest training losses. The probes must be far above both: harder
-    data
-    also raises the latest losses, and an unusual probe was unusual before.
+    data also raises the latest losses, and an unusual probe was unusual before.
     """
     known = [x for x in recent if math.isfinite(x)]
     if not now.losses or not known:

@@ -32,10 +32,8 @@ def average(
     watch: Callable[[int], None] = lambda _: None,
 ) -> Made:
     """Make the run `out` from the mean of verified checkpoints. State, recipe and layout are those of the newest one
-    (the
-    last one given, if there are several). watch: as for `write_run`. Raises CheckpointError, ConfigError; then nothing
-    of
-    `out` is left.
+    (the last one given, if there are several). watch: as for `write_run`. Raises CheckpointError, ConfigError; then
+    nothing of `out` is left.
     """
     refuse_existing(out)
     if len(checkpoints) < 2:

@@ -38,13 +38,11 @@ UNFINISHED: dict[Kind, str] = {
 class CatalogueEntry:
     """A checkpoint of a run.
 
-    probes: mean loss of its probe samples when it was saved, None without probes.
-    state: fresh = complete by its sizes, not proven yet; suspect = the run was rewound past it; rejected = found
-    damaged
-    when a run started; incomplete = being written or deleted. bytes: size on disk. loss: mean of its last finite
-    training
-    losses, nats per token; validation: the last validation loss up to it. age: seconds since
-    it was written. latest: whether `latest` names it. problem: "" if there is none.
+    probes: mean loss of its probe samples when it was saved, None without probes. state: fresh = complete by its sizes,
+    not proven yet; suspect = the run was rewound past it; rejected = found damaged when a run started; incomplete =
+    being written or deleted. bytes: size on disk. loss: mean of its last finite training losses, nats per token;
+    validation: the last validation loss up to it. age: seconds since it was written. latest: whether `latest` names it.
+    problem: "" if there is none.
     """
 
     step: int

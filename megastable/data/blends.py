@@ -156,8 +156,7 @@ def moved_skips(
 
 def named_skips(ledger: Ledger, blends: Sequence[BlendEntry], order: Order) -> list[SampleEntry]:
     """Lines by identity for convictions that an earlier version wrote by position, which hold in one epoch only. Where
-    a
-    later blend put other samples at these positions, the original samples cannot be recovered."""
+    a later blend put other samples at these positions, the original samples cannot be recovered."""
     named = {(e.incident, e.reason) for e in ledger.by_identity.entries}
     found: list[SampleEntry] = []
     for e in ledger.by_position.entries:

@@ -51,8 +51,7 @@ class Corpora:
 
     def fingerprint_until(self, cursor: int) -> str:
         """A fingerprint of everything that the order of the samples before `cursor` depends on; checkpoints at that
-        cursor
-        hold it. A blend or an exchange at or after `cursor` may still change, so it is not included."""
+        cursor hold it. A blend or an exchange at or after `cursor` may still change, so it is not included."""
         return self._fingerprint_until(self.train.order, cursor)
 
     def known_by(self, fingerprint: str, cursor: int) -> int | None:

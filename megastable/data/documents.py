@@ -32,8 +32,7 @@ class Document(BaseModel):
 
 class DocumentPart(NamedTuple):
     """A sample's part of a document: tokens [first_token, first_token + tokens) of the shard, at `offset` in the
-    sample,
-    and `bytes` bytes from `first_byte` on in the shard's .bin."""
+    sample, and `bytes` bytes from `first_byte` on in the shard's .bin."""
 
     document: Document
     first_token: int

@@ -26,8 +26,7 @@ class UnreadFiles:
 
     def file(self, reason: str, name: str, group: str | None = None) -> None:
         """Add a file, or a place in one. Those of one `group` (an archive's members with one ending, the lines of a
-        file) are
-        reported as the first one and a count: there may be millions."""
+        file) are reported as the first one and a count: there may be millions."""
         self.counts[reason] += 1
         names = self._names.setdefault(reason, {})
         first, count = names.get(group or name, (name, 0))

@@ -39,8 +39,7 @@ def named_tokenizer(path: Path, run: RunConfig) -> tuple[Tokenizer, str]:
 
 def _difference(tokenizer: Tokenizer, own: Path, info: TokenizerInfo) -> str:
     """The corpus's document tokens that differ in `tokenizer`; "" if none does. A token is matched by its usual name,
-    or
-    by its spelling in the corpus's own file."""
+    or by its spelling in the corpus's own file."""
     if tokenizer.xxh3 == info.xxh3:
         return ""
     try:

@@ -78,10 +78,9 @@ def prepare_shards(
     `text.py`).
 
     `validation` is the share of the documents to hold back; with two or more different documents, both splits get at
-    least one. A shard is closed after the document that brings it to `shard_tokens`. `output` appears
-    complete or not at all; an older corpus there is replaced only with `overwrite`. With `bos` every document begins
-    with
-    the tokenizer's own begin-of-document token.
+    least one. A shard is closed after the document that brings it to `shard_tokens`. `output` appears complete or not
+    at all; an older corpus there is replaced only with `overwrite`. With `bos` every document begins with the
+    tokenizer's own begin-of-document token.
 
     Raises DataError for bad input, an empty corpus, an `output` that is occupied, or a full disk.
     """

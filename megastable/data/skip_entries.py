@@ -53,9 +53,8 @@ class ShardDocuments(BaseModel):
 
 class SampleEntry(LedgerEntry):
     """A line by identity: skips every sample of `corpus`, while its manifest has `fingerprint`, that has any of
-    `tokens`
-    (ranges [first, end) of the training stream) among its own. documents: theirs, for people. released: the reverse:
-    earlier lines about these tokens no longer hold; later lines may name them again."""
+    `tokens` (ranges [first, end) of the training stream) among its own. documents: theirs, for people. released: the
+    reverse: earlier lines about these tokens no longer hold; later lines may name them again."""
 
     corpus: Annotated[str, Field(min_length=1)]
     fingerprint: Annotated[str, Field(min_length=1)]

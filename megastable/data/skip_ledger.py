@@ -87,8 +87,7 @@ class Ledger:
     @classmethod
     def read(cls, path: Path, odd: list[str] | None = None) -> Ledger:
         """The lines of skips.jsonl; empty if the file does not exist. A torn last line (a crash during the write) is
-        left
-        out with a warning. Raises DataError as `ledger.read` does; `odd` as there."""
+        left out with a warning. Raises DataError as `ledger.read` does; `odd` as there."""
         whole, torn = jsonl.content(path)
         _warn(path, whole, torn)
         return cls(pa.concat_tables([_timed(SCHEMA.empty_table()), *_tables(path, whole, 0, 0, odd)]))
@@ -115,8 +114,7 @@ class Ledger:
 
     def usable(self, path: Path, order: Order, more: Iterable[Range] = ()) -> tuple[Selection, list[str]]:
         """The selection by the lines that still leave `order` something to train on, for readers of a ledger that
-        others
-        write to, and the problems of the other lines; more: as in `Selection`. path: of the ledger, for the
+        others write to, and the problems of the other lines; more: as in `Selection`. path: of the ledger, for the
         messages."""
         more = list(more)
         excluded, odd = _usable(self.exclusions, lambda: self, path, order, more)

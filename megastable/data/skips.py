@@ -86,8 +86,7 @@ class Skips:
 
     def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
         """The next `count` positions from `cursor` on that are not skipped, int64 [count], and the cursor after the
-        last
-        of them. O(count + log n) for skipped ranges of any length. Raises DataError if fewer are left."""
+        last of them. O(count + log n) for skipped ranges of any length. Raises DataError if fewer are left."""
         positions = self.up_to(cursor, count)
         if positions.size < count:
             raise nothing_left(cursor, count)
@@ -145,8 +144,8 @@ class Identity(NamedTuple):
 @dataclass(frozen=True)
 class Exclusions:
     """The content of a skip ledger. positions: of any corpus; swapped: positions by the corpus that is swapped out
-    there;
-    tokens: of the training streams of corpora. counts: lines by the corpus that they swap out, None for all others."""
+    there; tokens: of the training streams of corpora. counts: lines by the corpus that they swap out, None for all
+    others."""
 
     positions: Skips = NONE
     swapped: Mapping[str, Skips] = field(default_factory=dict)
@@ -173,12 +172,10 @@ class Selection:
 
     def __init__(self, order: Order, excluded: Exclusions = NOTHING, more: Iterable[Range] = ()) -> None:
         """excluded: of the ledger; more: further positions. Raises DataError if a swapped-out corpus is not in `order`,
-        or
-        nothing is left.
+        or nothing is left.
 
         `lines`: of the ledger; `positions`: skipped by position, of any corpus; `sequences`: skipped by identity, by
-        the
-        index of the corpus.
+        the index of the corpus.
         """
         self.lines = excluded.lines
         self.positions = Skips.of(more).union(excluded.positions)

@@ -55,8 +55,7 @@ class TokenFile:
         """The documents in their order, each 1-D; without an index they end with `eod`, except the last.
 
         Takes memory for the longest document. Raises DataError for an invalid index, a long file without any `eod`, and
-        a
-        failing disk.
+        a failing disk.
         """
         try:
             with self.path.open("rb") as file:

@@ -48,12 +48,11 @@ from megastable.parallel.topology import ContextParallel, TensorParallel, Topolo
 class Measured:
     """Measurements of a step before the optimizer runs. The same numbers on every rank.
 
-    losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of
-    the step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not
-    finite. votes: of all ranks (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's
-    range, which a smaller loss scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None
-    if
-    the recipe does not use it.
+    losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of the
+    step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not finite. votes: of
+    all ranks (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's range, which a smaller loss
+    scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None if the recipe does not use
+    it.
     """
 
     losses: Tensor
@@ -158,8 +157,7 @@ class Engine:
         """One step on this rank's micro-batches: its measurements, and whether the update was applied.
 
         `votes` is called after the backward pass and returns as many numbers on every rank. Their sum over the ranks is
-        in
-        `Measured`: votes piggyback on the gate's all-reduce.
+        in `Measured`: votes piggyback on the gate's all-reduce.
         """
         if not self._probing:
             self.counters_before = self.counters()
@@ -207,8 +205,7 @@ class Engine:
 
     def _collect(self, micro_batches: int, extra: Tensor) -> tuple[Tensor, Tensor, list[float]]:
         """One sum over the world: per-sample numbers of the last stage, and `extra` (fp64 [n]) of every rank. For a
-        sample
-        that ranks share, each of them has the mean over its own tokens."""
+        sample that ranks share, each of them has the mean over its own tokens."""
         t, b = self.topology, self.config.train.micro_batch
         table = torch.zeros(2, micro_batches, t.layout.samples, b, dtype=torch.float64, device=self.device)
         if t.is_last_stage and t.tensor_rank == 0:

@@ -45,8 +45,7 @@ SCORES = 1 << 24  # attention scores in memory at a time: 64 MiB in fp32, and th
 @dataclass(frozen=True)
 class LayerStatistics:
     """Findings of a probe; the same numbers on every rank. A statistic that was not measured, or does not exist yet,
-    has
-    no key.
+    has no key.
 
     overall: "parameter_norm", "second_moment_norm": global L2 norms of the fp32 masters and of Adam's second moments;
     "second_moment_max": the largest of these; "update_ratio": |w after - w before| / |w after| of the step, if its

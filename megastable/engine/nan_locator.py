@@ -51,16 +51,13 @@ class Diagnosis:
     """Where the non-finite number arose; the same on every rank. Fields that do not apply are None or empty.
 
     kind: "state": a weight or moment is already non-finite. "forward", "backward": a layer's output, or a gradient.
-    "sum": every tensor was finite, but not the gradients' sum over micro-batches and ranks, or its norm.
-    "not reproduced": the replay was finite.
-    rank ... tensor_rank: the rank that saw it first. seen_by: all ranks that saw it at the same place: more than one
-    after
-    a sum over the tensor group, or an exchange in the context group, which hides whose part was bad.
-    layer: its name in the whole model, e.g. "blocks.7.mlp.down". tensor: which of its tensors ("output", "weight
-    gradient", ...). value: "nan" or "inf". micro_batch: from 0, within the step.
-    parameters: for "state", as `poisoned` returns them.
-    positions, losses: the samples of that micro-batch, absolute, and their losses in the replay (nats).
-    sentence: all of this in one line.
+    "sum": every tensor was finite, but not the gradients' sum over micro-batches and ranks, or its norm. "not
+    reproduced": the replay was finite. rank ... tensor_rank: the rank that saw it first. seen_by: all ranks that saw it
+    at the same place: more than one after a sum over the tensor group, or an exchange in the context group, which hides
+    whose part was bad. layer: its name in the whole model, e.g. "blocks.7.mlp.down". tensor: which of its tensors
+    ("output", "weight gradient", ...). value: "nan" or "inf". micro_batch: from 0, within the step. parameters: for
+    "state", as `poisoned` returns them. positions, losses: the samples of that micro-batch, absolute, and their losses
+    in the replay (nats). sentence: all of this in one line.
     """
 
     kind: Kind

@@ -77,8 +77,7 @@ class Partitioned(deepspeed.zero.Init):
 
 def untimed(engine: Any) -> None:
     """Disable step timers: its pipeline times every step, and frees the times (two CUDA events each) only when it
-    prints
-    them. Needless when it does not time what it will not print."""
+    prints them. Needless when it does not time what it will not print."""
     if engine.steps_per_print() is None:
         engine.timers = NoopTimer()
 

@@ -42,14 +42,12 @@ class Wrapper(ABC):
     @abstractmethod
     def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         """(group, offset in its master, first element of the parameter, number of elements) that this rank updates;
-        None if
-        it updates nothing."""
+        None if it updates nothing."""
 
     @abstractmethod
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
         """(this rank's part of the squared gradient norm, whether it is a number, known): unscaled, before clipping,
-        fp64;
-        the parts of all ranks are summed."""
+        fp64; the parts of all ranks are summed."""
 
     @abstractmethod
     def refresh_weights(self) -> None:

@@ -86,8 +86,7 @@ class History:
 
     def library(self, time: float | None = None) -> Library:
         """The corpora in the order in force at a time (default: now). Raises DataError for a time before the corpora
-        changed
-        (data.accept_changed_manifest)."""
+        changed (data.accept_changed_manifest)."""
         if time is not None and time < self._changed:
             raise DataError(
                 f"{self.run.journal}: the corpora, the seed or the sequence length changed after this step "
@@ -97,8 +96,7 @@ class History:
 
     def eras(self, done: Sequence[Done]) -> Iterator[tuple[Library, list[Done]]]:
         """`done`, in the order of time, in parts with the same data order, each with that order; without steps from
-        before
-        the corpora changed."""
+        before the corpora changed."""
         told = (one for one in done if one.time >= self._changed)
         for count, some in groupby(told, key=lambda one: self._held(one.time)):
             yield self._library(count), list(some)
@@ -174,8 +172,7 @@ class History:
 
     def selection(self, library: Library, ever: bool = False) -> Selection:
         """The selection by today's ledger over the order of `library`. ever: ignore releases, as positions passed
-        before a
-        release stay skipped."""
+        before a release stay skipped."""
         ledger = self.ledger.ever if ever else self.ledger
         found, problems = ledger.usable(self.run.skips, library.source.order, self.config.data.skip)
         self.problems += [p for p in problems if p not in self.problems]
@@ -183,8 +180,7 @@ class History:
 
     def left_out(self, library: Library, positions: Int64s) -> npt.NDArray[np.bool_]:
         """Which samples at n positions of the order of `library` are skipped now: bool [n]. They may be at other
-        positions by
-        now; samples that the present order never gives are not skipped."""
+        positions by now; samples that the present order never gives are not skipped."""
         today, then = self.library(), library.source.order
         there = then.moved_to(today.source.order, positions)
         out = there[self.selection(today).mask(there)]

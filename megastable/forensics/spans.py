@@ -19,8 +19,7 @@ def spans(
     """The text of `ids`, split at tokens; joined it equals `tokenizer.decode`. losses: nats, one per token.
 
     Tokens that form a character only together are one piece, with the highest of their losses. Without a tokenizer, or
-    for
-    ids beyond its vocabulary, the ids themselves are shown.
+    for ids beyond its vocabulary, the ids themselves are shown.
     """
     if tokenizer is None or max(ids, default=0) >= tokenizer.vocab_size:
         hints = _hints(ids, losses)

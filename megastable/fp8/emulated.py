@@ -2,9 +2,8 @@
 
     y = q(x) q(w)^T        dx = q(g) q(w)        dw = q(g)^T q(x)
 
-The products of FP8 numbers are summed in fp32, as tensor cores do: every FP8 number is a bf16 number, so the product
-is one of bf16, and FP8 values are saved for the backward pass. Scales of whole tensors are applied after the sum,
-before
+The products of FP8 numbers are summed in fp32, as tensor cores do: every FP8 number is a bf16 number, so the product is
+one of bf16, and FP8 values are saved for the backward pass. Scales of whole tensors are applied after the sum, before
 any rounding; those of blocks are powers of two, which bf16 represents exactly.
 """
 

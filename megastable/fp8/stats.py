@@ -25,8 +25,7 @@ class Watched:
     """A module x -> y of one or more linear layers in sequence. layers, weights: of these.
 
     inputs: x -> the first layer's operand. between: the first layer's output -> the second one's operand. The gradient
-    is
-    that of y, of the last layer.
+    is that of y, of the last layer.
     """
 
     module: nn.Module
@@ -44,8 +43,7 @@ def watch(
     watched: Watched, quantizers: Sequence[Quantizer], show: Callable[[int, int, Tensor, Quantized], None]
 ) -> RemovableHandle:
     """Call `show(number of the layer, slot, rows of a matrix, their quantization)` in every training pass until the
-    handle
-    is removed.
+    handle is removed.
 
     The gradient of the first of two layers is not visible. quantizers: of the layers.
     """

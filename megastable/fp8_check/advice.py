@@ -24,17 +24,15 @@ class ErrorLimits:
     cancellation.
 
     product: an output or gradient with at most this error is no reason to keep a layer, whatever the others have.
-    robust: standard deviations, of the logarithm, above the other layers; factor: and multiple of their median, in
-    case they are all alike.
-    useless: error at which a product says little about the true one, even if the others are as bad.
+    robust: standard deviations, of the logarithm, above the other layers; factor: and multiple of their median, in case
+    they are all alike. useless: error at which a product says little about the true one, even if the others are as bad.
     saturation: share of numbers that were cut. In an ordinary step delayed scales cut a few in 10^5, the largest ones.
     underflow: share of nonzero numbers that became zero. Ordinary tensors lose up to a few percent, too small to
-    matter;
-    if one channel is 10^4 times as large as the rest, the whole rest is lost, and no error shows it, because that
-    channel dominates the error. crowd: and multiple of the median of the same tensor in the other layers.
-    loss: of the whole model, relative: DeepSeek-V3 trained within 0.25 % of bf16 (arXiv:2412.19437
-    section 3.3), this is four times that. cosine: of the whole gradient with that of bf16.
-    kept: share of the layers beyond which too little would be left in FP8.
+    matter; if one channel is 10^4 times as large as the rest, the whole rest is lost, and no error shows it, because
+    that channel dominates the error. crowd: and multiple of the median of the same tensor in the other layers. loss: of
+    the whole model, relative: DeepSeek-V3 trained within 0.25 % of bf16 (arXiv:2412.19437 section 3.3), this is four
+    times that. cosine: of the whole gradient with that of bf16. kept: share of the layers beyond which too little would
+    be left in FP8.
     """
 
     product: float = 0.12

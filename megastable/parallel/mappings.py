@@ -159,8 +159,7 @@ def _all_to_all(parts: tuple[Tensor, ...], cp: ContextParallel) -> tuple[Tensor,
 
 class _Exchange(torch.autograd.Function):
     """All-to-all of several tensors x [context, ..., d] in one message: x[i] goes to rank i and is replaced by what
-    rank
-    i sent. It is its own inverse and its own gradient."""
+    rank i sent. It is its own inverse and its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, cp: ContextParallel, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -174,8 +173,7 @@ class _Exchange(torch.autograd.Function):
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor, Tensor]:
     """From a shard of the tokens to a shard of the heads: q [s / c, b, q, d] -> [s, b, q / c, d], c ranks in the group;
-    k
-    and v [s / c, b, k, d] alike. Where c does not divide k, key and value heads are repeated.
+    k and v [s / c, b, k, d] alike. Where c does not divide k, key and value heads are repeated.
 
     Together with `to_tokens`, two all-to-alls per block and pass: in each direction a rank sends
     (c - 1) / c * s / c * b * (2 q + 2 k) * d numbers.

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 class Placement:
     """A parameter's name in the whole model and how it is split.
 
-    name: in the whole model, e.g. "blocks.3.attention.qkv.weight", the same in every layout.
-    dim: the dimension that tensor parallelism splits, None = replicated.
-    sections: sizes along `dim`, in the whole tensor, of parts that are split separately (fused q, k, v).
+    name: in the whole model, e.g. "blocks.3.attention.qkv.weight", the same in every layout. dim: the dimension that
+    tensor parallelism splits, None = replicated. sections: sizes along `dim`, in the whole tensor, of parts that are
+    split separately (fused q, k, v).
     """
 
     name: str

@@ -29,8 +29,7 @@ class TiedGradient:
 
     def __init__(self, elements: range, stage: int, group: Any) -> None:
         """elements: the elements of the flattened weight that this rank updates, maybe none. stage: of this rank.
-        group: all
-        ranks of both stages, ordered by stage and data rank, like the partitions."""
+        group: all ranks of both stages, ordered by stage and data rank, like the partitions."""
         self.group = group
         held = gathered((stage, elements), group)
         others = [there if other != stage else range(0) for other, there in held]

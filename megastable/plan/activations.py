@@ -7,8 +7,7 @@ Derived from model/*.py by what autograd saves for every operation (torch's deri
 factor that the other's gradient needs, a linear layer its input, a power its base, silu its input, a root and a softmax
 their result; sums, casts, permutations and rotations by a table save nothing. Views keep their whole base alive. For
 compiled blocks: what torch 2.13's partitioner was observed to save; it recomputes whatever is cheap. Korthikanti et
-al.,
-arXiv:2205.05198 section 4, count other layers.
+al., arXiv:2205.05198 section 4, count other layers.
 
 Letters: N tokens of a micro-batch on this rank, n those of its part of the residual stream (N, or N / tensor with
 sequence parallelism), h hidden, q and k widths of all queries and keys of this tensor rank, f of its SwiGLU, e bytes of

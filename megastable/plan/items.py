@@ -34,8 +34,7 @@ class Item:
 @dataclass(frozen=True)
 class Host:
     """Host memory of one rank. snapshot: one snapshot; points: number of snapshots that the recipe keeps; checkpoint:
-    the
-    copy that is written in the background. building: the peak before the first step, when none of these exists."""
+    the copy that is written in the background. building: the peak before the first step, when none of these exists."""
 
     snapshot: int
     points: int

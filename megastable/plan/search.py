@@ -102,9 +102,8 @@ class SearchResult:
     """Result of a search on a number of GPUs.
 
     plans: for every split of the GPUs and every micro-batch the one that recomputes least and fits; if it is tight,
-    also
-    those that recompute more, up to the first that is not; fastest first.
-    nearest: of those that do not fit, the one that lacks least; None if no layout is valid, or all fit.
+    also those that recompute more, up to the first that is not; fastest first. nearest: of those that do not fit, the
+    one that lacks least; None if no layout is valid, or all fit.
     """
 
     gpus: int
@@ -113,8 +112,7 @@ class SearchResult:
 
     def best(self) -> list[LayoutPlan]:
         """The fastest plan of every tensor x pipeline, fastest first: differences in the other settings alone say
-        little
-        more. Tight ones are the last choice, and the last in the list."""
+        little more. Tight ones are the last choice, and the last in the list."""
         first: dict[tuple[object, ...], LayoutPlan] = {}
         for found in sorted(self.plans, key=lambda plan: plan.tight):
             choice = Choice.of(found.config)

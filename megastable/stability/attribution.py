@@ -119,8 +119,7 @@ def narrow(
     """Narrow down a group with gradient norm `norm` to the part that causes it; returns that part and its norm.
 
     measure: the norm of the mean gradient of some positions, nan if unknown; called at most `budget` times. If one
-    half's
-    norm is below that of both together, the other's is above it: the triangle inequality gives a lower bound.
+    half's norm is below that of both together, the other's is above it: the triangle inequality gives a lower bound.
     """
     known = True
     while group.size > 1 and budget > 1:

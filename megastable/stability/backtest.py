@@ -74,11 +74,9 @@ def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[
     """A CSV file with the columns step, loss and, if known, grad_norm, lr and data, in any order, among others.
 
     Two features of real logs are skipped with a message: lines without a logged loss, and steps repeated after a
-    restart.
-    A loss counts as not logged if it is missing at regular intervals, or on a line that also lacks norm and rate; any
-    other missing loss is a nan, as many tools write it. An empty grad_norm, lr or data was not recorded. Raises
-    DataError
-    with the line for anything else.
+    restart. A loss counts as not logged if it is missing at regular intervals, or on a line that also lacks norm and
+    rate; any other missing loss is a nan, as many tools write it. An empty grad_norm, lr or data was not recorded.
+    Raises DataError with the line for anything else.
     """
     lines: list[_Line] = []
     try:

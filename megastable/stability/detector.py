@@ -312,8 +312,7 @@ class Detector:
 
     def _swings(self, line: Trend, steps: int) -> bool:
         """Whether wide residuals are correlated with their neighbours, unlike wider noise, and have turned twice,
-        unlike a
-        level shift."""
+        unlike a level shift."""
         newest = [x - line.level for x in self._state.loss.raw]
         sides = [x > 0.0 for x in newest[-steps:] if abs(x) >= _WIDE * line.scale]
         if sum(before != after for before, after in pairwise(sides)) < 2:
@@ -324,8 +323,7 @@ class Detector:
 
     def _climbs(self, steps: int, level: float) -> bool:
         """Whether the loss of the latest steps keeps rising, unlike a level shift that stays. level: the level before
-        the
-        rise."""
+        the rise."""
         c, s = self.config, self._state
         third = min(steps, c.relearn) // 3
         if third < _SLOW // 2 + 1 or s.seen < c.window:
@@ -341,8 +339,7 @@ class Detector:
 
     def _renew(self, e: Excursion, step: int) -> None:
         """A further jump during an excursion has its own onset: the action on the first one does not undo it. Judged by
-        the
-        newest values alone, and sooner, since the run is already in an excursion."""
+        the newest values alone, and sooner, since the run is already in an excursion."""
         c, s = self.config, self._state
         if s.seen - e.since < _SLOW:
             return

@@ -143,8 +143,7 @@ def guilty_by_loss(z: Floats, p: Floats, threshold: float) -> Bools:
     """The suspects [n] that are bad (z above `threshold`) in excess of what harmless samples explain.
 
     A few must be as bad as hardly any harmless sample; many may be as bad as some are. If most are far out together,
-    the
-    individual threshold is lower.
+    the individual threshold is lower.
     """
     known = np.nan_to_num(z, nan=0.0)
     most = known > MOST * threshold
@@ -220,8 +219,7 @@ def conformal(suspects: Floats, harmless: Floats) -> Floats:
 
 def accused(badness: Floats, harmless: Floats) -> Bools:
     """The suspects [n] that are initially accused: as bad as the worst tenth of harmless samples; if that is hardly
-    any,
-    the worst few."""
+    any, the worst few."""
     p = conformal(badness, harmless)
     chosen = p <= ACCUSED
     return chosen if chosen.sum() >= 2 else p <= np.sort(p)[min(3, p.size - 1)]

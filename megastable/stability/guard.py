@@ -1,7 +1,6 @@
 """The guard: detector and policy together judge every step, in training, in a dry run and in the backtest.
 
-guard = Guard(config.stability)
-decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
+guard = Guard(config.stability) decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from megastable.stability.signals import Finding, Signals, Verdict
 
 class GuardState(BaseModel):
     """The guard's state in a checkpoint. Of a simulation: acted, the step of the last action; broken: since a
-    non-finite
-    step."""
+    non-finite step."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -37,10 +35,8 @@ class Guard:
     """Judges every step once, in order. Pure: the same numbers give the same decisions on every rank.
 
     simulated: decisions are not carried out, as in a dry run or a recorded run: the rest of an excursion that was acted
-    on
-    would not have happened, and is not acted on again. A simulation has its own budgets. fp8: whether the run computes
-    in
-    FP8.
+    on would not have happened, and is not acted on again. A simulation has its own budgets. fp8: whether the run
+    computes in FP8.
     """
 
     def __init__(

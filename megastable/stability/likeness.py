@@ -78,8 +78,7 @@ class Words:
 @dataclass(frozen=True)
 class Resemblance:
     """Resemblance to some accused samples. usual: share of each bucket in harmless text; accused: counts over all
-    accused
-    samples, of tokens and of pairs, fp64 [2 BUCKETS]."""
+    accused samples, of tokens and of pairs, fp64 [2 BUCKETS]."""
 
     usual: Floats
     accused: Floats
@@ -116,8 +115,7 @@ def _counts(tokens: Tokens) -> Floats:
 
 class SeparatingLine:
     """A line between accused and harmless samples: ridge regression of 1 and -1 on the square roots of the frequencies
-    of
-    tokens and pairs in a sample (as in Hellinger's distance). Both kinds have the same weight, for any counts.
+    of tokens and pairs in a sample (as in Hellinger's distance). Both kinds have the same weight, for any counts.
     """
 
     def __init__(self, accused: Tokens, harmless: Tokens) -> None:
@@ -145,8 +143,7 @@ def _roots(tokens: Tokens) -> npt.NDArray[np.float32]:
 
 class Likeness:
     """Likeness to some accused samples [n], in two halves (bool [n]): each half is judged by a line learnt from the
-    other,
-    otherwise the accused would be alike because they were accused."""
+    other, otherwise the accused would be alike because they were accused."""
 
     def __init__(self, accused: Tokens, half: npt.NDArray[np.bool_], harmless: Tokens) -> None:
         self._lines = [SeparatingLine(accused[half != mine], harmless) for mine in (False, True)]
@@ -163,11 +160,10 @@ def separation(guilty: Floats, harmless: Floats, every: Floats, error: float = U
     """The likeness beyond which a sample of a region counts as guilty; None if likeness does not separate them.
 
     guilty, harmless: of measured samples; every: of all measured samples inside the region, of either kind, whose
-    labels
-    are uncertain. The cut is chosen on one half of them, half-way between the quantiles that leave the share `error` of
-    each on the wrong side. It is kept if no more than that of the other half is on the wrong side, and no more of the
-    region is near the cut, in the middle quarter of the way: if many are like neither the guilty nor the harmless ones,
-    likeness cannot decide.
+    labels are uncertain. The cut is chosen on one half of them, half-way between the quantiles that leave the share
+    `error` of each on the wrong side. It is kept if no more than that of the other half is on the wrong side, and no
+    more of the region is near the cut, in the middle quarter of the way: if many are like neither the guilty nor the
+    harmless ones, likeness cannot decide.
     """
     if min(guilty.size, harmless.size) < ENOUGH_ALIKE:
         return None

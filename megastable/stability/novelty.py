@@ -50,8 +50,7 @@ class NewKind(NamedTuple):
 
 class Pool:
     """The latest hard samples of one corpus, kept from look to look. Known samples were compared when they came: the
-    cost
-    of a look depends only on the new ones."""
+    cost of a look depends only on the new ones."""
 
     def __init__(self) -> None:
         self._at: dict[int, int] = {}  # the row of a position

@@ -138,8 +138,7 @@ def clues(
     """The observations of one examined incident, each with its power. cause: as measured; DATA or none.
 
     again: the previous incident had no guilty sample, either. lifted: a limit of the rate was lifted recently. capped:
-    the
-    rate is capped because it had jumped.
+    the rate is capped because it had jumped.
     """
     nobody, power = cause is not Cause.DATA, max(0.0, found.odds)
     if nobody and lifted:

@@ -93,8 +93,7 @@ class Policy:
 
     def may_look_back(self, onset: int, oldest: int | None) -> bool:
         """Whether steps from `onset` on may be examined on an earlier state, and undone if samples are guilty. oldest:
-        as in
-        `decide`."""
+        as in `decide`."""
         return oldest is not None and oldest < onset and not self._spent(Action.REWIND)
 
     def convicted(self, finding: Finding, reason: str) -> Decision:
@@ -110,8 +109,7 @@ class Policy:
 
     def abandon(self, decision: Decision, reason: str, proven: bool) -> Decision:
         """Hand over because the resumed checkpoint is bad. If that is proven it costs no budget: each time an older one
-        is
-        used, so the hand-overs are finite."""
+        is used, so the hand-overs are finite."""
         if not proven:
             self._take(Action.HANDOVER, decision.finding.step, Cause.STORAGE)
         return replace(decision, action=Action.HANDOVER, reason=f"{decision.reason}; {reason}")
@@ -179,8 +177,7 @@ class Policy:
 
     def handing_over(self, cause: Cause) -> str:
         """The decided hand-over takes place: returns the message on its side effects. Called when replays have proven
-        or
-        cleared the hardware.
+        or cleared the hardware.
 
         A hand-over that did not help leads to leaving FP8 and, if the odds suffice, to a cut of the rate.
         """
@@ -250,8 +247,7 @@ class Policy:
     def recurred(self, adjacent: bool = False) -> bool:
         """Called before `remedy`: whether the incident came back although no sample was found guilty the last time:
         soon after it, or for the third time in a window. An incident next to skipped samples is attributed to data
-        until
-        shown otherwise."""
+        until shown otherwise."""
         soon = self._count(Action.REWIND, *BLAMELESS, within=self.config.recur_steps)
         return not adjacent and (soon > 0 or self._count(Action.REWIND, *BLAMELESS) > 1)
 

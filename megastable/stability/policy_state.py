@@ -63,8 +63,7 @@ class PolicyState(BaseModel):
     @classmethod
     def _cuts_of_before(cls, given: Any) -> Any:
         """Older versions stored a list of `cuts`, halving from these updates on: convert them to limits that start now.
-        Their
-        factor was `cut_factor`, at its default."""
+        Their factor was `cut_factor`, at its default."""
         if not isinstance(given, dict) or "cuts" not in given:
             return given
         rest = {key: value for key, value in given.items() if key != "cuts"}
@@ -87,8 +86,7 @@ class PolicyState(BaseModel):
 
     def barren_handovers(self, verify_steps: int) -> int:
         """Number of latest hand-overs without new ground: at most `verify_steps` steps from each to the next, and from
-        the
-        last to the farthest step. Each further one needs an older checkpoint."""
+        the last to the farthest step. Each further one needs an older checkpoint."""
         count, later = 0, self.clock
         for taken in reversed([t for t in self.taken if t.action is Action.HANDOVER]):
             if later - taken.clock > verify_steps:

@@ -93,8 +93,7 @@ def rest(limits: Sequence[Limit], limit: Limit, config: PolicyConfig) -> int | N
 
 def outgrown(limits: Sequence[Limit], step: int, scheduled: float, settled: int) -> list[Limit]:
     """Caps that the schedule has fallen below again, past the step at which they were imposed, and `settled` steps
-    after
-    its jump: until then a rewind may lead to before it."""
+    after its jump: until then a rewind may lead to before it."""
     return [
         limit
         for limit in limits

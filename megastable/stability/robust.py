@@ -31,10 +31,8 @@ class Trend:
     """The expected value of the next observation, and its scatter.
 
     level: expected now. low: the least to be expected, if the fall continues at its steepest. scale: sigma of the
-    scatter
-    about the line. noise: the same from successive differences alone, which a curved trend does not inflate. late:
-    level
-    of the newest values.
+    scatter about the line. noise: the same from successive differences alone, which a curved trend does not inflate.
+    late: level of the newest values.
     """
 
     level: float

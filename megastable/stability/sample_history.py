@@ -21,8 +21,7 @@ judged likewise, by its logarithm: text of one kind, too easy to show in the los
 is heavy, so it is clipped sooner, and an alarm needs at least two steps.
 
 An alarm convicts no sample: it names the steps to examine. Samples are shuffled within a corpus, so a trickle present
-from the first step on is part of the corpus, and is not detected here.
-Pure: the same numbers on every rank.
+from the first step on is part of the corpus, and is not detected here. Pure: the same numbers on every rank.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class Alarm:
 
 class Scored(NamedTuple):
     """The scores of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan if too few are known. lift:
-    how
-    far the samples together lie above those of other batches, in sigma of batches, nan if unknown."""
+    how far the samples together lie above those of other batches, in sigma of batches, nan if unknown."""
 
     z: Floats
     lift: float
@@ -155,8 +153,7 @@ class Far(_HistoryState):
 
 class CorpusState(_HistoryState):
     """State of a corpus. losses: the latest, nats; counts: scores in each part, bulk first, slowly forgotten; newest:
-    the
-    not yet counted scores of the latest steps, oldest first, each with its step in front."""
+    the not yet counted scores of the latest steps, oldest first, each with its step in front."""
 
     losses: Latest = np.empty(0)
     counts: list[float] = [0.0] * (EDGES.size + 1)
@@ -199,9 +196,8 @@ class SumState:
 
 class SampleState(_HistoryState):
     """The complete state of the test, from which it continues bit for bit. corpora: by name. means: of the latest
-    batches.
-    norms: logarithms of their gradient norms. far: samples in the tails, by corpus, not yet known to be ordinary.
-    trickle: for each row of `BAD` and of `SHARES`; batch: for each of `LIFTS`, norm likewise."""
+    batches. norms: logarithms of their gradient norms. far: samples in the tails, by corpus, not yet known to be
+    ordinary. trickle: for each row of `BAD` and of `SHARES`; batch: for each of `LIFTS`, norm likewise."""
 
     corpora: dict[str, CorpusState] = {}
     means: list[float] = []

@@ -113,8 +113,7 @@ class Scale:
 
 class Score:
     """Badness and likeness to the `accused` samples together; without `losses`, likeness alone, and not clipped.
-    harmless:
-    scores of the calibration samples, fp64 [m]."""
+    harmless: scores of the calibration samples, fp64 [m]."""
 
     def __init__(self, scale: Scale, accused: ScoredSamples, losses: bool = True) -> None:
         self._scale, self._resemblance = scale, dict[int, tuple[Resemblance, float, float]]()
@@ -132,8 +131,7 @@ class Score:
 
     def of(self, samples: ScoredSamples, among: Bools | None = None) -> Floats:
         """Scores of samples, fp64 [n]; -inf for other corpora than those of the accused. among: which of the samples
-        are
-        accused themselves."""
+        are accused themselves."""
         scores = np.full(samples.z.shape, -np.inf)
         badness = self._scale.badness(samples) if self._losses else np.zeros(samples.z.shape)
         for corpus, (resemblance, middle, width) in self._resemblance.items():
@@ -163,8 +161,7 @@ def judge(
     scale: Scale, suspects: ScoredSamples, alone: Bools, error: float, significance: float, innocent: float
 ) -> Conviction:
     """The guilty samples of a window. alone: those convicted by their loss alone, bool [n]. error: common standard
-    error of
-    z. significance: of the group test; innocent: maximum share of innocent ones among the named.
+    error of z. significance: of the group test; innocent: maximum share of innocent ones among the named.
 
     The worst samples are accused first; the named ones are the accused of a second round.
     """
@@ -188,8 +185,7 @@ def judge_alike(scale: Scale, suspects: ScoredSamples, accused: Bools, innocent:
     """The guilty samples of a window whose gradient, not losses, accuses some of them, bool [n].
 
     Bad samples need not be hard: one repeated sentence is easy, and its gradients add up. So only their likeness to
-    each
-    other, and difference from harmless samples, identifies them; fewer than `CROWD` are not convicted.
+    each other, and difference from harmless samples, identifies them; fewer than `CROWD` are not convicted.
     """
     guilty = accused & scale.judges(suspects.corpora)
     score, among = Score(scale, suspects.of(guilty), losses=False), guilty
@@ -211,9 +207,8 @@ class LikenessKind:
     """The common features of a few samples that losses have convicted.
 
     A few among many need not be far out by their losses: base64 is hardly harder than source code, and is learnt from
-    the
-    first ones. Likeness alone is no evidence, as harmless samples of a rare kind are alike as well: it counts only if
-    `LEAST` of the convicted are like each other, and all members must be worse as a group (`worse`).
+    the first ones. Likeness alone is no evidence, as harmless samples of a rare kind are alike as well: it counts only
+    if `LEAST` of the convicted are like each other, and all members must be worse as a group (`worse`).
     """
 
     def __init__(self, scale: Scale, convicted: ScoredSamples, innocent: float) -> None:
@@ -258,8 +253,7 @@ def joined(
     scale: Scale, suspects: ScoredSamples, convicted: Bools, innocent: float, accused: Bools | None = None
 ) -> tuple[Bools, LikenessKind]:
     """The convicted and the samples of their kind, bool [n], and that kind, learnt from all of them. accused: samples
-    to
-    learn it from first, if not the convicted: an accusation alone makes no sample a member."""
+    to learn it from first, if not the convicted: an accusation alone makes no sample a member."""
     guilty = convicted if accused is None else accused
     for _ in range(ROUNDS):
         kind = LikenessKind(scale, suspects.of(guilty), innocent)

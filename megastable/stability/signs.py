@@ -87,8 +87,7 @@ class Signs:
         """The signs in a step's statistics (`LayerStatistics`); only at the configured steps.
 
         undisturbed: the update was applied, and none was refused recently. During an incident no sign is reported, but
-        the
-        first measurement is still stored for comparison: refused updates have not changed the initial weights.
+        the first measurement is still stored for comparison: refused updates have not changed the initial weights.
         """
         if not self.measures(step):
             return []

@@ -40,12 +40,10 @@ class Seen(NamedTuple):
 
 def suspects(met: Seen, usual: Seen, threshold: float) -> Int64s:
     """The samples since the onset in excess of what harmless ones explain: indexes, the worst first. All samples met
-    are
-    judged together, so that selection causes no bias.
+    are judged together, so that selection causes no bias.
 
     met: losses before their samples were trained on; likewise `usual`, earlier harmless ones, oldest first. As an
-    excess
-    is already established, the individual threshold is lower (groups.MOST).
+    excess is already established, the individual threshold is lower (groups.MOST).
     """
     z, p = groups.compare(met.losses, met.corpora, usual.losses, usual.corpora)
     bad = np.flatnonzero(groups.guilty_by_loss(z, p, groups.MOST * threshold))

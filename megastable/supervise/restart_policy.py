@@ -19,8 +19,7 @@ class Failure:
 
     what: its kind, equal for equal failures ("SIGKILL", "hang", "RuntimeError: ..."). step: the step in progress, None
     before the first. host: None if unknown. clock: the farthest step done by then. skipped: the samples of that step
-    were
-    skipped because of it. code: the exit code, if known.
+    were skipped because of it. code: the exit code, if known.
     """
 
     what: str

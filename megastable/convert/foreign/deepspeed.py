@@ -47,9 +47,8 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     the checkpoint's folder.
 
     run: the new run's recipe; its model must be the checkpoint's. Moments are imported if all weights have them; the
-    data
-    starts at 0, unless client_state holds a "cursor". Raises CheckpointError, ConfigError, DataError; then nothing of
-    `out` is left.
+    data starts at 0, unless client_state holds a "cursor". Raises CheckpointError, ConfigError, DataError; then nothing
+    of `out` is left.
     """
     refuse_existing(out)
     source = find(folder)

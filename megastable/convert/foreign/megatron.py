@@ -124,8 +124,7 @@ class MegatronState:
 
     def whole(self, name: str, of: Described) -> Tensor:
         """One of their tensors, assembled from the tensor ranks, in their row order; a vocabulary tensor keeps their
-        number of
-        rows. of: the expected shape and placement."""
+        number of rows. of: the expected shape and placement."""
         shards, shape, dim = self._shards(name), list(of.shape), of.placement.dim
         if name in VOCABULARY:
             shape[0] = len(shards[0]) if shards[0].dim() else 0

@@ -78,8 +78,7 @@ def to_hf(
     """Write `out`, which must not exist, from a checkpoint (or a run: its newest good one).
 
     tokenizer: a file or folder, instead of that of the recipe's first corpus. check(checkpoint, folder) is called
-    before
-    `out` appears; if it fails, nothing does. watch: bytes so far, and in all. Memory: two tensors in fp32, and a
+    before `out` appears; if it fails, nothing does. watch: bytes so far, and in all. Memory: two tensors in fp32, and a
     rounded copy.
 
     Raises CheckpointError, ConfigError for an unsupported option, DataError.

@@ -133,8 +133,7 @@ def _written(scaling: RopeScalingConfig | None) -> dict[str, Any]:
 
 def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[str, Any]:
     """Our model by config.json: keys of `ModelConfig`. `sequence_length` is the longest that it supports, or on which
-    it
-    computes the same as ours: within its window a Mistral attends to all earlier tokens.
+    it computes the same as ours: within its window a Mistral attends to all earlier tokens.
 
     where: for messages; accept: keys that the user declared irrelevant. Raises CheckpointError.
     """

@@ -67,8 +67,7 @@ MANY_LANGUAGES = (
 @dataclass(frozen=True)
 class Written:
     """content: of tokenizer.json, complete; problem: how its ids differ on the sample texts, "" if they do not; pad:
-    the
-    id that pads a batch."""
+    the id that pads a batch."""
 
     content: Json
     problem: str

@@ -31,9 +31,8 @@ EXPLAINS = np.array([[NAMES[number] in MADE_BY.get(kind, ()) for number in JUDGE
 @dataclass(frozen=True)
 class Judgement:
     """Judgement of k pieces. score: float32 [k], about -log10 of the share of ordinary pieces that are as odd, 0 to
-    MOST;
-    kind: int16 [k], the index in KINDS; feature: int16 [k], the index in FEATURES of the one that explains it: the
-    oddest of those that define the kind, or of all if none of these is odd."""
+    MOST; kind: int16 [k], the index in KINDS; feature: int16 [k], the index in FEATURES of the one that explains it:
+    the oddest of those that define the kind, or of all if none of these is odd."""
 
     score: Floats
     feature: npt.NDArray[np.int16]

@@ -69,8 +69,7 @@ def judge_pieces(yardstick: Yardstick, tokens: Raw, edges: Int64s, keys: Keys) -
 
 def spans_of(yardstick: Yardstick, tokens: Raw, key: int, least: float) -> list[Span]:
     """Where a document [n] has a score of at least `least`, with its key as for `Yardstick.measure`: [first, end) of
-    its
-    tokens, ascending; at least around the worst window.
+    its tokens, ascending; at least around the worst window.
 
     Windows of WINDOW tokens begin every STRIDE. A window across the edge of damage is half sound, and its score about
     half as high: a token is odd if most of the windows that hold it have half of `least`, and a nearby one all of it.

@@ -224,8 +224,7 @@ class Gaps:
         bos: int | None = None,
     ) -> Gaps:  # fmt: skip
         """`documents` must exist, ascending; spans: of other documents. A document that its spans cover completely is
-        removed
-        as a whole. Reads the index in pieces; raises DataError if it is damaged, or a span does not exist."""
+        removed as a whole. Reads the index in pieces; raises DataError if it is damaged, or a span does not exist."""
         cuts, covered = list[CutDocument](), list[int]()
         for number in sorted(spans or ()):
             cut = cut_document(shard, number, (spans or {})[number], eod, bos)

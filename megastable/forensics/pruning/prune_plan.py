@@ -92,9 +92,8 @@ class PrunePlan:
         """What to remove from a corpus, by shard.
 
         Raises DataError naming the line for a document that does not exist or occurs twice, and for a plan that is
-        empty
-        or whose fingerprint does not match this very corpus. Whether a document has the tokens of
-        a span, only its shard knows: `gaps.cut_document`.
+        empty or whose fingerprint does not match this very corpus. Whether a document has the tokens of a span, only
+        its shard knows: `gaps.cut_document`.
         """
         if self.fingerprint is None:
             raise DataError(

@@ -52,8 +52,7 @@ class Loss:
 
     def check(self, most: float, what: str, less: str, spans: str = "") -> None:
         """Raises DataError if more than the share `most` of the tokens or of the documents would be removed. less:
-        advice to
-        remove less; spans: advice to cut documents instead of removing whole ones."""
+        advice to remove less; spans: advice to cut documents instead of removing whole ones."""
         share = max(self.document_share, self.token_share)
         if share <= most:
             return

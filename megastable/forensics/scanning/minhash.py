@@ -58,8 +58,8 @@ def signatures(parts: Iterable[tuple[npt.NDArray[np.integer], Int64s, Int64s]], 
     """Signatures uint16 [documents, BINS] of documents that are given in parts.
 
     A part: tokens [n], its edges int64 [k + 1] and the document of each stretch between them, int64 [k]. The
-    continuation
-    of a document cut into parts must repeat the last 4 tokens. A document of fewer than 5 tokens has none: 0.
+    continuation of a document cut into parts must repeat the last 4 tokens. A document of fewer than 5 tokens has none:
+    0.
     """
     least = np.full(documents * BINS, _EMPTY, dtype=np.uint32)
     for tokens, edges, owner in parts:

@@ -82,8 +82,7 @@ class CopyFacts(_ScanPart):
 
 class WorstDocument(_ScanPart):
     """One of the worst documents. piece, piece_tokens: its worst place in the shard; why: in words; compression: ratio
-    by
-    zstd of the bytes of its first tokens, up to 64 KiB."""
+    by zstd of the bytes of its first tokens, up to 64 KiB."""
 
     shard: str
     document: int

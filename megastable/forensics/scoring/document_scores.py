@@ -81,9 +81,8 @@ def score_shelf(
     """Score documents of a shelf into `folder` (`scored.rows`); results of an earlier call are reused.
 
     documents: only these (`pick.py` makes them); sample: this many of them, evenly spread. gradients: also the norm of
-    the
-    gradient of each document's mean loss, at three times the cost. exact: in fp32. batch: tokens of a forward
-    pass. again: remove any earlier scores from `folder`.
+    the gradient of each document's mean loss, at three times the cost. exact: in fp32. batch: tokens of a forward pass.
+    again: remove any earlier scores from `folder`.
 
     Raises CheckpointError for a checkpoint that cannot be used; DataError for shards that are damaged or of another
     tokenizer, a folder that is occupied or holds something else, and a full disk.

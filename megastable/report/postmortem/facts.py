@@ -175,8 +175,8 @@ class Layers(Facts):
 
 class Cost(Facts):
     """What it took. seconds, the time lost, is the sum of four: redone, steps lost at step_seconds, the median of the
-    steps around; recovery: searching and undoing; downtime: from the end
-    of a process, as it was noticed, to the next one's first step; silent: from the last progress until it was noticed.
+    steps around; recovery: searching and undoing; downtime: from the end of a process, as it was noticed, to the next
+    one's first step; silent: from the last progress until it was noticed.
     """
 
     steps: int
