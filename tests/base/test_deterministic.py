@@ -74,6 +74,7 @@ def test_where_a_repeated_step_is_the_same() -> None:
 def test_a_run_asks_for_it_before_it_starts_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from megastable import train as training
     from megastable.engine import distributed
+    from megastable.training import rank_process
 
     told: list[tuple[float, bool]] = []
 
@@ -81,7 +82,7 @@ def test_a_run_asks_for_it_before_it_starts_cuda(monkeypatch: pytest.MonkeyPatch
         told.append((timeout, wanted))
         raise SystemExit
 
-    monkeypatch.setattr(training, "start_distributed", start)
+    monkeypatch.setattr(rank_process, "start_distributed", start)
     for wanted in ("true", "false"):
         with pytest.raises(SystemExit):
             training.main(["launch/recipes/quickstart.yaml", f"run.deterministic={wanted}", "run.timeout=7"])

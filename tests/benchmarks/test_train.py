@@ -131,7 +131,7 @@ def test_bare_with_masters_does_what_deepspeed_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"), [({"norms": "after"}, "qk_norm"), ({"qk_norm": "full"}, "no architecture")]
+    ("model", "reason"), [({"norms": "after"}, "qk_norm"), ({"qk_norm": "full"}, "no supported Hugging Face")]
 )
 def test_a_model_without_a_home_over_there(model: dict[str, Any], reason: str) -> None:
     pytest.importorskip("transformers")

@@ -113,7 +113,7 @@ def test_a_stream_of_tensors_is_what_the_library_reads(tmp_path: Path) -> None:
 
 def test_a_tensor_that_was_not_announced_is_refused(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "a.safetensors", [("a", torch.float32, (2,)), ("b", torch.float32, (2,))])
-    with pytest.raises(AssertionError, match="b: said"):
+    with pytest.raises(AssertionError, match="b: expected"):
         file.write("b", torch.zeros(2))
     with pytest.raises(AssertionError, match="b was not written"):
         file.close()

@@ -7,6 +7,7 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from megastable.base.errors import DataError
 from megastable.data.order import LAST_POSITION, Order, OrderedCorpus
 from megastable.data.skip_ledger import AnyEntry, Ledger, SkipEntry, append, read_ledger
-from megastable.data.skips import Range, Selection, Skips
+from megastable.data.skips import Range, Selection, Skips, ranges_of
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 60), st.integers(1, 12)).map(lambda r: (r[0], r[0] + r[1])), max_size=10
@@ -346,3 +347,11 @@ def test_a_swapped_corpus_through_the_ledger(ledger: Path) -> None:
     selection = selection_of(found)
     left = [p for p in range(400) if not 3 <= p < 12 and not (p >= 5 and OF[p] == 2)]
     assert selection.next_kept(0, 60)[0].tolist() == left[:60]
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranges_are_the_inverse_of_their_expansion(positions: set[int]) -> None:
+    found = ranges_of(sorted(positions))
+    assert [p for first, end in found for p in range(first, end)] == sorted(positions)
+    assert all(first < end for first, end in found)
+    assert all(end < first for (_, end), (first, _) in pairwise(found))

@@ -35,7 +35,7 @@ def test_fp8_is_emulated_without_a_word() -> None:
         ({"kernels": {"attention": "te"}}, r"attention=te: Transformer Engine .*; blocked is used"),
         (
             {"kernels": {"attention": "te"}, "precision": {"kind": "fp32", "fp8": "delayed"}},
-            r"attention=te: beside delayed scales of FP8 .*; blocked is used",
+            r"attention=te: with FP8's delayed scales .*; blocked is used",
         ),
         (
             {"precision": {"kind": "fp32", "fp8": {"backend": "te"}}},

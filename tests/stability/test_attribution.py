@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from megastable.stability.attribution import (
     is_worse,
     narrow,
     odds_of_data,
-    ranges,
     replay,
     reproduced,
     usual_norm,
@@ -461,17 +459,6 @@ def test_nobody_guilty(recurred: bool, cause: Cause) -> None:
 def test_it_is_said_of_how_many_nothing_is_known() -> None:
     found = conclude(suspects(0.5, NAN, NAN), [], recurred=False, compared_with=64, steps="the 1 steps")
     assert "2 of them cannot be judged: too few earlier samples" in found.reason
-
-
-# Ranges
-
-
-@given(st.sets(st.integers(0, 40)))
-def test_ranges_are_the_inverse_of_their_expansion(positions: set[int]) -> None:
-    found = ranges(sorted(positions))
-    assert [p for first, end in found for p in range(first, end)] == sorted(positions)
-    assert all(first < end for first, end in found)
-    assert all(end < first for (_, end), (first, _) in pairwise(found))
 
 
 @pytest.mark.parametrize("bad", [4, 16])
