@@ -37,8 +37,7 @@ class HangDetector:
         self.phase, self.waited, self._lasted, self._whole, self._seen = "starting", 0.0, 0.0, True, None
 
     def look(self, progress: Progress | None, seconds: float) -> bool:
-        """Whether the run hangs. progress: of the current attempt, None before its first; seconds: since the last
-        poll."""
+        """Whether it hangs. progress: of the current attempt, None before its first; seconds: since the last poll."""
         passed = min(seconds, TICK)
         self.waited, self._lasted = self.waited + passed, self._lasted + passed
         if progress is not None and self._moved(progress):
