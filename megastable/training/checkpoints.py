@@ -72,9 +72,7 @@ class Checkpoints:
         self.rejected: dict[str, str] = {}
         self.passed: set[str] = set()
         self.ill: int | None = None
-        self.changes: dict[
-            str, float
-        ] = {}  # rounding of the loaded state since it was saved
+        self.changes: dict[str, float] = {}  # rounding of the loaded state since it was saved
         self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, with the reason
         self._doubted: set[int] = set()  # steps of those that cannot prove healthy
 

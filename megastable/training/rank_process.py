@@ -59,8 +59,7 @@ def main(
             sys.stdout.flush()
             os._exit(code)
     except (Exception, KeyboardInterrupt) as error:
-        # A normal exit would wait for the thread that writes this rank's part of a checkpoint, which will never be
-        # committed.
+        # Do not wait for the thread that writes this rank's part of a checkpoint: it will never be committed.
         sys.stdout.flush()
         print(parting(error, rank, world), end="", file=sys.stderr, flush=True)
         os._exit(130 if isinstance(error, KeyboardInterrupt) else FAILED)

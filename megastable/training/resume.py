@@ -96,7 +96,7 @@ class Start:
                 break
         if later:
             order.undo(later, saved, found)
-        # The recipe is frozen even if a start with another one died before its first checkpoint.
+        # A start with another recipe freezes it, even if it died before its first checkpoint.
         self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
         # Every rewind point copies the state, and the engine holds FP8's history from here on.
         known = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
