@@ -1,4 +1,4 @@
-"""`megastable train`: the deepspeed launcher on a recipe, as the supervisor starts it, without the supervisor."""
+"""`megastable train`: start the deepspeed launcher on a recipe, as the supervisor does, but unsupervised."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def train(
     from megastable.config import recipe as recipes
     from megastable.supervise.processes import LAUNCHER
 
-    recipes.load(recipe, overrides or [])  # a mistake is told before a process is started
+    recipes.load(recipe, overrides or [])  # report mistakes before a process starts
     words = [*LAUNCHER, *given, "--module", "megastable.train", recipe, *(overrides or [])]
     os.execv(words[0], words)

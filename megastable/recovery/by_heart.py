@@ -2,7 +2,7 @@
 
 Tables and lists have few different tokens, too. A spot (the fewest neighbours that can tell) belongs to the region if
 far more of it are below the bar than of harmless samples: wrong for at most one spot in 100, one in 10,000 from 32
-samples on. The region is grown ahead until it ends (region.py). Likeness decides where it can who is guilty
+samples on. The region is grown ahead until it ends (region.py). Likeness picks the guilty samples where it can
 (likeness.py): the first samples were not easy yet when trained on.
 """
 

@@ -71,7 +71,7 @@ class Points:
         counters: dict[str, Any] | None = None,
     ) -> None:
         if state.step not in self.ring.steps:
-            # Copies are cheap here: checkpoints assemble this anyway, and the vitals are replaced as a whole.
+            # Checkpoints fill in `stability` themselves; the vitals can be shared, as they are replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
             self.ring.take(state.step, RewindState(light, rng_state(), detector, samples), counters)

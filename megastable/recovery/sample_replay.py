@@ -136,8 +136,7 @@ class Laboratory:
         adjacent: bool = False,
         between: Sequence[Trained] = (),
     ) -> Conclusion:
-        """Find the guilty samples of `window` (the steps since the onset), and beyond both of its ends, as far as
-        possible.
+        """Find the guilty samples of `window` (the steps since the onset), and beyond both of its ends.
 
         history: steps that led to the current state without trouble; between: applied ones after that, before the
         window; cursor: the position of the state; selection: what is skipped already. adjacent: the window lies next to

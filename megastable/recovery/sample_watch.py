@@ -205,8 +205,8 @@ class SampleWatch:
         clear: bool,
         calm: bool,
     ) -> list[Conclusion]:
-        """Examine waiting cases, if possible now: skip guilty samples, and go on. Returns the cases with convictions.
-        Raises SpaceError.
+        """Examine waiting cases, if possible now: skip guilty samples, and go on. Returns the convictions. Raises
+        SpaceError.
 
         trained: the latest steps. clear: no incident is open, and no action awaits proof; calm: also, the update was
         applied and is on trend. A trickle may keep the loss high and an incident open for as long as it lasts, so

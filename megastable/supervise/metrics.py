@@ -63,7 +63,7 @@ class _Latest(Collector):
 
 
 def families(s: Status) -> Iterator[Metric]:
-    """The metrics of a status, with the run's name as a label; those that nobody knows yet are left out."""
+    """The metrics of a status, with the run's name as a label; unknown ones are left out."""
     gauges = {
         "step": ("Steps done, refused ones included.", s.step),
         "steps": ("Steps of the whole run.", s.steps),

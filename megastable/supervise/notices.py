@@ -19,7 +19,7 @@ from megastable.supervise.hooks import Hook, hooks_of
 
 log = logging.getLogger(__name__)
 
-KEPT = 20  # notices that wait, at most; of older ones only the count is told
+KEPT = 20  # most waiting notices; older ones are only counted
 LONGEST = 1500  # characters of a text
 SHORT = 200  # ... that is folded into another
 LARGEST = 32_768  # characters of the facts in JSON; beyond that only the plain ones are told
