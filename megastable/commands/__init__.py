@@ -1,1 +1,1 @@
-"""The commands of `megastable`, a module for each. Only cli.py imports them, and only the one that is asked for."""
+"""Holds the commands of `megastable`, one module each. Only cli.py imports them, and only the one requested."""

@@ -1,4 +1,4 @@
-"""What every command has: -h, --version, examples of its own, and errors without a traceback."""
+"""Gives every command -h, --version, its own examples, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BARE.command()(_with_version)
 
 
 class _Shared:
-    """Added to typer's two kinds of commands."""
+    """Mixed into typer's two command classes."""
 
     def get_params(self, context: Any) -> list[Any]:
         return [*super().get_params(context), VERSION]  # type: ignore[misc]
@@ -57,15 +57,15 @@ class _Shared:
 
 
 class Command(_Shared, TyperCommand):
-    """One that does something."""
+    """A command that does something."""
 
 
 class Group(_Shared, TyperGroup):
-    """One that others are below."""
+    """A command with subcommands."""
 
 
 class WithLauncherArguments(Command):
-    """What comes after -- is not for this command, but for the deepspeed launcher: it is left in context.obj."""
+    """Passes the arguments after -- on to the deepspeed launcher, in context.obj."""
 
     def collect_usage_pieces(self, context: Any) -> list[str]:
         return [*super().collect_usage_pieces(context), "[-- DEEPSPEED ARGUMENT...]"]
@@ -77,7 +77,7 @@ class WithLauncherArguments(Command):
 
 
 class App(typer.Typer):
-    """A command, or a group of some. about: of a group; a single command has its function's docstring."""
+    """A command, or a group of commands. about: of a group; a single command has its function's docstring."""
 
     def __init__(self, about: str | None = None) -> None:
         super().__init__(
@@ -87,7 +87,7 @@ class App(typer.Typer):
             add_completion=False,
             pretty_exceptions_enable=False,
         )
-        self.examples: list[str] = []  # one of each command, for the group's own help
+        self.examples: list[str] = []  # one per command, for the group's own help
 
     def add(
         self,
@@ -98,7 +98,7 @@ class App(typer.Typer):
         cls: type[Command] = Command,
         **about: Any,
     ) -> Callable[[F], F]:
-        """A command of a function. examples: a command a line; more: paragraphs below them."""
+        """Add a function as a command. examples: one command per line; more: paragraphs below them."""
         lines = [line.strip() for line in examples.strip().splitlines()]
         self.examples.append(lines[0])
         self.info.epilog = _epilog(self.examples)

@@ -1,6 +1,6 @@
-"""`megastable backtest`: what the stability system would have done with past runs.
+"""`megastable backtest`: replay past runs through the stability system.
 
-Thresholds are tuned on those, not on the next one.
+Thresholds are tuned on past runs, not on the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
     from megastable.stability.backtest import BacktestDecision, Recorded
 
-EVERY = 100  # steps between two looks at the bar
+EVERY = 100  # steps between updates of the progress bar
 app = App()
 
 
@@ -70,7 +70,7 @@ def backtest(
 
 
 def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
-    """The run's own thresholds, or the defaults, with the overrides; and whether it computed in FP8."""
+    """The run's thresholds, or the defaults, with the overrides; and whether it computed in FP8."""
     from megastable.config import recipe
     from megastable.config.overrides import override
 
@@ -89,13 +89,13 @@ def _read(source: Path) -> list[Recorded]:
 
     if not source.is_dir():
         return read_trace(source, lambda line: typer.echo(line, err=True))
-    # As they were first met: a step that was done again after a rewind looks harmless the second time.
+    # As first met: a step repeated after a rewind looks harmless the second time.
     table = records.read(source / "steps", newest=False).to_pylist()
     if not table:
         raise DataError(
             f"{source}: no step records in {source / 'steps'}: give a run directory, or a CSV file"
         )
-    # An overflow of fp16 is not judged: a smaller loss scale mends it.
+    # fp16 overflows are not judged: the loss scale is reduced.
     judged = [row for row in table if row["finite"] or row["loss_scale"] <= 1]
     return [Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in judged]
 

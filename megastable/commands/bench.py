@@ -1,4 +1,4 @@
-"""`megastable bench`: what things cost, measured on this machine."""
+"""`megastable bench`: measure costs and error rates on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
 
 app = App("What things cost, measured on this machine. Needs a checkout.")
-SHORT = ("train.global_batch=1", "train.micro_batch=1", "model.sequence_length=64")  # steps beside a save
+SHORT = ("train.global_batch=1", "train.micro_batch=1", "model.sequence_length=64")  # steps during a save
 QUICKSTART = Path("launch/recipes/quickstart.yaml")
 
 
@@ -33,7 +33,7 @@ def _console(as_json: bool, errors: bool = False) -> Console:
 
 
 def _settings(overrides: list[str] | None, section: str) -> StabilityConfig:
-    """The defaults of stability with overrides of one of its sections. Raises ConfigError."""
+    """The default StabilityConfig with overrides of one of its sections. Raises ConfigError."""
     from megastable.config import recipe
     from megastable.config.overrides import override
 
@@ -65,7 +65,7 @@ def stability(
     from megastable.config import recipe
 
     find_beside("benchmarks")
-    config = recipe.load(recipe_path, overrides or [])  # a mistake needs no DeepSpeed, which takes seconds
+    config = recipe.load(recipe_path, overrides or [])  # mistakes show before the slow import of DeepSpeed
     _alone()
     from benchmarks.costs import table
     from benchmarks.stability_cost import measure, steps_needed
@@ -142,7 +142,7 @@ def noise(
 
 
 def _alone() -> None:
-    """A process group of this process, if one is started."""
+    """A process group of this process alone, if none is started."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
@@ -329,7 +329,7 @@ def train(
             tables.append(profiling.table(name, profiling.profile(contestant.step, on, folder)))
 
     def write(now: speed.Speed) -> None:
-        """After every contestant: whoever is ended leaves what was measured."""
+        """After every contestant, so that an interrupted run keeps its measurements."""
         put_json(asdict(now), False, output)
 
     distributed.start_distributed(config.run.timeout, config.run.deterministic)
@@ -351,10 +351,10 @@ def train(
 
 
 def _on(device: str | None) -> str:
-    """The device, cpu or cuda. Before anything of DeepSpeed is imported: it looks for its accelerator once."""
+    """The device, cpu or cuda. Before any import of DeepSpeed, which chooses its accelerator once."""
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(f"--device {device}: it is cpu or cuda")
-    # What the profiler has to say when it starts and stops.
+    # Messages of the profiler when it starts and stops.
     os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
     import torch
 

@@ -1,4 +1,4 @@
-"""What is no part of the installed package, but lies beside it in a checkout: benchmarks/ and drills/."""
+"""Finds the parts of a checkout beside the installed package: benchmarks/ and drills/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megastable.base.errors import ConfigError
 
 
 def find_beside(folder: str) -> None:
-    """Make a folder beside the package importable. Raises ConfigError where there is none."""
+    """Make a folder beside the package importable. Raises ConfigError if it is missing."""
     root = Path(megastable.__file__).resolve().parents[1]
     if not (root / folder / "__init__.py").is_file():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`megastable checkpoint`: checkpoints in your hands."""
+"""`megastable checkpoint`: verify, list, show, pin, accept and compare checkpoints."""
 
 from __future__ import annotations
 

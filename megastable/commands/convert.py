@@ -1,4 +1,4 @@
-"""`megastable convert`: a checkpoint out to a folder that Hugging Face's transformers load, and in from one."""
+"""`megastable convert`: convert checkpoints to and from Hugging Face folders, and to GGUF."""
 
 from __future__ import annotations
 

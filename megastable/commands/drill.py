@@ -1,4 +1,4 @@
-"""`megastable drill`: real small training runs with planted faults, and what each policy makes of them."""
+"""`megastable drill`: train small models with planted faults under each policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = App()
 
 
 class PolicyName(StrEnum):
-    """Those of drills/plan.py, without importing it."""
+    """The policies of drills/plan.py, without importing it."""
 
     nothing = "nothing"
     clipping = "clipping"

@@ -1,4 +1,4 @@
-"""`megastable fp8-check`: would this model be stable in FP8? No FP8 hardware is needed."""
+"""`megastable fp8-check`: check whether a model would be stable in FP8. No FP8 hardware is needed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check(
     plain = Console(markup=False, emoji=False, highlight=False, quiet=as_json)
 
     def say(*lines: str) -> None:
-        """Lines that a terminal may wrap, and a pipe gets whole: commands are copied from them."""
+        """Lines that wrap on a terminal but not in a pipe: commands are copied from them."""
         for line in lines:
             plain.print(visible(line), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`megastable generate`: talk to what was trained."""
+"""`megastable generate`: generate text from a checkpoint."""
 
 from __future__ import annotations
 

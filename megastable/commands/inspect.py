@@ -1,4 +1,4 @@
-"""`megastable inspect`: what was in that batch, and which documents are bad."""
+"""`megastable inspect`: show what a step trained on, and which documents are bad."""
 
 from __future__ import annotations
 

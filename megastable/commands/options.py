@@ -1,4 +1,4 @@
-"""The options that several commands have, and where their JSON goes."""
+"""Defines options shared by several commands, and writes their JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def _in_a_folder(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """A file to be written: refused before anything begins if there is no folder for it."""
+    """Refuse an output file whose folder does not exist, before any work begins."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{parameter.opts[0]} {path}: there is no directory {path.parent}")
     return path

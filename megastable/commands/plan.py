@@ -1,4 +1,4 @@
-"""`megastable plan`: before a run costs anything, does it fit, how fast is it, what would be faster."""
+"""`megastable plan`: estimate memory, time and cost of a run, and find faster layouts."""
 
 from __future__ import annotations
 

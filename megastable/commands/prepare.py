@@ -1,4 +1,4 @@
-"""`megastable prepare`: text into corpora to train on."""
+"""`megastable prepare`: turn text into corpora for training."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option
 
 
 def read_text(path: Path) -> str:
-    """A whole file. Raises DataError where it cannot be read or is not UTF-8."""
+    """A whole text file. Raises DataError if it cannot be read or is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:

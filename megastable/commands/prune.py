@@ -1,4 +1,4 @@
-"""`megastable prune`: documents, or spans of them, out of a corpus."""
+"""`megastable prune`: remove documents, or spans of them, from a corpus."""
 
 from __future__ import annotations
 

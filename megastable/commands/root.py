@@ -1,4 +1,4 @@
-"""`megastable` itself: names all commands without importing them, and imports the one that is asked for."""
+"""Defines `megastable` itself: lists all commands without importing them, and imports the requested one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer.main
 
 from megastable.commands.app import SETTINGS, Command, Group
 
-# Each is a module of this room with an `app`, of whose own help this is the first line.
+# Each is a module of this package with an `app`, whose help begins with this line.
 COMMANDS = {
     "train": "Train without a supervisor: start the deepspeed launcher on a recipe.",
     "supervise": "Train under a supervisor, which restarts after a crash or a hang from a good checkpoint.",
@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 class LazyGroup(Group):
-    """Help and tab completion need no more than names and a line each."""
+    """Help and tab completion need only names and one line each."""
 
     def list_commands(self, context: Any) -> list[str]:
         return list(COMMANDS)
@@ -43,7 +43,7 @@ class LazyGroup(Group):
 
 
 def load(name: str) -> Any:
-    """The command of that name."""
+    """Import the command of that name."""
     module = import_module(f"megastable.commands.{name.replace('-', '_')}")
     found = typer.main.get_command(module.app)
     found.name = name

@@ -1,4 +1,4 @@
-"""`megastable status`: how a run stands, from its directory alone."""
+"""`megastable status`: show how a run stands, from its directory alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megastable supervise`: start the deepspeed launcher, watch, and start again. Imports no torch."""
+"""`megastable supervise`: start the deepspeed launcher, watch it, and restart it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def supervise(
 
     check_alone(os.environ)
     config = recipes.load(recipe, overrides or [])
-    hooks.check(config.supervise)  # before anything is made
+    hooks.check(config.supervise)  # before anything is created
     run = directory.make(config, recipes.find(recipe))
     run.compare(config)
     notifiers = Notifiers(config, run)

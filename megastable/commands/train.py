@@ -1,4 +1,4 @@
-"""`megastable train`: the deepspeed launcher on a recipe, as the supervisor starts it, without the supervisor."""
+"""`megastable train`: start the deepspeed launcher on a recipe, as the supervisor does, but unsupervised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m megastable.config`: a recipe's resolved configuration and DeepSpeed JSON, or the reference of all keys."""
+"""`python -m megastable.config`: print a recipe's resolved configuration and DeepSpeed JSON, or the key reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = f"""python -m megastable.config launch/recipes/7b.yaml parallel.tenso
 
 
 def _of_corpora(config: RunConfig) -> list[str]:
-    """A warning where the corpora cannot be trained on as they are found here; no error: it may be another host."""
+    """A warning if the corpora cannot be used on this host; no error, as the run may use another."""
     try:
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
     except MegastableError as error:

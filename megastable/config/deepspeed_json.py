@@ -1,8 +1,8 @@
-"""The DeepSpeed JSON of a run: a file of ds_configs/, completed from the `RunConfig`. Pure; imports no DeepSpeed.
+"""Builds the DeepSpeed JSON of a run: a file of ds_configs/ completed from the `RunConfig`. Pure, without DeepSpeed.
 
-The file holds what is DeepSpeed's alone (buckets, overlap, profilers). megastable fills in batch sizes,
-clipping, precision and the pipeline's settings, and refuses a file that says otherwise, or that holds a key which
-DeepSpeed would silently ignore.
+The file holds settings of DeepSpeed alone (buckets, overlap, profilers). megastable fills in batch sizes, clipping,
+precision and the pipeline's settings, and refuses a file that contradicts them, or has a key that DeepSpeed would
+silently ignore.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megastable.base.errors import ConfigError
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 
-# The keys that a file may hold, section by section: what megastable fills in, and what it has been run with.
+# The keys allowed in a file, by section: what megastable fills in, and what it has been run with.
 KNOWN: dict[str, set[str]] = {
     "": {
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
@@ -54,7 +54,7 @@ _LOW_MASTERS = (
     "master weights and gradients are fp32 here: updates below the precision of the weights get lost"
 )
 
-# Keys of DeepSpeed that are not for a file of ours, with the reason.
+# DeepSpeed keys not allowed in our files, with the reason.
 REFUSED = {
     "optimizer": "the optimizer is set by optimizer.* in the recipe",
     "scheduler": "the learning rate is set by schedule.* in the recipe",
@@ -74,7 +74,7 @@ REFUSED = {
     "bf16.bf16_optimizer_states": _LOW_MASTERS,
     "fp16.fp16_master_weights_and_grads": _LOW_MASTERS,
     "zero_optimization.zero_hpz_partition_size": _PIECES,
-    # 0.19.8 pairs parameters with each other's pieces under it (ran: 16 of 19 on two ranks).
+    # 0.19.8 pairs parameters with each other's pieces under it (tested: 16 of 19 on two ranks).
     "zero_optimization.round_robin_gradients": _PIECES,
     "zero_optimization.mics_shard_size": _PIECES,
     "zero_optimization.mics_hierarchical_params_gather": _PIECES,
@@ -82,14 +82,14 @@ REFUSED = {
     "zero_optimization.zero_quantized_gradients": _QUANTIZED,
     "zero_optimization.offload_optimizer": _OFFLOADING,
     "zero_optimization.offload_param": _OFFLOADING,
-    "zero_optimization.cpu_offload": _OFFLOADING,  # this and the next: older names, which DeepSpeed still follows
+    "zero_optimization.cpu_offload": _OFFLOADING,  # this and the next: older names that DeepSpeed still accepts
     "zero_optimization.cpu_offload_param": _OFFLOADING,
 }
 
 
 def data_parallel(config: RunConfig, world: int) -> int:
-    """Data-parallel size of `world` ranks, those of context parallelism among them; `ConfigError` when the layout does
-    not factor."""
+    """Data-parallel size of `world` ranks, including context parallelism; `ConfigError` if the layout does not
+    factor."""
     p = config.parallel
     model = p.tensor * p.pipeline
     context = f" x parallel.context={p.context}" if p.context > 1 else ""
@@ -139,7 +139,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(given: dict[str, Any], path: Path, stages: int) -> None:
-    """Refuse what DeepSpeed would ignore, or follow to a bad end."""
+    """Refuse keys that DeepSpeed would ignore, or that break a run."""
     for section, known in KNOWN.items():
         content = given.get(section) if section else given
         for key in content if isinstance(content, dict) else ():
@@ -163,27 +163,27 @@ def _check(given: dict[str, Any], path: Path, stages: int) -> None:
 def _filled(config: RunConfig, world: int) -> dict[str, Any]:
     kind, steps = config.precision.kind, accumulation(config, world)
     filled: dict[str, Any] = {
-        # It knows no context parallelism: ranks that share a sample are data-parallel ranks to it.
+        # DeepSpeed has no context parallelism: ranks that share a sample count as data-parallel ranks.
         "train_batch_size": config.train.global_batch * config.parallel.context,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": config.optimizer.clip,
         "zero_optimization": {"stage": config.parallel.zero},
         "zero_allow_untested_optimizer": True,
-        # Gradients are reduced and accumulated in fp32 whatever the parameters are.
+        # Gradients are reduced and accumulated in fp32, whatever the parameters' precision.
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "bf16": {"enabled": kind == "bf16"},
         "fp16": {"enabled": kind == "fp16"},
         # The defaults of these three corrupt activations under sequence parallelism or break the first stage.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False},
-        # It waits for the device twice a micro-batch, for a report that nobody sees: records.py has the speed.
+        # It synchronizes the device twice per micro-batch, for a report that is not shown: records.py has the speed.
         "timers": {"throughput": {"enabled": False}},
     }
     if kind == "bf16":
         filled["bf16"]["check_grad_overflow"] = True
-        # A bf16 gradient goes into the fp32 buffer as soon as it is there, and away: else all of them are kept, zeroed
-        # and added up once more in every backward pass.
+        # A bf16 gradient is added to the fp32 buffer and freed at once: otherwise all of them are kept, zeroed and
+        # added again in every backward pass.
         filled["bf16"]["immediate_grad_update"] = True
     if kind == "fp16":
         p = config.precision

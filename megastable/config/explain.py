@@ -1,4 +1,4 @@
-"""Why a configuration is refused, in words: what was expected, with an example, or which key was meant."""
+"""Explains why a configuration is refused: what was expected, with an example, or which key was meant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megastable.config.section import BOOL_FOR_ANOTHER_KIND
 
 
 def explain(detail: ErrorDetails) -> list[str]:
-    """The lines that say one of pydantic's errors; more than one where a whole section is unknown."""
+    """The message lines for one of pydantic's errors; more than one if a whole section is unknown."""
     location, kind, message = [str(part) for part in detail["loc"]], detail["type"], detail["msg"]
     given = repr(detail["input"])
     if kind in ("extra_forbidden", "invalid_key"):  # the second: a number
@@ -22,7 +22,7 @@ def explain(detail: ErrorDetails) -> list[str]:
     if kind == BOOL_FOR_ANOTHER_KIND:
         location, given = [*location, detail["ctx"]["name"]], detail["ctx"]["given"]
     path, key = ".".join(location), key_at(location)
-    if kind == "value_error":  # by a rule of the tree
+    if kind == "value_error":  # raised by a rule of the tree
         message = message.removeprefix("Value error, ")
         return [f"{path}: {message}" if path else message]
     if key is None:
@@ -39,7 +39,7 @@ def explain(detail: ErrorDetails) -> list[str]:
 
 
 def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
-    """What a key that does not exist was meant to be."""
+    """The key that an unknown key may have meant."""
     path, name = ".".join(location), location[-1]
     if there := known_elsewhere(name):
         if not there.ours:
@@ -57,7 +57,7 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
         for child in filter(known_elsewhere, map(str, inside)):
             yield from _unknown([*location, child], inside[child])
         return
-    # A section of another trainer: what is in it may be known.
+    # A section of another trainer, whose keys may be known.
     below = given if isinstance(given, dict) else {}
     known = [str(child) for child in below if known_elsewhere(str(child))]
     for child in known:
@@ -75,7 +75,7 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
 
 
 def keys_beside(location: Sequence[str]) -> dict[str, Key]:
-    """The keys that exist where one does not, by their names."""
+    """The existing keys beside an unknown one, by name."""
     *parents, _ = location
     return {
         name: Key(".".join((*parents, name)), field)
@@ -84,7 +84,7 @@ def keys_beside(location: Sequence[str]) -> dict[str, Key]:
 
 
 def _elsewhere(name: str) -> list[Key]:
-    """Keys of other sections that are called so, or nearly."""
+    """Keys of other sections with this name, or a similar one."""
     keys = all_keys()
     best = difflib.get_close_matches(name, [key.name for key in keys], n=1, cutoff=0.8)
     return [key for key in keys if key.name in best]

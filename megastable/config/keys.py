@@ -1,4 +1,4 @@
-"""Every key of the configuration: what it expects, in words, and an example. Messages and the reference say both."""
+"""Describes every key of the configuration in words, with an example, for messages and the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Key:
-    """A key at its place in the tree. Lists are entered by an index: data.corpora.0.path."""
+    """A key at its place in the tree. List entries are addressed by index: data.corpora.0.path."""
 
     path: str
     field: FieldInfo
@@ -39,23 +39,23 @@ class Key:
 
     @property
     def section(self) -> type[Section] | None:
-        """Of the keys below it, also of those of a list's entries."""
+        """The section of the keys below it, or below a list's entries."""
         return section_in(self.field.annotation)
 
     @property
     def expected(self) -> str:
-        """The values that it takes, e.g. "whole number above 0"."""
+        """Accepted values, e.g. "whole number above 0"."""
         return in_words(self.field.annotation, self.field.metadata)
 
     @property
     def default(self) -> str:
-        """As YAML in one line; `REQUIRED` where there is none."""
+        """The default as YAML in one line; `REQUIRED` if there is none."""
         value = self.field.get_default(call_default_factory=True, validated_data={})
         return REQUIRED if value is PydanticUndefined else flow(value)
 
     @property
     def example(self) -> str:
-        """An override with a value that is valid, quoted for a shell: its default where that says something."""
+        """A valid override, quoted for a shell: the default if that is instructive."""
         if self.section is not None and self.field.examples is None:
             name, field = next(iter(self.section.model_fields.items()))
             return Key(f"{self.path}.{name}", field).example
@@ -118,7 +118,7 @@ def all_keys() -> list[Key]:
 
 
 def in_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
-    """What a type takes: "whole number above 0", "cosine, linear or wsd", "[number, number]"."""
+    """A type in words: "whole number above 0", "cosine, linear or wsd", "[number, number]"."""
     if hasattr(annotation, "__metadata__"):  # Annotated
         nested = [
             b for m in annotation.__metadata__ for b in (m.metadata if isinstance(m, FieldInfo) else [m])

@@ -1,7 +1,7 @@
-"""What other trainers call our keys: for "did you mean", the configuration reference, and checkpoints of Megatron-LM.
+"""Maps other trainers' names to our keys, for "did you mean", the configuration reference, and Megatron-LM checkpoints.
 
-A name stands for "KEY" or "KEY=VALUE", then "; " and how it differs where it does not mean quite the same. Those
-without a key have the reason. Names are written with underscores, and without the section that they stand in.
+A name maps to "KEY" or "KEY=VALUE", then "; " and the difference if the meaning is not quite the same. Names without a
+key have the reason. Names are written with underscores, and without their section.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PAIR = "one of a pair"
 _DEEPSPEED = "a setting of the file that it names"
 _ROPE_KINDS = "there are two kinds, linear and llama3"
 
-# Megatron-LM's arguments, as --num-layers; the reference shows these.
+# Megatron-LM's arguments, such as --num-layers; the reference shows these.
 MEGATRON = {
     # model
     "num_layers": "model.layers",
@@ -262,14 +262,14 @@ OTHERS_WITHOUT_KEY = {
 
 @dataclass(frozen=True)
 class OtherName:
-    """What another trainer's name is here: KEY or KEY=VALUE, "" for none; and how it differs, or why there is none."""
+    """Our counterpart of another trainer's name: KEY or KEY=VALUE, "" for none; and the difference, or the reason."""
 
     ours: str
     note: str
 
 
 def known_elsewhere(name: str) -> OtherName | None:
-    """A name of another trainer, with - or _, with or without dashes in front."""
+    """Look up a name of another trainer, with - or _, with or without leading dashes."""
     plain = name.lstrip("-").replace("-", "_").lower()
     if ours := (MEGATRON | OTHERS).get(plain):
         key, _, note = ours.partition("; ")

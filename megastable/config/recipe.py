@@ -1,4 +1,4 @@
-"""Recipes: YAML files and dotted overrides into a `RunConfig`, with messages a person can act on."""
+"""Loads recipes: YAML files and dotted overrides into a `RunConfig`, with actionable error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def find(path: str | Path) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key stands once: the plain loader keeps the last one without a word."""
+    """YAML with unique keys: the plain loader silently keeps the last duplicate."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; `ConfigError` with line and column when it is not one."""
+    """The mapping in a YAML file; `ConfigError` with line and column if it is not one."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if "manifests" in tree and isinstance(tree.get("config"), dict):
         tree = tree["config"]  # the frozen recipe of a run directory
         if (path.parent / "checkpoints").is_dir():
-            # The run is where its recipe lies: a copy of a run directory is a run of its own.
+            # The run directory is where its recipe is: a copied one is a run of its own.
             override(tree, f"run.dir={json.dumps(str(path.parent))}")
     for assignment in overrides:
         override(tree, assignment)

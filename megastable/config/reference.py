@@ -1,4 +1,4 @@
-"""docs/configuration.md, made of the tree: every key with type, default, unit, meaning and Megatron-LM's name."""
+"""Generates docs/configuration.md from the tree: every key's type, default, unit, meaning and Megatron-LM name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEANING = re.compile(r"(?P<meaning>.*?)(?: \[(?P<unit>[^\[\]]+)\])?")
 
 def page() -> str:
     """The whole page."""
-    (root, *parts) = sections()  # the tree itself comes last: it has one key of its own beside the sections
+    (root, *parts) = sections()  # the root comes last: it has one key of its own besides the sections
     chapters = [(path.replace(".0", ".N"), path, section) for path, section in parts]
     contents = [f"{'  ' * _depth(title)}- [{title}](#{_anchor(title)})" for title, _, _ in chapters]
     contents += ["- [At the top](#at-the-top)", "- [Names of other trainers](#names-of-other-trainers)"]
@@ -42,7 +42,7 @@ def page() -> str:
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """The strings below a section's keys, read from its source: pydantic could, but at every start of every program."""
+    """The strings below a section's keys, read from its source: by pydantic it would cost time at every start."""
     (body,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(body, ast.ClassDef)
     return {
@@ -54,7 +54,7 @@ def meanings(section: type[Section]) -> dict[str, str]:
 
 
 def values_of(path: str, section: type[Section]) -> list[Key]:
-    """The keys of a section that have a value of their own, not just a section that is always there."""
+    """Keys of a section with a value of their own, not just a section that is always there."""
     return [
         key
         for key in keys_of(path, section)
@@ -104,7 +104,7 @@ DeepSpeed, torchtitan, nanoGPT, Llama's `params.json`, Hugging Face's `config.js
 
 
 def _grouped(names: Mapping[str, str], dashes: str = "") -> list[dict[str, str]]:
-    """Names that mean the same in one row."""
+    """Names with the same meaning, in one row."""
     alike = defaultdict[str, list[str]](list)
     for name, here in names.items():
         alike[here].append(f"`{dashes}{name.replace('_', '-') if dashes else name}`")
@@ -115,7 +115,7 @@ def _grouped(names: Mapping[str, str], dashes: str = "") -> list[dict[str, str]]
 
 
 def _table(rows: list[dict[str, str]]) -> str:
-    """In Markdown, without the columns that are empty."""
+    """A Markdown table, without empty columns."""
     heads = [head for head in rows[0] if any(row[head] for row in rows)]
     lines = [heads, ["---"] * len(heads)] + [
         [_linked(row[head]).replace("|", "\\|") for head in heads] for row in rows

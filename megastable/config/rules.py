@@ -1,4 +1,4 @@
-"""The rules between keys: what cannot be combined, or what DeepSpeed is known to get wrong."""
+"""Checks rules between keys: impossible combinations, and those that DeepSpeed is known to get wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a 
 
 
 def impossible(c: RunConfig) -> list[str]:
-    """What cannot be, or what DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
+    """Impossible combinations, and those that DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
     m, p, bad = c.model, c.parallel, []
     for key, size in (("heads", m.heads), ("kv_heads", m.key_value_heads), ("ffn", m.ffn_width)):
         if size % p.tensor:

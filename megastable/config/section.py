@@ -1,4 +1,4 @@
-"""What every part of the configuration tree is: see config/tree.py."""
+"""Defines the base of every section of the configuration tree: see config/tree.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-BOOL_FOR_ANOTHER_KIND = "bool_for_another_kind"  # an error's type
+BOOL_FOR_ANOTHER_KIND = "bool_for_another_kind"  # an error type
 
 
 def _takes_bool(annotation: Any) -> bool:
@@ -17,19 +17,19 @@ def _takes_bool(annotation: Any) -> bool:
 
 
 class Section(BaseModel):
-    """A part of the tree: frozen, finite, and without room for keys that nobody reads.
+    """A section of the tree: frozen, finite, without unknown keys.
 
-    The string below a key says what it means, with its unit in brackets at the end: docs/configuration.md shows them.
+    The string below a key is its meaning, with its unit in brackets at the end, for docs/configuration.md.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    # Parts that a single word may stand for: the value of which key of theirs it is. True: as it is; false: none.
+    # Sections that a single word may stand for, and the key it sets. True: as it is; false: none.
     in_a_word: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _bool_is_no_number(cls, given: Any) -> Any:
-        # pydantic would read yes as 1.
+        # pydantic would accept yes as 1.
         for name, value in given.items() if isinstance(given, dict) else ():
             field = cls.model_fields.get(name)
             if not isinstance(value, bool) or field is None or name in cls.in_a_word:

@@ -1,4 +1,4 @@
-"""The thresholds of the stability system, each with the reason of its default. Part of the tree of config/tree.py."""
+"""Defines the thresholds of the stability system, each with the reason of its default. Part of config/tree.py."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class DetectorConfig(Section):
     beyond `lone` and beyond `record_margin` times the farthest harmless jump of its kind in this run. Single gradient
     norms at 13 times the usual and single hard batches at 15 sigma pass without harm.
 
-    Cumulative sums: a term is the residual, at most `_clip`, less `_allowance`; the alarm is at `_limit`; the largest
-    term does not count. Within five steps spikes reach 4.8 (loss) or 4.0 (joint), healthy runs 3.7 and 2.1 ever. A slow
-    divergence reaches a drift of 45 in 100 steps, healthy runs 3.6 ever. Swings of 4 sigma are noticed; healthy runs
-    reach an oscillation of 1.5 ever. The limits hold for at most one false alarm; another rate moves them. What
-    neighbouring residuals are worth is reduced by the root of their long-run variance (1.5 to 3.5 in the first thousand
-    steps of real healthy runs, 1 to 2 later).
+    Cumulative sums: a term is the residual, clipped at `_clip`, less `_allowance`; the alarm is at `_limit`; the
+    largest term does not count. Within five steps spikes reach 4.8 (loss) or 4.0 (joint), healthy runs 3.7 and 2.1
+    ever. A slow divergence reaches a drift of 45 in 100 steps, healthy runs 3.6 ever. Swings of 4 sigma are noticed;
+    healthy runs reach an oscillation of 1.5 ever. The limits are for `false_alarms` = 1; another rate moves them.
+    Residuals are divided by the root of their long-run variance, as neighbours correlate (1.5 to 3.5 in the first
+    thousand steps of real healthy runs, 1 to 2 later).
 
     An alarm that only the loss raises is one of the training if the gradient norm is up by `heat` (spikes of real runs:
     2.9 and more; a rise that healed in 5 steps: 1.9), if the loss has jumped by `gross`, by `gross_sigma` and by the
@@ -53,21 +53,21 @@ class DetectorConfig(Section):
     scatter_memory: PositiveInt = 1000
     """Span over which the long-run variance is measured. [observations]"""
     scatter_usual: PositiveFloat = 2.5
-    """Long-run variance that the limits hold for."""
+    """Long-run variance that the limits are calibrated for."""
     scatter_most: PositiveFloat = 3.0
-    """What residuals are divided by at most."""
+    """Largest divisor of residuals."""
     heat: PositiveFloat = 2.4
-    """Mean of the log gradient norm since the onset that confirms an alarm of the loss. [sigma]"""
+    """Mean log gradient norm since the onset that confirms an alarm of the loss. [sigma]"""
     gross: PositiveFloat = 0.6
-    """Jump of the loss that needs no confirmation by the norm. [nats]"""
+    """Jump of the loss that is an alarm without confirmation by the norm. [nats]"""
     gross_sigma: PositiveFloat = 5.0
-    """The same, relative to the scatter. [sigma]"""
+    """As `gross`, relative to the scatter. [sigma]"""
     settle: int = Field(default=40, ge=20)
-    """After a shift, when the new level is taken as given. [observations]"""
+    """Time after a shift until the new level is accepted. [observations]"""
     loss_floor: PositiveFloat = 0.005
-    """Least scatter of the loss, so that the first wiggle of a constant series is nothing. [nats]"""
+    """Least scatter of the loss, so that the first wiggle of a constant series is ignored. [nats]"""
     norm_floor: PositiveFloat = 0.2
-    """Least scatter of the log gradient norm: up by a half is 10 sigma late in a quiet run, and means nothing. [log
+    """Least scatter of the log gradient norm: half as much again is 10 sigma late in a quiet run, and harmless. [log
     units]"""
 
     outlier_loss: PositiveFloat = 6.0
@@ -77,9 +77,9 @@ class DetectorConfig(Section):
     lone: PositiveFloat = 20.0
     """Outlier of either alone. [sigma]"""
     lone_without_norm: PositiveFloat = 8.0
-    """Outlier of the loss where no norm can confirm it. [sigma]"""
+    """Outlier of the loss if no norm can confirm it. [sigma]"""
     notice: PositiveFloat = 6.0
-    """Loss that is mentioned, with a severity below 1, if no harmless one was farther out. [sigma]"""
+    """Loss that is reported, with a severity below 1, if no harmless one was farther out. [sigma]"""
     record_margin: PositiveFloat = 2.0
     """Times the farthest harmless jump that an outlier of one alone must exceed."""
     record_half_life: PositiveInt = 10000
@@ -100,7 +100,7 @@ class DetectorConfig(Section):
     joint_limit: PositiveFloat = 3.2
     """Sum of loss and log gradient norm: alarm of a spike. [sigma]"""
     tame: PositiveFloat = 10.0
-    """Where the farthest harmless jump of the norm exceeds this, the norm counts that much less. [sigma]"""
+    """Beyond this farthest harmless jump of the norm, the norm is scaled down in proportion. [sigma]"""
     level: PositiveInt = 30
     """Values whose median is a level; drift is counted from the best one. [observations]"""
     drift_clip: PositiveFloat = 3.0
@@ -110,7 +110,7 @@ class DetectorConfig(Section):
     drift_limit: PositiveFloat = 10.0
     """Sum above the best level: alarm of a drift. [scatters of neighbours]"""
     forget: NonNegativeFloat = 0.001
-    """How fast best level and smallest scatter are given up, for data whose difficulty wanders. [sigma per
+    """How fast best level and smallest scatter are forgotten, for data whose difficulty wanders. [sigma per
     observation]"""
     oscillation_clip: PositiveFloat = 4.0
     """Sums on either side: largest residual that counts. [smallest scatters]"""
@@ -128,132 +128,131 @@ class DetectorConfig(Section):
     lasting: PositiveInt = 50
     """A longer excursion is a plateau; spikes that heal do so in 10 to 30 steps. [observations]"""
     adapt: PositiveInt = 150
-    """After so long an excursion the level is taken as given. [observations]"""
+    """Length of an excursion after which its level is accepted. [observations]"""
     relearn: int = Field(default=50, ge=30)
-    """Latest values that a new level is learnt from. [observations]"""
+    """Latest values from which a new level is learnt. [observations]"""
     fall_allowance: PositiveFloat = 1.5
     """Sum of a sudden fall of the loss, as of a shard of easy text: subtracted from each residual. [sigma]"""
     drop_memory: PositiveInt = 300
-    """How long the level before such a fall may come back without being a spike. [observations]"""
+    """How long a return to the level before such a fall is no spike. [observations]"""
 
     indicator_window: int = Field(default=24, ge=9)
-    """Measurements over which indicators, as norms of weights, are watched for growth. [measurements]"""
+    """Measurements over which indicators, such as norms of weights, are watched for growth. [measurements]"""
     indicator_growth: PositiveFloat = 2.0
-    """Factor between the first and the last third of them that is a warning."""
+    """Growth from the first to the last third of them that is a warning, a factor."""
 
 
 class PolicyConfig(Section):
-    """What is done about a deviation, and how often (stability/policy.py).
+    """Remedies for a deviation, and their budgets (stability/policy.py).
 
-    Budgets are per `budget_window` steps of new ground. What PaLM needed in a whole run (arXiv:2204.02311, section 5.1:
-    about 20 rewinds) is far below; more means that the cause is not the data. A budget that is spent pauses the remedy,
-    not the run: it trains on with refusals only, and a person is told.
+    Budgets are per `budget_window` steps of new ground. PaLM needed far less in a whole run (arXiv:2204.02311, section
+    5.1: about 20 rewinds); more means that the cause is not the data. A spent budget pauses the remedy, not the run,
+    which trains on with refusals only and alerts a person.
 
-    `odds_` keys are log10 odds of the cause against the next best that a remedy needs (stability/odds.py); a rewind
-    needs none. 10 to 1 for what ends by itself, 100 to 1 for cuts and swaps.
+    `odds_` keys are the log10 odds of a cause against the next best that its remedy needs (stability/odds.py); a rewind
+    needs none. 10 to 1 for temporary remedies, 100 to 1 for cuts and swaps.
     """
 
     discards: PositiveInt = 4
     """Refused updates within 16 steps that lead to a rewind: more would cost more data than a rewind costs steps.
     [updates]"""
     non_finite: PositiveInt = 3
-    """The same of updates that are not finite. [updates]"""
+    """As `discards`, for non-finite updates. [updates]"""
     budget_window: PositiveInt = 2000
     """Window of the budgets. [steps]"""
     rewinds: NonNegativeInt = 8
     """Budget of rewinds."""
     data_rewinds: NonNegativeInt = 32
-    """Budget of rewinds that convicted samples at `odds_swap`; a corpus with some per cent of bad ones needs many."""
+    """Budget of rewinds that convicted samples at `odds_swap`: many, for corpora with some per cent of bad ones."""
     odds_fall_back: float = 1.0
     """To leave FP8. [log10 odds]"""
     odds_cap: float = 1.0
-    """To limit the learning rate for a while. [log10 odds]"""
+    """To limit the learning rate temporarily. [log10 odds]"""
     odds_cut: float = 2.0
     """To cut the learning rate. [log10 odds]"""
     odds_swap: float = 2.0
     """To leave a corpus out. [log10 odds]"""
     odds_handover: float = 1.0
-    """To start again from an older checkpoint, as the state is bad, which no data and no rate mends. [log10 odds]"""
+    """To resume from an older checkpoint, as the state is bad, which no data and no rate can repair. [log10 odds]"""
     last_resort: Literal["train_on", "stop"] = "train_on"
-    """When nothing is left to do; `stop` ends the run with exit code 76."""
+    """Reaction when no remedy is left; `stop` ends the run with exit code 76."""
     cuts: NonNegativeInt = 3
-    """Limits of the learning rate in a run; an eighth of the rate is no training any more. The last is for good."""
+    """Learning-rate limits in a run: an eighth of the rate hardly trains. The last one is permanent."""
     cut_rest: NonNegativeInt = 200
     """When a limit is lifted, twice as long after each return; 0: never. [steps]"""
     fallbacks: NonNegativeInt = 3
-    """Times that a run leaves FP8, the last one for good; 0: never."""
+    """Times that a run leaves FP8, the last one permanently; 0: never."""
     fp8_rest: NonNegativeInt = 200
-    """Without FP8 after the first time, twice as long after each further one; 0: for good. [steps]"""
+    """Without FP8 after the first time, twice as long after each further one; 0: permanently. [steps]"""
     swaps: NonNegativeInt = 2
     """Budget of corpora left out."""
     handovers: NonNegativeInt = 2
-    """Budget of starts from an older checkpoint."""
+    """Budget of resumes from an older checkpoint."""
     recur_steps: PositiveInt = 200
-    """An incident with nobody guilty so soon after another, or after a limit was lifted, has come back. [steps]"""
+    """An incident without a conviction this soon after another, or after a lifted limit, is a recurrence. [steps]"""
     verify_steps: PositiveInt = 30
     """How soon the loss must be back on its trend after an action; spikes that heal do so in 10 to 30 steps. [steps]"""
     swap_after: PositiveInt = 4
-    """Incidents by data of a corpus in a window before it is left out, if there is another. [incidents]"""
+    """Data incidents of a corpus in a window before it is left out, if there is another. [incidents]"""
     swap_most: Fraction = 0.5
-    """Share of the blend that may be left out: with less left it is another run."""
+    """Largest share of the blend that may be left out."""
     hardware: PositiveInt = 3
     """Irreproducible incidents in a window that blame a host. [incidents]"""
     restarts: NonNegativeInt = 20
     """Budget of restarts after failures of processes or hosts."""
     barren: PositiveInt = 5
-    """Failures in a row without a step of new ground that are not luck either. [failures]"""
+    """Failures in a row without a step of new ground that are not transient. [failures]"""
     same_place: PositiveInt = 3
-    """Failures at the same step, alike, that are data or code, not luck. [failures]"""
+    """Failures at the same step, alike, that are due to data or code. [failures]"""
     same_host: PositiveInt = 3
-    """Failures of one host among several, in a window, that blame the host. [failures]"""
+    """Failures of one of several hosts in a window that blame the host. [failures]"""
     cut_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """What a cut multiplies the learning rate by; GLM-130B (arXiv:2210.02414) and OPT-175B (arXiv:2205.01068) halved it
     by hand."""
     rewarm_steps: NonNegativeInt = 50
-    """From a tenth of the cut rate back to it. [updates]"""
+    """Warm-up from a tenth of the cut rate back to it. [updates]"""
 
 
 class SnapshotConfig(Section):
     """Rewind points in host memory (recovery/snapshot.py). A rewind loses half of `interval` on average, at most
-    `interval` and the steps until something is noticed; a copy, 12 bytes a parameter, costs about a hundredth of a
-    step."""
+    `interval` plus the steps until detection; a copy, 12 bytes a parameter, costs about a hundredth of a step."""
 
     interval: NonNegativeInt = 10
-    """Between rewind points; 0: none. [steps]"""
+    """Steps between rewind points; 0: none. [steps]"""
     keep: PositiveInt = 4
-    """How many, the newest and ever older ones: a slow divergence is noticed late. [snapshots]"""
+    """Number of rewind points, the newest and ever older ones, as a slow divergence is noticed late. [snapshots]"""
     memory_gib: PositiveFloat | None = Field(default=None, examples=[64.0])
     """Host memory per rank; null: a quarter of what is free. [GiB]"""
 
 
 class AttributionConfig(Section):
-    """Which samples are guilty (stability/attribution.py, groups.py, scores.py, region.py)."""
+    """Finding the guilty samples (stability/attribution.py, groups.py, scores.py, region.py)."""
 
     threshold: PositiveFloat = 6.0
-    """Robust z of a sample's loss among its corpus's, from which it may be guilty by itself. [sigma]"""
+    """Robust z of a sample's loss within its corpus from which it may be convicted individually. [sigma]"""
     significance: Fraction = 0.001
     """How often a window of harmless samples passes for a bad crowd (permutation test)."""
     adjacent_significance: Fraction = 0.05
-    """The same next to what was just skipped, where data is the likely cause."""
+    """As `significance`, next to samples just skipped, where data is the likely cause."""
     innocent: Fraction = 0.03
-    """Share of the named of a crowd that may be innocent (false discovery rate)."""
+    """Share of innocent samples among the convicted of a crowd (false discovery rate)."""
     gradients: NonNegativeInt = 16
-    """Gradients measured at most where no loss is bad; each costs a step. More only to halve one batch down to one
+    """Most gradients measured if no loss is bad; each costs a step. Exceeded only to halve one batch down to one
     sample."""
     window: PositiveInt = 16
-    """Since the onset, whose samples are suspects; later ones follow from the first. [steps]"""
+    """Steps since the onset whose samples are suspects; later ones follow from the first. [steps]"""
     reference: PositiveInt = 128
-    """Harmless ones measured, of before the rewind point, for a corpus with few recorded. [samples]"""
+    """Harmless samples from before the rewind point to measure, for a corpus with few recorded. [samples]"""
     behind: NonNegativeInt = 16
-    """Before the rewind point, that are no measure of harmless tails: the region may have begun there. [steps]"""
+    """Steps before the rewind point not used for harmless tails: the region may have begun there. [steps]"""
     region: NonNegativeInt = 40
-    """Time to find where a bad region ends and who is guilty inside; a forward pass of a batch is a third of a step.
-    Where likeness tells, a hundred bad samples are measured, and the rest is inferred. [steps]"""
+    """Time to find the ends of a bad region and its guilty samples; a forward pass of a batch is a third of a step. If
+    likeness separates them, a hundred bad samples are measured, and the rest is inferred. [steps]"""
 
     @model_validator(mode="before")
     @classmethod
     def _as_it_was(cls, tree: Any) -> Any:
-        """Recipes of before regions were grown have `ahead`, which `region` took the place of."""
+        """Older recipes have `ahead`, which `region` replaced."""
         return {k: v for k, v in tree.items() if k != "ahead"} if isinstance(tree, dict) else tree
 
 
@@ -261,54 +260,54 @@ class SampleConfig(Section):
     """Single samples over time, and refused batches (recovery/sample_watch.py)."""
 
     false_alarms: PositiveFloat = 0.1
-    """Trickles that are none, per 10,000 healthy steps, at most; and as many new kinds of text that are none."""
+    """False trickles per 10,000 healthy steps, at most; and as many false new kinds of text."""
     examinations: PositiveFloat = 1.0
-    """Groups of batches that are examined for nothing, likewise: it takes some steps of time and convicts nobody."""
+    """Groups of batches examined in vain, per 10,000 healthy steps; each takes some steps of time."""
     known: PositiveInt = 512
-    """Scored ones of a corpus before it is judged. [samples]"""
+    """Scored samples of a corpus before it is judged. [samples]"""
     quiet_steps: PositiveInt = 4
-    """On the trend, before a refused batch is examined. [steps]"""
+    """Steps on trend before a refused batch is examined. [steps]"""
     measured: PositiveInt = 256
-    """Suspects measured again at most, the worst first. [samples]"""
+    """Most suspects measured again, the worst first. [samples]"""
     ahead: NonNegativeInt = 32
-    """Batches looked ahead at most for more of the kind; each costs a third of a step. [batches]"""
+    """Most batches measured ahead for more of the kind; each costs a third of a step. [batches]"""
     ahead_every: PositiveInt = 10
-    """In the whole run one more such batch for every so many steps: 3 % of its time. [steps]"""
+    """In the whole run one more such batch per this many steps: 3 % of its time. [steps]"""
 
 
 class SignsConfig(Section):
-    """Signs of a learning rate that is too high from the start (stability/signs.py). Each is a warning, told once;
+    """Signs of a learning rate that is too high from the start (stability/signs.py). Each is a warning, given once;
     nothing acts on it.
 
     Chosen on runs of 3 layers of 128 on Python source, measured on two other texts (docs/stability.md, with the error
     rates). The first look at every block is what later ones are compared with. Healthy runs, too, grow 46 times over
     it, to an rms of 1.7; `rms` is the geometric middle of that and the 222 of the run `no-qk-norm` at step 20. Models
-    narrower than `narrowest` bear a thousandfold growth.
+    narrower than `narrowest` tolerate a thousandfold growth.
     """
 
     enabled: bool = True
     """Look for them."""
     norms: tuple[PositiveInt, ...] = (1, 2, 5, 10, 20, 50)
-    """After which weights and update are measured; []: never. [steps]"""
+    """Steps after which weights and update are measured; []: never. [steps]"""
     looks: tuple[PositiveInt, ...] = (1, 20, 50, 100)
-    """After which every block is looked into; []: never. [steps]"""
+    """Steps after which every block is measured; []: never. [steps]"""
     change: PositiveFloat = 0.25
-    """Change of what a layer puts out by one update, relative to itself."""
+    """Change of a layer's output by one update, relative to itself."""
     growth: PositiveFloat = 40.0
-    """Growth of the residual stream over the first look; a sign only together with `rms`."""
+    """Growth of the residual stream since the first measurement; a sign only together with `rms`."""
     rms: PositiveFloat = 20.0
     """Root mean square of the residual stream."""
     narrowest: PositiveInt = 128
     """Least width of a model that is judged by its residual stream."""
     collapse: Fraction = 0.25
-    """Share of its first entropy that is left of a block's attention."""
+    """Remaining share of a block's first attention entropy."""
     below_unigram: NonNegativeFloat = 0.3
     """How far the loss must be below the unigram entropy once the learning rates of all updates add up to `rate_sum`.
     [nats]"""
     rate_sum: PositiveFloat = 0.25
-    """Sum of learning rates at which that is looked at."""
+    """Sum of learning rates at which that is checked."""
     updates: PositiveInt = 20
-    """Least number of updates before that. [updates]"""
+    """Least number of updates before that check. [updates]"""
     sample: PositiveInt = 250_000
     """Part of the corpus that the unigram entropy is measured on. [tokens]"""
 
@@ -319,7 +318,7 @@ class StabilityConfig(Section):
     enabled: bool = True
     """false: only non-finite updates are refused."""
     dry_run: bool = False
-    """Report what would be done; refuse nothing but non-finite updates."""
+    """Report what would be done; refuse only non-finite updates."""
     max_discards: PositiveInt = 20
     """Updates refused in a row before the run stops as unstable. [updates]"""
     detector: DetectorConfig = DetectorConfig()

@@ -1,4 +1,4 @@
-"""What the process above the training is told: when a run hangs, whom to tell. Part of the tree of config/tree.py."""
+"""Defines the supervisor's settings: hang limits, notifications, redaction. Part of the tree of config/tree.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megastable.config.section import Section
 
 REDACTED = "<redacted>"
 SECRETS = ("webhook", "command")  # keys that may hold a password
-# Of an address: what stands before the last @ of its host is a password, and so is what follows the host.
+# Of an address: what precedes the last @ of its host is a password, and so is what follows the host.
 ADDRESS = r"\b\w+://(?:(?P<user>[^/?#{0}]*)@)?(?P<host>[^/?#@{0}]*)[/?#]?(?P<rest>[^{0}]*)"
 WEBHOOK = re.compile(ADDRESS.format(r"\0"))
 # In a command: addresses, headers and options with a token.
@@ -35,7 +35,7 @@ HOST = re.compile(r"(?:[\w.${}-]*|\[[\w.:%]*\])(?::(?:\d|\$)[\w{}]*)?")
 
 
 def hidden(key: str, text: str) -> list[tuple[int, int]]:
-    """Where `text`, the value of `key`, holds passwords: the spans, in order. One that is a $VARIABLE is none."""
+    """Spans of passwords in `text`, the value of `key`, in order. A $VARIABLE is none."""
     if key == "webhook":
         whole = WEBHOOK.fullmatch(text)
         spans = [(0, len(text))] if whole is None else _of(whole)
@@ -52,20 +52,20 @@ def _of(found: re.Match[str]) -> list[tuple[int, int]]:
 
 
 def _written_out(text: str) -> bool:
-    """Whether there is more to it than variables and punctuation. $$ is a dollar."""
+    """Whether it has more than variables and punctuation. $$ is a dollar."""
     rest = Template.pattern.sub(lambda found: "" if found["named"] or found["braced"] else found[0], text)
     return re.search(r"[^\W_]", rest.replace(REDACTED, "")) is not None
 
 
 def redacted(key: str, text: str) -> str:
-    """`text`, the value of `key`, without the passwords in it."""
+    """`text`, the value of `key`, with passwords redacted."""
     for begin, end in reversed(hidden(key, text)):
         text = text[:begin] + REDACTED + text[end:]
     return text
 
 
 def redacted_override(assignment: str) -> str:
-    """An override of the command line, as it may be written down and shown to other users."""
+    """An override of the command line, safe to write down and to show to other users."""
     path, equals, text = assignment.partition("=")
     part, _, key = path.partition(".")
     if part != "supervise" or (key and key not in SECRETS):
@@ -87,36 +87,36 @@ def redacted_override(assignment: str) -> str:
 
 
 class SuperviseConfig(Section):
-    """The process above the training (docs/clusters.md). Budgets of restarts are in `stability.policy`, as all are.
+    """The supervisor (docs/clusters.md). Budgets of restarts are in `stability.policy`, with all others.
 
     A step may take `hang_factor` times the median of the last ones, at least `hang_floor`; all else (the start, a
     checkpoint, a rewind) `hang_unknown`, or `hang_factor` times the longest of its kind where that is more. Ten times
     is far beyond a slow file system and far below a night.
 
-    A webhook is a password but for its host, and so are the addresses and tokens in `command`: whatever is written of
-    this configuration has `<redacted>` instead.
+    A webhook is a password but for its host, and so are the addresses and tokens in `command`: written copies of this
+    configuration have `<redacted>` instead.
     """
 
     hang_factor: PositiveFloat = 10.0
-    """Times the usual duration after which a step counts as hung."""
+    """Multiple of the usual duration after which a step counts as hung."""
     hang_floor: PositiveFloat = 30.0
-    """A step is never called hung before. [seconds]"""
+    """Least duration of a step that counts as hung. [seconds]"""
     hang_unknown: PositiveFloat = 1800.0
-    """When anything but a step counts as hung. [seconds]"""
+    """Duration after which anything but a step counts as hung. [seconds]"""
     grace_seconds: NonNegativeFloat = 2.0
-    """From the death of a rank to the end of the others, for their last words. [seconds]"""
+    """Time for last words between the death of a rank and the end of the others. [seconds]"""
     stop_seconds: PositiveFloat = 900.0
-    """For the checkpoint after SIGTERM. [seconds]"""
+    """Time for the checkpoint after SIGTERM. [seconds]"""
     backoff_seconds: NonNegativeFloat = 60.0
-    """At most, between restarts that make no progress. [seconds]"""
+    """Longest pause between restarts that make no progress. [seconds]"""
     command: str | None = Field(default=None, examples=["mail -s incident me@example.org"])
     """Started on every incident, with JSON on its standard input."""
     webhook: str | None = Field(default=None, examples=["$WEBHOOK"])
-    """Gets the same JSON by POST; best the name of an environment variable, as `$WEBHOOK`."""
+    """Receives the same JSON by POST; best the name of an environment variable, as `$WEBHOOK`."""
     notify_seconds: NonNegativeFloat = 60.0
-    """At least, between two notifications; what happens in between is folded into one. [seconds]"""
+    """Least time between two notifications; events in between are folded into one. [seconds]"""
     hook_timeout: PositiveFloat = 10.0
-    """For `command` and `webhook`. [seconds]"""
+    """Time limit of `command` and `webhook`. [seconds]"""
     metrics_port: NonNegativeInt = Field(default=0, le=65535)
     """Prometheus metrics on 127.0.0.1; 0: none. [port]"""
     gpu_hour_price: PositiveFloat | None = Field(default=None, examples=[2.5])
@@ -130,7 +130,7 @@ class SuperviseConfig(Section):
 
     @property
     def exposed(self) -> list[str]:
-        """Warnings about passwords that are written out, without them."""
+        """Warnings about passwords in plain text, without showing them."""
         return [
             f"supervise.{key} holds a password that is written out: whoever sees the recipe, the command line or the "
             f"list of processes has it. Export it as a variable and name that: supervise.{key}='$NAME'. It is left out "

@@ -1,4 +1,4 @@
-"""The configuration of a run: one tree of pydantic models, handed on in parts.
+"""Defines the configuration of a run: one tree of pydantic models, passed on in parts.
 
     python -m megastable.config launch/recipes/quickstart.yaml model.layers=12 parallel.tensor=2
 
@@ -64,8 +64,8 @@ class RopeScalingConfig(Section):
 
 
 class ModelConfig(Section):
-    """The GPT: RMSNorm, rotary embeddings, SwiGLU, no biases but those of `qkv_bias`, no dropout. Sizes are those of
-    the whole model, whatever the parallel layout.
+    """The GPT: RMSNorm, rotary embeddings, SwiGLU, no biases except `qkv_bias`, no dropout. Sizes are those of the
+    whole model, whatever the parallel layout.
 
     `kv_heads` divides `heads`; `heads` divides `hidden` unless `head_dim` is set; the width of a head is even.
     """
@@ -126,7 +126,7 @@ class ModelConfig(Section):
 
     @property
     def longest(self) -> int:
-        """Positions that the model was made for: here, or where it was imported from."""
+        """Positions that the model was made for, here or where it was imported from."""
         return max(self.sequence_length, self.max_positions or 0)
 
     @property
@@ -167,17 +167,16 @@ Corruption = Literal[
 
 
 class LookAheadConfig(Section):
-    """What the supervisor scans on a spare core before it is trained on; what is clearly corrupt goes on the skip
-    ledger."""
+    """The supervisor's scan ahead of training on a spare core; clearly corrupt text goes on the skip ledger."""
 
     steps: NonNegativeInt = 0
-    """How far ahead of the run to scan; 0: not at all. [steps]"""
+    """Steps to scan ahead of the run; 0: none. [steps]"""
     score: PositiveFloat = 5.0
     """Oddity from which text counts as corrupt: about -log10 of the share of ordinary text that is as odd."""
     kinds: tuple[Corruption, ...] = (
         "outside of the vocabulary", "binary data", "repetition", "random tokens", "shuffled text",
     )  # fmt: skip
-    """What corrupt text must look like."""
+    """Kinds of corruption to look for."""
     share: Fraction = 0.06
     """Share of a sample that must be corrupt."""
     most: Fraction = 0.01
@@ -253,13 +252,13 @@ class TrainConfig(Section):
     micro_batch: PositiveInt = 1
     """Batch of one forward pass on a rank. [samples]"""
     eval_interval: NonNegativeInt = 200
-    """Between evaluations; 0: only at the end. [steps]"""
+    """Steps between evaluations; 0: only at the end. [steps]"""
     eval_samples: NonNegativeInt = 256
-    """Of the validation split, always the same ones; 0: never evaluate. [samples]"""
+    """Samples of the validation split, always the same ones; 0: never evaluate. [samples]"""
 
 
 class ParallelConfig(Section):
-    """How the model is laid out over ranks; data parallelism takes the rest of them.
+    """The model's layout over ranks; data parallelism takes the rest of them.
 
     `tensor` divides `model.heads`, `kv_heads`, `ffn` and `vocab_multiple`; `tensor` x `context` divides `model.heads`
     if `context` is above 1; `context` divides `model.sequence_length`; `pipeline` is at most `model.layers`, and above
@@ -275,22 +274,22 @@ class ParallelConfig(Section):
     sequence: bool = False
     """Sequence parallelism over the tensor group (arXiv:2205.05198)."""
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage (arXiv:1910.02054); 0 is refused, as DeepSpeed is wrong without: 1 costs nothing on one rank."""
+    """ZeRO stage (arXiv:1910.02054); 0 is refused, as DeepSpeed is wrong without it: 1 costs nothing on one rank."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing: of nothing, of the attention's core and the SwiGLU (arXiv:2205.05198), or of whole
     blocks (arXiv:1604.06174)."""
 
 
 class KernelsConfig(Section):
-    """What computes: the same numbers, but for rounding. `auto` is resolved at start-up (docs/speed.md)."""
+    """Implementations that compute the same, up to rounding. `auto` is resolved at start-up (docs/speed.md)."""
 
     attention: Literal["auto", "reference", "sdpa", "blocked", "te"] = "auto"
     """Attention: plain PyTorch (`reference`), PyTorch's fused one (`sdpa`), ours in blocks (`blocked`), Transformer
     Engine's (`te`)."""
     loss: Literal["auto", "reference", "chunked"] = "auto"
-    """Cross entropy; `chunked`: the logits never exist as a whole."""
+    """Cross entropy; `chunked`: never materializes all logits."""
     compile: Literal["auto", True, False] = "auto"
-    """Compile every block by torch.compile."""
+    """Compile every block with torch.compile."""
 
 
 class Fp8Config(Section):
@@ -315,7 +314,7 @@ class Fp8Config(Section):
     keep: tuple[str, ...] = Field(default=(), examples=[["blocks.3.mlp.down"]])
     """Linear layers that stay in the precision of the rest; `tools/fp8_check.py` recommends some."""
     history: int = Field(default=16, ge=1, le=1024)
-    """`delayed`: how far back the largest magnitude is looked for. [steps]"""
+    """`delayed`: steps over which the largest magnitude is taken. [steps]"""
     margin: int = Field(default=0, ge=0, le=8)
     """`delayed`: headroom for magnitudes that the history has not seen. [powers of 2]"""
 
@@ -348,18 +347,18 @@ class PrecisionConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is recorded and shown, and how often."""
+    """Recording and console output, and their intervals."""
 
     tensorboard: bool = True
     """Write TensorBoard files."""
     interval: PositiveInt = 1
-    """Between lines on a console that is no terminal. [steps]"""
+    """Steps between lines on a console that is no terminal. [steps]"""
     norms_interval: NonNegativeInt = 50
-    """Between norms of weights, moments and updates; 0: never. [steps]"""
+    """Steps between norms of weights, moments and updates; 0: never. [steps]"""
     layers_interval: NonNegativeInt = 100
-    """Between statistics of every layer; 0: never. [steps]"""
+    """Steps between statistics of every layer; 0: never. [steps]"""
     worst_samples: PositiveInt = 4
-    """Samples of highest loss that are recorded at every step, by position. [samples]"""
+    """Samples of highest loss recorded at every step, by position. [samples]"""
     flush_steps: PositiveInt = 50
     """Length of one file of step records. [steps]"""
     peak_tflops: PositiveFloat | None = Field(default=None, examples=[989.0])
@@ -372,11 +371,11 @@ class RunSection(Section):
     dir: Path | None = Field(default=None, examples=["runs/mine"])
     """Run directory; one that exists is resumed; null: a new folder below `runs/`."""
     seed: NonNegativeInt = 1234
-    """Of initial weights and the order of the data."""
+    """Seed of initial weights and of the data order."""
     timeout: PositiveInt = 1800
     """When a collective counts as hung. [seconds]"""
     deterministic: bool = False
-    """On GPUs, only kernels that sum in a fixed order: bit-exact repeats, but slower. On a CPU all do."""
+    """On GPUs, use only kernels that sum in a fixed order: bit-exact, but slower. CPUs always do."""
 
 
 class RunConfig(Section):
@@ -401,13 +400,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_it_was(cls, tree: Any) -> Any:
-        """Checkpoints of before there was `kernels` say model.attention."""
+        """Checkpoints from before `kernels` have model.attention."""
         model = tree.get("model") if isinstance(tree, dict) else None
         if not isinstance(model, dict) or "attention" not in model:
             return tree
         rest = {key: value for key, value in model.items() if key != "attention"}
         kernels = tree.get("kernels") or {}
-        if isinstance(kernels, dict):  # else the mistake is told by the field
+        if isinstance(kernels, dict):  # otherwise the field reports the mistake
             kernels = {"attention": model["attention"]} | kernels
         return tree | {"model": rest, "kernels": kernels}
 

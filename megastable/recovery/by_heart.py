@@ -1,9 +1,9 @@
-"""Finds samples that were learned by heart: repeated, very easy, not text. Collective.
+"""Finds samples that were memorized: repeated, very easy, not text. Collective.
 
-Tables and lists have few different tokens, too. A spot, so many neighbours as tell it, is of the region where far more
-of it are below the bar than of harmless ones: by mistake in one of 100 such spots at most, in one of 10,000 from 32
-samples on. The region is grown ahead until it ends (region.py), and who of it is guilty likeness says where it tells
-(likeness.py): the first samples of a region were not easy yet when they were met.
+Tables and lists have few different tokens, too. A spot (the fewest neighbours that can tell) belongs to the region if
+far more of it are below the bar than of harmless samples: wrong for at most one spot in 100, one in 10,000 from 32
+samples on. The region is grown ahead until it ends (region.py). Likeness picks the guilty samples where it can
+(likeness.py): the first samples were not easy yet when trained on.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 REFERENCE = 256  # harmless samples whose tokens are read
-FARTHEST = 1 << 12  # batches ahead that are looked at, at most
+FARTHEST = 1 << 12  # most batches ahead that are searched
 NOBODY = Conclusion(Cause.STATE, [], [], "the samples are easy, but do not repeat themselves")
 
 
 class Looked(NamedTuple):
-    """Samples, their tokens, and which of them are easy and repeat themselves."""
+    """Samples, their tokens, and which of them are both easy and repetitive."""
 
     seen: Seen
     tokens: Tokens
@@ -42,8 +42,8 @@ class Looked(NamedTuple):
 
 
 class ByHeart:
-    """Of what was met since the onset. window: the steps; usual: harmless samples; cursor: where the run goes on;
-    budget: batches ahead that may be measured, `looked` of which were."""
+    """Searches the samples since the onset. window: the steps; usual: harmless samples; cursor: where the run
+    continues; budget: batches ahead that may be measured, `looked` of which were."""
 
     def __init__(
         self, laboratory: Laboratory, window: Sequence[Trained], met: Seen, usual: Seen, cursor: int,
@@ -53,8 +53,8 @@ class ByHeart:
         self.selection, self.budget, self.threshold = selection, budget, threshold
         self.looked, self.size = 0, laboratory.batch
         self.ahead = dict[int, Looked]()
-        self._line = np.empty(0, np.int64)  # what comes next, as far as it was asked for
-        self._cursor = cursor  # behind that
+        self._line = np.empty(0, np.int64)  # upcoming positions, as far as requested
+        self._cursor = cursor  # the position after those
 
     def conclude(self) -> Conclusion:
         if not self.met.positions.size or self.usual.positions.size < groups.ENOUGH:
@@ -67,13 +67,13 @@ class ByHeart:
             self.met.positions, np.concatenate([t.positions for t in self.window[-2:]])
         ).nonzero()[0]
         if (
-            not latest.size  # all of them are left out by now: whoever was bad comes no more
+            not latest.size  # all are skipped by now: none will come again
             or here.sum() < suspects.HALF * latest.size
             or not suspects.easy(self.met.of(latest), self.usual, self.threshold)
         ):
             return NOBODY
         side = region.grow(self._probe, self.size, suspects.HALF, self.budget, FARTHEST, suspects.FEW_AT_MOST)
-        if side.endless:  # nobody saw it end: only who was met is named
+        if side.endless:  # no end was found: only samples already met are convicted
             side = replace(side, reach=0)
         cut = None
         for enough in (ENOUGH_ALIKE, math.inf):
@@ -84,7 +84,7 @@ class ByHeart:
                 cut = self._cut(inside)
         return self._told(inside, cut, side)
 
-    # What is measured
+    # Measuring
 
     def _look(self, seen: Seen) -> Looked:
         tokens = self.lab.tokens(seen.positions)
@@ -92,7 +92,7 @@ class ByHeart:
         return Looked(seen, tokens, bad)
 
     def _in_spots(self, met: Looked) -> Bools:
-        """Those of the bad ones who are not alone."""
+        """Which bad samples are in a spot with others."""
         spot = region.spot(self.size, suspects.HALF, suspects.FEW_AT_MOST)
         found, together = np.zeros_like(met.bad), spot.batches * self.size
         for first in range(0, met.bad.size, together):
@@ -102,21 +102,21 @@ class ByHeart:
 
     def _batch(self, number: int) -> Int64s:
         begin, end = number * self.size, (number + 1) * self.size
-        if self._line.size < end:  # twice as many each time: no position is asked for twice
+        if self._line.size < end:  # doubled each time: no position is requested twice
             count = max(end - self._line.size, self._line.size)
             more, self._cursor = self.selection.next_kept(self._cursor, count)
             self._line = np.concatenate([self._line, more])
         return self._line[begin:end]
 
     def _probe(self, number: int) -> int:
-        """Bad samples of a batch ahead."""
+        """Number of bad samples in a batch ahead."""
         more = self._batch(number)
         self.looked += 1
         self.ahead[number] = self._look(Seen(more, self.lab.losses(more), self.lab.corpora(more)))
         return int(self.ahead[number].bad.sum())
 
     def _look_inside(self, reach: int, enough: float) -> None:
-        """Measure batches inside, evenly spread, until `enough` bad samples are known, or the budget is spent."""
+        """Measure evenly spread batches inside until `enough` bad samples are known or the budget is spent."""
         for number in region.spread(0, reach, reach):
             if (
                 self.looked >= self.budget
@@ -126,10 +126,10 @@ class ByHeart:
             if number not in self.ahead:
                 self._probe(number)
 
-    # Who is guilty
+    # Judging
 
     def _cut(self, inside: list[Looked]) -> float | None:
-        """The likeness from which on a sample of the region is guilty, where likeness tells."""
+        """The likeness from which a sample of the region is guilty, if likeness separates the two."""
         tokens = np.concatenate([b.tokens for b in inside])
         bad = np.concatenate([b.bad for b in inside])
         self.resemblance = Resemblance.to(tokens[bad], self.harmless[::2])

@@ -1,4 +1,4 @@
-"""Moves samples to a later position of the order: rank 0 plans and writes, all ranks follow. Collective."""
+"""Defers samples to a later position of the order: rank 0 plans and writes, all ranks follow. Collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Deferring:
-    """Of one process of a run. selection: what is read of the order as it is now, collective."""
+    """Of one process of a run. selection: what is left of the current order, collective."""
 
     def __init__(
         self, config: RunConfig, run: RunDirectory, source: Source, selection: Callable[[], Selection]
@@ -34,12 +34,12 @@ class Deferring:
     def defer(
         self, positions: Int64s, step: int, begin: int, reason: str, incident: int, ahead: int = 0
     ) -> Deferral:
-        """Put off the samples at n positions, and up to `ahead` behind them, as far as there is room for all. step: it
-        began at position `begin`, at or before them. The source has the new order then: whoever reads from it goes back
-        to there, or further. Raises SpaceError."""
+        """Defer the samples at n positions, and up to `ahead` after them, as far as there is room for all. step: began
+        at position `begin`, at or before them. Afterwards the source has the new order, so readers must go back to
+        there or further. Raises SpaceError."""
         left = self.selection()
         found = self._plan(left, positions, step, begin, ahead)
-        # Nobody has met those ahead: they are not lost for it.
+        # Those ahead were not met yet: without room they are not lost.
         while ahead and (found is None or found.lost.size):
             ahead //= 2
             found = self._plan(left, positions, step, begin, ahead)
@@ -56,11 +56,11 @@ class Deferring:
         return found
 
     def step_of(self, position: int, step: int, begin: int) -> int:
-        """About when a position is read: nothing in between is taken to be left out. step, begin: as `defer`."""
+        """Approximate step that reads a position, as if nothing in between were skipped. step, begin: as `defer`."""
         return step + (position - begin) // self.batch
 
     def _plan(self, left: Selection, positions: Int64s, step: int, begin: int, ahead: int) -> Deferral | None:
-        """As `defer`, with all of `ahead`; None where fewer are left."""
+        """As `defer`, with all of `ahead`; None if fewer are left."""
         end = int(positions.max()) + 1
         if ahead:
             try:
@@ -71,7 +71,7 @@ class Deferring:
         return plan(self.source.order, left, positions, self._room(left, end, step, begin))
 
     def _room(self, left: Selection, end: int, step: int, begin: int) -> DeferralRoom:
-        # What is left out on the way only makes the run come further.
+        # Skips on the way only make the run get further.
         last = max(end, begin + (self.steps - step + 1) * self.batch)
 
         def after(steps: int) -> int:

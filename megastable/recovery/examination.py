@@ -1,7 +1,7 @@
-"""Searches for the guilty samples of one incident, up to the ends of a bad region. Collective.
+"""Searches for the guilty samples of an incident, up to the ends of a bad region. Collective.
 
-Measures by the laboratory (sample_replay.py), decides by stability/: individuals and crowds (groups.py,
-scores.py). How far a bad region goes: growth.py.
+Measures with sample_replay.py; stability/ decides: individuals and crowds (groups.py, scores.py). Extent of a bad
+region: growth.py.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 SHOWN = 2  # guilty samples whose own gradients are measured, as evidence
-CALIBRATING = 1024  # harmless samples of a corpus whose tokens are read
-# Share of bad samples below which no region is looked for; fewer of them are individuals.
+CALIBRATING = 1024  # harmless samples per corpus whose tokens are read
+# Share of bad samples below which no region is searched for; they are individuals.
 THINNEST, FEW = 0.125, 3
-PULL = 2.0  # of the gradient norm of an ordinary batch, from which on a batch ahead is bad: clean ones have up to 1.5
+PULL = 2.0  # of the gradient norm of an ordinary batch, above which a batch ahead is bad: clean ones have up to 1.5
 
 
 class Examination:
-    """Of `window`, the steps since the onset. history, between: applied steps before it, up to the present state and
-    after it. cursor: the position that the state has come to; selection: what is skipped already."""
+    """For `window`, the steps since the onset. history, between: applied steps before it, up to the current state and
+    after it. cursor: the current state's position; selection: what is skipped already."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Examination:
         self.behind = [*history, *between][::-1]
         self.between, self.selection, self.adjacent = len(between), selection, adjacent
         self.forwards = 0
-        self.alone = np.empty(0, np.int64)  # convicted each by its own loss
-        self.shared = 0.0  # z by which the present state puts ordinary samples above what was recorded
-        self.together: float | None = None  # gradient of a batch of the guilty, over an ordinary one's
-        self.pull = math.inf  # norm of a batch's gradient ahead, from which on a region goes on there
+        self.alone = np.empty(0, np.int64)  # convicted individually by loss
+        self.shared = 0.0  # z by which the current state puts ordinary samples above their recorded losses
+        self.together: float | None = None  # gradient of a batch of the guilty, relative to an ordinary one's
+        self.pull = math.inf  # gradient norm above which a batch ahead continues the region
         self.positions = np.concatenate([t.positions for t in self.steps])
         self.corpora = laboratory.corpora(self.positions)
         self.losses = self._losses(self.positions)
@@ -66,20 +66,20 @@ class Examination:
         self.known_z = groups.deviations(self.known.losses, self.known.corpora)
         self.scale = Scale(self._harmless())
 
-    # What is measured
+    # Measuring
 
     def _losses(self, positions: Int64s) -> Floats:
         self.forwards += math.ceil(positions.size / self.size)
         return self.lab.losses(positions)
 
     def norm(self, positions: Int64s) -> float:
-        """Of the gradient of a batch."""
+        """Norm of a batch's gradient."""
         self.forwards += region.FORWARD
         return self.lab.gradient_norm(positions)
 
     def _harmless(self) -> ScoredSamples:
-        """Those that scores are calibrated on: the latest, but for those of right before the window, as a region may
-        begin before anybody notices."""
+        """Samples for calibration: the latest, except those right before the window, as a region may begin before it is
+        noticed."""
         chosen = list[Int64s]()
         for corpus in np.unique(self.corpora).tolist():
             mine = np.flatnonzero((self.known.corpora == corpus) & np.isfinite(self.known_z))
@@ -91,11 +91,11 @@ class Examination:
     def _z(self, positions: Int64s, losses: Floats) -> Floats:
         return groups.far_out(losses, self.lab.corpora(positions), self.usual)
 
-    # Who is guilty
+    # Judging
 
     def judge(self, shift: float = 0.0) -> tuple[Conviction, Floats]:
-        """Of the window, and z. shift: how far harmless samples on the same state lie from what was recorded, in z, but
-        for what they share with all of the window."""
+        """The conviction of the window, and z. shift: of harmless samples on the same state from what was recorded, in
+        z, beyond what they share with all of the window."""
         c, significance = self.config, self.config.significance
         if self.adjacent:
             significance = c.adjacent_significance
@@ -111,7 +111,7 @@ class Examination:
         return scores.judge(self.scale, suspects, alone, error, significance, c.innocent), z
 
     def conclude(self, recurred: bool) -> Conclusion:
-        """All experiments."""
+        """Run all experiments."""
         judged, z = self.judge()
         if judged.guilty.any() and (shared := groups.shared_shift(z, judged.guilty)) > 0:
             self.shared = shared
@@ -135,12 +135,12 @@ class Examination:
         if guilty.size >= (FEW if by_gradient else 1) and judged.score is not None and self.config.region:
             judged, guilty, growth = self._grown(judged, guilty, by_gradient)
             if growth is not None and growth.ahead.endless:
-                # As bad wherever one looks: that is the state. Unless some are worse than all of these.
+                # Equally bad everywhere: the state is to blame. Unless some are worse than all of these.
                 if not by_gradient:
                     judged, _ = self.judge(growth.level())
                     guilty = self.positions[judged.guilty]
                 if crowd is not None:
-                    guilty = np.empty(0, np.int64)  # the like of them is everywhere, and was before
+                    guilty = np.empty(0, np.int64)  # similar samples are everywhere, also before
             elif growth is not None and guilty.size:
                 guilty, inferred, found = growth.named(guilty)
                 measured |= growth.measured
@@ -155,10 +155,10 @@ class Examination:
     def _grown(
         self, judged: Conviction, guilty: Int64s, by_gradient: bool
     ) -> tuple[Conviction, Int64s, Growth | None]:
-        """How far the guilty go on, None where that cannot be told; and who they are.
+        """How far the guilty extend, None if unknown; and which they are.
 
-        Where clean samples ahead lie higher, too, that is the state's doing: what was found by then, the region and its
-        ends, too, is not worth anything, and all is judged anew, once.
+        If clean samples ahead lie higher, too, the state is to blame: results so far, including the region and its
+        ends, are discarded, and all is judged again, once.
         """
         growth = Growth(self, judged, guilty, self.forwards)
         shift = growth.shift()
@@ -173,7 +173,7 @@ class Examination:
         return judged, guilty, None if again.shift() > 0 else again
 
     def _accuse(self, guilty: Bools) -> Conviction:
-        """Those whose gradient convicts them, to look for their like."""
+        """Samples convicted by their gradient, to search for similar ones."""
         _, z = self.judge()
         score = Score(self.scale, self.lab.samples(self.positions[guilty], z[guilty]))
         if not score.harmless.size:
@@ -181,8 +181,8 @@ class Examination:
         return Conviction(guilty, 1.0, score, float(np.quantile(score.harmless, 1 - region.STRAY)))
 
     def _alike(self, guilty: Bools, gradients: GradientNorms | None) -> Conviction | None:
-        """Those who are bad together: a batch has an extraordinary gradient, and many of it are like each other. None
-        where that names nobody beside `guilty`, those who are by their losses."""
+        """Samples that are bad together: a batch has an extraordinary gradient, and many of its samples are alike. None
+        if that convicts none beyond `guilty`, those convicted by loss."""
         if gradients is None or not gradients.extraordinary.any():
             return None
         batches = [
@@ -192,7 +192,7 @@ class Examination:
         suspects = self.lab.samples(self.positions, np.zeros(self.positions.size))
         judged = scores.judge_alike(self.scale, suspects, accused, self.config.innocent)
         everyone = judged.guilty | guilty
-        # What losses tell as well, they tell better.
+        # Losses are the better evidence where both tell.
         if judged.score is None or everyone.sum() == guilty.sum():
             return None
         self.together = float(np.nanmax(gradients.norms)) / gradients.whole
@@ -202,7 +202,7 @@ class Examination:
         guilty, norm = self.lab.by_gradient(gradients, self.known)
         norms = dict.fromkeys(guilty.tolist(), norm)
         if guilty.size:
-            # What its gradient proves of one, its loss says of its like.
+            # The gradient convicts one sample, the loss those like it.
             like = attribution.LIKE * float(np.nanmin(z[np.isin(self.positions, guilty)], initial=np.inf))
             if math.isfinite(like) and like > attribution.TELLING:
                 losses = groups.lowered(self.losses, self.corpora, self.usual, self.shared)
@@ -232,7 +232,7 @@ class Examination:
         )  # fmt: skip
         expected = np.full(self.losses.shape, np.nan)
         for corpus, usual in self.usual.items():
-            # What all share is the state's, and speaks for no sample.
+            # A shift shared by all is due to the state, and no evidence for a sample.
             expected[self.corpora == corpus] = usual.centre + self.shared * usual.scale
         tripped = np.concatenate([t.losses for t in steps])
         told = replace(told, alone=np.intersect1d(guilty, self.alone).tolist())

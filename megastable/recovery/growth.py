@@ -1,7 +1,7 @@
 """Finds how far a bad region extends beyond the steps of an incident, ahead and behind. Collective.
 
-Measures by the laboratory (sample_replay.py), decides by stability/: how far the region goes (region.py), and who is
-guilty by likeness alone where time does not allow to measure all (likeness.py).
+Measures with sample_replay.py; stability/ decides how far the region extends (region.py), and which samples are guilty
+by likeness alone if there is no time to measure all (likeness.py).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-REACH = 1 << 20  # positions ahead that are looked at, at most: what is bad all the way is the state
-# Share of bad samples below which no region is looked for; fewer of them are individuals.
+REACH = 1 << 20  # most positions ahead that are searched: if all are bad, it is the state
+# Share of bad samples below which no region is searched for; they are individuals.
 THINNEST, FEW = 0.125, 3
-SOLID_END = 2  # clean spots in a row that end a region whose batches are all bad
-INSIDE = 8  # batches inside a region of a crowd, evenly spread, whose gradients must all be extraordinary
-LEARNT = 4096  # bad samples, evenly spread, that what they are like is learnt from, at most: it takes the cube of that
+SOLID_END = 2  # consecutive clean spots that end a region whose batches are all bad
+INSIDE = 8  # evenly spread batches inside a region of a crowd, whose gradients must all be extraordinary
+LEARNT = 4096  # most bad samples, evenly spread, that likeness is learnt from: the cost is cubic
 
 
 class ExaminedBatch(NamedTuple):
-    """A batch that was looked at: positions, z, losses and scores of its samples, [n] each."""
+    """A batch that was measured: positions, z, losses and scores of its samples, [n] each."""
 
     positions: Int64s
     z: Floats
@@ -44,14 +44,14 @@ class ExaminedBatch(NamedTuple):
 
 
 def half(positions: Int64s, size: int) -> Bools:
-    """Of which half samples are: neighbours are of one, as they may be of one text. By multiples of the golden ratio,
-    or every second batch, or every eighth, would be of one half, too."""
+    """Splits samples in two halves; neighbours, perhaps of one text, share one. Multiples of the golden ratio, as a
+    plain modulus could put every second or eighth batch entirely in one half."""
     return np.asarray((positions // size).astype(np.uint64) * GOLDEN >> np.uint64(63) == 0)
 
 
 class Growth:
-    """How far the guilty of a window go on, ahead and behind. begin: forward passes of the examination, from which on
-    they count against the budget."""
+    """How far the guilty of a window extend, ahead and behind. begin: forward passes of the examination so far; later
+    ones count against the budget."""
 
     def __init__(self, examination: Examination, judged: Conviction, guilty: Int64s, begin: int) -> None:
         assert judged.score is not None
@@ -59,9 +59,9 @@ class Growth:
         self.accused = judged.guilty
         e, self.size = examination, examination.size
         self.looked: dict[int, ExaminedBatch] = {}
-        self.pulls: dict[int, bool] = {}  # whether the gradient of a batch ahead is extraordinary
+        self.pulls: dict[int, bool] = {}  # whether a batch ahead has an extraordinary gradient
         self.follows = False  # whether such batches belong to the region
-        self.tells: tuple[Likeness, float] | None = None  # with the likeness from which on a sample is bad
+        self.tells: tuple[Likeness, float] | None = None  # with the likeness above which a sample is bad
         self.measured: dict[int, tuple[float, float]] = {}
         self.budget = region.FORWARD * e.config.region
         self.begin = begin
@@ -75,7 +75,7 @@ class Growth:
         farthest = min(region.FARTHEST, REACH // self.size)
         self.ahead: Side = region.grow(self._ahead, self.size, self.share, self._left, farthest)
         if self.ahead.found and self.ahead.reach and not self.ahead.clean:
-            # Nobody saw it end: of rare corpora there is not so much within reach.
+            # No end was found: of rare corpora too little is within reach.
             self.ahead = replace(self.ahead, found=False, endless=True)
         self.ahead = self._followed(farthest)
         self.looked_behind: dict[int, ExaminedBatch] = {}
@@ -83,11 +83,11 @@ class Growth:
 
     @property
     def _left(self) -> int:
-        """Forward passes."""
+        """Forward passes left."""
         return max(0, self.budget - (self.of.forwards - self.begin))
 
     def _ahead(self, number: int) -> int | None:
-        """Bad samples of a batch ahead, of the corpora of the guilty."""
+        """Number of bad samples in a batch ahead, of the guilty's corpora."""
         positions = self._batch(number)
         if positions.size < self.size:
             return None
@@ -97,20 +97,20 @@ class Growth:
         return self.size if self.follows and 2 * bad < self.size and self._pulling(number) else bad
 
     def _pulling(self, number: int) -> bool:
-        """Whether the gradient of a batch ahead is extraordinary, as one of the window's is."""
+        """Whether the gradient of a batch ahead is extraordinary, as one in the window is."""
         positions = self._batch(number)
         if number not in self.pulls:
             self.pulls[number] = positions.size == self.size and self.of.norm(positions) > self.of.pull
         return self.pulls[number]
 
     def _followed(self, farthest: int) -> Side:
-        """How far the region goes on by the gradients of batches, where right beyond its seeming end it goes on
-        with samples that are bad together, and not like those of the window."""
+        """How far the region extends by batch gradients, if beyond its apparent end come samples that are bad together
+        but unlike those of the window."""
         if self.ahead.endless or not math.isfinite(self.of.pull) or not self._pulling(self.ahead.reach + 1):
             return self.ahead
         self.follows = True
         budget = self._left // (region.FORWARD + 1)
-        # Batches of further epochs have the bad samples, too, among others.
+        # Batches of further epochs have the bad samples among others, too.
         found = region.grow(self._ahead, self.size, 1.0, budget, farthest, enough=SOLID_END)
         self.follows = found.found and not found.endless and bool(found.clean)
         return found if self.follows else self.ahead
@@ -131,12 +131,12 @@ class Growth:
         )
 
     def _behind(self, number: int) -> int | None:
-        """The same of what was recorded before the window: costs no model time."""
+        """The same before the window, from recorded losses: costs no model time."""
         if number >= len(self.of.behind):
             return None
         step, known = self.of.behind[number], self.of.known
         z = self.of._z(step.positions, step.losses)
-        if number >= self.of.between:  # among its contemporaries
+        if number >= self.of.between:  # compared with samples of its own time
             order = np.argsort(known.positions, kind="stable")
             at = np.searchsorted(known.positions, step.positions, sorter=order)
             at = order[np.minimum(at, order.size - 1)] if order.size else at
@@ -150,8 +150,8 @@ class Growth:
         return [batch for number, batch in self.looked.items() if number in self.ahead.clean]
 
     def shift(self) -> float:
-        """How far clean samples ahead lie above what was recorded, in z, where that is no luck: the state is not good,
-        then. They are the better measure, as the same state measured them, and none was trained on."""
+        """How far clean samples ahead lie above what was recorded, in z, if significantly: then the state is bad. They
+        are the better reference: measured on the same state, and none was trained on."""
         batches = self._clean()
         if not batches:
             return 0.0
@@ -165,22 +165,22 @@ class Growth:
         return middle if middle > 3 * noise else 0.0
 
     def level(self) -> float:
-        """The z of the farthest samples ahead, where all are bad."""
+        """The z of the farthest samples ahead, if all are bad."""
         if not self.ahead.endless:
             return 0.0
         return float(np.nanmedian(np.concatenate([self.looked[n].z for n in sorted(self.looked)[-4:]])))
 
     def named(self, guilty: Int64s) -> tuple[Int64s, Int64s, Region]:
-        """All that are guilty, those inferred, and the region.
+        """All guilty samples, the inferred ones, and the region.
 
-        Where likeness tells the kinds apart it decides, of measured samples, too: their losses overlap those of
-        harmless ones. So only as many are measured as that takes; where it does not, as many as the budget allows.
+        Where likeness separates the kinds it decides, also about measured samples, as losses overlap with those of
+        harmless ones. Then only as many are measured as it needs; else as many as the budget allows.
         """
         e, reach = self.of, self.ahead.reach
         before = [b for n, b in self.looked_behind.items() if n < self.back.reach]
         together = self._learn_together(guilty, reach)
         if together:
-            reach += 1  # the next batch may hold the region's last few
+            reach += 1  # the next batch may hold the last few of the region
         for enough in (ENOUGH_ALIKE, 4 * ENOUGH_ALIKE, math.inf):
             if self.tells is None:
                 self._look_inside(reach, enough)
@@ -194,7 +194,7 @@ class Growth:
             inferred = self._infer([n for n in range(reach) if n not in self.looked])
         named = np.unique(np.concatenate([guilty, *(b.positions[self._bad(b)] for b in judged)]))
         if together:
-            named = named[named >= guilty.min()]  # what gradients show is told by fine differences
+            named = named[named >= guilty.min()]  # samples found by gradients differ only subtly
         every = np.concatenate([named, inferred])
         for batch in inside:
             for p, loss, z in zip(
@@ -215,13 +215,13 @@ class Growth:
         return self._alike(batch.positions)
 
     def _alike(self, positions: Int64s) -> Bools:
-        """Which positions are of samples like those that are known to be bad."""
+        """Which positions hold samples like the known bad ones."""
         assert self.tells is not None
         likeness, cut = self.tells
         return np.asarray(self._like(positions, likeness) >= cut)
 
     def _look_inside(self, reach: int, enough: float) -> None:
-        """Measure batches inside, evenly spread, until `enough` bad samples are known, or the budget is spent."""
+        """Measure evenly spread batches inside until `enough` bad samples are known or the budget is spent."""
         for number in region.spread(0, reach, reach):
             bad = sum(int(self._bad(b).sum()) for n, b in self.looked.items() if n < reach)
             if bad >= enough or self.of.forwards - self.begin >= self.budget:
@@ -230,7 +230,7 @@ class Growth:
                 self._measure(number, self._batch(number))
 
     def _window(self) -> ExaminedBatch:
-        """The suspects that led here."""
+        """The suspects of the window."""
         e = self.of
         z = e._z(e.positions, e.losses) - e.shared
         return ExaminedBatch(
@@ -238,8 +238,8 @@ class Growth:
         )
 
     def _learn_together(self, guilty: Int64s, reach: int) -> bool:
-        """Learn what the samples of a crowd are like where there is one all over a long region: its batches have
-        extraordinary gradients, wherever one looks. Whether that tells them."""
+        """Learn the likeness of a crowd that fills a long region, where every batch has an extraordinary gradient.
+        Whether that separates them."""
         if not self.follows or reach * self.size < 4 * ENOUGH_ALIKE:
             return False
         if not all(self._pulling(n) for n in region.spread(0, reach, INSIDE)):
@@ -249,8 +249,8 @@ class Growth:
         return self.tells is not None
 
     def _learn(self, bad: Int64s, guilty: Int64s, inside: Sequence[Int64s] = ()) -> None:
-        """What tells samples like those that are bad from harmless ones, if anything does. guilty: more that are bad,
-        of the window: few may be ordinary among them; inside: measured ones of the region, of either kind."""
+        """Learn to separate samples like the bad ones from harmless ones, if possible. guilty: more bad ones, of the
+        window, where few may be ordinary; inside: measured ones of the region, of both kinds."""
         lab, usual = self.of.lab, [u for c, u in self.of.scale.usual.items() if c in self.corpora]
         both = np.union1d(bad, guilty)
         both = both[sorted(region.spread(0, both.size, LEARNT))]
@@ -258,9 +258,9 @@ class Growth:
             return
         learnt, kept = (np.concatenate([getattr(u, of).tokens for u in usual]) for of in ("learnt", "kept"))
         found = Likeness(lab.tokens(both), half(both, self.size), learnt)
-        # Those beyond the region are of the same days as those inside.
+        # Those beyond the region are of the same time as those inside.
         beyond = [self.looked[n].positions for n in self.ahead.clean[1:]]
-        # Of either line both for choosing a cut and for trying it, as `separation` takes every second one for that.
+        # Both kinds for choosing a cut and for testing it: `separation` tests on every second one.
         harmless = [
             found.of(kept, np.arange(len(kept)) // 2 % 2 == 0),
             *(self._like(p, found) for p in beyond),
@@ -270,8 +270,8 @@ class Growth:
         self.tells = None if cut is None else (found, cut)
 
     def _like(self, positions: Int64s, likeness: Likeness) -> Floats:
-        """Of samples; -inf of other corpora than those of the guilty, of whose harmless samples it knows nothing, and
-        of those of which too little is known."""
+        """Likeness of samples; -inf for corpora without guilty samples, whose harmless samples it has not seen, and for
+        samples with too few known tokens."""
         corpora = self.of.lab.corpora(positions)
         known = self.of.scale.judges(corpora) & np.isin(corpora, self.corpora)
         found = np.full(positions.size, -np.inf)
@@ -279,18 +279,18 @@ class Growth:
         return found
 
     def _infer(self, numbers: list[int]) -> Int64s:
-        """Who is guilty of the batches ahead that were not measured: the like of those that were."""
+        """Guilty samples in unmeasured batches ahead, by likeness to measured ones."""
         batches = [self._batch(number) for number in numbers]
         return np.concatenate([np.empty(0, np.int64), *(p[self._alike(p)] for p in batches)])
 
     def _probes(self) -> tuple[tuple[int, int, int], ...]:
-        """Ahead and behind: where was looked, at how many samples, and how many of them were bad."""
+        """Ahead and behind: positions searched, samples measured, and bad ones among them."""
         every = [*self.looked.values(), *self.looked_behind.values()]
         told = ((int(b.positions[0]), b.positions.size, int(self._bad(b).sum())) for b in every)
         return tuple(sorted(told))
 
     def _how(self, every: Int64s, inferred: Int64s) -> str:
-        """How both ends were found, in a sentence."""
+        """How both ends were found, as a sentence."""
         budget = f"{self.of.config.region} steps of time (stability.attribution.region)"
         front = region.end_in_words(self.ahead, int(every.max()), budget)
         if self.back.reach == 0:

@@ -1,8 +1,8 @@
-"""Writes incidents down: journal, skip ledger and console. Rank 0 writes, all ranks know.
+"""Records incidents in journal, skip ledger and console. Rank 0 writes, all ranks know.
 
-Opened when something is acted on, added to with every action against it, closed when an action is proven or the run
-ends. What the journal says of an incident carries all of it and the policy's memory along: both outlive the process
-(persisted_state.py). What a restart depends on must reach the disk: SpaceError where it does not, on all ranks.
+An incident is opened at the first action, extended by further ones, and closed when an action is proven or the run
+ends. Each of its events carries the whole incident and the policy's memory, so that both outlive the process
+(persisted_state.py). What a restart depends on must reach the disk, else SpaceError on all ranks.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from megastable.stability.signals import Verdict
 
 Int64s = npt.NDArray[np.int64]
 
-SHOWN = 16  # suspects of an incident whose numbers are kept, beside those of the convicted
-NAMED = 1000  # documents and suspects of an incident that are named: a swapped corpus would fill the journal
-NEXT = 2  # global batches behind samples that were left out: trouble that begins there is of the same region
-TWICE = 1.0  # log10 odds of samples that trouble came with twice: two coincidences are 10 to 1, and no more
+SHOWN = 16  # suspects per incident whose numbers are kept, besides the convicted
+NAMED = 1000  # documents and suspects named per incident: a swapped corpus would fill the journal
+NEXT = 2  # global batches after skipped samples: trouble that begins there is of the same region
+TWICE = 1.0  # log10 odds of samples that came with trouble twice: two coincidences are 10 to 1, and no more
 NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
 
 
 class IncidentLog:
-    """The present incident, and how they are told. memory: the policy's, as it is now."""
+    """The current incident, and its records. memory: the policy's, as it is now."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class IncidentLog:
     def restore(
         self, incident: Incident | None, count: int, step: int, left_out: LeftOutSamples | None = None
     ) -> None:
-        """Go on after `step` with what is remembered: the open incident, how many there were, and what the last one
-        left out."""
+        """Resume after `step` with the remembered state: the open incident, how many there were, and what the last one
+        skipped."""
         self.incident, self.count, self.left_out = incident, count, left_out
         if incident is not None and incident.outcome == "handed over":
             incident.outcome = "open"
@@ -80,7 +80,7 @@ class IncidentLog:
     def open(
         self, decision: Decision, state: RunState, window: Sequence[Trained], grad_norm: float
     ) -> Incident:
-        """The incident that a decision belongs to: the present one, or a new one. window: the steps since its onset."""
+        """The incident that a decision belongs to: the open one, or a new one. window: the steps since its onset."""
         finding = decision.finding
         if self.incident is None:
             self._number()
@@ -100,7 +100,7 @@ class IncidentLog:
         return incident
 
     def damaged(self, rejected: dict[str, str], step: int) -> None:
-        """Checkpoints that could not be used, with the reason: the run went on from an older one, after `step`."""
+        """Checkpoints that could not be used, with the reason: the run resumed from an older one, after `step`."""
         newest = max(step_of(Path(name)) for name in rejected)
         self._number()
         summary = Incident(
@@ -112,13 +112,13 @@ class IncidentLog:
         self.log.emit(IncidentEvent(what="closed", step=step, number=self.count, summary=told))
 
     def _number(self) -> None:
-        """Of a new incident: the supervisor has some of its own."""
+        """The next incident number: the supervisor opens some, too."""
         events = first(lambda: [event.get("number") for event in self.run.events(IncidentEvent)])
         self.count = max([self.count, *(n for n in events if isinstance(n, int))]) + 1
 
     def adjacent(self, window: Sequence[Trained]) -> bool:
-        """Whether trouble goes on where it was: the window begins within `NEXT` global batches of samples that the last
-        action skipped or deferred, not long ago. That is a region of bad data, until shown otherwise."""
+        """Whether trouble continues where it was: the window begins within `NEXT` global batches of samples that the
+        last action skipped or deferred recently. That is presumed to be a region of bad data."""
         if self.left_out is None or not window:
             return False
         first, batch = int(window[0].positions.min()), window[0].positions.size
@@ -126,17 +126,17 @@ class IncidentLog:
         return soon and -batch <= first - self.left_out.end <= NEXT * batch
 
     def returned(self, window: Sequence[Trained]) -> tuple[list[int], list[int]]:
-        """The positions of samples that were deferred because of trouble, and that trouble has come with again: it
-        begins where a stretch of them does. Those of its first `NEXT` global batches, and the rest of what was read of
-        it, which trouble may only have come before. Empty otherwise."""
+        """The positions of samples that were deferred because of trouble and that trouble has come with again, at the
+        start of a stretch of them: those of its first `NEXT` global batches, and the rest of what was read of it, which
+        trouble may only have preceded. Empty otherwise."""
         if not window:
             return [], []
         batch = window[0].positions.size
         first, end = int(window[0].positions.min()), max(int(t.positions.max()) for t in window) + 1
-        # What one step does to the weights, the next one shows.
+        # A step's damage to the weights shows in the next step.
         early = first - batch
         found = self.source.order.deferred(max(0, early - batch), end)
-        # What else stands between them, of another corpus or left out, ends no stretch.
+        # Samples of other corpora, or skipped ones, in between end no stretch.
         begins = found[np.diff(found, prepend=-batch - 1) > batch]
         begins = begins[(begins >= early) & (begins < first + NEXT * batch)]
         if not begins.size:
@@ -147,8 +147,8 @@ class IncidentLog:
 
     def returned_again(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
         """Convict samples that trouble came with twice, on two good states: nothing else was the same. A conclusion
-        that names somebody, or something else than the data, stays. Its odds spoke for the state: those of the samples
-        are `TWICE`, too little for a strong conviction, so that it can be withdrawn."""
+        that names samples, or a cause other than data, stays. Its odds spoke for the state: those of the samples are
+        `TWICE`, too little for a strong conviction, so that it can be withdrawn."""
         if found.guilty or found.cause not in (Cause.STATE, Cause.LEARNING_RATE):
             return found
         again, rest = self.returned(window)
@@ -170,11 +170,10 @@ class IncidentLog:
         seconds: float,
         swap: str | None = None,
     ) -> None:
-        """Write down who was guilty, and skip them; or defer the window, where the state was spoilt by nobody in
-        particular.
+        """Record which samples were guilty, and skip them; or defer the window, if the state was damaged but no sample
+        is convicted.
 
-        Data that is innocent is not skipped. swap: the corpus to leave out from the first guilty sample on. Raises
-        SpaceError.
+        Innocent data is not skipped. swap: the corpus to leave out from the first guilty sample on. Raises SpaceError.
         """
         incident = self._present()
         skipped, deferred = list[tuple[int, int]](), NOBODY
@@ -213,9 +212,8 @@ class IncidentLog:
             self.log.say(f"  skipped {how}: {count} samples{of} (positions {ranges(skipped, 4)})")
 
     def release(self, positions: Sequence[int], cursor: int, reason: str) -> None:
-        """Withdraw the conviction of the samples at some positions: incidents of this run named them. What a person, or
-        another tool, names stays out. cursor: the run goes on from there: earlier ones are read in the next epoch.
-        Raises SpaceError."""
+        """Withdraw the conviction of samples by incidents of this run. Skips by a person, or by another tool, stay.
+        cursor: the run continues there: earlier samples are read in the next epoch. Raises SpaceError."""
         incident, order = self._present(), self.source.order
         chosen = np.array(sorted(positions), dtype=np.int64)
 
@@ -250,14 +248,14 @@ class IncidentLog:
         state: RunState,
         seconds: float,
     ) -> None:
-        """The guilty are skipped from here on, nothing is undone: a part of the open incident, else an incident of data
-        that is over at once. onset, window: since when, and in which steps that are known, they were met; seen: what
-        was suspicious of them. Raises SpaceError."""
+        """Skip the guilty from here on without undoing anything: part of the open incident, else a data incident that
+        is closed at once. onset, window: since when, and in which known steps, they were met; seen: what was
+        suspicious. Raises SpaceError."""
         alone = self.incident is None
         if alone:
             self._number()
             loss = _usual(state)
-            # Over before it is written down, so that no restart takes it for open.
+            # Closed before it is written, so that no restart takes it for open.
             self.incident = Incident(
                 number=self.count, step=state.step, onset=onset, verdict=verdict, kind="recoverable",
                 loss_before=loss, loss_after=loss, batches_discarded=sum(not t.applied for t in window),
@@ -272,13 +270,13 @@ class IncidentLog:
             self.incident = None
 
     def rewound(self, step: int, cursor: int, seconds: float = 0.0) -> None:
-        """The run goes on after `step`, from the position `cursor`. seconds: that this took since `attribute`."""
+        """The run continues after `step`, from position `cursor`. seconds: since `attribute`."""
         incident = self._present()
         incident.seconds = round(incident.seconds + seconds, 3)
         self._tell("rewound", to_step=step, cursor=cursor)
 
     def close(self, state: RunState, outcome: Outcome) -> None:
-        """The last action is proven, or the run ends without a proof."""
+        """The last action is proven, or the run ends before a proof."""
         if self.incident is None:
             return
         incident = self.incident
@@ -293,7 +291,7 @@ class IncidentLog:
         self.incident = None
 
     def alert(self, reason: str, state: RunState) -> None:
-        """Nothing more is done about the present incident: training goes on, and a person is told. Raises
+        """No further remedy for the current incident: training continues, and a person is alerted. Raises
         SpaceError."""
         incident = self._present()
         if Action.ALERT not in incident.actions[-1:]:
@@ -314,11 +312,10 @@ class IncidentLog:
         defer: bool,
         before: int | None = None,
     ) -> Incident:
-        """Hand over or stop: the ledger and the journal have all that a restart needs. defer: the window, too, as its
-        data was not found to be innocent, or guilty: without a good state nobody is. Only a hand-over does, as it is
-        bound to go back: a checkpoint of behind the window has read what the order would not have there any more.
-        before: which the next process's checkpoint must be, None = the onset. Raises SpaceError.
-        """
+        """Hand over or stop: ledger and journal have all that a restart needs. defer: also the window, whose data may
+        be guilty: without a good state it can be neither cleared nor convicted. Only for a hand-over, which always goes
+        back: a checkpoint from after the window has read what the order no longer has there. before: the step that the
+        next process's checkpoint must precede, None = the onset. Raises SpaceError."""
         incident = self._present()
         skipped = list[tuple[int, int]]()
         handover = decision.action is Action.HANDOVER
@@ -343,12 +340,11 @@ class IncidentLog:
         return self.incident
 
     def _convict(self, guilty: Int64s, reason: str) -> list[tuple[int, int]]:
-        """Leave out the samples at these positions, for as long as the run goes: they are bad in every epoch. The same
-        as ranges."""
+        """Skip the samples at these positions for the rest of the run: they are bad in every epoch. Returns ranges."""
         incident, order = self._present(), self.source.order
         try:
             documents, problem = documents_at(self.source, guilty), None
-        except DataError as error:  # a damaged index names no documents; the samples are bad all the same
+        except DataError as error:  # a damaged index names no documents; the samples are skipped all the same
             documents, problem = [], error
         self._skip(sample_entries(order, guilty, reason, documents[:NAMED], incident.number, incident.step))
         self._remember(guilty)
@@ -362,9 +358,8 @@ class IncidentLog:
     def _defer(
         self, window: Sequence[Trained], reason: str, only: Int64s | None = None
     ) -> tuple[Deferral, list[tuple[int, int]]]:
-        """Have the samples of some steps read later, or `only` some of them. Those for which there is no room are
-        skipped, in this epoch: the second answer. Where it is the next region in a row, twice as many as the last time,
-        from those ahead."""
+        """Defer the samples of some steps, or `only` some of them. Those without room are skipped in this epoch: the
+        second result. For a region right after the last one, twice as many as last time, including samples ahead."""
         if not window:
             return NOBODY, []
         incident, ahead = self._present(), 0
@@ -377,7 +372,7 @@ class IncidentLog:
         self._skip_positions(lost, f"{reason}; there is no room to read them later")
         self._remember(np.concatenate([found.positions, found.lost]))
         deferred, returns = ranges_of(found.positions), ranges_of(found.returns)
-        # The same positions may be put off twice: with other samples.
+        # The same positions may be deferred twice, with other samples.
         incident.deferred = sorted([*incident.deferred, *deferred])
         incident.returns = sorted([*incident.returns, *returns])
         incident.lost += found.lost.size
@@ -394,7 +389,7 @@ class IncidentLog:
         return found, lost
 
     def _remember(self, positions: Int64s) -> None:
-        """Samples that were left out just now, by position."""
+        """Samples just skipped or deferred, by position."""
         if positions.size:
             first, end = int(positions.min()), int(positions.max()) + 1
             step = self._present().step
@@ -403,7 +398,7 @@ class IncidentLog:
     def _skip_positions(
         self, ranges: Sequence[tuple[int, int]], reason: str, corpus: str | None = None
     ) -> None:
-        """Leave out these positions; the samples may be read again in the next epoch."""
+        """Skip these positions; the samples may be read again in the next epoch."""
         incident = self._present()
         told = {"reason": reason, "incident": incident.number, "step": incident.step, "corpus": corpus}
         self._skip([SkipEntry.model_validate({"first": a, "end": b, **told}) for a, b in ranges])
@@ -415,11 +410,11 @@ class IncidentLog:
         self.log.emit(IncidentEvent(what=what, **fields, **self._story()), say=say)
 
     def _commit(self, event: Event, say: str = "") -> None:
-        """It must be on the disk before anything else happens."""
+        """Must be on the disk before anything else happens."""
         first(lambda: self.log.commit(event, say=say))
 
     def _story(self) -> dict[str, Any]:
-        """What every event carries, so that the next process can go on from it."""
+        """Carried by every event, so that the next process can resume from it."""
         incident, policy = self._present(), self.memory()
         left_out = {"left_out": self.left_out.model_dump()} if self.left_out is not None else {}
         return {
@@ -435,7 +430,7 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def _usual(state: RunState) -> float | None:
-    """The loss before, or after, an incident: the median of the last steps, as some of them may be its own."""
+    """The loss before, or after, an incident: the median of the last steps, some of which may belong to it."""
     finite = [x for x in state.recent_losses if math.isfinite(x)]
     return float(np.median(finite)) if finite else None
 

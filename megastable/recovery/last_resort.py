@@ -1,7 +1,7 @@
 """Ends or limits a run when rewinding does not help: hand over to an older checkpoint, alert, or stop.
 
-All methods are collective. What ends the process is returned as an error to raise; all that a restart needs is written
-down before.
+All methods are collective. An error that ends the process is returned, to be raised; all that a restart needs is
+written before.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megastable.stability.guard import Guard
 
 
 class LastResort:
-    """since: the steps since an onset. settle: waits until no checkpoint is under way, so that
-    those that are there can be counted."""
+    """since: the steps since an onset. settle: waits until no checkpoint is in progress, so that existing ones can be
+    counted."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class LastResort:
         self._alerted = guard.policy.state.alert is not None  # as was said last, by the process before, too
 
     def weigh(self, decision: Decision, damaged: bool = False) -> Decision:
-        """What becomes of a hand-over: an alert where there is no checkpoint to go back to, or STOP where the state
+        """The decision in place of a hand-over: an alert if there is no checkpoint to go back to, or STOP if the state
         is not finite, either (damaged)."""
         onset = decision.finding.onset
         if decision.action is not Action.HANDOVER or self.can_go_back(onset, damaged):
@@ -57,15 +57,15 @@ class LastResort:
         return self.guard.policy.cannot_hand_over(decision, reason, damaged)
 
     def conclude(self, decision: Decision, state: RunState, cause: Cause, damaged: bool) -> None:
-        """End, or alert and return. Raises HandoverError, UnstableError and SpaceError."""
+        """End the process, or alert and return. Raises HandoverError, UnstableError and SpaceError."""
         decision = self.weigh(decision, damaged)
         if decision.action.ends:
             raise self.end(decision, state, cause)
         self.tell_alert(state)
 
     def can_go_back(self, onset: int, damaged: bool = False) -> bool:
-        """Whether a restart finds a checkpoint of before `onset`, and of before those that led here. damaged: the state
-        is not finite; then none at all will do, too: the run begins again."""
+        """Whether a restart finds a checkpoint from before `onset`, and from before those that led here. damaged: the
+        state is not finite; then having none is fine, too: the run starts over."""
         self.settle()
         before = self._before(onset)
         steps = first(lambda: [store.step_of(path) for path in store.newest_first(self.run.checkpoints)])
@@ -83,7 +83,7 @@ class LastResort:
             self.log.emit(AlertEvent(what="over", step=state.step), say=True)
 
     def end(self, decision: Decision, state: RunState, cause: Cause) -> MegastableError:
-        """What ends this process. A hand-over defers the window if the cause is not known: its data may be guilty."""
+        """The error that ends this process. A hand-over defers the window if the cause is unknown: it may be guilty."""
         onset, unknown = decision.finding.onset, cause is Cause.UNKNOWN
         if self.incident_log.incident is not None and not unknown:
             self.incident_log.incident.cause = cause

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Of a step so many samples are looked at, the first, and of the latest steps so many in all: a pool is full with that.
+# First samples examined per step, and most in all of the latest steps: enough to fill a pool.
 SAMPLES, LATEST = 256, 16384
-EARLIER = 8  # steps before the first hard sample of a kind, in which it may have come already
+EARLIER = 8  # steps before the first hard sample of a kind in which it may have occurred already
 
 
 Pools = dict[int, novelty.Pool]  # by corpus
@@ -30,8 +30,8 @@ Pools = dict[int, novelty.Pool]  # by corpus
 def look(
     trained: Sequence[Trained], laboratory: Laboratory, config: SampleConfig, pools: Pools
 ) -> list[Waiting]:
-    """Cases to examine, one for each corpus that a new kind has come into. trained: the latest steps. pools: of the
-    last look, and after it of this one. Raises DataError."""
+    """Cases to examine, one per corpus with a new kind. trained: the latest steps. pools: of the last search, updated.
+    Raises DataError."""
     applied = [t for t in trained if t.applied]
     if not applied:
         return []
@@ -49,16 +49,16 @@ def look(
         if pool.size < novelty.FEWEST:
             continue
         known = pools.setdefault(int(corpus), novelty.Pool())
-        # By who leads alone: of a thousand ranks each would read as much.
+        # Read by the leading rank alone: a thousand ranks would each read as much.
         new = known.scan(positions[pool], laboratory.read_tokens(known.missing(positions[pool])))
-        # All looks of 10,000 steps together may raise so many that are none.
+        # All searches in 10,000 steps together may raise this many false cases.
         if new.p <= config.false_alarms / 1e4 * novelty.PERIOD / len(judged):
             found.append(_case(pool[new.kind], positions, losses, steps, new.p))
     return found
 
 
 def _first(chosen: Int64s, steps: Int64s, most: int) -> Int64s:
-    """Of the chosen, indexes of samples in the order of their steps, the first `most` of each step."""
+    """Indexes of the chosen samples in the order of their steps, the first `most` of each step."""
     _, begin, count = np.unique(steps[chosen], return_index=True, return_counts=True)
     return chosen[np.arange(chosen.size) - np.repeat(begin, count) < most]
 

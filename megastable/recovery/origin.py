@@ -1,8 +1,8 @@
 """Collects evidence against the checkpoint that this process resumed from, and how far back the next one must go.
 
-A state that no step of this process has proven may be bad itself: saved when it was bad already, or by a version whose
-checkpoints do not remember what their state is like. Then no sample and no rate is to blame, and who goes on from it
-again meets the same trouble again. Collective where it measures or writes; decides from numbers that all ranks have.
+A state that no step of this process has proven may itself be bad: saved when already bad, or by a version whose
+checkpoints hold no vitals. Then no sample and no rate is to blame, and every resume from it meets the same trouble.
+Collective where it measures or writes; decides from numbers that all ranks have.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megastable.run.log import RunLog
 
 Floats = npt.NDArray[np.float64]
 
-# What changes losses by itself, so that they are no measure of the state; and what makes trouble by itself right after
-# a start. Where it was changed since the checkpoint, that is not blamed.
+# Keys that change losses, so that they say nothing about the state; and keys that cause trouble right after a start. If
+# changed since the checkpoint, it is not blamed.
 MEASURES = ("precision", "data", "kernels", "deepspeed", "model")
 CAUSES = (*MEASURES, "optimizer", "schedule", "train.global_batch")
 
 
 class Origin:
-    """Of one process. step: of the checkpoint it went on from, 0 = of none; proven: the step up to which trouble may be
-    the checkpoint's; reason: why it is convicted, "" = it is not."""
+    """Of one process. step: of the checkpoint it resumed from, 0 = none; proven: the step up to which the checkpoint
+    may be to blame for trouble; reason: why it is convicted, "" = it is not."""
 
     def __init__(
         self, run: RunDirectory, config: RunConfig, state: RunState, changed: Sequence[str], log: RunLog
     ) -> None:
-        """state: that the process goes on from, of a checkpoint or the very first one. changed: what differs from the
-        recipes that the run was started with before and that the checkpoint was written with, as "key: old -> new"."""
+        """state: that the process resumes from, of a checkpoint or a new run. changed: differences from the recipes of
+        the last start and of the checkpoint, as "key: old -> new"."""
         self._run, self._config, self._log = run, config.checkpoint.vitals, log
         self._verify, self._batch = config.stability.policy.verify_steps, config.train.global_batch
         self._other_measure, self._other_cause = (
@@ -54,7 +54,7 @@ class Origin:
         self.reason = ""
 
     def blame(self, step: int, measure: Callable[[int], Floats]) -> str:
-        """As `worse`; if it is the state that was resumed from, the checkpoint is convicted."""
+        """As `worse`; a bad state that was resumed from convicts the checkpoint."""
         reason = self.worse(step, measure)
         if reason and step == self.step:
             self.reason = reason
@@ -62,7 +62,7 @@ class Origin:
         return reason
 
     def worse(self, step: int, measure: Callable[[int], Floats]) -> str:
-        """Whether the state after `step`, which the engine holds, is worse than the checkpoint says that it was: a
+        """Whether the state after `step`, which the engine holds, is worse than its checkpoint's vitals say: a
         sentence, or "".
 
         measure(position): the losses of the latest samples before a position, in their order.
@@ -72,23 +72,23 @@ class Origin:
         return fallen_behind(measure(self._cursor), self._recent, self._batch, self._config)
 
     def again(self, step: int, onset: int) -> bool:
-        """Told of every return to the state after `step` with nobody found guilty of the trouble that began at `onset`.
-        Whether the checkpoint is the suspect: it came back at once, on the very state that was resumed from."""
+        """Called at every rewind to the state after `step` with no sample convicted for the trouble at `onset`. Whether
+        the checkpoint is the suspect: trouble came back at once, on the very state resumed from."""
         if not self.step or step > self.step or onset > self.proven or self._other_cause or self._accepted:
             return False
         self._returns += 1
         return self._returns > 1
 
     def suspect(self) -> str:
-        """Take it that the checkpoint is to blame, without a proof that would mark it; why."""
+        """Blame the checkpoint, without a proof that would mark it; returns why."""
         self.reason = "the trouble came back at once, on its very state, with nobody guilty"
         return self.reason
 
     def before(self, onset: int, clock: int) -> int:
-        """The step that the next process's checkpoint must be before. onset: of the trouble; clock: the farthest step.
+        """The step that the next process's checkpoint must precede. onset: of the trouble; clock: the farthest step.
 
-        A process that was handed over to a checkpoint, and hands over again without new ground, goes further back: the
-        same checkpoint would lead to the same end.
+        A process that resumed after a handover, and hands over again without new ground, goes further back: the same
+        checkpoint would lead to the same end.
         """
         events = self._run.events
         steps = [onset, *first(lambda: tried(events(Handover, Training), clock, self._verify))]
@@ -102,7 +102,7 @@ class Origin:
 
         def mark() -> bool:
             if not path.is_dir():
-                return False  # it has made room for newer ones
+                return False  # deleted by retention
             markers.convict(path, reason)
             return True
 

@@ -1,7 +1,7 @@
 """Restores the stability system's memory after a restart: from the checkpoint, then the journal's later events. Pure.
 
-The journal is the truth about incidents: every event of one carries the incident as it was then, and the policy's
-memory. A crash loses what was trained since the checkpoint, but no budget and no incident.
+The journal is the source of truth about incidents: each event carries the incident as it was then, and the policy's
+memory. A crash loses the training since the checkpoint, but no budget and no incident.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megastable.stability.policy_state import PolicyState
 from megastable.stability.sample_history import WatchState
 from megastable.stability.signs import SignsState
 
-TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events of the journal that may carry all this
+TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events that may carry all this
 
 
 class PersistedState(BaseModel):
-    """What a checkpoint keeps. incident: the open one. incidents: how many there were. rate: scheduled, of the last
-    step. left_out: by the last incident."""
+    """Saved in checkpoints. incident: the open one. incidents: how many there were. rate: scheduled, of the last step.
+    left_out: by the last incident."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -39,11 +39,11 @@ class PersistedState(BaseModel):
     signs: SignsState = SignsState()
 
 
-ONGOING = ("open", "handed over")  # what the next process goes on with
+ONGOING = ("open", "handed over")  # continued by the next process
 
 
 class _Told(BaseModel):
-    """What is of use here in an event; its other fields, and those of later versions, are not looked at."""
+    """The parts of an event used here; other fields, and those of later versions, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -55,14 +55,14 @@ class _Told(BaseModel):
 def recall(
     saved: dict[str, Any], events: Iterable[Event], simulated: bool = False
 ) -> tuple[PersistedState, list[str]]:
-    """What is known at a start, and what of it was lost: saved by another version, or by another hand.
+    """The state at a start, and which parts of it were lost: saved by another version, or edited.
 
     saved: `RunState.stability` of the checkpoint. events: those of the journal that are `TELLING`, in order. simulated:
     this is a dry run.
     """
     memory, lost = _readable(saved)
     if memory.guard.simulated and not simulated:
-        memory.guard = GuardState(detector=memory.guard.detector)  # a dry run spent nothing
+        memory.guard = GuardState(detector=memory.guard.detector)  # a dry run spent no budget
     problem = ""
     for event in events:
         number = event.get("number")
@@ -76,7 +76,7 @@ def recall(
             problem = f"{event.event} of the journal: {_what(error)}"
             continue
         problem = ""
-        # A dry run has a clock of its own.
+        # A dry run has its own clock.
         if memory.guard.simulated or told.policy.clock < memory.guard.policy.clock:
             continue
         memory.guard.policy = told.policy
@@ -87,8 +87,8 @@ def recall(
 
 
 def interrupted(events: Iterable[Event]) -> tuple[int, set[str]] | None:
-    """What the last process went back behind and had not put away when it died: the first step that was undone, and the
-    checkpoints that were written after that, which are good.
+    """Leftovers of a rewind that the last process had not put aside when it died: the first undone step, and the
+    checkpoints written after the rewind, which are good.
 
     events: the journal's "training", "incident" and "checkpoint", in order.
     """
@@ -107,11 +107,11 @@ def interrupted(events: Iterable[Event]) -> tuple[int, set[str]] | None:
 
 
 def tried(events: Iterable[Event], clock: int, verify_steps: int) -> list[int]:
-    """The steps of the checkpoints that processes went on from after a handover that no new ground followed: none of
-    them is to be gone on from again.
+    """The steps of checkpoints that processes resumed from after a handover without reaching new ground: none may be
+    resumed from again.
 
-    events: the journal's "handover" and "training", in order. clock: the farthest step by now; what lies `verify_steps`
-    behind the farthest one of a handover is new ground.
+    events: the journal's "handover" and "training", in order. clock: the farthest step by now; steps more than
+    `verify_steps` past the farthest one of a handover are new ground.
     """
     steps, barren = list[int](), False
     for event in events:
@@ -126,7 +126,7 @@ def tried(events: Iterable[Event], clock: int, verify_steps: int) -> list[int]:
 
 
 def _readable(saved: dict[str, Any]) -> tuple[PersistedState, list[str]]:
-    """The parts that can be read (detector, policy, open incident, ...): the others start anew, and are named."""
+    """The readable parts (detector, policy, open incident, ...); the others are reset, and named."""
     tree, lost = copy.deepcopy(saved), list[str]()
     while True:
         try:

@@ -10,16 +10,16 @@ class RateHistory:
     another rate."""
 
     def __init__(self, most: int) -> None:
-        self.coming: float | None = None  # of the coming update
+        self.coming: float | None = None  # of the next update
         self._known: deque[tuple[int, float]] = deque(maxlen=most)
 
     def resume(self, step: int, rate: float | None) -> None:
-        """The state after `step` was last trained at `rate`, where that is known."""
+        """The state after `step` was last trained at `rate`, if known."""
         if rate is not None:
             self._known.append((step, rate))
 
     def done(self, step: int) -> None:
-        """The step of the coming update is done."""
+        """The step of the next update is done."""
         if self.coming is not None:
             self._known.append((step, self.coming))
 
@@ -35,5 +35,5 @@ class RateHistory:
         return max((rate for at, rate in self._known if at >= step), default=None)
 
     def before(self, step: int) -> float | None:
-        """The rate that the state after `step` was last trained at."""
+        """The rate at which the state after `step` was last trained."""
         return next((rate for at, rate in reversed(self._known) if at <= step), None)

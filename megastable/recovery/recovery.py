@@ -1,7 +1,7 @@
 """Executes the guard's decision: discard, rewind, skip, cut the learning rate.
 
-In memory, without a restart: refuse an update, go back to a snapshot, find out who is guilty, skip, go on, and prove
-that it helped. Every decision is journaled with its reason. All methods are collective: every rank decides alike.
+In memory, without a restart: refuse an update, rewind to a snapshot, find the guilty samples, skip them, go on, and
+prove that it helped. Every decision is journaled with its reason. All methods are collective: every rank decides alike.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.guard import Guard
 from megastable.stability.signals import Finding, Signals, Verdict
 
-QUIET = 500  # steps between two warnings: what moves, moves for long
+QUIET = 500  # steps between two warnings: indicators keep moving for long
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -62,17 +62,17 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step: where the run stands, and whether that is an earlier state than the step led to."""
+    """The result of a step: where the run stands, and whether that is an earlier state than the step led to."""
 
     state: RunState
     rewound: bool = False
 
 
 class Recovery:
-    """The stability system of one training process, which goes on from `state`.
+    """The stability system of one training process, which resumes from `state`.
 
-    skipping: what it leaves out, and adds to; phase: the trainer's heartbeat; settle: waits until no checkpoint is
-    under way, so that those that are there can be counted; changed: as `Origin` has it.
+    skipping: the skip ledger, read and extended; phase: the trainer's heartbeat; settle: waits until no checkpoint is
+    in progress, so that existing ones can be counted; changed: see `Origin`.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Recovery:
         self.source, self.log, self.phase = loader.source, log, phase
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
-        self._mixed = False  # whether the coming step is the first of another data mix
+        self._mixed = False  # whether the next step is the first of another data mix
         self._quiet_until = 0
-        self._located = ""  # what a replay of this step, refused as it is not finite, found
-        self._in_fp8 = True  # as was said last; an engine begins with it
+        self._located = ""  # result of replaying this step, refused as it is not finite
+        self._in_fp8 = True  # as last reported; an engine begins with it
         c, source = self.settings, self.source
         memory = self._recall(state)
         self.guard = Guard(c, memory.guard, c.dry_run, engine.fp8 is not None)
@@ -153,7 +153,7 @@ class Recovery:
 
     @property
     def acts(self) -> bool:
-        """Whether anything is done beyond refusing updates that are not finite."""
+        """Whether anything is done besides refusing non-finite updates."""
         return self.settings.enabled and not self.settings.dry_run
 
     @property
@@ -167,17 +167,17 @@ class Recovery:
     # Before a step
 
     def begin(self, state: RunState, mix: dict[str, float]) -> None:
-        """Before the step after `state`, whose samples are of the corpora in `mix`."""
+        """Prepare the step after `state`, with samples of the corpora in `mix`."""
         if state.mix and mix != state.mix:
-            # Other data is read, on purpose: the detector takes another level of the loss for its effect. While an
-            # incident is open, too: its proof is then judged by the new level.
+            # The data mix changed on purpose: the detector accepts a new level of the loss as its effect. Also while an
+            # incident is open, whose proof is then judged by the new level.
             self._mixed = True
             if self.settings.enabled:
                 self.log.emit(MixChanged(step=state.step + 1, old=state.mix, new=mix), say=True)
         self.choose_precision(state)
 
     def choose_precision(self, state: RunState) -> None:
-        """FP8, or what the rest of the run computes in, for the step after `state`; a change is journaled and said."""
+        """FP8, or the precision of the rest, for the step after `state`; a change is journaled and printed."""
         fp8, policy = self.engine.fp8, self.guard.policy
         if fp8 is None:
             return
@@ -195,14 +195,14 @@ class Recovery:
     # Before the update
 
     def gate(self, state: RunState, lr: float) -> Judge:
-        """What judges the step after `state`, at a learning rate."""
+        """The judge of the step after `state`, at a learning rate."""
         return lambda measured: self.judge(measured, state.step + 1, lr)
 
     def judge(self, measured: Measured, step: int, lr: float) -> bool:
         """The gate: whether the update may be applied."""
         self.decision, self._located = None, ""
         if measured.overflow:
-            return False  # part of fp16: a smaller loss scale mends it
+            return False  # normal in fp16: the loss scale is reduced
         if not self.settings.enabled:
             return measured.finite
         signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators, self._mixed)
@@ -213,8 +213,8 @@ class Recovery:
         return measured.finite if self.settings.dry_run else self.decision.applies
 
     def rate(self, updates: int, scheduled: float) -> float:
-        """The rate of the update after `updates` applied ones, where the schedule says `scheduled`: less after a cut or
-        under a cap."""
+        """The learning rate of the update after `updates` applied ones, where the schedule says `scheduled`: less after
+        a cut or under a cap."""
         self.rates.coming = scheduled
         self.guard.policy.follow(scheduled)
         return self.guard.policy.rate(updates, scheduled) if self.acts else scheduled
@@ -230,9 +230,9 @@ class Recovery:
     # After the step
 
     def settle(self, done: StepResult) -> StepOutcome:
-        """Carry out what was decided about a step. Where the run stays, suspected samples are examined.
+        """Execute the decision about a step. If the run is not rewound, suspected samples are examined.
 
-        Raises HandoverError; UnstableError also when updates are refused on and on and nothing else is done about it.
+        Raises HandoverError; UnstableError also if updates are refused repeatedly and nothing else is done about it.
         """
         batch, measured, step = done.batch, done.measured, done.state.step
         self.points.trained.append(Trained(step, batch.positions, measured.losses.numpy(), done.applied))
@@ -249,14 +249,13 @@ class Recovery:
         return StepOutcome(done.state)
 
     def _look_at_samples(self, decision: Decision, done: StepResult) -> RunState | None:
-        """Note the samples of a refused update, examine those that are suspected; where the run goes back for it, the
-        state that it goes on from."""
+        """Note the samples of a refused update, examine suspected ones; the new state if the run is rewound for it."""
         state = done.state
         if decision.action is Action.DISCARD and self.replays.finite_again != state.step:
             self.samples.refused(done.batch, done.measured, state.step, decision, self._located)
         incident = self.incident_log.incident
         clear = incident is None and not self.guard.policy.state.watching
-        # What comes while another cause is being dealt with, or is not known, is its consequence.
+        # Trouble while another cause is handled, or unknown, is its consequence.
         alone = clear or (incident is not None and incident.cause is Cause.DATA)
         may_look = alone and self.points.may_look
         case = self.samples.lifted(self.guard.policy, self.points.oldest) if may_look else None
@@ -272,7 +271,7 @@ class Recovery:
         return None
 
     def _carry_out(self, done: StepResult) -> RunState | None:
-        """Where the run goes back, the state that it goes on from."""
+        """The new state, if the run is rewound."""
         decision, damage, state, applied = self.decision, "", done.state, done.applied
         if decision is None:
             return None
@@ -296,7 +295,7 @@ class Recovery:
                 decision, state, self.points.since(decision.finding.onset), done.measured.grad_norm
             )
             found = ""
-            if not (damage or applied):  # an update that was applied left another state
+            if not (damage or applied):  # an applied update has changed the state
                 _, found = self.replays.compare(
                     done.batch, done.measured, state.step, decision.finding.verdict
                 )
@@ -312,8 +311,8 @@ class Recovery:
             and not done.before.discards_in_a_row
             and self.points.ring.capacity > 1
         ):
-            # The weights are those of before it: should more follow, nothing needs to be done again. (Nothing random
-            # happens in a step, so the random states are those of before it, too.)
+            # The weights are those before it: should more follow, nothing needs to be repeated. (A step draws no random
+            # numbers, so the random states are those before it, too.)
             self.points.take(done.before, self._before, self.samples.before, self.engine.counters_before)
             return None
         calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
@@ -333,7 +332,7 @@ class Recovery:
         )
 
     def rescue(self, done: StepResult, damage: str) -> StepOutcome:
-        """Go back because the state itself is found to be damaged. Raises HandoverError and UnstableError."""
+        """Rewind because the state itself is damaged. Raises HandoverError and UnstableError."""
         state = done.state
         finding = Finding(state.step, Verdict.NON_FINITE, 1.0, state.step, damage, on_trend=False)
         decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
@@ -343,7 +342,7 @@ class Recovery:
         raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
     def _locate(self, batch: Step, state: RunState) -> str:
-        """Where the first number that is not finite arose; not empty when it was in the state already."""
+        """The origin of the first non-finite number; not empty if the state already had it."""
         self.phase("locate")
         found = nan_locator.locate(self.engine, batch.micro_batches)
         self._located = found.sentence
@@ -352,7 +351,7 @@ class Recovery:
         return found.sentence if found.kind == "state" else ""
 
     def _warn(self, decision: Decision, state: RunState) -> None:
-        """Journal leading indicators when they begin to move; nobody acts on them."""
+        """Journal leading indicators that begin to move; nothing acts on them."""
         if decision.finding.warnings and state.step >= self._quiet_until:
             self._quiet_until = state.step + QUIET
             for text in decision.finding.warnings:
@@ -362,14 +361,14 @@ class Recovery:
         if decision.action is not Action.APPLY:
             self.log.emit(Would(step=state.step, action=decision.action, reason=decision.reason), say=True)
 
-    # Going back
+    # Rewinding
 
     def _rewind(self, decision: Decision, done: StepResult, damage: str) -> RunState:
         self.indicators = {}  # of the state that is undone
         return self.rewinding.go_back(Tripped(decision, done, self._before, damage))
 
     def _relax(self, finding: Finding, state: RunState) -> None:
-        """Lift limits of the rate that have rested."""
+        """Lift learning-rate limits whose time has passed."""
         if self.rates.coming is None:
             return
         for reason in self.guard.policy.relax(finding, state.updates, self.rates.coming):
@@ -382,9 +381,9 @@ class Recovery:
         return found
 
     def finish(self, state: RunState) -> None:
-        """At the end of the run: an incident that nothing came after is over."""
+        """At the end of the run: an incident that nothing followed is closed."""
         last = self.decision.finding if self.decision is not None else None
         calm = last is not None and last.verdict is Verdict.HEALTHY and last.on_trend
         seen = self.guard.policy.state.good >= self.settings.policy.verify_steps // 6
         self.incident_log.close(state, "healed" if calm and seen else "open")
-        state.stability = self.memory()  # the summary tells of it
+        state.stability = self.memory()  # the summary reports it

@@ -16,15 +16,15 @@ UNSTEADY = "the same data on the same state gives other numbers every time: hard
 
 
 class Replays:
-    """Measures on the present state of `engine`, and leaves no trace. deterministic: `run.deterministic`."""
+    """Measures on the current state of `engine`, without changing it. deterministic: `run.deterministic`."""
 
     def __init__(self, engine: Engine, deterministic: bool) -> None:
         self.engine, self.deterministic = engine, deterministic
-        self.finite_again: int | None = None  # step whose numbers were finite when it was done again
+        self.finite_again: int | None = None  # step whose numbers were finite when repeated
 
     def compare(self, batch: Step, measured: Measured, step: int, verdict: Verdict) -> tuple[bool, str]:
-        """The step that tripped, again, on the state that it was refused on: whether every run of it differs, and what
-        that proves of the hardware: a sentence, or nothing yet, as a bad state may magnify the last bits."""
+        """Repeat the step that tripped, on the state that refused it: whether all its runs differ, and what that proves
+        about the hardware: a sentence, or "" yet, as a bad state may magnify the last bits."""
         if verdict is Verdict.NON_FINITE and self.finite_again != step:
             return False, ""
         found = attribution.replay(_result(measured), self.again(batch), lambda: self.again(batch))
@@ -44,8 +44,8 @@ class Replays:
     def without_fp8(
         self, batch: Step, measured: Measured, expected: tuple[Trend | None, Trend | None]
     ) -> str:
-        """The very step that tripped, on the state that it was refused on, but not in FP8: a sentence if that is
-        harmless. Not asked where FP8 is off. expected: trends of loss and log gradient norm."""
+        """Repeat the step that tripped, on the state that refused it, without FP8: a sentence if it is then harmless.
+        Skipped if FP8 is off. expected: trends of loss and log gradient norm."""
         engine, fp8 = self.engine, self.engine.fp8
         if fp8 is None or not measured.fp8:
             return ""
@@ -55,7 +55,7 @@ class Replays:
             other = engine.measure(batch.micro_batches)
         finally:
             fp8.on = True
-            engine.restore_counters(counters)  # magnitudes of the last steps, which switching forgets
+            engine.restore_counters(counters)  # the magnitude history, which switching forgets
         with_fp8, without = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
         if not attribution.gone(with_fp8, without, expected):
             return ""

@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class RewindState(NamedTuple):
-    """What a rewind point remembers beside the engine's state."""
+    """What a rewind point keeps besides the engine's state."""
 
     state: RunState
     random: dict[str, Any]
@@ -43,8 +43,8 @@ class RewindState(NamedTuple):
 
 
 class Points:
-    """ring: the points. laboratory: measures samples on the state that the engine holds. may_look: whether there is
-    room for the present state beside the points."""
+    """ring: the points. laboratory: measures samples on the engine's state. may_look: whether there is room for the
+    current state besides the points."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Points:
         c = config.snapshots
         # As many steps as the ring reaches back, whichever snapshots it keeps.
         self.trained: deque[Trained] = deque(maxlen=min(512, 2**c.keep * max(1, c.interval)))
-        self.finite: Snapshot | None = None  # the newest that `back` passed over although it is finite
+        self.finite: Snapshot | None = None  # the newest that `back` passed over although finite
 
     def take(
         self,
@@ -71,8 +71,7 @@ class Points:
         counters: dict[str, Any] | None = None,
     ) -> None:
         if state.step not in self.ring.steps:
-            # What checkpoints write is put together when they do; the vitals, which the next is compared with, are
-            # replaced as a whole.
+            # Checkpoints fill in `stability` themselves; the vitals can be shared, as they are replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
             self.ring.take(state.step, RewindState(light, rng_state(), detector, samples), counters)
@@ -85,16 +84,16 @@ class Points:
         return [t for t in self.trained if t.step >= onset]
 
     def forget_after(self, step: int) -> None:
-        """The points and the samples of the steps that are undone."""
+        """Drop the points and the samples of undone steps."""
         self.ring.forget_from(step + 1)
         while self.trained and self.trained[-1].step > step:
             self.trained.pop()
 
-    # Going back
+    # Rewinding
 
     def back(self, onset: int, older: int, left_out: Selection) -> Snapshot | None:
-        """Put the engine back to the newest point before `onset` that is still good; older: but for so many. Those that
-        are not are dropped, and a checkpoint that one of them proves bad is convicted."""
+        """Restore the newest point before `onset` that is still good; older: skip so many. Bad ones are dropped, and a
+        checkpoint that one of them proves bad is convicted."""
         self.finite = None
         while (snapshot := self.ring.before(onset, older)) is not None:
             finite, good = self._tried(snapshot, left_out, self.origin.blame)
@@ -112,7 +111,8 @@ class Points:
         return None
 
     def look(self, onset: int, left_out: Selection) -> Snapshot | None:
-        """The same for a look: the run may stay where it is, so no point is dropped and no checkpoint convicted."""
+        """As `back`, for inspection only: the run may stay where it is, so no point is dropped and no checkpoint
+        convicted."""
         while (snapshot := self.ring.before(onset)) is not None:
             _, good = self._tried(snapshot, left_out, self.origin.worse)
             if good:
@@ -123,7 +123,7 @@ class Points:
     def _tried(
         self, snapshot: Snapshot, left_out: Selection, blame: Callable[[int, Callable[[int], Floats]], str]
     ) -> tuple[bool, bool]:
-        """Whether a point, which the engine is put back to, is finite, and whether it is good."""
+        """Whether a point, which the engine has restored, is finite, and whether it is good."""
         self.restore(snapshot)
         recorded, now = self._reference(snapshot, left_out)
         norms = self.engine.flat_state().norms()
@@ -136,15 +136,15 @@ class Points:
         self.engine.refresh_weights()
 
     def before_region(self, found: Conclusion, snapshot: Snapshot) -> Snapshot:
-        """The point to go on from: `snapshot`, which the engine holds, or where the bad region was trained on before
-        that already, the newest one that it has not touched, put back into the engine."""
+        """The point to resume from: `snapshot`, which the engine holds, or, if that was already trained on the bad
+        region, the newest one before it, restored into the engine."""
         if found.region is None or found.region.first >= snapshot.extra.state.cursor:
             return snapshot
         touched = [t.step for t in self.trained if t.applied and np.isin(t.positions, found.convicted).any()]
         older = self.ring.before(min(touched)) if touched else None
         if older is None or older.step >= snapshot.step:
             return snapshot
-        # What it was taken from led to a state that is proven; the memory that it lies in may have failed.
+        # The state it was copied from led to a proven one, but its memory may have failed since.
         whole = all(bool(torch.isfinite(t).all()) for t in older.tensors.values() if t.is_floating_point())
         if not all(gathered(whole)):
             return snapshot
@@ -154,7 +154,7 @@ class Points:
         )
         return older
 
-    # What is measured on the state that the engine was put back to
+    # On the restored state
 
     def examine(
         self,
@@ -164,7 +164,7 @@ class Points:
         recurred: bool,
         adjacent: bool,
     ) -> Conclusion:
-        """Who of `window` is guilty."""
+        """Find the guilty samples of `window`."""
         applied, onset = [t for t in self.trained if t.applied], min(t.step for t in window)
         history = [t for t in applied if t.step <= snapshot.step]
         between = [t for t in applied if snapshot.step < t.step < onset]
@@ -172,9 +172,9 @@ class Points:
         return self.laboratory.examine(window, history, cursor, left_out, recurred, adjacent, between)
 
     def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
-        """Of harmless samples of before a snapshot: losses when they were trained on, losses on its state.
+        """Of harmless samples from before a snapshot: losses when trained on, losses on its state.
 
-        Right after a start the former are not known, and empty.
+        Right after a start the former are unknown, and empty.
         """
         count = self.config.attribution.reference
         before = [t for t in self.trained if t.step <= snapshot.step and t.applied]
@@ -185,14 +185,14 @@ class Points:
         return recorded, self.laboratory.losses(positions)
 
     def _latest(self, cursor: int, left_out: Selection) -> Floats:
-        """Losses on the present state of the latest harmless samples before a position."""
+        """Losses of the latest harmless samples before a position, on the current state."""
         count = self.config.attribution.reference
         latest, _ = left_out.next_kept(max(0, cursor - count), count)
         return self.laboratory.losses(latest[latest < cursor])
 
 
 def budgeted(engine: Engine, config: SnapshotConfig, log: RunLog) -> SnapshotBudget:
-    """How many points every rank has room for; said, with the numbers. Collective."""
+    """The number of points for which every rank has room, printed with its calculation. Collective."""
     if not config.interval:
         return NO_SNAPSHOTS
     state, pinned = engine.optimizer_state().values(), torch.cuda.is_initialized()

@@ -40,8 +40,8 @@ from megastable.stability.signals import Finding, Verdict
 
 @dataclass(frozen=True)
 class Tripped:
-    """The step that was decided to go back at. detector: its state before that step; damage: what is proven of the
-    hardware already, a sentence, or ""."""
+    """The step at which a rewind was decided. detector: its state before that step; damage: what is already proven
+    about the hardware, a sentence, or ""."""
 
     decision: Decision
     done: StepResult
@@ -50,7 +50,7 @@ class Tripped:
 
 
 class Rewinding:
-    """selection: what is read of the order as it is now. phase: the heartbeat's."""
+    """selection: what is left of the current order. phase: the heartbeat's."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Rewinding:
         self.log, self.phase = log, phase
 
     def go_back(self, t: Tripped) -> RunState:
-        """Where the run stands then. Raises HandoverError, UnstableError and SpaceError."""
+        """Rewind, and return where the run stands. Raises HandoverError, UnstableError and SpaceError."""
         begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
         self.phase("rewind")
         window = self.points.since(finding.onset)
@@ -95,7 +95,7 @@ class Rewinding:
         if snapshot is None:
             return self._unproven(t, damage, numerics)
         if unsteady and not damage and self.replays.differ(t.done.batch):
-            damage = UNSTEADY  # on a good state, too: there is nothing that would magnify the last bits
+            damage = UNSTEADY  # also on a good state, where nothing would magnify the last bits
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         elif numerics:
@@ -121,9 +121,9 @@ class Rewinding:
         return self._go_on_from(snapshot, t.done.state, begin, remedy.reason, seconds)
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
-        """Examine the steps of a case on a proven state of before them. Where a crowd of their samples is guilty there,
-        go on from it without them, which is the answer; else the run stays where it is: a few that are guilty each by
-        its own loss are skipped, and where nobody is, it is as if nobody had looked. Raises SpaceError."""
+        """Examine the steps of a case on a proven state from before them. If a crowd of their samples is guilty there,
+        the run resumes from it without them, and that state is returned; else it stays where it is: individually
+        convicted samples are skipped, and with none nothing changes. Raises SpaceError."""
         begin, policy = time.perf_counter(), self.guard.policy
         self.phase("examine samples")
         window = [t for t in self.points.since(case.first) if t.step <= case.last]
@@ -160,7 +160,8 @@ class Rewinding:
         return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, str]:
-        """Whether every run of the step differs; what is proven of the hardware, and of FP8, a sentence each, or ""."""
+        """Whether all runs of the step differ; what is proven about the hardware, and about FP8, a sentence each, or
+        ""."""
         unsteady, damage, numerics = False, t.damage, ""
         if not damage:
             unsteady, damage = self.replays.compare(
@@ -170,13 +171,13 @@ class Rewinding:
             expected = Detector(self.config.stability.detector, t.detector).expected()
             numerics = self.replays.without_fp8(t.done.batch, t.done.measured, expected)
         if numerics and self.engine.fp8 is not None:
-            self.engine.fp8.on = False  # what has failed is no measure of samples and states
+            self.engine.fp8.on = False  # failed FP8 must not measure samples and states
         return unsteady, damage, numerics
 
     def _remedy(
         self, found: Conclusion, examined: Examined, saved: RunState, left_out: Selection
     ) -> tuple[Conclusion, Remedy]:
-        """What is done, and the conclusion that the policy comes to. Where it is not the data, nobody is convicted."""
+        """The remedy, and the policy's conclusion. If the data is not the cause, no sample is convicted."""
         culprit = self._culprit(found)
         most = self.config.stability.policy.swap_most
         may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - most
@@ -184,7 +185,7 @@ class Rewinding:
         return _as_judged(found, remedy.cause), remedy
 
     def _culprit(self, found: Conclusion) -> str | None:
-        """The corpus that most of the guilty samples come from."""
+        """The corpus of most guilty samples."""
         if not found.guilty:
             return None
         corpora = self.source.order.locate(np.array(found.guilty)).corpus
@@ -200,7 +201,7 @@ class Rewinding:
         snapshot: Snapshot,
         seconds: float,
     ) -> None:
-        """In journal and ledgers. Raises HandoverError and UnstableError where the remedy ends the process."""
+        """Record it in journal and ledgers. Raises HandoverError and UnstableError if the remedy ends the process."""
         if remedy.action is Action.HANDOVER:
             decision = replace(decision, reason=remedy.reason)
             given = self.last_resort.weigh(replace(decision, action=remedy.action))
@@ -218,8 +219,8 @@ class Rewinding:
             raise self.last_resort.end(decision, state, found.cause)
 
     def _unproven(self, t: Tripped, damage: str, numerics: str) -> RunState:
-        """No rewind point is proven good: hand over; where that cannot be, alert, and go on from the newest one that is
-        finite. Raises HandoverError and UnstableError."""
+        """No rewind point is proven good: hand over; if impossible, alert, and resume from the newest finite one.
+        Raises HandoverError and UnstableError."""
         policy, begin, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
         if self.origin.reason:
             why = f"the checkpoint of step {self.origin.step} is convicted: {self.origin.reason}"
@@ -244,8 +245,8 @@ class Rewinding:
         reason: str,
         told: float = 0.0,
     ) -> RunState:
-        """Everything but the engine goes back to a snapshot that the engine was put back to; where the run stands.
-        told: of the seconds since `begin`, those that the incident has already."""
+        """Rewind everything but the engine to the snapshot that the engine has restored; where the run stands. told:
+        the seconds since `begin` that the incident already counts."""
         kept = snapshot.extra
         back: RunState = kept.state.model_copy(deep=True)
         back.seconds = state.seconds
@@ -266,8 +267,7 @@ class Rewinding:
 
 
 def _as_judged(found: Conclusion, cause: Cause) -> Conclusion:
-    """The conclusion with the policy's cause: where it is not the data after all, nothing stays of who is guilty, how
-    far they go, and how probably."""
+    """The conclusion with the policy's cause: if that is not the data, guilty samples, region and odds are dropped."""
     if found.cause is Cause.DATA and cause is not Cause.DATA:
         return Conclusion(cause, [], found.suspects, found.reason)
     return replace(found, cause=cause)

@@ -1,4 +1,4 @@
-"""Measures samples on the state that the engine holds, for attribution. Collective; leaves no trace."""
+"""Measures samples on the engine's current state, for attribution. Collective; leaves no trace."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 
-RECORDED = (
-    2**16
-)  # samples of the recorded steps that are compared with: more tell nothing more, and take seconds
-SEARCHED = 2**17  # positions before the present one among which samples of a rare corpus are looked for
-CONTROLS = 3  # harmless samples of its own corpus that the gradient of one is compared with
-BATCHES = 4  # whose gradients are measured where no loss is bad: what a bad one does shows within a few steps
+RECORDED = 2**16  # samples of the recorded steps for comparison: more add nothing, and take seconds
+SEARCHED = 2**17  # positions before the current one in which samples of a rare corpus are searched
+CONTROLS = 3  # harmless samples of its own corpus that a sample's gradient is compared with
+BATCHES = 4  # whose gradients are measured if no loss is bad: a bad batch shows within a few steps
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Trained:
 
 
 class Known(NamedTuple):
-    """Harmless samples, oldest first: positions, losses on the good state or shortly before it, corpora; each [n]."""
+    """Harmless samples, oldest first: positions, losses on the good state or shortly before, corpora; each [n]."""
 
     positions: Int64s
     losses: Floats
@@ -54,8 +52,8 @@ class Known(NamedTuple):
 
 
 class GradientNorms(NamedTuple):
-    """Norms of gradients on the good state: of an ordinary batch as a whole and of an ordinary sample alone; of some
-    batches [n]. budget: how many more may be measured."""
+    """Norms of gradients on the good state: of an ordinary batch and of an ordinary sample alone; of some batches [n].
+    budget: how many more may be measured."""
 
     whole: float
     alone: float
@@ -70,7 +68,7 @@ class GradientNorms(NamedTuple):
 
 
 def harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[Int64s, Floats]:
-    """Positions and losses of what some steps trained on, but for what is left out by now: it may have been convicted
+    """Positions and losses of the samples of some steps, without those skipped by now: they may have been convicted
     since, in a later epoch."""
     positions = np.concatenate([np.empty(0, np.int64), *(t.positions for t in steps)])
     losses = np.concatenate([np.empty(0), *(t.losses for t in steps)])
@@ -79,15 +77,15 @@ def harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[In
 
 
 class Laboratory:
-    """Measures samples on the present state of `engine`, reading them through `loader`."""
+    """Measures samples on the current state of `engine`, reading them through `loader`."""
 
     def __init__(self, config: AttributionConfig, engine: Engine, loader: Loader, batch: int) -> None:
         self.config, self.engine, self.loader, self.batch = config, engine, loader, batch
 
     def losses(self, positions: Int64s) -> Floats:
-        """Per-sample cross-entropy, fp64 [n], by forward passes alone; read and moved a global batch at a time.
+        """Per-sample cross-entropy, fp64 [n], by forward passes alone, a global batch at a time.
 
-        Raises DataError, on every rank, where one cannot read its part.
+        Raises DataError on every rank if one cannot read its part.
         """
         unit, found = self.loader.unit, [np.empty(0)]
         for part in np.split(positions, range(self.batch, positions.size, self.batch)):
@@ -97,9 +95,9 @@ class Laboratory:
         return np.concatenate(found)
 
     def gradient_norm(self, positions: Int64s) -> float:
-        """Of the mean gradient of some samples, by a batch full of copies; nan where fp16 has no room for it.
+        """Norm of the mean gradient of some samples, by a batch full of copies; nan if fp16 overflows.
 
-        positions: a number of them that divides the global batch is weighted evenly. Raises DataError as `losses` does.
+        positions: weighted evenly if their number divides the global batch. Raises DataError as `losses` does.
         """
         measured = self.engine.measure(self._read(np.resize(positions, self.batch)))
         return math.nan if measured.overflow else measured.grad_norm
@@ -115,7 +113,7 @@ class Laboratory:
         return agree(lambda: self.read_tokens(positions))
 
     def read_tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
-        """The same by this rank alone: not collective. Raises DataError."""
+        """As `tokens`, by this rank alone: not collective. Raises DataError."""
         source = self.loader.source
         found = np.empty((positions.size, min(source.order.sequence_length, READ) + 1), np.int32)
         for begin in range(0, positions.size, self.batch):
@@ -124,8 +122,8 @@ class Laboratory:
         return found
 
     def samples(self, positions: Int64s, z: Floats) -> ScoredSamples:
-        """What scores are made of. z: of their losses [n]; one that is not known says nothing. Raises DataError as
-        `losses` does."""
+        """Prepare samples for scoring. z: of their losses [n]; unknown ones do not count. Raises DataError as `losses`
+        does."""
         return ScoredSamples(self.tokens(positions), np.nan_to_num(z, nan=0.0), self.corpora(positions))
 
     def examine(
@@ -138,11 +136,11 @@ class Laboratory:
         adjacent: bool = False,
         between: Sequence[Trained] = (),
     ) -> Conclusion:
-        """Who of `window` (the steps since the onset) is guilty; beyond both of its ends, too, as far as that goes.
+        """Find the guilty samples of `window` (the steps since the onset), and beyond both of its ends.
 
-        history: steps that led to the present state without a complaint; between: applied ones after that, before the
-        window; cursor: the position that the state has come to; selection: what is skipped already. adjacent: the
-        window lies next to what an incident of shortly before skipped. Raises DataError as `losses` does.
+        history: steps that led to the current state without trouble; between: applied ones after that, before the
+        window; cursor: the position of the state; selection: what is skipped already. adjacent: the window lies next to
+        what a recent incident skipped. Raises DataError as `losses` does.
         """
         return self.led(
             lambda laboratory: Examination(
@@ -151,17 +149,17 @@ class Laboratory:
         )
 
     def led(self, work: Callable[[Laboratory], T]) -> T:
-        """Do `work` on rank 0 alone, with a laboratory whose measurements all ranks take part in; its result, or its
+        """Run `work` on rank 0 alone, with a laboratory whose measurements involve all ranks; its result, or its
         MegastableError, on every rank.
 
-        Numbers are the same on all ranks, but what is computed of them need not be: processors of two kinds round a
-        logarithm differently, and a rank that measures one sample more than the others would wait for them for ever.
+        Measurements are the same on all ranks, but what is computed from them need not be: different CPUs round a
+        logarithm differently, and a rank that measures one sample more than the others would hang.
         """
         if dist.get_world_size() == 1:
             return work(self)
         if dist.get_rank() == 0:
             return Leading(self).lead(work)
-        # What rank 0 asks for, until it is done.
+        # Requests of rank 0, until it is done.
         while (asked := first(_nothing)) is not None:
             measure, positions = asked
             getattr(self, measure)(positions)
@@ -170,21 +168,20 @@ class Laboratory:
     def known(
         self, history: Sequence[Trained], corpora: Int64s, cursor: int, selection: Skips | Selection
     ) -> Known:
-        """Harmless samples to compare samples of `corpora` with."""
+        """Harmless samples for comparison with samples of `corpora`."""
         return self._more(self._known(history, selection), corpora, cursor, selection)
 
     def usual(
         self, history: Sequence[Trained], corpora: Int64s, before: int, selection: Skips | Selection
     ) -> Known:
-        """Harmless samples of `corpora`: those of `history`; where these are too few, the latest of before the position
-        `before`, measured."""
+        """Harmless samples of `corpora` from `history`; if too few, the latest before position `before`, measured."""
         return self._more(self._known(history, selection), corpora, before, selection)
 
     def _read(self, positions: Int64s) -> list[MicroBatch]:
         return agree(lambda: self.loader.read(positions))
 
     def _known(self, history: Sequence[Trained], selection: Skips | Selection) -> Known:
-        """What was recorded of `history`: losses of samples not trained on yet, just as the suspects are not."""
+        """Samples recorded in `history`: losses when not trained on yet, just like the suspects."""
         steps: list[Trained] = []
         for step in reversed(history):
             if len(steps) * self.batch >= RECORDED:
@@ -194,8 +191,8 @@ class Laboratory:
         return Known(positions, losses, self.corpora(positions))
 
     def _more(self, known: Known, corpora: Int64s, cursor: int, selection: Skips | Selection) -> Known:
-        """For those of `corpora` of which little was recorded (a rare one, or right after a start): its latest samples
-        before `cursor`, measured. They were trained on, most of them long ago."""
+        """Add samples for those of `corpora` with few recorded (rare, or right after a start): the latest before
+        `cursor`, measured. They were trained on, most of them long ago."""
         count = self.config.reference
         few = [c for c in np.unique(corpora).tolist() if (known.corpora == c).sum() < count]
         reach, kept, of = 0, np.empty(0, np.int64), np.empty(0, np.int64)
@@ -205,7 +202,7 @@ class Laboratory:
             kept = kept[kept < cursor]
             of = self.corpora(kept)
         found = [np.empty(0, np.int64), *(kept[of == c][-count:] for c in few)]
-        # No more than was recorded: those are the better measure, and have been tried before.
+        # No more than recorded: those are the better reference, and were tried first.
         found = [f for f, c in zip(found[1:], few, strict=True) if f.size > (known.corpora == c).sum()]
         if not found:
             return known
@@ -215,10 +212,10 @@ class Laboratory:
         return Known(*(np.concatenate([new, old[left]]) for old, new in zip(known, measured, strict=True)))
 
     def batch_norms(self, steps: Sequence[Trained], known: Known) -> GradientNorms | None:
-        """Gradients of a few of the batches of `steps` on the good state, the refused ones first, and of what is
-        ordinary there; None where that is not known.
+        """Gradients of a few batches of `steps` on the good state, the refused ones first, and of ordinary ones; None
+        if the ordinary are unknown.
 
-        Takes two steps' time, and one for each batch: at most half of the rest of `gradients`.
+        Costs two steps, and one per batch: at most half of the rest of `gradients`.
         """
         budget = self.config.gradients - 2
         if budget < 2 or known.positions.size < groups.ENOUGH:
@@ -231,10 +228,10 @@ class Laboratory:
         return GradientNorms(whole, alone, batches, norms, budget - len(batches))
 
     def by_gradient(self, found: GradientNorms, known: Known) -> tuple[Int64s, float]:
-        """Which sample of the worst batch has an extraordinary gradient, found by halving, and its norm; else nobody.
+        """The sample of the worst batch with an extraordinary gradient, found by halving, and its norm; else none.
 
-        What is seldom read is not learnt yet, and its gradients are large: a corpus is compared with itself. A batch is
-        halved down to one sample, also where that takes more than the budget: what stands beside it is innocent.
+        Rare text is not learnt yet and has large gradients, so a corpus is compared with itself. A batch is halved down
+        to one sample even beyond the budget, as its neighbours are innocent.
         """
         nobody = np.empty(0, np.int64), math.nan
         worst = int(np.argmax(np.nan_to_num(found.norms, nan=-1.0, posinf=np.inf)))
@@ -255,14 +252,14 @@ class Laboratory:
 
 
 class Leading(Laboratory):
-    """Rank 0's, while it decides alone: whatever it measures, the others are told to measure with it (`led`)."""
+    """The laboratory of rank 0 while it decides alone: makes the other ranks join every measurement (`led`)."""
 
     def __init__(self, of: Laboratory) -> None:
         super().__init__(of.config, of.engine, of.loader, of.batch)
         self._of = of
 
     def lead(self, work: Callable[[Laboratory], T]) -> T:
-        """Do it, and tell the others what came of it."""
+        """Run it, and send the others the outcome."""
 
         def outcome() -> T:
             if error is not None:
@@ -273,7 +270,7 @@ class Leading(Laboratory):
         try:
             found.append(work(self))
         except MegastableError as raised:
-            if raised.collective:  # in a measurement: the others have it, too
+            if raised.collective:  # raised in a measurement: the others have it, too
                 raise
             error = raised
         first(_nothing)

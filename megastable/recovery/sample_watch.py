@@ -1,9 +1,9 @@
 """Watches single samples: examines a trickle of bad ones, and every refused batch, without rewinding. Collective.
 
-What the running test of stability/samples.py suspects, and every update that was refused without an incident, is put
-down as a case. It is examined as soon as the present state is a measure of samples: most are ordinary, or no incident
-is open and the loss on its trend. Guilty samples are skipped by identity, those ahead included that were not read yet;
-nothing is undone. All methods are collective: every rank decides alike.
+Suspects of the running test in stability/samples.py, and updates refused without an incident, become cases. A case is
+examined as soon as the current state can judge samples: most are ordinary, or no incident is open and the loss is on
+trend. Guilty samples are skipped by identity, including those ahead; nothing is undone. All methods are collective:
+every rank decides alike.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from megastable.stability.signals import Verdict
 from megastable.stability.suspects import Seen
 
 CASES = (
-    8  # that wait at most: more batches are refused only where the state is bad, and then nobody is guilty
+    8  # most waiting cases: more batches are refused only if the state is bad, and then no sample is guilty
 )
 
-EARLIER = 2  # steps before the onset of an easy region that are looked at: its first batch is a mixed one
+EARLIER = 2  # steps before the onset of an easy region that are examined: its first batch is a mixed one
 MOST = (
     1 << 14
 )  # of the latest samples since the onset of an easy region, so many are read, and two steps at least
@@ -50,7 +50,7 @@ WaitingKind = Literal["trickle", "batch", "easy"]
 
 
 class SampleWatch:
-    """Of one process. phase: the trainer's heartbeat; selection: what is left out, by the ledger of now."""
+    """Of one process. phase: the trainer's heartbeat; selection: what is skipped, by the current ledger."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SampleWatch:
         self._names = [corpus.name for corpus in incident_log.source.order.corpora]
         self._looked, self._rest, self._kinds = 0, Rest(), Rest()
         self.rewind(state or WatchState())
-        self.before = self.state  # before the last step whose update was refused
+        self.before = self.state  # before the last step with a refused update
 
     @property
     def state(self) -> WatchState:
@@ -84,20 +84,20 @@ class SampleWatch:
         )
 
     def rewind(self, state: WatchState) -> None:
-        """What came after `state` has not happened: neither has what was suspected of it."""
+        """Undo what came after `state`, including its suspicions."""
         self._test = SampleTest(self.config.samples, state.test)
-        # Whoever is far below is skipped without going back: no more of them than of a trickle may be none.
+        # Easy samples are skipped without a rewind: no more false ones allowed than for a trickle.
         self._easy = SampleTest(self.config.samples, state.easy, self.config.samples.false_alarms)
         self._waiting, self._quiet = [case.model_copy() for case in state.waiting], state.quiet
-        self._pools: new_kinds.Pools = {}  # samples may have changed places since
-        self._due = 0  # step from which on new kinds are looked for again
+        self._pools: new_kinds.Pools = {}  # samples may have been moved since
+        self._due = 0  # step of the next search for new kinds
         self._ordinary, self._looked = False, max(state.looked, self._looked)
-        # Only of a checkpoint: what looks have cost is spent.
+        # Only from a checkpoint: time already spent on searches stays spent.
         self._rest = max(self._rest, Rest(until=state.rest, steps=state.rested), key=_until)
         self._kinds = max(self._kinds, state.kinds, key=_until)
 
     def observe(self, batch: Step, measured: Measured, applied: bool, step: int) -> None:
-        """Judge the samples of a step; what is suspected waits."""
+        """Judge the samples of a step; suspects wait."""
         if not self.config.enabled:
             return
         if not applied:
@@ -109,11 +109,11 @@ class SampleWatch:
         scored, alarm = self._test.observe(
             step, batch.positions, losses, corpora, self._names, applied, measured.grad_norm
         )
-        # What all samples share is left to the other test; that single ones are easy is nothing.
+        # A shift shared by all samples is left to the other test; single easy samples mean nothing.
         _, low = self._easy.observe(step, batch.positions, -losses, corpora, self._names, applied)
         self._ordinary = scored.ordinary
         for case in self._waiting:
-            # Nothing was trained on since it was refused, so these are the same weights.
+            # Nothing was trained on since the refusal, so these are the same weights.
             if case.kind == "discard" and case.proven is None and (scored.ordinary or applied):
                 case.proven = scored.ordinary
         if alarm is not None and (alarm.kind is AlarmKind.TRICKLE or step >= self._rest.until):
@@ -143,8 +143,8 @@ class SampleWatch:
     def refused(
         self, batch: Step, measured: Measured, step: int, decision: Decision, located: str = ""
     ) -> None:
-        """An update was refused, and no more is done about it now. located: where its first number that is not finite
-        arose, when it was replayed."""
+        """An update was refused, and nothing more is done about it now. located: the origin of its first non-finite
+        number, if it was replayed."""
         positions, losses = batch.positions.tolist(), measured.losses.tolist()
         verdict, reason = decision.finding.verdict, decision.reason
         self._wait(
@@ -153,8 +153,8 @@ class SampleWatch:
         )  # fmt: skip
 
     def lifted(self, policy: Policy, oldest: int | None) -> Waiting | None:
-        """A case of whole batches that waits no longer, as it can be examined on a state of before it. oldest: step of
-        the oldest rewind point."""
+        """A case of whole batches that need not wait any longer, as a state from before it is available. oldest: step
+        of the oldest rewind point."""
         case = next((case for case in self._waiting if case.kind == "batch"), None)
         if case is None or not policy.may_look_back(case.first, oldest):
             return None
@@ -162,8 +162,8 @@ class SampleWatch:
         return case
 
     def nobody(self, case: Waiting, found: Conclusion, step: int, seconds: float) -> None:
-        """Write down that nobody of a case is guilty. If that was whole batches, they are not examined again and again:
-        they rest, and twice as long where that comes again soon."""
+        """Journal that no sample of a case is guilty. Whole batches then rest before the next examination, twice as
+        long if they recur soon."""
         if case.kind == "batch":
             self._rest = self._rest.after(step)
         examined = DiscardExamined if case.kind == "discard" else SamplesExamined
@@ -175,7 +175,7 @@ class SampleWatch:
         self.log.emit(event, say=f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
 
     def convicted(self, case: Waiting) -> None:
-        """Somebody of a case is guilty: the next rest of its sort is a short one."""
+        """A sample of a case is guilty: the next rest of its kind is short."""
         if case.kind == "batch":
             self._rest = Rest(until=self._rest.until)
         if case.kind == "kind":
@@ -190,7 +190,7 @@ class SampleWatch:
         loader: Loader,
         seconds: float,
     ) -> None:
-        """The guilty of a case are not read any more; nothing is undone. Raises SpaceError."""
+        """Skip the guilty samples of a case; nothing is undone. Raises SpaceError."""
         self.convicted(case)
         self.incident_log.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
         for test in (self._test, self._easy):
@@ -205,12 +205,12 @@ class SampleWatch:
         clear: bool,
         calm: bool,
     ) -> list[Conclusion]:
-        """Examine what waits, if this is a good moment: skip who is guilty, and go on. What convicted somebody. Raises
+        """Examine waiting cases, if possible now: skip guilty samples, and go on. Returns the convictions. Raises
         SpaceError.
 
-        trained: the latest steps. clear: no incident is open, and nothing is being proven; calm: the update was applied
-        and lies on the trend, too. A trickle may hold the loss up for as long as it lasts, and an incident open: that
-        most samples of the step were ordinary is enough to tell that the state is good.
+        trained: the latest steps. clear: no incident is open, and no action awaits proof; calm: also, the update was
+        applied and is on trend. A trickle may keep the loss high and an incident open for as long as it lasts, so
+        mostly ordinary samples in a step are enough to trust the state.
         """
         self._quiet = self._quiet + 1 if clear and calm else 0
         convicted = list[Conclusion]()
@@ -221,7 +221,7 @@ class SampleWatch:
                 self._waiting.remove(case)
                 found = self._examine(case, state, trained, laboratory)
                 convicted += [found] if found is not None else []
-        # What losses tell as well, they tell better; where they convict nobody of a trickle, likeness may.
+        # Losses are the better evidence; if they convict none of a trickle, likeness may.
         due = trickle or state.step >= self._due
         if due and self._ordinary and state.step >= self._kinds.until:
             self._due = state.step + novelty.PERIOD
@@ -235,12 +235,12 @@ class SampleWatch:
         return convicted
 
     def _new_kinds(self, step: int, trained: Sequence[Trained], laboratory: Laboratory) -> list[Waiting]:
-        """A case for each corpus that a new kind of text has come into, of which one is known."""
+        """A case for each corpus with a new kind of text, of which one sample is known."""
         self.phase("look for new kinds of text")
         try:
             return laboratory.led(lambda lab: new_kinds.look(trained, lab, self.config.samples, self._pools))
         except DataError as error:
-            # On every rank. What cannot be read again has been trained on all the same.
+            # On every rank. Unreadable samples have been trained on anyway.
             self._kinds = self._kinds.after(step)
             text = f"new kinds of text are not looked for until step {self._kinds.until}: {error}"
             self.log.emit(Warned(step=step, text=text), say=True)
@@ -253,7 +253,7 @@ class SampleWatch:
             self.drop(dropped, case.last, f"{CASES} later ones wait")
 
     def drop(self, case: Waiting, step: int, reason: str) -> None:
-        """Write down that a case is not examined, and why."""
+        """Journal that a case is not examined, and why."""
         event = SamplesDropped(
             step=step, first=case.first, last=case.last, suspected=case.reason,
             positions=case.positions, reason=reason,
@@ -281,7 +281,7 @@ class SampleWatch:
                 lambda lab: (self._concluded(case, window, history, state, lab, left_out), self._looked)
             )
         except DataError as error:
-            # On every rank. If it is yet to be trained on, that will say so.
+            # On every rank. If it is yet to be trained on, training will report it.
             self.drop(case, state.step, str(error))
             return None
         if found is None:
@@ -303,7 +303,7 @@ class SampleWatch:
         laboratory: Laboratory,
         left_out: Selection,
     ) -> Conclusion | None:
-        """Who is guilty; None where nobody is left to be examined."""
+        """The conclusion; None if no sample is left to be examined."""
         if case.kind in ("trickle", "kind"):
             met = self._met(case, window, left_out, laboratory)
             if not met.positions.size:
@@ -325,7 +325,7 @@ class SampleWatch:
     def _met(
         self, case: Waiting, window: Sequence[Trained], left_out: Selection, laboratory: Laboratory
     ) -> Seen:
-        """The samples since the onset: of steps before this process began only those in the tails are known."""
+        """The samples since the onset; of steps before this process began only those in the tails are known."""
         positions, losses = harmless(window, left_out)
         before = np.array(case.positions, dtype=np.int64)
         new = ~np.isin(before, positions) & ~left_out.mask(before)
@@ -336,8 +336,8 @@ class SampleWatch:
     def _usual(
         self, met: Seen, history: Sequence[Trained], laboratory: Laboratory, left_out: Selection
     ) -> Seen:
-        """Harmless samples. Those of right before may be the first bad ones, and where they are measured by themselves
-        none of these may say how far harmless ones reach."""
+        """Harmless samples. Those right before may be the first bad ones: if they are measured separately, none of them
+        may define how far harmless ones reach."""
         config, begin = self.config.attribution, int(met.positions.min())
         early = begin - config.behind * laboratory.batch
         before = early if early >= config.reference else begin
@@ -351,8 +351,8 @@ class SampleWatch:
         laboratory: Laboratory,
         left_out: Selection,
     ) -> Conclusion:
-        """Who of a refused batch was bad on the weights that it was refused on, which the next batch proved good: what
-        is soon learnt by heart is not bad any more by now."""
+        """The samples of a refused batch that were bad on the weights that refused it, which the next batch proved
+        good: samples soon memorized are no longer bad by now."""
         met = Seen(batch.positions, batch.losses, laboratory.corpora(batch.positions))
         usual = self._usual(met, history, laboratory, left_out)
         guilty = met.of(suspects.suspects(met, usual, self.config.attribution.threshold))
@@ -374,7 +374,7 @@ class SampleWatch:
         laboratory: Laboratory,
         left_out: Selection,
     ) -> Conclusion:
-        """Who of `window` repeats itself, where that is what made it easy; and who is ahead, until no more come."""
+        """Samples of `window` that are repetitive, if that made it easy; and further ones ahead, until no more come."""
         positions, losses = harmless(window, left_out)
         met = Seen(positions, losses, laboratory.corpora(positions))
         usual = self._usual(met, history, laboratory, left_out) if positions.size else met
@@ -385,7 +385,7 @@ class SampleWatch:
         return found
 
     def _may_look(self, step: int) -> int:
-        """Batches ahead."""
+        """Number of batches ahead that may be measured."""
         c = self.config.samples
         return max(0, min(c.ahead, c.ahead + step // c.ahead_every - self._looked))
 

@@ -1,7 +1,7 @@
 """Reads and persists the skips of a run: rank 0 reads and writes the ledger, all ranks get the same selection.
 
-Rank 0 reads the ledger, so that no rank sees a line that another one does not, and sends what it says, pickled. All
-methods but `foreign` are collective.
+Only rank 0 reads the ledger, so that all ranks see the same lines, and broadcasts it, pickled. All methods but
+`foreign` are collective.
 """
 
 from __future__ import annotations
@@ -43,31 +43,30 @@ class Skipping:
         self._excluded = Exclusions()
 
     def check(self, strict: bool) -> None:
-        """strict: raise DataError for a line that somebody got wrong, where a person has started the run and can mend
-        it."""
+        """strict: raise DataError for a malformed line, when a person has started the run and can fix it."""
         self._excluded, odd = first(self._ledger.read)
         if strict and odd:
             raise DataError(odd[0])
 
     def selection(self, order: Order, strict: bool = True) -> Selection:
-        """What is left of `order`. Raises DataError as `check` and `Selection` do, if `strict`."""
+        """The samples left in `order`. Raises DataError as `check` and `Selection` do, if `strict`."""
         if not strict:
             return self.usable(order)[0]
         self.check(strict)
         return Selection(order, self._excluded, self._more)
 
     def usable(self, order: Order) -> tuple[Selection, list[str]]:
-        """As `selection`, in the middle of a run, which a line that somebody got wrong does not end: those lines are
-        left out, and what is wrong with them is the second answer."""
+        """As `selection`, but during a run, which a malformed line does not end: such lines are ignored, and their
+        problems are the second result."""
         self._excluded, odd = first(lambda: self._ledger.usable(order, self._more))
         return Selection(order, self._excluded, self._more), odd
 
     @property
     def by_position(self) -> bool:
-        """Whether lines read last name positions."""
+        """Whether lines of the last read name positions."""
         return self._excluded.positions.count() > 0
 
     def foreign(self, order: Order) -> dict[Identity, int]:
-        """The corpora that lines read last name tokens of, and how many, and that are not those of `order`."""
+        """Corpora that lines of the last read name tokens of, and how many, but that are not in `order`."""
         mine = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}
         return {key: of.count() for key, of in self._excluded.tokens.items() if key not in mine}

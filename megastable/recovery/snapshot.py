@@ -1,6 +1,6 @@
-"""Snapshots in host memory: copies of the engine's state in a ring that thins out with age.
+"""Keeps snapshots in host memory: copies of the engine's state in a ring that thins out with age.
 
-The only impure file of this package: it copies tensors. Which points are kept is decided in spacing.py.
+Only copies tensors; spacing.py decides which points are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megastable.stability.spacing import thin
 
 
 class Stateful(Protocol):
-    """What a ring needs of the engine."""
+    """The engine, as a ring sees it."""
 
     def optimizer_state(self) -> dict[str, Tensor]: ...
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None: ...
@@ -26,8 +26,8 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after `step` steps. tensors: fp32 masters and Adam's state, on the CPU. counters: of the engine.
-    extra: what its maker wanted to be kept along (where the run stands, random states, the detector)."""
+    """The state after `step` steps. tensors: fp32 masters and Adam's state, on the CPU. counters: of the engine. extra:
+    kept along for the caller (where the run stands, random states, the detector)."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -54,16 +54,16 @@ class Ring:
         return self._capacity
 
     def due(self, step: int, urgent: bool = False) -> bool:
-        """Whether a point is due. urgent: only if it is long overdue: a doubtful one is better than an old one."""
+        """Whether a point is due. urgent: only if long overdue: a doubtful one is better than an old one."""
         if not self._capacity or not self._interval:
             return False
         since = step - self.steps[-1] if self._kept else step
         return since >= 4 * self._interval if urgent else since >= self._interval
 
     def take(self, step: int, extra: Any, counters: dict[str, Any] | None = None) -> None:
-        """Copy the state after `step` steps; the oldest or most crowded point gives its memory when all is used.
+        """Copy the state after `step` steps; if memory is used up, the oldest or most crowded point makes room.
 
-        counters: when the engine's have moved on already, as after a refused step.
+        counters: if the engine's have advanced already, as after a refused step.
         """
         if not self._capacity:
             return
@@ -77,19 +77,19 @@ class Ring:
         self._kept.append(Snapshot(step, copied.tensors, counters or self._engine.counters(), extra))
 
     def before(self, onset: int, older: int = 0) -> Snapshot | None:
-        """The newest point that no step from `onset` on has touched; `older`: pass over so many, if there are."""
+        """The newest point that no step from `onset` on has touched; `older`: skip so many, if there are."""
         good = [snapshot for snapshot in self._kept if snapshot.step < onset]
         return good[max(0, len(good) - 1 - older)] if good else None
 
     def aside(self, step: int) -> Snapshot:
-        """The present state, after `step` steps, beside the points: what is looked at from an older one changes
-        nothing. It needs the memory of one point more for as long as it is kept (snapshot_budget.py plans for it)."""
+        """Copy the current state, after `step` steps, besides the points, so that inspecting an older one changes
+        nothing. Takes the memory of one more point while it is kept (snapshot_budget.py plans for it)."""
         copied = self._host.copy(self._engine.optimizer_state(), {})
         return Snapshot(step, copied.tensors, self._engine.counters(), None)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put the engine back. The caller brings the low-precision weights up to date, and drops later points where the
-        run goes on from there."""
+        """Restore the engine's state. The caller updates the low-precision weights, and drops later points if the run
+        resumes from there."""
         self._host.synchronize()
         self._engine.restore_optimizer_state(snapshot.tensors)
         self._engine.restore_counters(snapshot.counters)

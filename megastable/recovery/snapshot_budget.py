@@ -15,9 +15,8 @@ from megastable.stability.spacing import capacity
 
 @dataclass(frozen=True)
 class SnapshotBudget:
-    """points: how many snapshots every rank keeps. In bytes, on the rank with the least room: what one takes, and
-    what there is for all of them. text: for the console. aside: whether every rank has room for one more for a
-    while."""
+    """points: how many snapshots every rank keeps. In bytes, on the rank with the least room: the size of one, and the
+    room for all. text: for the console. aside: whether every rank has room for a temporary extra one."""
 
     points: int
     snapshot: int
@@ -30,7 +29,7 @@ NO_SNAPSHOTS = SnapshotBudget(0, 0, 0.0, "", False)
 
 
 def plan(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
-    """The same on every rank. Raises ConfigError when the memory that the recipe allows is not enough for one."""
+    """The same on every rank. Raises ConfigError if the allowed memory does not hold one."""
     ranks = Counter(d.host for d in demands)
     least: dict[str, int] = {}
     for d in demands:

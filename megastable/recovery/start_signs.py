@@ -1,6 +1,6 @@
 """Watches the first steps of a run for warning signs and reports them. Collective.
 
-All methods are collective: every rank hears the same numbers.
+All methods are collective: every rank gets the same numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.stability.signs import RECENT, Sign, Signs, SignsState, due
 
-START = 20_000  # updates: a sum of rates that is reached later says nothing of the start
+START = 20_000  # updates: reaching the sum of rates later says nothing about the start
 
 
 class StartSigns:
-    """Of one training process. state: what the checkpoint remembers."""
+    """Of one training process. state: as in the checkpoint."""
 
     def __init__(
         self,
@@ -40,18 +40,18 @@ class StartSigns:
         rates = (rate(c.schedule, c.optimizer.lr, total, n) for n in range(c.train.steps))
         self._due, self._rates = due(islice(rates, START), self.settings) if self.enabled else (0, 0.0)
         self._entropy: float | None = None
-        self._refused = -START  # step whose update was refused last
+        self._refused = -START  # last step with a refused update
 
     def looks(self, step: int) -> bool:
-        """Whether `probe.watch` is wanted before this step."""
+        """Whether to call `probe.watch` before this step."""
         return self.enabled and self.signs.looks(step)
 
     def measures(self, step: int) -> bool:
-        """Whether `engine.statistics` is wanted after this step."""
+        """Whether to call `engine.statistics` after this step."""
         return self.enabled and self.signs.measures(step)
 
     def after(self, state: RunState, statistics: LayerStatistics | None, incident: bool = False) -> None:
-        """Judge the step that ended at `state`; to be called after every step. incident: one is open."""
+        """Judge the step that ended at `state`; call after every step. incident: one is open."""
         if not self.enabled:
             return
         if state.discards_in_a_row:
@@ -69,7 +69,7 @@ class StartSigns:
             )
 
     def _unigram_entropy(self) -> float:
-        """Of the first samples of the run's order, which are drawn from its corpora as they are blended; nats."""
+        """Unigram entropy of the run's first samples, a mix as blended; nats."""
         if self._entropy is None:
             size = self.config.model.vocab_size
             assert size is not None, "the vocabulary size is taken from the corpus first"

@@ -1,4 +1,4 @@
-"""A step that was done: its batch, what was measured, and the state of the run before and after it."""
+"""Holds a finished step: its batch, its measurements, and the run's state before and after it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megastable.engine.engine import Measured
 
 @dataclass(frozen=True)
 class StepResult:
-    """From `before` to `state`; applied: the update was not refused; lr: its rate. It took `seconds`, of which the
-    rank waited `waited` for data."""
+    """From `before` to `state`; applied: the update was not refused; lr: its rate. It took `seconds`, of which the rank
+    waited `waited` for data."""
 
     batch: Step
     measured: Measured

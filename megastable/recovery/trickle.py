@@ -1,8 +1,8 @@
 """Searches for the samples of a trickle: a few bad ones among many, since its onset and ahead. Collective.
 
-Losses convict the first ones: far out when they were met, and half as far still. Who is like these by its tokens joins
-them (scores.py): in heavy-tailed text few of a kind are far out by themselves, and the later ones are easier, as the
-kind is learnt from the first.
+Losses convict the first ones: far out when trained on, and still half as far. Samples with similar tokens join them
+(scores.py): in heavy-tailed text few of a kind are far out individually, and later ones are easier, as the kind is
+learnt from the first.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megastable.stability.suspects import Seen
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-CALIBRATING = 2048  # harmless samples whose tokens are read: half of them says how alike those are by chance
-READ = 4096  # of the samples since the onset, the latest: so many are read
-# Batches ahead without a bad sample until it is over: so many, or so many times the mean distance.
+CALIBRATING = 2048  # harmless samples whose tokens are read: half of them calibrate chance likeness
+READ = 4096  # the latest samples since the onset: most that are read
+# Clean batches ahead that end a trickle: this many, or this multiple of the mean distance.
 CLEAN, GAPS = 4, 3
-HARDER = 0.5  # sigma that a new kind lies above its corpus, at least: all new text is a little harder
+HARDER = 0.5  # least sigma that a new kind lies above its corpus: all new text is a little harder
 
 
 class Ahead(NamedTuple):
-    """The samples that come next. alone: which of them are bad by their loss; like: which are of the kind; [n]."""
+    """The next samples. alone: which are bad by their own loss; like: which are of the kind; [n]."""
 
     seen: Seen
     texts: ScoredSamples
@@ -42,8 +42,8 @@ class Ahead(NamedTuple):
 
 
 class Trickle:
-    """Of `met`, the samples since the onset of `case`. usual: harmless ones of before; cursor: where the run goes on.
-    looked: batches ahead that were measured."""
+    """Searches `met`, the samples since the onset of `case`. usual: earlier harmless ones; cursor: where the run
+    continues. looked: batches ahead that were measured."""
 
     def __init__(
         self, laboratory: Laboratory, config: StabilityConfig, met: Seen, usual: Seen, case: Waiting, cursor: int,
@@ -55,7 +55,7 @@ class Trickle:
         self.known = groups.by_corpus(usual.losses, usual.corpora)
 
     def conclude(self, budget: int) -> Conclusion:
-        """Who is guilty. budget: batches ahead that may be measured."""
+        """Find the guilty samples. budget: batches ahead that may be measured."""
         if self.case.kind == "kind":
             return self._told(self.met.of(np.empty(0, np.int64)), budget)
         suspected = suspects.suspects(self.met, self.usual, self.threshold)
@@ -70,7 +70,7 @@ class Trickle:
         return self._told(first, budget)
 
     def _told(self, first: Seen, budget: int) -> Conclusion:
-        """first: who is convicted by losses; where that is nobody, the case says who is accused of being of a kind."""
+        """first: samples convicted by loss; if none, the case names the suspects of a kind."""
         latest = self.usual.of(np.arange(self.usual.positions.size)[-CALIBRATING:])
         z = groups.deviations(self.usual.losses, self.usual.corpora)[-CALIBRATING:]
         scale = Scale(self.lab.samples(latest.positions, z))
@@ -92,10 +92,10 @@ class Trickle:
                 f"{ahead.alone.sum()} of the {count} samples that come next are as bad: that is no matter of "
                 "single samples, but of the state"
             )
-        # A few are always far out: without an alarm that is no guilt.
+        # A few are always far out: without an alarm that is no evidence.
         alone = ahead.alone & (like | alarmed)
         others = texts.of(met & ~by_loss).with_(ahead.texts.of(like & ~alone))
-        # What is everywhere ahead is no trickle; and being like the guilty is no guilt without being worse than others.
+        # What is everywhere ahead is no trickle; and likeness to the guilty alone is no guilt without a worse loss.
         error, significance = groups.shared_error(self.known), self.config.attribution.significance
         worse = scores.worse(scale, others, significance, error)
         if not alarmed:
@@ -133,7 +133,7 @@ class Trickle:
         return Conclusion(Cause.DATA, sorted(everyone.positions.tolist()), worst, reason)
 
     def _ahead(self, kind: LikenessKind, met: int, budget: int) -> Ahead:
-        """The samples that come next until no more are bad. met: how many bad ones were, since the onset."""
+        """Read ahead until no more samples are bad. met: number of bad ones since the onset."""
         nobody = self.met.of(np.empty(0, np.int64))
         ahead = Ahead(nobody, self._texts(nobody), np.empty(0, dtype=bool), np.empty(0, dtype=bool))
         clean, cursor = 0, self.cursor

@@ -1,4 +1,4 @@
-"""A picture into a file."""
+"""Saves a figure to a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megastable.base.errors import DataError
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure, of the kind that the name says, and give its memory back. Raises DataError."""
+    """Write a matplotlib figure, in the format of the file's extension, and free its memory. Raises DataError."""
     from matplotlib import pyplot
 
     try:

@@ -1,4 +1,4 @@
-"""Pictures of a run, for people who would rather look than read."""
+"""Plots a run's backtest."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COLOURS = {
 def backtest_plot(
     rows: Sequence[Recorded], judged: Sequence[BacktestDecision], title: str, path: Path
 ) -> None:
-    """Loss and gradient norm over the steps; grey where a step stood out, a coloured line where something is done.
+    """Loss and gradient norm over the steps; grey where a step stood out, a coloured line at each action.
 
-    The kind of file follows from the name (.png, .svg, .pdf). Raises DataError when it cannot be written.
+    The file format follows from the name (.png, .svg, .pdf). Raises DataError when it cannot be written.
     """
     import matplotlib
 
@@ -39,7 +39,7 @@ def backtest_plot(
     norm.set_yscale("log")
     ordinary = sorted(row.loss for row in rows if math.isfinite(drawable(row.loss)))
     if ordinary:
-        # The start of a run is far above the rest: cut off, so that a spike can be seen.
+        # The start of a run is far above the rest: clipped, so that spikes are visible.
         low, high = ordinary[0], ordinary[int(0.99 * (len(ordinary) - 1))]
         loss.set_ylim(low - 0.1 * (high - low) - 1e-6, high + 0.4 * (high - low) + 1e-6)
     runs = groupby(judged, key=lambda step: step.verdict is Verdict.HEALTHY)

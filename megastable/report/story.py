@@ -1,4 +1,4 @@
-"""The last words of a run, for whoever watched it: its incidents in a few lines each, its losses, where everything is.
+"""Prints the summary of a finished run: its incidents in a few lines each, its losses, its files.
 
 python -m megastable.report.story runs/quickstart
 """
@@ -29,7 +29,7 @@ NAMED = 5  # documents
 
 
 def text_at(path: Path, position: int, config: RunConfig) -> str:
-    """The beginning of the text at a position of a corpus, on one line."""
+    """The start of the text at a position of a corpus, on one line."""
     corpus = config.data.corpora[0].model_copy(update={"path": path})
     corpora = open_corpora([corpus], config.model.sequence_length, config.run.seed)
     info = corpora.manifests[0].tokenizer
@@ -78,7 +78,7 @@ def story(incident: dict[str, Any], config: RunConfig, cost: Cost | None = None)
 
 
 def _instead(run: Path, config: RunConfig) -> Iterator[str]:
-    """What to say where there was no incident: nothing happened, or nobody looked."""
+    """The text if there was no incident: nothing happened, or detection was off."""
     if not config.stability.enabled:
         yield "stability.enabled=false: spike detection was off."
     elif config.stability.dry_run:

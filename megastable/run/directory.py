@@ -1,7 +1,7 @@
 """The run directory: its paths, frozen recipe, lock and journal.
 
-A run is resumed from this directory alone. `journal.jsonl` is append-only and fsynced: every decision with its
-reason, in order; it is the truth about the run.
+A run is resumed from this directory alone. `journal.jsonl` is append-only and fsynced: every decision with its reason,
+in order; it is the source of truth.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megastable.run.events.training_events import Training
 
 log = logging.getLogger(__name__)
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is there: 20 times as fast
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if available: 20 times as fast
 Kind = TypeVar("Kind", bound=Event)
 
-# Parts of the tree without which the weights in the directory mean something else.
+# Sections on which the meaning of the weights in the directory depends.
 IDENTITY = ("model", "run.seed")
-# ... and parts of those that only say how it is computed or trained on.
-FREE = ("model.attention", "model.max_positions", "model.z_loss")  # the first until there was `kernels`
+# ... and keys of them that only affect computing or training.
+FREE = ("model.attention", "model.max_positions", "model.z_loss")  # the first is from before `kernels`
 
 
 class RunDirectory:
@@ -64,12 +64,12 @@ class RunDirectory:
     def events(self, *kinds: type[Event]) -> Iterator[Event]:
         """The journal's events in order, of `kinds` only when given. A torn last line is left out, with a warning.
 
-        Raises DataError for a line that is no event.
+        Raises DataError for a malformed line.
         """
         return (event for _, event in self._numbered(*kinds))
 
     def _numbered(self, *kinds: type[Event]) -> Iterator[tuple[int, Event]]:
-        """With the numbers of their lines."""
+        """The events with their line numbers."""
         lines, torn = jsonl.read(self.journal)
         if torn:
             log.warning("%s: the last line was torn by a crash and is ignored", self.journal)
@@ -82,7 +82,7 @@ class RunDirectory:
                 yield number, event
 
     def handed_over(self) -> int | None:
-        """The step before which a checkpoint must be, when the last process ended with that wish."""
+        """The step before which a checkpoint must be, if the last process ended by a handover."""
         told = list(self._numbered(Handover, Training))
         if not told or isinstance(told[-1][1], Training):
             return None
@@ -95,26 +95,26 @@ class RunDirectory:
         return int(last["before"])
 
     def compare(self, config: RunConfig, recipe: Path | None = None) -> list[str]:
-        """What differs from the frozen recipe, as "key: old -> new"; nothing where there is none yet. recipe: another
-        frozen one, of a checkpoint.
+        """Differences from the frozen recipe, as "key: old -> new"; none if nothing is frozen yet. recipe: that of a
+        checkpoint, to compare with instead.
 
-        Raises ConfigError when this directory belongs to another model or seed.
+        Raises ConfigError if this directory belongs to another model or seed.
         """
         recipe = recipe or self.recipe
         if not recipe.exists():
             return []
         try:
             old = yaml.load(recipe.read_text(encoding="utf-8"), _LOADER)["config"]
-            # What the recipe of an older version does not say of the model is the default: it was like that.
+            # Model keys missing from an older version's recipe had the default value.
             old |= {"model": ModelConfig().model_dump(mode="json") | old["model"]}
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{recipe}: not a frozen recipe ({error}): restore it, or use another run.dir"
             ) from None
         before, after = dict(_leaves(old)), dict(_leaves(config.model_dump(mode="json")))
-        if config.model.vocab_size is None:  # nobody has asked the tokenizer yet
+        if config.model.vocab_size is None:  # the tokenizer has not been read yet
             after["model.vocab_size"] = before.get("model.vocab_size")
-        # A version of before wrote passwords down.
+        # Older versions wrote passwords down.
         before |= {
             f"supervise.{key}": redacted(key, old)
             for key in SECRETS
@@ -135,16 +135,16 @@ class RunDirectory:
         return list(changed.values())
 
     def freeze(self, config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]) -> None:
-        """Write the resolved recipe: it can be started again as it stands. Raises ConfigError when it cannot."""
+        """Write the resolved recipe, which can be started again as it is. Raises ConfigError if it cannot."""
         try:
-            # It holds no password that is known as one; there may be others.
+            # Known passwords are redacted; there may be others.
             mode = 0o600 if config.supervise.exposed else None
             durable.write_file(self.recipe, frozen(config, fingerprints, ds_config), mode)
         except OSError as error:
             raise ConfigError(f"{self.recipe} could not be written: {error}") from None
 
     def lock(self) -> None:
-        """Keep every other training process out for as long as this one lives. Raises ConfigError when there is one."""
+        """Keep other training processes out as long as this one lives. Raises ConfigError if there is one."""
         path = self.root / ".lock"
         try:
             self._lock = durable.hold(path)
@@ -165,12 +165,12 @@ def frozen(config: RunConfig, fingerprints: list[str], ds_config: dict[str, Any]
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: nan and infinities become text, which float() gives back."""
+    """Strict JSON: nan and infinities become text, which float() parses."""
     return json.dumps(_plain(value), default=str, indent=indent)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file of one JSON object; empty where there is none, or it is not whole."""
+    """The JSON object in a file; empty if the file is missing or broken."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -199,7 +199,7 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _folded(leaves: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Of a part that `others` do not have at all (None), one leaf with what is in it."""
+    """A section that `others` lacks entirely (None), as one leaf."""
     found: dict[str, Any] = {}
     for key, value in leaves.items():
         parent = next((k for k, v in others.items() if v is None and key.startswith(f"{k}.")), None)

@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 
 def silent(text: str) -> None:
-    """A console that nobody looks at."""
+    """A console that prints nothing."""
 
 
 class RunLog:
-    """Of one process. console: takes lines; active: whether this is the rank that writes and prints for all.
+    """The log of one process. console: takes lines; active: whether this rank writes and prints for all.
 
-    A disk that refuses does not end a run: events wait in memory for the next one.
+    A full disk does not end a run: events wait in memory until the next write.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class RunLog:
         self.run, self.console, self.active = run, console, active
 
     def emit(self, event: Event, *, say: bool | str = False) -> None:
-        """Put an event into the journal, where it is durable when this returns, or logged and waiting. say: print its
-        line, or this text instead."""
+        """Journal an event: on return it is durable, or logged as pending if the disk refuses. say: also print its
+        line, or this text."""
         if not self.active:
             return
         try:
@@ -41,7 +41,7 @@ class RunLog:
         self._tell(event, say)
 
     def commit(self, event: Event, *, say: bool | str = False) -> None:
-        """As `emit`, for what a restart depends on. Raises SpaceError when the event is not on the disk."""
+        """As `emit`, for events that a restart depends on. Raises SpaceError if the event is not on the disk."""
         if not self.active:
             return
         try:
@@ -54,17 +54,17 @@ class RunLog:
         self._tell(event, say)
 
     def say(self, text: str) -> None:
-        """A line for the console alone."""
+        """Print a line without journaling it."""
         if self.active:
             self.console(text)
 
     @property
     def waiting(self) -> bool:
-        """Whether the disk has refused events so far."""
+        """Whether events are pending because the disk refused them."""
         return bool(self.run.waiting)
 
     def flush(self) -> None:
-        """Try again what is waiting. Raises DataError when the disk still refuses."""
+        """Write pending events. Raises DataError if the disk still refuses."""
         while self.run.waiting:
             jsonl.append(self.run.journal, self.run.waiting[0])
             self.run.waiting.pop(0)

@@ -1,7 +1,7 @@
-"""Finds out which process group this process belongs to, from the environment that its launcher set. Pure.
+"""Finds the process group of this process, from the environment that its launcher set. Pure.
 
-`deepspeed` and `torchrun` set RANK and its like. `srun` and `mpirun` set their own variables, and not where the ranks
-meet: a process that read only RANK would train alone, beside others that do the same.
+`deepspeed` and `torchrun` set RANK etc. `srun` and `mpirun` set their own variables, and no master address: a process
+that read only RANK would train alone, beside others doing the same.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import partial
 
 from megastable.base.errors import ConfigError
 
-# Of the processes that were started together: how many, which one this is, which one of its host.
+# Of the processes started together: size, rank, local rank.
 VARIABLES = {
     "mpirun (Open MPI)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "mpirun (MVAPICH)": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
-    # Not SLURM_NTASKS: a batch script and the shell of salloc have that, too, and are one process.
+    # Not SLURM_NTASKS: batch scripts and the shell of salloc have it, too, and are one process.
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     "mpirun (MPICH)": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
 }
@@ -31,7 +31,7 @@ ALONE = {
 
 @dataclass(frozen=True)
 class Tasks:
-    """Processes that `launcher` started together: this is number `rank` of `size`. variable: where `size` is said."""
+    """Processes that `launcher` started together: this is number `rank` of `size`. variable: that gives `size`."""
 
     launcher: str
     variable: str
@@ -53,15 +53,15 @@ def tasks(environment: Mapping[str, str]) -> Tasks | None:
         Tasks(launcher, names[0], number(names[0]) or 1, number(names[1]) or 0, number(names[2]))
         for launcher, names in VARIABLES.items()
     ]
-    # mpirun under Slurm starts a process on every host by srun, and the ranks by these.
+    # mpirun under Slurm starts one process per host by srun, and these start the ranks.
     most = max(found, key=lambda one: one.size)
     return most if most.size > 1 else None
 
 
 def membership(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK and its like, as far as they have to be added to `environment`, for a rank to join its process group.
+    """RANK etc., as far as missing from `environment`, for a rank to join its process group.
 
-    Raises ConfigError where several ranks would each train a model of their own.
+    Raises ConfigError if several ranks would each train their own model.
     """
     together = tasks(environment)
     if "RANK" in environment:
@@ -108,15 +108,14 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def check_alone(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where this process, which starts the ranks of all hosts, is one of several that do."""
+    """Raises ConfigError if this process, which starts the ranks of all hosts, is one of several."""
     together = tasks(environment)
     if together is not None and not _in_terminal(environment, together):
         raise together.refused("would start all ranks", "Start it once, on one host (srun --ntasks=1 ...)")
 
 
 def _apart(environment: Mapping[str, str], together: Tasks) -> bool:
-    """Whether RANK and WORLD_SIZE leave out tasks: a launcher in every task set them, for this host alone, or they are
-    left over from something else."""
+    """Whether RANK and WORLD_SIZE leave out tasks: set for this host alone by a launcher in every task, or stale."""
     if _in_terminal(environment, together):
         return False
     world = _number(environment, "WORLD_SIZE") or 1
@@ -131,5 +130,5 @@ def _number(environment: Mapping[str, str], variable: str) -> int | None:
 
 
 def _in_terminal(environment: Mapping[str, str], together: Tasks) -> bool:
-    """Of `srun --pty` only the first task lives, however many there are."""
+    """Whether this is `srun --pty`, where only the first task lives."""
     return "SLURM_PTY_PORT" in environment and together.rank == 0

@@ -1,4 +1,4 @@
-"""Messages between the ranks and the supervisor, as files of the run directory."""
+"""Defines the messages between ranks and supervisor, which are files of the run directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megastable.run.directory import RunDirectory
 
-# What a rank says when another one is gone; and when it waited for one in vain, which may also be its own fault.
+# What a rank reports when another one is gone; and after a timeout, which may also be its own fault.
 LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|closed by peer|remote process exited|socket closed",
     re.IGNORECASE,
@@ -18,7 +18,7 @@ BEREFT = re.compile(f"{LOST.pattern}|DistBackendError|socket timeout|timed out|t
 
 
 class Control(BaseModel):
-    """control.json: what the supervisor wants of all ranks. dump: how often their stacks were asked for."""
+    """control.json: what the supervisor wants of all ranks. dump: how many stack dumps it has requested."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -28,8 +28,8 @@ class Control(BaseModel):
 
 
 class LastWords(BaseModel):
-    """logs/attempt-N/rank-R.json: the error that ended a rank. where: the innermost line of ours; trace: the
-    whole stack, where it is not in the log; alone: other ranks may have gone on."""
+    """logs/attempt-N/rank-R.json: the error that ended a rank. where: the innermost line of our code; trace: the whole
+    stack, if it is not in the log; alone: other ranks may have continued."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -47,10 +47,10 @@ class LastWords(BaseModel):
 
 
 class Progress(BaseModel):
-    """progress.json: where the run stands, by rank 0. phase: starting, step, evaluate, checkpoint, rewind or ended.
+    """progress.json, from rank 0: where the run stands. phase: starting, step, evaluate, checkpoint, rewind or ended.
 
-    step: steps done; cursor: the next data position. The others are of the last step: None before it, in the file
-    "nan" or "inf" where they are not finite.
+    step: steps done; cursor: the next data position. The others are of the last step: None before it; "nan" or "inf" in
+    the file if not finite.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -73,20 +73,20 @@ class Progress(BaseModel):
 
 
 def mark(run: RunDirectory, attempt: int) -> str:
-    """What an attempt's processes carry among their arguments: by it they are found again."""
+    """An argument of an attempt's processes, by which they are found again."""
     return f"{attempt}@{run.root.resolve()}"
 
 
 def attempt_of(mark: str | None) -> int | None:
-    """The attempt in a mark."""
+    """The attempt number in a mark."""
     return None if mark is None else int(mark.partition("@")[0])
 
 
 def folder_of(run: RunDirectory, attempt: int) -> Path:
-    """Where the ranks of an attempt leave last words and stacks; its output is beside it, as NAME.log."""
+    """The folder for last words and stacks of an attempt's ranks; its output is beside it, as NAME.log."""
     return run.logs / f"attempt-{attempt:04d}"
 
 
 def log_of(run: RunDirectory, attempt: int) -> Path:
-    """What launcher and ranks of an attempt printed."""
+    """The file with the output of an attempt's launcher and ranks."""
     return folder_of(run, attempt).with_suffix(".log")

@@ -1,7 +1,7 @@
-"""Step records: columnar files in steps/*.parquet, layer records in layers/*.parquet.
+"""Writes and reads step records (columnar files steps/*.parquet) and layer records (layers/*.parquet).
 
-A file holds the rows of one flush and is complete when it has its name. After a restart from an older
-checkpoint the same steps are recorded again: `read` keeps the newest record of each.
+A file holds the rows of one flush and is complete once it has its name. After a restart from an older checkpoint the
+same steps are recorded again: `read` keeps the newest record of each.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class Worst:
     """The samples of a step with the highest losses, the highest first.
 
-    Absolute positions and nats per token; position and loss, micro-batch and data-parallel rank (with context
-    parallelism: group of ranks) of the first of them also by themselves.
+    Absolute positions and nats per token; the first one's position, loss, micro-batch and data-parallel rank (with
+    context parallelism: group of ranks) also separately.
     """
 
     worst_position: int
@@ -41,7 +41,7 @@ class Worst:
 def worst_samples(
     losses: Sequence[float], positions: Sequence[int], count: int, micro_batch: int, data: int
 ) -> Worst:
-    """The `count` worst of a step's samples, a loss that is not a number before all others.
+    """The `count` worst of a step's samples; losses that are nan come first.
 
     losses, positions: [global batch] in the step's order, that is [accumulation, data, micro_batch] flattened.
     """
@@ -62,12 +62,12 @@ def worst_samples(
 class StepRecord:
     """One step. Losses in nats per token, times in seconds, memory in GiB; None = not measured at this step.
 
-    first_position, next_position: the data cursor before and after; the step trained on the positions between
-    them but for `skipped`, ranges [first, end) one after the other. finite: loss and gradients were. clipped: the
-    update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
-    mfu_full and mfu_causal: share of the peak, with the whole attention square or its causal half counted.
-    clipped_fraction: of the steps since it was last recorded. fp8: 1 or 0, whether the step was computed in FP8, where
-    the recipe asks for it. The other values that may be None: see `probe.Statistics`.
+    first_position, next_position: the data cursor before and after; the step trained on the positions between them
+    except `skipped`, ranges [first, end) concatenated. finite: whether loss and gradients were. clipped: the update was
+    applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`. mfu_full and
+    mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction: of the steps
+    since it was last recorded. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. Other
+    values that may be None: see `probe.Statistics`.
     """
 
     step: int
@@ -110,13 +110,13 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One parameter or one block (`name`, as in the whole model) at one step; None = it has no such thing.
+    """One parameter or one block (`name`, as in the whole model) at one step; None = not applicable.
 
-    Of parameters: root mean square and largest magnitude of gradient (before clipping, unscaled), fp32 weight
-    and Adam's second moment after the step, and |update| / |weight|. Of blocks: the same two of what it
-    puts out, its largest attention logit (scaled, before the softmax) and its mean attention entropy in nats, over
-    all samples, heads and queries of the step. Of weights that FP8 multiplies with: the shares of the layer's inputs,
-    weights and gradients that were cut to the format's largest number, and that became zero.
+    Of parameters: root mean square and largest magnitude of gradient (before clipping, unscaled), fp32 weight and
+    Adam's second moment after the step, and |update| / |weight|. Of blocks: the same two of its output, its largest
+    attention logit (scaled, before the softmax) and its mean attention entropy in nats, over all samples, heads and
+    queries of the step. Of weights that FP8 multiplies with: the shares of the layer's inputs, weights and gradients
+    that saturated and that underflowed to zero.
     """
 
     step: int
@@ -148,7 +148,7 @@ _ARROW = {
 
 
 def schema(kind: type[StepRecord] | type[LayerRecord]) -> pa.Schema:
-    """The columns of a kind of record: a float takes 4 bytes, but for the time."""
+    """The columns of a kind of record: floats take 4 bytes, except the time."""
     return pa.schema(
         [(f.name, pa.float64() if f.name == "time" else _ARROW[str(f.type)]) for f in fields(kind)]
     )
@@ -167,14 +167,14 @@ class Recorder:
         self._steps = 0
 
     def add(self, *records: StepRecord | LayerRecord) -> None:
-        """What one step leaves; its rows have the same time."""
+        """Add the records of one step; its rows have the same time."""
         self.pending.extend(records)
         self._steps += 1
         if self._steps % self.flush_steps == 0:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending. When the disk refuses, that is logged, and it stays pending."""
+        """Write pending records. If the disk refuses, that is logged, and they stay pending."""
         if not self.pending:
             return
         table = pa.Table.from_pylist([vars(r) for r in self.pending], schema=self.columns)
@@ -199,7 +199,7 @@ class Recorder:
 
 
 def read(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.Table:
-    """All records of a run, by step, the newest of each, or the first; `columns`: those that the `Recorder` was given.
+    """All records of a run, by step: the newest of each, or the first; `columns`: those given to the `Recorder`.
 
     Raises DataError naming a damaged file.
     """

@@ -1,4 +1,4 @@
-"""A child process in a group of its own: fed from memory, its output cut or kept in a log, ended in time."""
+"""Runs a child process in its own group: input from memory, output capped or logged, killed after a time limit."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 
 from megastable.run.directory import RunDirectory
 
-TAIL = 2000  # bytes of the output that are kept
-PIPE = 1 << 20  # bytes that a pipe holds at most (pipe(7))
-LOOK = 0.02  # seconds between two looks
-LOW = 10  # priority of what is not urgent
+TAIL = 2000  # bytes of output kept
+PIPE = 1 << 20  # capacity of a pipe in bytes (pipe(7))
+LOOK = 0.02  # seconds between polls
+LOW = 10  # nice value of work that is not urgent
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a child process ended. code: negative for a signal, None where it took too long and was killed. tail: the end
-    of its output, where that has no log."""
+    """How a child process ended. code: negative for a signal, None if it timed out and was killed. tail: the end of its
+    output, if that is not logged."""
 
     code: int | None
     tail: str = ""
@@ -32,8 +32,8 @@ class Result:
 class ChildProcess:
     """Starts `words` with `given` as standard input. Raises OSError or ValueError when it cannot be started.
 
-    seconds: that it may take. log: a file that its output is added to. Without one the output is read as it comes: a
-    process that reads nothing, or writes for ever, blocks nobody and fills nothing.
+    seconds: allowed. log: a file that its output is added to. Without one the output is drained as it comes, so a
+    process that never reads or never stops writing neither blocks us nor fills a disk.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ChildProcess:
         return self._process.pid
 
     def poll(self) -> Result | None:
-        """How it ended; None while it runs. Whatever it started ends with it."""
+        """The result; None while it runs. Kills whatever the process left in its group."""
         if self._result is None:
             self._read()
             ended = self._ended()
@@ -74,20 +74,20 @@ class ChildProcess:
         return self._result
 
     def wait(self) -> Result:
-        """How it ended, when it has."""
+        """Wait for the end and return the result."""
         while (result := self.poll()) is None:
             time.sleep(LOOK)
         return result
 
     def kill(self) -> None:
-        """End the whole group; `wait` tells when it has ended. Any thread may do so."""
-        # Before the process is reaped: until then its number is nobody else's.
+        """Kill the whole group; `wait` reports the end. Callable from any thread."""
+        # Before the process is reaped: until then its pid cannot be reused.
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ended(self) -> bool:
-        """Whether the process itself has ended; it is not reaped."""
+        """Whether the process has ended, without reaping it."""
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
@@ -103,7 +103,7 @@ class ChildProcess:
         return Result(self._process.returncode if ended else None, tail)
 
     def _read(self) -> None:
-        """Take what there is of the output, but no more than a pipe holds: who left the group may write for ever."""
+        """Read the available output, at most one pipe's worth: a process that left the group may write for ever."""
         if self._output is not None:
             with suppress(BlockingIOError):
                 self._tail = (self._tail + os.read(self._output.fileno(), PIPE))[-TAIL:]

@@ -1,7 +1,7 @@
-"""How an attempt ended, from all that is known of it: journal, last words, ranks of this host, launcher. Pure.
+"""Determines why an attempt ended, from journal, last words, exit codes of local ranks and launcher. Pure.
 
-None of these alone is the truth: the launcher can end with 0 though a rank was killed, passes on the code of whichever
-rank it saw first, and is nobody's child once its supervisor has died.
+No single source is reliable: the launcher can exit with 0 though a rank was killed, passes on the code of the first
+rank it saw, and has no parent to read its code once its supervisor has died.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megastable.run.rank_ipc import BEREFT, LastWords, Progress
 from megastable.supervise.hang_detector import HangDetector
 from megastable.supervise.processes import Fate
 
-# From pdsh with the host before it; without, all ranks are on this one, and local ones are the ranks.
+# With the host in front from pdsh; without, all ranks are on this host and local ranks are global ranks.
 LAUNCHER = re.compile(
     r"^(?:(?P<host>[\w.-]+): )?\[.*?(?:'--local_rank=(?P<rank>\d+)'.*)?exits with return code = (?P<code>-?\d+)",
     re.MULTILINE,
 )
-# What a process prints of an error that its user can act on (errors.user_errors).
+# Printed by a process for an error that its user can fix (errors.user_errors).
 TOLD = re.compile(r"^error: (\S.*)$", re.MULTILINE)
 FINAL = (errors.OK, errors.STOPPED, errors.UNSTABLE, errors.HANDOVER, errors.SUPERSEDED)
 SAID: dict[type[Event], int] = {
@@ -38,10 +38,8 @@ SAID: dict[type[Event], int] = {
 
 
 class End(BaseModel):
-    """code: of errors.py, None where it was a signal, or nobody knows. what: the kind of failure, the same where it is
-    the same one. step: the one that was being done, None before the first; cursor: its first position. failure: a
-    sentence.
-    """
+    """code: of errors.py, None for a signal or if unknown. what: the kind of failure, equal for equal failures. step:
+    the one in progress, None before the first; cursor: its first position. failure: a sentence."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,17 +52,17 @@ class End(BaseModel):
     rank: int | None = None
     host: str | None = None
     failure: str = ""
-    certain: bool = False  # somebody said it, or it was seen
-    trained: bool = False  # a step was done
+    certain: bool = False  # reported by a process, or observed
+    trained: bool = False  # at least one step was done
 
     @property
     def final(self) -> bool:
-        """Whether it is no failure: the training ended as it meant to, or would do so again."""
+        """Whether a restart is pointless: the training ended as intended, or would end the same way again."""
         return self.code in FINAL or (self.code == errors.BAD_INPUT and not self.trained)
 
     def by_hang(self, detector: HangDetector, stuck: Sequence[str], here: str) -> End:
-        """The same after a hang, for which the processes were ended. stuck: what is known of ranks of this host that
-        do not answer."""
+        """This end, after a hang for which the processes were killed. stuck: what is known of ranks of this host that
+        do not respond."""
         if self.certain:
             return self
         phase = detector.phase
@@ -86,8 +84,8 @@ def end_of(
     progress: Progress | None,
     here: str,
 ) -> End:
-    """events: the journal's since the attempt began. words: of its ranks. fates: of those on this host, `here`. code:
-    the launcher's, None = unknown. log: the end of its output. progress: its last."""
+    """events: of the journal since the attempt began. words: last words of its ranks. fates: of its ranks on this host,
+    `here`. code: the launcher's, None = unknown. log: the end of its output. progress: the last one."""
     said = [SAID[type(event)] for event in events if type(event) in SAID]
     if said:
         return End(code=said[-1], certain=True)
@@ -95,12 +93,12 @@ def end_of(
     if progress is not None and progress.step is not None:
         step, cursor = progress.step + 1, progress.cursor
     for word in words:
-        # Written at the very moment, where progress is up to a quarter of a second old.
+        # Written at that moment; progress may be a quarter of a second old.
         if word.step is not None and (step is None or word.step + 1 > step):
             step, cursor = word.step + 1, word.cursor
     trained = progress is not None and progress.seconds is not None
     place: dict[str, Any] = {"step": step, "cursor": cursor, "trained": trained}
-    # In the order in which they were seen. SIGTERM is how the launcher ends the others.
+    # In the order they were seen. The launcher ends the other ranks by SIGTERM.
     killed = [(rank, fate.signal) for rank, fate in fates.items() if fate.signal is not None]
     killed.sort(key=lambda of: of[1] == signal.SIGTERM)
     if any(fate.code for fate in fates.values()):
@@ -127,7 +125,7 @@ def end_of(
         return End(signal=number, what=name, rank=rank, host=host, failure=text, certain=True, **place)
     if code is None:
         code = next((fate.code for fate in fates.values() if fate.code), None)
-    if words:  # all of them lost another, which left no word; NCCL says so of its own failures, too
+    if words:  # all of them lost a rank that left no last words; NCCL also reports its own failures so
         w = min(words, key=lambda w: w.time)
         text = f"{len(words)} ranks lost another; rank {w.rank} on {w.host} first: {w.error}"
         return End(what="connection lost", host=host, failure=text, **place)

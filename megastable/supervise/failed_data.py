@@ -1,4 +1,4 @@
-"""The data behind a failure of processes: whether the corpora can be read at all, and which samples a step had."""
+"""Checks the data behind a failure of processes: are the corpora readable, and which samples did the step have?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megastable.data.skip_ledger import Ledger, SampleEntry, sample_entries
 from megastable.run.directory import RunDirectory
 from megastable.supervise.exit_cause import End
 
-RECHECK = 20.0  # seconds in which data that cannot be read may come back, as on a file system that stutters
-LOOK = 0.2  # seconds between two looks
+RECHECK = 20.0  # seconds in which unreadable data may recover, as on a flaky file system
+LOOK = 0.2  # seconds between polls
 
 
 def can_be_read(config: RunConfig, run: RunDirectory) -> bool:
-    """Whether the corpora can be opened on this host, which may be another one than those that train."""
+    """Whether the corpora can be opened on this host, which may not be one of the training hosts."""
     try:
         _open(config, run)
     except MegastableError:
@@ -28,8 +28,8 @@ def can_be_read(config: RunConfig, run: RunDirectory) -> bool:
 
 
 def bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool]) -> str:
-    """What is wrong with the corpora as they are now, such as a shard that was cut in mid-run; "" = nothing. hurry:
-    whether a person waits."""
+    """What is wrong with the corpora now, such as a shard truncated in mid-run; "" = nothing. hurry: whether to stop
+    retrying."""
     until = time.monotonic() + RECHECK
     while True:
         try:
@@ -44,7 +44,7 @@ def bad_data(config: RunConfig, run: RunDirectory, hurry: Callable[[], bool]) ->
 
 @dataclass(frozen=True)
 class FailedSamples:
-    """Those of a step: its positions, and the lines that leave them out; missing: these are not on the ledger yet."""
+    """The samples of a failed step: positions, and lines that skip them; missing: those not on the ledger yet."""
 
     positions: list[int]
     entries: list[SampleEntry]
@@ -52,16 +52,16 @@ class FailedSamples:
 
 
 def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, incident: int) -> FailedSamples:
-    """The samples of the step that failed, which began at the position `cursor`; where they stand.
+    """The samples of the failed step, which began at position `cursor`.
 
-    The innocent among them are lost with the one that ends processes. But that one would come again in every epoch,
-    in another step, and end as many of them there before it is suspected anew.
+    Innocent samples of the step are skipped along with the guilty one. Left in, that one would return in another step
+    of every epoch and kill processes again before it is suspected.
     """
     order = _open(config, run).train.order
     reason = f"{end.what} at step {end.step}, again and again"
     ledger = Ledger.read(run.skips, [])
-    # As if a supervisor that was killed before it noted the end had not written its lines: the batch behind this
-    # one is innocent.
+    # Ignore the lines of this incident, which a supervisor that was killed may have written: the next batch is
+    # innocent.
     before = ledger.without(incident, reason)
     left, _ = before.usable(run.skips, order, config.data.skip)
     positions, _ = left.next_kept(cursor, config.train.global_batch)

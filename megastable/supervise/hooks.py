@@ -1,10 +1,9 @@
-"""The hooks of a recipe: a command, and a webhook, for which the command is ours (webhook.py).
+"""Starts the hooks of a recipe: a command, or a webhook (posted by our own command, webhook.py).
 
-A hook gets a notice as JSON on standard input, and event, text and the plain facts in the environment
-(MEGASTABLE_EVENT, MEGASTABLE_TEXT, MEGASTABLE_RUN, ...); no shell reads it. $VARIABLES in the recipe come from the
-environment when they are used, so that no secret stands in a recipe; $$ is a dollar. A command should still read its
-secrets from the environment itself: arguments are visible to other users, and what a failing command prints last is
-reported.
+A hook gets a notice as JSON on standard input, and event, text and scalar facts in the environment (MEGASTABLE_EVENT,
+MEGASTABLE_TEXT, MEGASTABLE_RUN, ...); no shell reads it. $VARIABLES in the recipe come from the environment at run
+time, so that recipes hold no secrets; $$ is a dollar. A command should still read its secrets from the environment
+itself: arguments are visible to other users, and the last output of a failing command is reported.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ WEBHOOK = Path(__file__).with_name("webhook.py")
 
 @dataclass(frozen=True)
 class Hook:
-    """kind: command or webhook, as in the recipe; text: what the recipe says; seconds: that it may take."""
+    """kind: command or webhook, as in the recipe; text: its value there; seconds: time limit."""
 
     kind: str
     text: str
     seconds: float
 
     def check(self) -> None:
-        """Raises ConfigError when it cannot work."""
+        """Raises ConfigError if the hook cannot work."""
         if REDACTED in self.text:
             raise ConfigError(
                 f"supervise.{self.kind}: its password was left out when this recipe was written: give it again, best "
@@ -60,7 +59,7 @@ class Hook:
         return ChildProcess(words, self.seconds, as_json(content).encode(), environment)
 
     def problem(self, result: Result) -> str:
-        """Why it failed, safe to show; "" where it has not."""
+        """Why it failed, safe to show; "" if it did not."""
         webhook = self.kind == "webhook"
         where = f"{urlsplit(_address(self.text)).hostname}: " if webhook else ""
         code, tail = result.code, result.tail
@@ -74,7 +73,7 @@ class Hook:
         return self.safe(f"{where}{how}{': ' if tail else ''}{tail}")
 
     def safe(self, problem: str) -> str:
-        """Without its secrets: the values of its variables, and what else is hidden of it, as it is used."""
+        """`problem` without secrets: neither values of variables nor anything else that is redacted."""
         values = [os.environ.get(name, "") for name in Template(self.text).get_identifiers()]
         for used in [self.text, Template(self.text).safe_substitute(os.environ)]:
             parts = [used[begin:end] for begin, end in hidden(self.kind, used)]
@@ -84,7 +83,7 @@ class Hook:
         return visible(problem, 500)
 
     def _resolved(self) -> tuple[list[str], dict[str, str]]:
-        """The words of the command, and what else is in its environment. Raises ConfigError."""
+        """The words of the command and the variables added to its environment. Raises ConfigError."""
         if self.kind == "webhook":
             words = [sys.executable, "-I", str(WEBHOOK), f"{self.seconds:.3f}"]
             return words, {"MEGASTABLE_WEBHOOK": _address(self.text)}
@@ -92,13 +91,13 @@ class Hook:
 
 
 def hooks_of(config: SuperviseConfig) -> list[Hook]:
-    """Those that a recipe has."""
+    """The hooks of a recipe."""
     texts = {"command": config.command, "webhook": config.webhook}
     return [Hook(kind, text, config.hook_timeout) for kind, text in texts.items() if text is not None]
 
 
 def check(config: SuperviseConfig) -> None:
-    """Raises ConfigError when a hook cannot work: before a night begins at whose end nobody would be told."""
+    """Raises ConfigError if a hook cannot work, before an unattended run relies on it."""
     for hook in hooks_of(config):
         hook.check()
 
@@ -122,7 +121,7 @@ def _address(text: str) -> str:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    # Not shown: what a webhook's address says beyond the host is its password.
+    # Not shown: beyond the host, a webhook's address is a password.
     if not host or parts.scheme not in ("http", "https") or port == 0:
         raise ConfigError(
             "supervise.webhook is not an address: it must begin with https:// or http:// and a host"
@@ -147,7 +146,7 @@ def _expanded(text: str, key: str) -> str:
 
 
 def _variables(content: Mapping[str, Any]) -> dict[str, str]:
-    """The plain facts as environment variables."""
+    """Scalar facts as environment variables."""
     plain = {k: v for k, v in content["facts"].items() if isinstance(v, str | int | float)}
     named = {
         re.sub(r"\W", "_", str(key), flags=re.ASCII).upper(): visible(v, 8000) for key, v in plain.items()

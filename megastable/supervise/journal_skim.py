@@ -1,8 +1,8 @@
-"""Which lines of a long journal still count for how a run stands (journal_view.py): the others are not parsed. Pure.
+"""Selects the lines of a long journal that matter for the status (journal_view.py), so that only these are parsed.
 
-A view keeps counts, and of most kinds of events only the newest. So of a block of lines, those that a later one of
-the block makes void are left out. A block with a line that was torn, merged with another or filled with zeros is read
-whole; bytes changed inside a line that is left out are not noticed.
+A view keeps counts, and only the newest of most kinds of events. So lines that a later line of the same block
+supersedes are left out. A block with a torn, merged or zero-filled line is read whole; corruption inside a skipped line
+goes unnoticed.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections import deque
 
 from megastable.supervise.journal_view import KEPT, TAIL
 
-BEGIN = b'{"time": '  # of a line, as run/directory.py writes it
+BEGIN = b'{"time": '  # start of a line, as run/directory.py writes it
 REFUSED = b'"event": "discarded", "step": '
 PASSING = rb'(?:discarded|checkpoint_healthy|discard_examined|samples_examined|samples_dropped)", "step": \d'
-# All that does not pass; evaluations, checkpoints and incidents by name, as older ones of them do.
+# All events that are not transient; evaluations, checkpoints and incidents are named, as older ones are transient.
 COUNTS = re.compile(
     rb'"event": "(?!' + PASSING + rb")"
     rb'(?:(?P<evaluated>evaluated)", "step": \d+, "loss": [-"\d]'
     rb'|checkpoint", "step": \d+, "name": (?P<checkpoint>"[^"\\]+"), "bytes": \d{1,15}[,}]'
     rb'|(?P<incident>incident)", "what": ")?'
 )
-SUMMARY = re.compile(rb'"summary": \{"number": (\d{1,15}), ')  # each has all that is known of an incident
+SUMMARY = re.compile(rb'"summary": \{"number": (\d{1,15}), ')  # each carries the whole incident
 PASSES = re.compile(rb'"event": "(?:' + PASSING + rb'|(?:evaluated|checkpoint)", "step": \d)')
 
 
 def skim(block: bytes) -> tuple[list[bytes], int]:
-    """Of whole lines those that count, in order; and how many refused updates are told in the others."""
+    """The lines that matter, in order, and the number of refused updates that the others report."""
     if _odd(block):
         return block.removesuffix(b"\n").split(b"\n"), 0
     lines = {0: _line(block, 0)}
@@ -48,7 +48,7 @@ def skim(block: bytes) -> tuple[list[bytes], int]:
         else:
             _keep(lines, block, found.start())
     newest = _newest(block)
-    # Before these, a step and words of an older summary are void, too.
+    # Before these, steps and older summaries are superseded, too.
     void = newest[-1] if len(newest) == TAIL else 0
     older = [at for at in older if at >= void]
     for at in (*evaluated, *list(checkpoints.values())[-KEPT:], *incidents.values(), *older, *newest):
@@ -58,14 +58,14 @@ def skim(block: bytes) -> tuple[list[bytes], int]:
 
 
 def _odd(block: bytes) -> bool:
-    """Whether any line begins or ends otherwise than events do, or has another one inside."""
+    """Whether any line begins or ends unlike an event, or contains another event."""
     last = block.rfind(b"\n", 0, -1) + 1
     whole = block.startswith(BEGIN) and block.startswith(BEGIN, last) and block.endswith(b"}\n")
     return not whole or b"\0" in block or block.count(BEGIN) != 1 + block.count(b"}\n" + BEGIN)
 
 
 def _newest(block: bytes) -> list[int]:
-    """Where the newest lines that pass begin, as many as a view keeps in words."""
+    """Offsets of the newest transient lines, as many as a view shows."""
     found, end = list[int](), len(block)
     while end > 0 and len(found) < TAIL:
         begin = block.rfind(b"\n", 0, end - 1) + 1

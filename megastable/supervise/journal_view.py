@@ -1,4 +1,4 @@
-"""What a journal tells of a run so far, folded event by event: small, however long the journal is."""
+"""Summarizes a run's journal, event by event, in small memory however long the journal is."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megastable.run.events.stability_events import AlertEvent, Discarded
 from megastable.run.events.supervisor_events import Ended, Launched, Restart, SupervisorEvent
 from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Training
 
-TAIL = 30  # events that are kept in words
+TAIL = 30  # events kept as text
 KEPT = 20  # of evaluations, attempts and restarts
-WORKS = ("training", "resumed", "launched")  # someone was at work then
+WORKS = ("training", "resumed", "launched")  # a process was at work at these
 OTHERS = ("supervisor", "hook_failed", "hang", "ended", "restart")  # no sign of a training process
-ENDS = ("stopped", "finished", "unstable", "handover")  # how the training process says goodbye
+ENDS = ("stopped", "finished", "unstable", "handover")  # last events of a training process
 
 
 @dataclass(frozen=True)
 class Said:
-    """An event in words, safe to show. time: unix seconds."""
+    """An event as text, safe to show. time: unix seconds."""
 
     time: float
     event: str
@@ -33,8 +33,8 @@ class Said:
 
 @dataclass(frozen=True)
 class IncidentSummary:
-    """One incident as it stands; see stability/incident.py. onset: the step that it is called by. kind: its class.
-    put_off: samples that are read later, in words. loss_*: nats per token."""
+    """One incident, now; see stability/incident.py. onset: the step that names it. kind: its class. put_off: deferred
+    samples, in words. loss_*: nats per token."""
 
     number: int
     onset: int
@@ -67,10 +67,10 @@ class AttemptSummary:
 
 @dataclass
 class JournalView:
-    """step: the last that the journal names, None when it names none. last: unix seconds of the last sign of a training
-    process. starts: of these, with or without a supervisor. refused: updates. word: the last event that says who is at
-    work. goodbye: the last of ENDS, if nobody was at work since. supervisor: its last words about itself, unless
-    somebody was at work after its end. started: how one was started last, with recipe and arguments."""
+    """step: the last that the journal names, or None. last: unix seconds of the last sign of a training process.
+    starts: of training processes, supervised or not. refused: updates. word: the last event that shows which process is
+    at work. goodbye: the last of ENDS, if nothing ran since. supervisor: its last event about itself, unless something
+    ran after its end. started: recipe and arguments of the last start."""
 
     began: float | None = None
     last: float | None = None
@@ -88,11 +88,11 @@ class JournalView:
     supervisor: SupervisorEvent | None = None
     started: Mapping[str, Any] = field(default_factory=dict)
     word: str = ""
-    restart: Restart | None = None  # that is being waited for
-    alert: AlertEvent | None = None  # the one that is not over
+    restart: Restart | None = None  # the pending one
+    alert: AlertEvent | None = None  # the current one
 
     def add(self, event: Event) -> None:
-        """Take in one event; whatever it lacks, or has of a wrong kind, is passed over."""
+        """Take in one event; missing or malformed fields are ignored."""
         name, moment = event.event, event.time
         if moment is not None:
             self.began = self.began if self.began is not None else moment
@@ -139,12 +139,12 @@ class JournalView:
 
     @property
     def over(self) -> bool:
-        """Whether the training process or the supervisor said goodbye, and nobody was at work since."""
+        """Whether the training process or the supervisor ended properly, and nothing ran since."""
         return self.goodbye is not None or (self.supervisor is not None and self.supervisor.what == "ended")
 
     @property
     def tail(self) -> tuple[Said, ...]:
-        """The last events in words. Put only when asked for: most of a long journal is never shown."""
+        """The last events as text, formatted only on demand: most of a long journal is never shown."""
         return tuple(Said(e.time or 0.0, e.event, e.line()) for e in self._tail)
 
     def _checkpoint(self, event: CheckpointSaved) -> None:
@@ -170,7 +170,7 @@ class JournalView:
             )  # fmt: skip
 
     def _how(self, number: int | None) -> str:
-        """Why there is a restart: how the attempt ended, its own number or the one before the one to come."""
+        """Why there is a restart: how the attempt ended, given its number or that of the next."""
         for known in (number, (number or 0) - 1):
             if known in self.attempts and self.attempts[known].how:
                 return self.attempts[known].how
@@ -200,7 +200,7 @@ class JournalView:
 
 
 def kind_of_end(event: Ended) -> str:
-    """Why an attempt ended, of an `ended` event: one of a handful of words, for counting."""
+    """Why an attempt ended, from its `ended` event: one of a few words, for counting."""
     if event.get("hung"):
         return "hang"
     if event.get("signal"):

@@ -1,4 +1,4 @@
-"""The locks of a run directory: they tell which processes are at work there, and keep others out."""
+"""Takes and tests the locks of a run directory, which show the processes at work and keep others out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINING = ".lock"  # rank 0 holds it (run/directory.py)
 
 @contextmanager
 def only_supervisor(run: RunDirectory, host: str) -> Iterator[None]:
-    """Keep every other supervisor out. Raises ConfigError when there is one."""
+    """Keep other supervisors out. Raises ConfigError if there is one."""
     path = run.root / SUPERVISOR
     held = lock(path)
     try:
@@ -40,7 +40,7 @@ def only_supervisor(run: RunDirectory, host: str) -> Iterator[None]:
 
 
 def nobody_trains(run: RunDirectory) -> bool:
-    """Whether no process trains here, on any host. Raises ConfigError when that cannot be told."""
+    """Whether no process trains here, on any host. Raises ConfigError if that cannot be determined."""
     if (free := lock(run.root / TRAINING)) is None:
         return False
     free.close()
@@ -48,8 +48,8 @@ def nobody_trains(run: RunDirectory) -> bool:
 
 
 def wait_until_nobody_trains(run: RunDirectory, seconds: float, hurry: Callable[[], bool]) -> None:
-    """Until no process of an attempt of before trains here: on other hosts they notice by themselves. hurry: whether to
-    wait no more. Raises UnstableError when one still does after `seconds`."""
+    """Wait until no process of an earlier attempt trains here: those on other hosts end by themselves. hurry: whether
+    to stop waiting. Raises UnstableError if one still trains after `seconds`."""
     until = time.monotonic() + seconds
     while not nobody_trains(run):
         if hurry():
@@ -62,7 +62,7 @@ def wait_until_nobody_trains(run: RunDirectory, seconds: float, hurry: Callable[
 
 
 def lock(path: Path) -> IO[str] | None:
-    """The file, locked for as long as it stays open; None when another process holds it. Raises ConfigError."""
+    """The file, locked as long as it stays open; None if another process holds the lock. Raises ConfigError."""
     try:
         return durable.hold(path)
     except OSError as error:
@@ -70,7 +70,7 @@ def lock(path: Path) -> IO[str] | None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether somebody holds a lock. Tried for an instant; None = cannot be told."""
+    """Whether a process holds the lock, tested by taking it for an instant; None = cannot be determined."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What is added to a log, line by line as it comes, and what stands at its end."""
+"""Follows a log line by line, and reads its end."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ PIECE = 1 << 20  # bytes that are read at once
 
 
 class LogTail:
-    """Follows the log at `path`, from the byte `seen` on. It need not be there."""
+    """Follows the log at `path` from byte `seen` on. It need not exist yet."""
 
     def __init__(self, path: Path, seen: int = 0) -> None:
         self.path, self._seen = path, seen
 
     @classmethod
     def at_end(cls, path: Path) -> LogTail:
-        """What is there already has been seen."""
+        """Follow from the current end."""
         return cls(path, _size(path))
 
     def new(self) -> str:
-        """The whole lines that came since the last call, without the last newline; "" = none."""
+        """The complete lines since the last call, without the last newline; "" = none."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._seen)
@@ -32,7 +32,7 @@ class LogTail:
 
 
 def end_of_log(path: Path, most: int) -> str:
-    """At most the last `most` bytes of a log; "" where there is none."""
+    """At most the last `most` bytes of a log; "" if it does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, _size(path) - most))

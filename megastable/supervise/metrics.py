@@ -1,7 +1,7 @@
-"""A run's numbers for Prometheus, on loopback: `curl http://127.0.0.1:PORT/metrics`.
+"""Serves a run's numbers to Prometheus, on loopback: `curl http://127.0.0.1:PORT/metrics`.
 
-They are read from a `Status`, so they outlive restarts of the training and of the supervisor: counters go on where
-they were. Names end in their unit; losses are nats per token.
+They are read from a `Status`, so counters survive restarts of the training and of the supervisor. Names end in their
+unit; losses are nats per token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 
 class Metrics:
-    """Serves the status it was given last. port: 0 = any that is free. Raises ConfigError when it cannot listen."""
+    """Serves the latest status. port: 0 = any free one. Raises ConfigError if it cannot listen."""
 
     def __init__(self, port: int) -> None:
         self._status = _Latest()
@@ -38,11 +38,11 @@ class Metrics:
 
     @property
     def port(self) -> int:
-        """The one that it listens on."""
+        """The port it listens on."""
         return int(self._server.server_address[1])
 
     def update(self, status: Status) -> None:
-        """What is served from now on."""
+        """Serve this status from now on."""
         self._status.status = status
 
     def close(self) -> None:
@@ -57,13 +57,13 @@ class _Latest(Collector):
         self.status: Status | None = None
 
     def collect(self) -> Iterator[Metric]:
-        # Read once: the supervisor may put in a newer one meanwhile.
+        # Read once: the supervisor may replace it meanwhile.
         if (status := self.status) is not None:
             yield from families(status)
 
 
 def families(s: Status) -> Iterator[Metric]:
-    """The metrics of a status, with the run's name as a label; those that nobody knows yet are left out."""
+    """The metrics of a status, with the run's name as a label; unknown ones are left out."""
     gauges = {
         "step": ("Steps done, refused ones included.", s.step),
         "steps": ("Steps of the whole run.", s.steps),

@@ -1,4 +1,4 @@
-"""Tell people of a run by its hooks, in the background. Whatever these do, the supervisor goes on."""
+"""Notifies people of a run by its hooks, in the background. Failures here never stop the supervisor."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megastable.supervise.hooks import Hook, hooks_of
 
 log = logging.getLogger(__name__)
 
-KEPT = 20  # notices that wait, at most; of older ones only the count is told
+KEPT = 20  # most waiting notices; older ones are only counted
 LONGEST = 1500  # characters of a text
 SHORT = 200  # ... that is folded into another
 LARGEST = 32_768  # characters of the facts in JSON; beyond that only the plain ones are told
-TRIES = 3  # at a notice, before it waits for the next one
-PROBLEMS = 20  # different ones that are reported of each kind
+TRIES = 3  # per notice, before it waits for the next one
+PROBLEMS = 20  # distinct ones reported of each kind
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One thing to tell. time: unix seconds."""
+    """One thing to report. time: unix seconds."""
 
     event: str
     text: str
@@ -38,7 +38,7 @@ class Notice:
 
 
 def folded(notices: Sequence[Notice], left_out: int) -> dict[str, Any]:
-    """What is sent of several notices, oldest first: the newest, and the others in short."""
+    """Several notices, oldest first, as one message: the newest in full, the others in short."""
     *before, newest = notices
     more = len(before) + left_out
     text = newest.text
@@ -50,14 +50,14 @@ def folded(notices: Sequence[Notice], left_out: int) -> dict[str, Any]:
 
 
 class Sender:
-    """Tells one hook, in a thread of its own, not more often than every `pause` seconds."""
+    """Sends to one hook, in its own thread, at most once every `pause` seconds."""
 
     def __init__(self, hook: Hook, pause: float) -> None:
         self.hook, self.pause = hook, pause
-        self.problems: list[str] = []  # not yet fetched
+        self.problems: list[str] = []  # not fetched yet
         self._waiting: list[Notice] = []
         self._left_out = 0
-        self._tries = 0  # in vain, at what is waiting
+        self._tries = 0  # failed tries to send what is waiting
         self._closing = self._over = False
         self._change = threading.Condition()
         self._child: ChildProcess | None = None
@@ -71,7 +71,7 @@ class Sender:
             self._change.notify()
 
     def close(self, until: float) -> None:
-        """Send what is waiting, and end, at `until` on the monotonic clock at the latest."""
+        """Send what is waiting, and end by `until` on the monotonic clock."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -132,9 +132,9 @@ class Sender:
 
 
 class Notices:
-    """All that is told about one run. Every method returns at once, but for `close`; none raises.
+    """All notifications of one run. Every method but `close` returns at once; none raises.
 
-    failed(kind, problem): called once for every different problem, in the thread that calls notify, poll or close.
+    failed(kind, problem): called once per distinct problem, in the thread that calls notify, poll or close.
     """
 
     def __init__(self, config: SuperviseConfig, failed: Callable[[str, str], None]) -> None:
@@ -143,7 +143,7 @@ class Notices:
         self._senders = [Sender(hook, config.notify_seconds) for hook in hooks_of(config)]
 
     def notify(self, event: str, text: str, facts: Mapping[str, Any]) -> None:
-        """Tell `text`, a sentence about an event; facts: what a program would like to know: run, step, incident, ..."""
+        """Send `text`, a sentence about an event; facts: for programs: run, step, incident, ..."""
         told = "\n".join(visible(line, LONGEST) for line in text.splitlines()) or event
         notice = Notice(event, told[:LONGEST], _copied(facts), round(time.time(), 3))
         for sender in self._senders:
@@ -151,13 +151,13 @@ class Notices:
         self.poll()
 
     def poll(self) -> None:
-        """Report what has failed since."""
+        """Report new failures."""
         for sender in self._senders:
             while sender.problems:
                 self._report(sender.hook.kind, sender.problems.pop(0))
 
     def close(self, timeout: float) -> None:
-        """Send what is waiting without further pauses, for `timeout` seconds at most; then end what still runs."""
+        """Send what is waiting without pauses, for at most `timeout` seconds; then end what still runs."""
         until = time.monotonic() + timeout
         for sender in self._senders:
             sender.close(until)
@@ -171,12 +171,12 @@ class Notices:
         self._told.add((kind, problem))
         try:
             self._failed(kind, problem)
-        except Exception:  # whoever writes it down may meet a full disk: a hook is not worth a run
+        except Exception:  # the callback may meet a full disk: a hook is not worth a run
             log.warning("%s failed: %s", kind, problem, exc_info=True)
 
 
 def _copied(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """As they are now, in what JSON has; only the plain ones where they are too many."""
+    """The facts as they are now, as JSON types; only scalars if they are too large."""
     try:
         content = as_json(dict(facts))
     except (TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Who hears of a supervised run: the terminal, people far away, Prometheus, and the files of its incidents."""
+"""Passes a supervised run's events on: terminal, hooks, Prometheus and incident reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megastable.supervise.report_process import ReportProcess
 from megastable.supervise.status import RunWatch, Status
 from megastable.supervise.status_panel import panel
 
-REFRESH = 1.0  # seconds between two looks of the panel and the metrics
+REFRESH = 1.0  # seconds between updates of panel and metrics
 NEWS = ("opened", "attributed", "rewound", "restarted", "handed over", "closed")
 # The launcher reports them as errors.
 ORDERLY = re.compile(r"launch\.py.* exits with return code = (75|78|79)$")
@@ -33,7 +33,7 @@ GOODBYE = 20.0  # seconds for the last notifications
 
 
 class Notifiers:
-    """All of them. Raises ConfigError where a port cannot be used."""
+    """All of them. Raises ConfigError if a port cannot be used."""
 
     def __init__(self, config: RunConfig, run: RunDirectory) -> None:
         self.config, self.run = config, run
@@ -48,26 +48,26 @@ class Notifiers:
         self._looked = 0.0
 
     def event(self, event: Event) -> None:
-        """Something was written into the journal."""
+        """An event was journaled."""
         name, what = event.event, event.get("what")
         if isinstance(event, Ended | AlertEvent) or (isinstance(event, IncidentEvent) and what in NEWS):
-            self.reports.due()  # once more at the end: by then the steps after it are known
+            self.reports.due()  # once more at the end, when the later steps are known
         if text := news(event):
             self.notices.notify(
                 f"{name} {what}" if what else name, f"{self.run.root.name}: {text}", _facts(event, self.run)
             )
 
     def output(self, text: str) -> None:
-        """What launcher and ranks print."""
+        """Output of launcher and ranks."""
         self.say("\n".join(visible(line) for line in text.splitlines() if not ORDERLY.search(line)))
 
     def say(self, text: str) -> None:
-        """A line of the supervisor's own."""
+        """A line from the supervisor itself."""
         with suppress(OSError):  # a terminal that is gone, or a file on a full disk
             self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
     def tick(self) -> None:
-        """Called at every look."""
+        """Called at every poll."""
         self.reports.poll()
         self.notices.poll()
         if (
@@ -90,7 +90,7 @@ class Notifiers:
         self.live.update(panel(status), refresh=True)
 
     def close(self) -> None:
-        """The last words."""
+        """Send what is left, and close."""
         self.reports.finish()
         if self.live is not None:
             with suppress(OSError):
@@ -101,7 +101,7 @@ class Notifiers:
 
 
 def news(event: Event) -> str:
-    """What people want to be told of an event; "" = nothing."""
+    """The notification for an event; "" = none."""
     match event:
         case IncidentEvent(what="opened" | "handed over" | "closed"):
             summary = event.summary

@@ -1,4 +1,4 @@
-"""The process that looks ahead of a run (forensics/prescan.py), kept alive by the supervisor; no run waits for it."""
+"""Runs the process that scans ahead of a run (forensics/prescan.py) and restarts it; the run never waits for it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megastable.run.directory import RunDirectory
 from megastable.supervise.child_process import ChildProcess, background
 from megastable.supervise.log_tail import LogTail
 
-AGAIN = 60.0  # seconds before one that failed is started again
+AGAIN = 60.0  # seconds before a failed one is restarted
 TRIES = 5
 
 
 class PrescanProcess:
-    """Does nothing where the recipe wants none. say: the supervisor's own lines."""
+    """Does nothing unless the recipe asks for it. say: prints a line of the supervisor."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class PrescanProcess:
         self._due = 0.0
 
     def poll(self) -> None:
-        """Start it, show what it says, start it again when it has failed."""
+        """Start it, show its output, restart it after a failure."""
         if self._child is not None:
             result = self._child.poll()
             self._show()
@@ -57,7 +57,7 @@ class PrescanProcess:
                 )
 
     def close(self) -> None:
-        """End it. What it has on the ledger stays."""
+        """End it. Its ledger lines stay."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()

@@ -1,4 +1,4 @@
-"""Incidents of processes, which only the supervisor notices: from the failure to the proof that training goes on."""
+"""Tracks incidents of processes, which only the supervisor notices: from the failure until training has recovered."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megastable.supervise.supervisor_journal import SupervisorJournal
 
 
 class ProcessIncidents:
-    """Those that are open are in the journal's state: at most one, which further failures belong to."""
+    """Open ones are in the journal's state: at most one, which further failures belong to."""
 
     def __init__(self, journal: SupervisorJournal) -> None:
         self.journal = journal
         self._noticed: float | None = (
-            None  # when the failure that is being mended was; None = by another process
+            None  # when the failure now being handled was noticed; None = by another process
         )
 
     def failure_noticed(self) -> None:
-        """Now. The time until training goes on counts from here."""
+        """Start the clock for the time until training goes on."""
         self._noticed = time.monotonic()
 
     def open(self, verdict: Breakdown, cause: Cause, failure: str, evidence: Sequence[str] = ()) -> Incident:
-        self.journal.listen()  # the training numbers its own
+        self.journal.listen()  # the training process numbers its own
         state = self.journal.state
         incident = Incident(
             number=state.number + 1, step=state.clock, onset=state.clock, verdict=verdict,
@@ -39,7 +39,7 @@ class ProcessIncidents:
         return incident
 
     def act(self, end: End, remedy: Remedy, skipped: Sequence[Range], evidence: Sequence[str]) -> None:
-        """What is done about a failure: of a new incident, or of the one that is open."""
+        """Journal the remedy for a failure, in a new incident or the open one."""
         incident = next(iter(self.journal.state.open.values()), None)
         if incident is None:
             verdict = Breakdown.HANG if end.hung else Breakdown.CRASH
@@ -58,12 +58,12 @@ class ProcessIncidents:
             self._tell("attributed", incident)
 
     def proven(self, progress: Progress | None) -> None:
-        """What a running attempt shows of the incidents before it: training again, then beyond where it failed."""
+        """Judge open incidents by a running attempt: it trains again, then gets past the step that failed."""
         state = self.journal.state
         if progress is None or progress.seconds is None or progress.step is None:
             return
         if state.failed is not None and state.open:
-            # What another process noted is known by the wall clock only.
+            # Noticed by another process: only the wall clock is known.
             passed = max(0.0, time.time() - state.failed)
             if self._noticed is not None:
                 passed, self._noticed = time.monotonic() - self._noticed, None

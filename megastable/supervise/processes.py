@@ -1,5 +1,5 @@
-"""The processes of an attempt on this host: started in a group of their own, found again by the mark that they carry,
-looked at, ended."""
+"""Starts the processes of an attempt on this host, finds them again by a mark in their arguments, polls and ends
+them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from megastable.base.errors import ConfigError
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import mark
 
-# Not the script `deepspeed` beside the interpreter: where DeepSpeed is on PYTHONPATH there is none.
+# Not the `deepspeed` script beside the interpreter: there is none if DeepSpeed is on PYTHONPATH.
 LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
-MODULE = "megastable.train"  # what it starts where it is not told otherwise
+MODULE = "megastable.train"  # default module to train with
 FLAG = "--supervised"
-SCAN = 2.0  # seconds between two searches through all processes of the host
+SCAN = 2.0  # seconds between two scans of all processes of the host
 BASE_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Fate:
-    """How a process ended: by an exit code or a signal; neither where nobody can tell any more."""
+    """How a process ended: by exit code or signal; neither if unknown."""
 
     code: int | None = None
     signal: int | None = None
 
 
 class Attempt:
-    """One start of the launcher and what came of it, on this host. Also one that a predecessor started (`found`).
+    """One start of the launcher, on this host; also one that an earlier supervisor started (`found`).
 
-    code: the launcher's exit code, once it has ended and if it is ours. fates: how ranks of this host ended, by rank.
-    stuck: what is known of ranks that do not answer.
+    code: the launcher's exit code, once it has ended, if we started it. fates: how ranks of this host ended, by rank.
+    stuck: what is known of ranks that do not respond.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Attempt:
 
     @classmethod
     def start(cls, run: RunDirectory, number: int, command: Sequence[str], log: Path) -> Attempt:
-        """Start `command`. Its output goes to a file: this process may die, the others go on. Raises ConfigError."""
+        """Start `command`. Its output goes to a file, so that it outlives this process. Raises ConfigError."""
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
@@ -70,14 +70,14 @@ class Attempt:
 
     @classmethod
     def found(cls, run: RunDirectory) -> Attempt | None:
-        """What still runs of a predecessor's attempts: the newest of them, the others are ended."""
+        """The newest attempt of an earlier supervisor that still runs; older ones are killed."""
         alive = sorted({number for _, number in _marked(run)})
         for number in alive[:-1]:
             cls(run, number).end()
         return cls(run, alive[-1]) if alive else None
 
     def look(self) -> bool:
-        """Whether anything of it runs here. How a rank ended is known only until its parent has asked: look often."""
+        """Whether anything of it runs here. Poll often: how a rank ended is known only until its parent reaps it."""
         if self._launcher is not None:
             self.code = self._launcher.poll()
         for pid, rank in self._ranks.items():
@@ -89,16 +89,16 @@ class Attempt:
         return running or self._others
 
     def _scan(self) -> None:
-        """Every process of the host is asked for its arguments: not at every look."""
+        """Scan the arguments of every process of the host; too slow for every poll."""
         processes = self._processes()
         self._scanned, self._others = time.monotonic(), bool(processes)
         for process, rank in _ranks(processes):
             self._ranks[process.pid] = rank
 
     def end(self) -> None:
-        """Kill all of it: there is nothing to be saved, and ranks that wait for a dead one listen to nothing."""
+        """Kill everything at once: ranks stuck in a collective do not react to softer signals."""
         if self._launcher is not None:
-            self.code = self._launcher.poll()  # later it says only that it was killed
+            self.code = self._launcher.poll()  # after the kill it would only say so
         for _ in range(100):
             processes = self._processes()
             if self._launcher is not None and self._launcher.poll() is None:
@@ -112,7 +112,7 @@ class Attempt:
             self._launcher.wait()
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks that run here, by number."""
+        """The ranks running here, by number."""
         return {rank: process for process, rank in _ranks(self._processes())}
 
     def _processes(self) -> list[psutil.Process]:
@@ -120,18 +120,18 @@ class Attempt:
 
 
 def _marked(run: RunDirectory) -> Iterator[tuple[psutil.Process, int]]:
-    """The processes of this host that belong to an attempt of `run`, by the mark among their arguments."""
+    """Processes of this host whose arguments carry the mark of an attempt of `run`."""
     where = mark(run, 0).partition("@")[2]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            for argument in process.cmdline():  # empty for a dead one that nobody has asked for yet
+            for argument in process.cmdline():  # empty for a zombie
                 number, at, rest = argument.removeprefix(f"{FLAG}=").partition("@")
                 if argument.startswith(f"{FLAG}=") and at and number.isdecimal() and rest == where:
                     yield process, int(number)
 
 
 def _ranks(processes: Sequence[psutil.Process]) -> Iterator[tuple[psutil.Process, int]]:
-    """Those that are ranks, with their numbers: not launchers, nor what a rank has forked."""
+    """The ranks among them, with their numbers: no launchers, no forks of a rank."""
     found = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -141,7 +141,7 @@ def _ranks(processes: Sequence[psutil.Process]) -> Iterator[tuple[psutil.Process
 
 
 def _kill_group(pid: int) -> None:
-    """With what it started that carries no mark: ssh to other hosts, for one."""
+    """Kill a group, with its children that carry no mark, such as ssh to other hosts."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if (group := os.getpgid(pid)) != os.getpgrp():
             os.killpg(group, signal.SIGKILL)
@@ -150,7 +150,7 @@ def _kill_group(pid: int) -> None:
 
 
 def describe(process: psutil.Process) -> str:
-    """What the kernel says of a process."""
+    """The kernel's view of a process."""
     try:
         state = process.status()
         return f"process {process.pid}, {'stopped by a signal' if state == psutil.STATUS_STOPPED else state}"
@@ -159,11 +159,11 @@ def describe(process: psutil.Process) -> str:
 
 
 def _fate(pid: int) -> Fate | None:
-    """How process `pid` ended, while it waits for its parent to ask: field 52 of /proc/PID/stat (proc(5))."""
+    """How process `pid` ended, while it is a zombie: field 52 of /proc/PID/stat (proc(5))."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return Fate()  # gone: nobody can tell any more
+        return Fate()  # reaped: unknown
     if fields[0] not in "ZX":
         return None
     status = int(fields[49])
@@ -185,7 +185,7 @@ def launcher(
 ) -> list[str]:
     """The deepspeed launcher of this interpreter, with a port of its own; given: further arguments for it."""
     several = any(a.startswith(("--hostfile", "-H", "--num_nodes")) for a in given)
-    # Of another host nobody can say from here which port is free.
+    # Free ports of another host are unknown here.
     port = BASE_PORT + number % 64 if several else free_port()
     ports = [] if any(a.startswith("--master_port") for a in given) else ["--master_port", str(port)]
     quiet = [] if any(a in ("--quiet", "-q") or a.startswith("--log_level") for a in given) else ["--quiet"]
@@ -193,7 +193,7 @@ def launcher(
 
 
 def hosts(given: Sequence[str]) -> int:
-    """On how many hosts a run is, as far as the launcher's arguments tell."""
+    """Number of hosts, as far as the launcher's arguments tell."""
     for flag, value in zip(given, [*given[1:], ""]):
         name, _, joined = flag.partition("=")
         if name in ("--hostfile", "-H"):
@@ -206,7 +206,7 @@ def hosts(given: Sequence[str]) -> int:
 
 
 def free_port() -> int:
-    """One that nobody listens on, on this host, now."""
+    """A port that is free on this host now."""
     with socket.socket() as s:
         s.bind(("", 0))
         return int(s.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the ranks of an attempt say, and are told, wherever they run: by files of the run directory (rank_ipc.py)."""
+"""Exchanges messages with the ranks of an attempt, on any host, through files of the run directory (rank_ipc.py)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of
 from megastable.supervise.processes import Attempt, describe
 
 Told = TypeVar("Told", bound=BaseModel)
-STACKS = 6.0  # seconds that the ranks have for their stacks; see heartbeat.OTHERS
+STACKS = 6.0  # seconds for the ranks to dump their stacks; see heartbeat.OTHERS
 
 
 class RankFiles:
-    """Of one run. say: where warnings go."""
+    """For one run. say: prints warnings."""
 
     def __init__(self, run: RunDirectory, say: Callable[[str], None]) -> None:
         self.run, self.say = run, say
         self._wanted = Control(attempt=0)
 
-    # What they say
+    # From the ranks
 
     def progress(self, attempt: int) -> Progress | None:
-        """Where the run stands, if an attempt has said so."""
+        """The progress of an attempt, if it has reported any."""
         found = _read(Progress, self.run.progress)
         return found if found is not None and found.attempt == attempt else None
 
@@ -37,12 +37,12 @@ class RankFiles:
         return any(folder_of(self.run, attempt).glob("rank-*.json"))
 
     def last_words(self, attempt: int) -> list[LastWords]:
-        """Of all ranks that have left any. Torn ones are left out: the log has them, too."""
+        """The last words of all ranks that left any. Torn files are ignored: the log has them, too."""
         found = (_read(LastWords, path) for path in folder_of(self.run, attempt).glob("rank-*.json"))
         return [words for words in found if words is not None]
 
     def stacks(self, attempt: Attempt) -> list[str]:
-        """Ask all ranks where they are; of those on this host that do not answer, note what the kernel says. Paths."""
+        """Ask all ranks for their stacks; for local ranks that do not answer, write down the kernel's view. Paths."""
         progress, folder = self.progress(attempt.number), folder_of(self.run, attempt.number)
         world = progress.world if progress is not None else None
         self.want(dump=self._wanted.dump + 1)
@@ -54,19 +54,19 @@ class RankFiles:
                 attempt.stuck.append(f"rank {rank} does not answer ({describe(process)})")
         return [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))]
 
-    # What they are told
+    # To the ranks
 
     def only(self, attempt: int) -> None:
-        """From now on no rank of an attempt of before may go on. Raises OSError."""
+        """From now on ranks of earlier attempts must end. Raises OSError."""
         self._write(Control(attempt=attempt))
 
     def adopt(self, attempt: int) -> None:
-        """Go on with what a predecessor wanted of an attempt."""
+        """Continue with the control file that an earlier supervisor left for an attempt."""
         wanted = _read(Control, self.run.control) or Control(attempt=attempt)
         self._wanted = wanted.model_copy(update={"attempt": attempt})
 
     def want(self, **wishes: Any) -> None:
-        """Tell the ranks. On a full disk they cannot hear of it: what follows from that comes by itself."""
+        """Tell the ranks. On a full disk the message is lost; the timeouts then take over."""
         try:
             self._write(self._wanted.model_copy(update=wishes))
         except OSError as error:
@@ -78,7 +78,7 @@ class RankFiles:
 
 
 def _read(kind: type[Told], path: Path) -> Told | None:
-    """None where it is not there, or just being written."""
+    """None if the file is missing or half-written."""
     try:
         return kind.model_validate(read_object(path))
     except ValidationError:

@@ -1,4 +1,4 @@
-"""The last steps of a run: of the records on the disk, and of those that were seen and are not there yet."""
+"""Keeps the last steps of a run: those recorded on disk, and newer ones seen in its progress."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 KEPT = 240  # steps
-FILES = 6  # newest files of step records that are looked at
+FILES = 6  # newest record files that are read
 TIMED = 50  # steps whose median is the rate
-ENOUGH = 5  # steps that were seen, to tell the rate by
+ENOUGH = 5  # observed steps needed for a rate
 
 
 class RecentSteps:
-    """folder: of the records."""
+    """folder: of the step records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
-        self._changed = -1  # when the folder of the records had
+        self._changed = -1  # mtime of the folder
         self._read: tuple[str, ...] = ()
         self._seen: deque[tuple[int, float, float]] = deque(maxlen=KEPT)
 
     def read(self) -> None:
-        """The newest files of records, when there are others than the last time."""
+        """Read the newest record files, if there are new ones."""
         try:
             changed = self.folder.stat().st_mtime_ns
             if changed == self._changed:
@@ -44,12 +44,12 @@ class RecentSteps:
             try:
                 table = pq.read_table(self.folder / name, columns=["step", "loss", "seconds"])
             except (pa.ArrowException, OSError, KeyError):
-                continue  # half-copied, or damaged: a picture with a gap is better than none
+                continue  # half-copied or damaged: a gap in the plot is better than none
             rows |= {row[0]: row for row in zip(*(c.to_pylist() for c in table.columns), strict=True)}
         self._records = [rows[step] for step in sorted(rows)][-KEPT:]
 
     def see(self, step: int, loss: float | None, seconds: float | None) -> None:
-        """The step that the run is at. After a return to an earlier one all that was seen is old."""
+        """Add the current step. After a rewind, all that was seen is outdated."""
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()
         if loss is not None and seconds is not None and (not self._seen or self._seen[-1][0] != step):
@@ -57,18 +57,17 @@ class RecentSteps:
 
     @property
     def last(self) -> int:
-        """The last step in the records; 0 without any."""
+        """The last recorded step; 0 if none."""
         return self._records[-1][0] if self._records else 0
 
     def rate(self) -> float | None:
-        """Seconds a step, of those that were seen, if these are enough: there may be other ranks now than the records
-        tell of."""
+        """Seconds per step, of observed steps, if there are enough: the records may be of another number of ranks."""
         seen = [seconds for _, _, seconds in self._seen][-TIMED:]
         recorded = [seconds for _, _, seconds in self._records[-TIMED:]]
         chosen = seen if len(seen) >= ENOUGH or not recorded else recorded
         return statistics.median(chosen) if chosen else None
 
     def losses(self, step: int) -> tuple[tuple[int, float], ...]:
-        """(step, loss) up to the present step, oldest first: what came after it was undone."""
+        """(step, loss) up to the current step, oldest first: later ones were undone."""
         rows = {at: loss for at, loss, _ in [*self._records, *self._seen] if at <= step}
         return tuple((at, rows[at]) for at in sorted(rows))[-KEPT:]

@@ -1,4 +1,4 @@
-"""The process that writes incidents/ (report/postmortem): whatever it meets, the supervisor goes on."""
+"""Runs the process that writes incidents/ (report/postmortem); its failures never stop the supervisor."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import suppress
 from megastable.run.directory import RunDirectory
 from megastable.supervise.child_process import ChildProcess, background
 
-SECONDS = 300.0  # that the files of the incidents may take
-PAUSE = 5.0  # seconds from one start to the next: an incident is told in several events within a second
+SECONDS = 300.0  # time limit for writing the incident files
+PAUSE = 5.0  # seconds between two starts: an incident has several events within a second
 
 
 class ReportProcess:
-    """Started again whenever there is something new. say: the supervisor's own lines."""
+    """Started again whenever there is something new. say: prints a line of the supervisor."""
 
     def __init__(self, run: RunDirectory, say: Callable[[str], None]) -> None:
         self.run, self.say = run, say
@@ -23,11 +23,11 @@ class ReportProcess:
         self._child: ChildProcess | None = None
 
     def due(self) -> None:
-        """There is something new."""
+        """There is something new to write."""
         self._due = True
 
     def poll(self, at_once: bool = False) -> bool:
-        """Begin, or look whether it is done. Whether all is written. at_once: without a pause after the last time."""
+        """Start it, or check whether it has ended. Returns whether all is written. at_once: skip the pause."""
         if self._child is not None:
             if (result := self._child.poll()) is None:
                 return False
@@ -57,7 +57,7 @@ class ReportProcess:
         self.say(f"WARNING: the incidents' files could not be written ({why}): see {self._log}")
 
     def _has_incidents(self) -> bool:
-        """Most runs have none for long. Of the bytes: what is wrong with a journal is the other process's to say."""
+        """Whether the journal has any. A search of bytes: the other process reports a broken journal."""
         try:
             return b'"incident"' in self.run.journal.read_bytes()
         except OSError:

@@ -1,6 +1,6 @@
-"""How a run stands, decided from what is known of it. Pure.
+"""Decides the state of a run: running, hung, stopped, interrupted and so on. Pure.
 
-Told by who holds the locks of its directory, by the last words of its journal, and by the age of its last progress.
+From the locks of its directory, the last events of its journal, and the age of its last progress.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megastable.supervise.processes import MODULE
 class State(StrEnum):
     RUNNING = "running"
     STARTING = "starting"
-    HUNG = "no progress"  # somebody is there, but nothing has moved for longer than it may take
+    HUNG = "no progress"  # a process is there, but without progress for longer than allowed
     WAITING = "waiting to restart"
     FINISHED = "finished"
-    STOPPED = "stopped"  # as asked: it can go on
+    STOPPED = "stopped"  # on request: it can be resumed
     FAILED = "needs a person"
-    INTERRUPTED = "interrupted"  # nobody is there, and nobody said that it was over
-    UNKNOWN = "cannot be told"  # whether anybody is there: the locks cannot be seen from here
+    INTERRUPTED = "interrupted"  # no process, and no event that says it is over
+    UNKNOWN = "cannot be told"  # the locks cannot be seen from here
     NEW = "not started"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """code: the exit code that the run ended with, None while it has not or nobody knows."""
+    """code: the exit code of the run, None if it has not ended or is unknown."""
 
     state: State
     code: int | None = None
@@ -50,8 +50,8 @@ def state_of(
     rate: float | None,
     limits: SuperviseConfig,
 ) -> Standing:
-    """supervised, training: whether the supervisor and rank 0 are there, None = cannot be told. phase: of rank 0, "" =
-    unknown. age: seconds since the last sign of progress. rate: seconds a step."""
+    """supervised, training: whether the supervisor and rank 0 run, None = unknown. phase: of rank 0, "" = unknown. age:
+    seconds since the last progress. rate: seconds per step."""
     still = age is not None and age > patience(phase, rate, limits)
     at_work = told.word in (*WORKS, "supervisor") and not told.over
     if training or (training is None and at_work and (supervised or (age is not None and not still))):
@@ -73,7 +73,7 @@ def state_of(
 
 
 def _doubts(told: JournalView, supervised: bool | None, training: bool | None, age: float | None) -> str:
-    """What is not as it looks."""
+    """Caveats about the state."""
     if training is None:
         sign = f"; the last sign of them is {duration(age)} old" if age is not None else ""
         return f"whether its processes are there cannot be told: their locks cannot be seen from here{sign}"
@@ -81,12 +81,12 @@ def _doubts(told: JournalView, supervised: bool | None, training: bool | None, a
 
 
 def _orphaned(told: JournalView, supervised: bool | None) -> bool:
-    """Whether there was a supervisor, and is none, though it did not take leave."""
+    """Whether there was a supervisor that vanished without journaling its end."""
     return supervised is False and (told.supervisor or NOTHING).get("what") in ("started", "took over")
 
 
 def _ended(told: JournalView) -> Standing:
-    """After the supervisor's last word or, where it had none, the training process's."""
+    """From the supervisor's last event or, if none, the training process's."""
     last, goodbye = told.supervisor or NOTHING, told.goodbye or NOTHING
     reason = visible(last.get("reason") or goodbye.get("reason") or "", 500)
     if last.get("what") == "ended" and (code := whole(last.get("code"))) is not None:
@@ -108,7 +108,7 @@ def _ended(told: JournalView) -> Standing:
 
 
 def advice(stands: Standing, run: RunDirectory, told: JournalView, supervised: bool | None) -> str:
-    """What a person does next, a sentence."""
+    """The next action for a person, a sentence."""
     again = visible(shlex.join(command(run, told)))
     match stands.state:
         case State.RUNNING | State.STARTING if _orphaned(told, supervised):
@@ -140,7 +140,7 @@ def advice(stands: Standing, run: RunDirectory, told: JournalView, supervised: b
 
 
 def command(run: RunDirectory, told: JournalView) -> list[str]:
-    """What starts the run again as it was started last; by its own recipe where no supervisor told how."""
+    """The command that resumes the run as last started; with its own recipe if no supervisor journaled one."""
     recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))
     if not isinstance(recipe, str) or not isinstance(overrides, list):
         recipe, overrides, given = str(run.recipe), [], []

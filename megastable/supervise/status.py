@@ -1,7 +1,7 @@
-"""How a run stands, read from its directory alone: nothing is changed there, and nobody needs to be running.
+"""Reads how a run stands from its directory alone, without changing it; no process needs to run.
 
-`read_status` once; `RunWatch` again and again, at the cost of what is new. The state is told by who holds the locks
-of the directory, by the last words of the journal, and by the age of progress.json.
+`read_status` reads once; `RunWatch` repeatedly, reading only what is new. The state follows from the locks of the
+directory, the last events of the journal, and the age of progress.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Process:
-    """alive: whether it holds its lock; None = cannot be told from here. pid and host: as it gave them last."""
+    """alive: whether it holds its lock; None = cannot be determined from here. pid and host: as last reported."""
 
     alive: bool | None
     pid: int | None = None
@@ -52,7 +52,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """time: when it was complete, unix seconds. size: bytes, None where the journal does not tell."""
+    """time: when it was complete, unix seconds. size: bytes, None if the journal does not say."""
 
     name: str
     step: int
@@ -65,11 +65,11 @@ class Status:
     """One look at a run. Losses in nats per token, times in seconds, `time` and the like in unix seconds.
 
     code: the exit code that the run ended with, None while it has not. phase: of the training process. recent: (step,
-    loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds a
+    loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds per
     step, the median of the last ones; tokens_per_second: at that rate. loss, grad_norm, lr: of the last step. eta:
-    until the last step at that rate. restarts: counted by how the attempt before ended (journal_view.kind_of_end).
-    starts: of training processes. alert: since when and why nothing more is done automatically, "" where that is not
-    so. problems: what could not be read.
+    remaining seconds at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
+    starts: of training processes. alert: since when and why automatic remedies are paused, "" if they are not.
+    problems: what could not be read.
     """
 
     run: str
@@ -111,14 +111,14 @@ class Status:
 
     @property
     def steps_lost(self) -> int:
-        """Steps done again or undone because of incidents."""
+        """Steps repeated or undone because of incidents."""
         return sum(i.steps_lost for i in self.incidents)
 
 
 def exit_code(status: Status) -> int:
-    """What `status RUN` ends with: 0 while it goes on by itself (also while it waits to start again) or is complete; 75
-    where it was stopped or never started, and starting it is all that is needed; else the code that the run ended with,
-    1 where its processes vanished without one, or nobody can tell. Bad input, 2, is what `read_status` raises."""
+    """Exit code of `status RUN`: 0 while it runs unattended (also while it waits to restart) or is complete; 75 if it
+    was stopped or never started, so that starting it is enough; else the code that the run ended with, 1 if its
+    processes vanished without one, or if that cannot be determined. Bad input, 2, is raised by `read_status`."""
     if status.state in (State.STOPPED, State.NEW):
         return errors.STOPPED
     if status.state in (State.FAILED, State.INTERRUPTED, State.UNKNOWN):
@@ -127,7 +127,7 @@ def exit_code(status: Status) -> int:
 
 
 def facts(status: Status) -> dict[str, Any]:
-    """For programs: keys say their units."""
+    """For programs: keys name their units."""
     return {**_with_units(asdict(status)), "steps_lost": status.steps_lost}
 
 
@@ -138,18 +138,18 @@ def _with_units(value: Any) -> Any:
 
 
 def as_json(status: Status) -> str:
-    """`facts`; floats that are not finite are text, as everywhere in a run directory."""
+    """`facts` as JSON; non-finite floats are text, as everywhere in a run directory."""
     return directory.as_json(facts(status), indent=1)
 
 
 def read_status(run: Path) -> Status:
-    """One look at the run in a directory. Raises DataError when there is none."""
+    """The status of the run in a directory. Raises DataError if there is no run."""
     return RunWatch(run).status()
 
 
 @dataclass
 class _Recipe:
-    """What is needed of recipe.yaml."""
+    """The parts of recipe.yaml that are needed."""
 
     stamp: tuple[int, int] | None = None
     steps: int | None = None
@@ -158,7 +158,7 @@ class _Recipe:
 
 
 class RunWatch:
-    """Looks at one run again and again. clock: unix seconds. Raises DataError when the directory holds no run."""
+    """Watches one run. clock: unix seconds. Raises DataError if the directory holds no run."""
 
     def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
         self.run, self.clock = RunDirectory(run), clock
@@ -169,14 +169,14 @@ class RunWatch:
         self._steps = RecentSteps(self.run.steps)
 
     def status(self) -> Status:
-        """How it stands now."""
+        """The current status."""
         now, problems = self.clock(), list[str]()
         self._read_journal(problems)
         self._read_recipe(problems)
         self._steps.read()
         s, progress = self._told, read_object(self.run.progress)
         attempt = next(reversed(s.attempts), whole(progress.get("attempt")))
-        # What an earlier attempt wrote says nothing about the processes of this one.
+        # Files of an earlier attempt say nothing about the processes of this one.
         stale = bool(s.attempts) and whole(progress.get("attempt")) not in (attempt, None)
         supervisor = self._process(SUPERVISOR, s.supervisor.fields if s.supervisor else NOTHING)
         trainer = self._process(TRAINING, {} if stale else progress)
@@ -185,7 +185,7 @@ class RunWatch:
         loss, seconds = real(progress.get("loss")), _finite(progress.get("seconds"))
         self._steps.see(step, loss, seconds)
         last, rate = self._last_progress(progress), self._steps.rate()
-        age = max(0.0, now - last) if last is not None else None  # a clock may have jumped
+        age = max(0.0, now - last) if last is not None else None  # clocks may jump
         slowest = max((x for x in (rate, seconds) if x is not None), default=None)
         limits = self._recipe.limits
         if not s.over and age is not None and age <= patience(phase, slowest, limits):
@@ -236,7 +236,7 @@ class RunWatch:
             problems=tuple(visible(problem) for problem in problems),
         )
 
-    # What there is to read
+    # Reading
 
     def _read_journal(self, problems: list[str]) -> None:
         journal = self._journal
@@ -250,7 +250,7 @@ class RunWatch:
             problems.append(f"{journal.path}: {journal.damaged} damaged lines were passed over")
 
     def _begin_again(self) -> None:
-        """Forget what another journal told, or one that was mended since."""
+        """Forget what an old version of the journal said."""
         if self._journal.starts != self._starts:
             self._told, self._starts = JournalView(), self._journal.starts
 
@@ -276,7 +276,7 @@ class RunWatch:
         )
 
     def _checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The newest complete-looking ones, the newest first."""
+        """The newest committed ones, newest first."""
         found = []
         for path in self.run.checkpoints.glob("step-*"):
             number = path.name.removeprefix("step-")
@@ -288,7 +288,7 @@ class RunWatch:
                 found.append(Checkpoint(path.name, int(number), written, self._told.sizes.get(path.name)))
         return tuple(sorted(found, key=lambda c: -c.step)[:SHOWN])
 
-    # What follows from it
+    # Derived values
 
     def _step(self, progress: dict[str, Any]) -> int:
         step = whole(progress.get("step"))
@@ -299,19 +299,19 @@ class RunWatch:
         return step
 
     def _complete(self) -> bool:
-        """Whether all steps are done, as summary.json has it: training on begins with its removal."""
+        """Whether all steps are done: summary.json exists (continuing a run removes it)."""
         done, wanted = whole(read_object(self.run.summary).get("steps")), self._recipe.steps
         return done is not None and (wanted is None or done >= wanted)
 
     def _last_progress(self, progress: dict[str, Any]) -> float | None:
-        """The newest sign of life. The writer's clock may be another than ours; the file's time is the server's."""
+        """Time of the newest progress. The writer's clock may differ from ours; the file's time is the server's."""
         signs = [_finite(progress.get("time")), _finite(self._told.last)]
         with suppress(OSError):
             signs.append(self.run.progress.stat().st_mtime)
         return max((sign for sign in signs if sign is not None), default=None)
 
     def _speed(self, progress: dict[str, Any], rate: float | None) -> float | None:
-        """At the rate: the last step may have been slower or faster than the median."""
+        """Tokens per second at the median rate: the last step may have been slower or faster."""
         told, seconds = _finite(progress.get("tokens_per_second")), _finite(progress.get("seconds"))
         tokens = self._recipe.batch_tokens or (told or 0.0) * (seconds or 0.0)
         return tokens / rate if tokens and rate else None
@@ -332,8 +332,8 @@ def _check(run: Path) -> None:
 
 
 def _believed(*processes: Process) -> tuple[Process, ...]:
-    """While something moves, a lock of another host that looks free may be one that is not shared between hosts, unless
-    one is seen that is held there."""
+    """A lock of another host that looks free may not be shared between hosts: unknown while there is progress, unless a
+    lock held there is seen."""
     elsewhere = [p.host not in ("", socket.gethostname()) for p in processes]
     if any(p.alive and other for p, other in zip(processes, elsewhere, strict=True)):
         return processes

@@ -1,6 +1,6 @@
-"""How a run stands, for eyes: a panel that fits 80 columns, for a single look or a live one.
+"""Draws how a run stands as a panel that fits 80 columns, once or live.
 
-All text of a run goes through `told.visible` before it comes here, and into rich's Text, which reads no markup.
+All text of a run goes through `told.visible` before it comes here, and is put into rich's Text, which parses no markup.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megastable.supervise.standing import State
 from megastable.supervise.status import Process, RunWatch, Status
 
 BARS = "▁▂▃▄▅▆▇█"
-LARGEST = 1e30  # what is beyond would break the scale
-WIDE = 120  # columns from which the events stand beside the numbers
-FEWEST, MOST = 3, 8  # events that are shown
-LONG = (500, 120, 60)  # characters of a reason: the most with which the panel is not taller than the terminal
-TALL = 10_000  # lines of what is none
+LARGEST = 1e30  # larger values would break the scale
+WIDE = 120  # columns from which events are beside the numbers
+FEWEST, MOST = 3, 8  # events shown
+LONG = (500, 120, 60)  # characters of a reason: the longest with which the panel fits the terminal's height
+TALL = 10_000  # lines, if the output is no terminal
 COLOURS = {
     State.RUNNING: "green", State.STARTING: "cyan", State.HUNG: "yellow", State.WAITING: "yellow", State.NEW: "cyan",
     State.FINISHED: "green", State.STOPPED: "cyan", State.FAILED: "red", State.INTERRUPTED: "red",
     State.UNKNOWN: "yellow",
 }  # fmt: skip
-PRESENT = (State.RUNNING, State.STARTING, State.HUNG, State.WAITING, State.UNKNOWN)  # somebody may be at work
+PRESENT = (State.RUNNING, State.STARTING, State.HUNG, State.WAITING, State.UNKNOWN)  # a process may run
 EVENT_COLOURS = {
     "incident": "yellow", "discarded": "yellow", "hang": "yellow", "restart": "yellow", "warning": "yellow",
     "alert": "red", "ended": "red", "unstable": "red", "checkpoint_failed": "red", "checkpoint_rejected": "red",
@@ -45,7 +45,7 @@ EVENT_COLOURS = {
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as bars, at most `width`: the mean of neighbours where there are more. What is not finite is a ×.
+    """Values as bars, at most `width`; neighbours are averaged if there are more. Non-finite values are ×.
 
     The scale spans the middle of the values, so that a spike does not flatten the rest.
     """
@@ -65,14 +65,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def panel(status: Status) -> RenderableType:
-    """A panel about a run; wide terminals get the events beside the numbers."""
+    """The panel of a run; wide terminals get the events beside the numbers."""
     return _View(status)
 
 
 def live(
     watch: RunWatch, console: Console, seconds: float = 1.0, until: Callable[[Status], bool] | None = None
 ) -> Status:
-    """Show a run until `until` says so (else until nobody is at work any more) or Ctrl-C. The last status."""
+    """Show a run until `until` says so (by default until no process is at work) or Ctrl-C. Returns the last status."""
     over = until or (lambda s: s.state not in PRESENT)
     status = watch.status()
     with Live(panel(status), console=console, auto_refresh=False, vertical_overflow="crop") as shown:
@@ -99,7 +99,7 @@ class _View:
         for most in LONG:
             numbers = _labelled(_rows(s, side.max_width - 24, most))
             lines = len(console.render_lines(numbers, side))
-            # Beside the frame, the bar, and the line on which a shell waits.
+            # Less the frame, the bar, and the shell's line.
             room = height - lines - len(console.render_lines(following, inner)) - 4
             if room > FEWEST:
                 break
@@ -119,7 +119,7 @@ class _View:
 def _labelled(rows: Iterable[tuple[str, Text]]) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(style="dim", no_wrap=True, min_width=10)
-    grid.add_column(overflow="fold")  # a command is of no use without its middle
+    grid.add_column(overflow="fold")  # a command must not be cut
     for name, value in rows:
         grid.add_row(name, value)
     return grid
@@ -140,7 +140,7 @@ def _bar(s: Status) -> RenderableType:
 
 
 def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
-    """width: of a line of the losses. most: characters of a reason; `as_json` has all of it."""
+    """width: of the loss bars. most: characters of a reason; `as_json` has all of it."""
     if s.reason:
         code = f" (exit code {s.code})" if s.code else ""
         yield "why", Text(_cut(s.reason, most) + code, style=COLOURS[s.state])
@@ -249,7 +249,7 @@ def _events(s: Status, count: int) -> Table:
 
 
 def _clock(moment: float, now: float) -> str:
-    """The time of day; with the date where that was another day."""
+    """The time of day; with the date if it is another day."""
     try:
         then, today = datetime.fromtimestamp(moment), datetime.fromtimestamp(now)
     except (ValueError, OverflowError, OSError):

@@ -1,8 +1,8 @@
-"""The process above the training: starts the launcher, watches, finds out why it ended, and starts it again.
+"""Supervises a training run: starts the launcher, watches it, finds out why it ended, and restarts it.
 
-It decides by the policy that the training decides by (stability/policy.py), and keeps nothing to itself: killed at any
-moment and started again, it goes on from the journal, and takes over what its predecessor left running. It
-imports neither torch nor deepspeed, and talks to the ranks through files only (heartbeat.py).
+It decides by the same policy as the training (stability/policy.py), and keeps no state of its own: killed at any moment
+and restarted, it resumes from the journal and takes over running processes. It imports neither torch nor deepspeed, and
+talks to the ranks through files only (heartbeat.py).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from megastable.supervise.rank_files import RankFiles
 from megastable.supervise.restart_policy import Failure, after_failure, pause
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
 
-LOOK = 0.2  # seconds between two looks: a dead rank waits about a second for the launcher to notice
-# Seconds from the first rank's end to the last one's, where they end for a reason that they all know: ...
+LOOK = 0.2  # seconds between polls: a dead rank waits about a second for the launcher to notice
+# Seconds from the end of the first rank to that of the last, if all end for a reason they all know: ...
 ORDERLY = 30.0
 KNOWN = (errors.OK, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO_SPACE, errors.HANDOVER)
 NO_ROOM = 60.0  # seconds between two tries on a full disk
@@ -57,7 +57,7 @@ class RunExit:
 
 @dataclass(frozen=True)
 class StartAgain:
-    """Another attempt follows, in `delay` seconds. told: whether people read of it here."""
+    """Another attempt follows, in `delay` seconds. told: whether to print that."""
 
     reason: str
     delay: float
@@ -65,7 +65,7 @@ class StartAgain:
 
 
 class Supervisor:
-    """Of one run. recipe, overrides: for the training; given: for the deepspeed launcher; module: what it starts."""
+    """Supervises one run. recipe, overrides: for the training; given: for deepspeed's launcher; module: to start."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Supervisor:
     ) -> None:
         self.config, self.run, self.say = config, run, listener.say
         self.recipe, self.given, self.module = recipe, list(given), module
-        # The ranks tell nobody: they need no password, and other users see their arguments.
+        # The ranks send no notifications: they need no password, and other users see their arguments.
         self.overrides = [redacted_override(text) for text in overrides]
         self.here = socket.gethostname()
         self.signals = 0
@@ -92,12 +92,12 @@ class Supervisor:
             False  # whether the corpora were intact on this host at the start: later errors are damage
         )
 
-    # From the first attempt to the last
+    # Attempts
 
     def supervise(self) -> int:
-        """Run until the training is complete, stopped, or beyond help. The exit code, one of errors.py.
+        """Run until the training is complete, stopped, or beyond repair. Returns the exit code, one of errors.py.
 
-        Raises ConfigError when another supervisor is at work here.
+        Raises ConfigError if another supervisor runs here.
         """
         with only_supervisor(self.run, self.here):
             self.journal.catch_up()
@@ -144,7 +144,7 @@ class Supervisor:
             gone = Attempt(self.run, state.attempt)
             follows = self._settle(gone, self._end(gone, hung=False))
         elif attempt is None and state.unmended is not None:
-            # Its end was noted, and nobody came to do something about it.
+            # Its end was journaled, but not acted on.
             remedy = after_failure(state.failures, hosts(self.given), self.config.stability.policy)
             follows = self._mend(state.unmended, remedy, state.skipped)
         while not isinstance(follows, RunExit):
@@ -158,7 +158,7 @@ class Supervisor:
         return follows
 
     def _refuse_another_host(self, predecessor: tuple[int, str] | None) -> None:
-        """What a supervisor on another host left running cannot be seen, nor ended, from this one."""
+        """Raise for processes of a supervisor on another host: they can be neither seen nor ended from here."""
         if predecessor is None or predecessor[1] == self.here:
             return
         if not nobody_trains(self.run) and Attempt.found(self.run) is None:
@@ -191,7 +191,7 @@ class Supervisor:
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.signals > 0)
         log = log_of(self.run, number)
         arguments = command(self.run, number, self.module, self.recipe, self.overrides, self.given)
-        # Before it is done: whoever comes after this process looks for it.
+        # Journaled first: the next supervisor looks for it.
         relative = str(log.relative_to(self.run.root))
         self.journal.emit(Launched(attempt=number, command=arguments, log=relative))
         self.journal.listen()
@@ -199,7 +199,7 @@ class Supervisor:
         return Attempt.start(self.run, number, arguments, log)
 
     def _watch(self, attempt: Attempt) -> End:
-        """Until it has ended, or was ended."""
+        """Wait until the attempt has ended, or was ended."""
         seen = time.monotonic()
         first_death = asked = None
         hung = False
@@ -225,7 +225,7 @@ class Supervisor:
                 break
         stacks = self.ranks.stacks(attempt) if hung else []
         attempt.end()
-        # Wherever else ranks of it still run: from now on they belong to the past.
+        # Ranks of it on other hosts must end now, too.
         self.journal.insist(lambda: self.ranks.only(attempt.number + 1))
         self.incidents.failure_noticed()
         if hung:
@@ -241,17 +241,17 @@ class Supervisor:
         self.prescan.poll()
 
     def _somebody_died(self, attempt: Attempt) -> bool:
-        """A rank has ended by an error or a signal, here or on another host; or the training has said its last word."""
+        """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""
         if self.journal.state.since or any(f.signal or f.code for f in attempt.fates.values()):
             return True
         return self.ranks.anybody_died(attempt.number)
 
     def _grace(self, attempt: Attempt) -> float:
-        """Seconds that the other ranks have, when one has ended."""
+        """Seconds for the other ranks to end after the first."""
         known = all(f.code in KNOWN for f in attempt.fates.values())
         return ORDERLY if known else self.config.supervise.grace_seconds
 
-    # Why it ended, and what follows
+    # Causes and consequences
 
     def _end(self, attempt: Attempt, hung: bool) -> End:
         self.journal.listen()
@@ -262,7 +262,7 @@ class Supervisor:
         return end.by_hang(self.hangs, attempt.stuck, self.here) if hung else end
 
     def _settle(self, attempt: Attempt, end: End) -> RunExit | StartAgain:
-        """What follows the end of an attempt, which is noted."""
+        """Act on the end of an attempt, which is journaled already."""
         number, state, policy = attempt.number, self.journal.state, self.config.stability.policy
         progress = self.ranks.progress(number)
         clock = max(state.clock, progress.step or 0 if progress is not None else 0)
@@ -275,7 +275,7 @@ class Supervisor:
             if judged and (problem := bad_data(self.config, self.run, lambda: self.signals > 0)):
                 remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
             if remedy.skip:
-                skipped = self._skip(end)  # before it is noted that it was done
+                skipped = self._skip(end)  # before it is journaled as done
         silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
         told = end.model_dump() | ({} if remedy else {"what": ""})
         self.journal.emit(Ended(attempt=number, clock=clock, silent=silent, skipped=skipped, **told))
@@ -297,7 +297,7 @@ class Supervisor:
         return self._mend(end, remedy, skipped)
 
     def _mend(self, end: End, remedy: Remedy, skipped: Sequence[Range]) -> RunExit | StartAgain:
-        """Another attempt after a failure, if the policy says so."""
+        """Start another attempt after a failure, if the policy says so."""
         number = self.journal.state.attempt
         self.say(f"attempt {number} failed: {end.failure}")
         evidence = [log_of(self.run, number), *sorted(folder_of(self.run, number).glob("rank-*"))]
@@ -313,7 +313,7 @@ class Supervisor:
         return StartAgain(remedy.reason, delay, told=True)
 
     def _pause(self, again: StartAgain) -> None:
-        """Note that another attempt follows, and wait for its time."""
+        """Journal the coming attempt, and wait until it is due."""
         when = f" in {again.delay:.0f} s" if again.delay else ""
         self.journal.emit(
             Restart(attempt=self.journal.state.attempt, reason=again.reason, delay=again.delay),
@@ -331,7 +331,7 @@ class Supervisor:
         return f"read {log}"
 
     def _skip(self, end: End) -> list[Range]:
-        """Put the samples of the step that failed on the ledger, for as long as the run goes."""
+        """Put the samples of the failed step on the ledger, for the rest of the run."""
         if end.cursor is None:
             return []
         state = self.journal.state

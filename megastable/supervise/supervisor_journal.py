@@ -1,4 +1,4 @@
-"""The journal as the supervisor keeps it: every event is heard as it comes, and what it writes waits for the disk."""
+"""Reads and writes the journal for the supervisor: passes on every event, and retries writes on a full disk."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megastable.run.rank_ipc import log_of
 from megastable.supervise.log_tail import LogTail
 from megastable.supervise.supervisor_state import SupervisorState
 
-AGAIN = 0.2  # seconds between two tries on a disk that refuses
+AGAIN = 0.2  # seconds between two tries to write
 
 
 class Listener(Protocol):
-    """Who is told: a terminal, people, metrics, reports."""
+    """Receives events: terminal, notifications, metrics, reports."""
 
     def event(self, event: Event) -> None: ...
 
@@ -41,18 +41,18 @@ class SupervisorJournal:
         self._output = LogTail(log_of(run, 0))
 
     def catch_up(self) -> None:
-        """Hear what was written before this process began; nobody is told of it again."""
+        """Read what was written before this process began, without passing it on again."""
         for event in self._follower.new():
             self.state.hear(event)
         self._output = LogTail.at_end(log_of(self.run, self.state.attempt))
 
     def listen(self) -> None:
-        """Take in what the journal says, show what the ranks print."""
+        """Read new events, and show the output of the ranks."""
         starts, events = self._follower.starts, self._follower.new()
         if self._follower.starts != starts:
             self.state = (
                 SupervisorState()
-            )  # a person has mended it: it is heard again, but nobody is told again
+            )  # a person repaired the journal: it is read again, but its events are not passed on again
         for event in events:
             self.state.hear(event)
             if self._follower.starts == starts:
@@ -66,7 +66,7 @@ class SupervisorJournal:
         self.listener.tick()
 
     def emit(self, event: Event, say: bool | str = False) -> None:
-        """What the supervisor does depends on it: a full disk is waited for. SpaceError when told to stop."""
+        """Journal an event, waiting for a full disk. Raises SpaceError if told to stop meanwhile."""
         self._log.emit(event)
         if self._log.waiting:
             self.insist(self._log.flush)
@@ -74,7 +74,7 @@ class SupervisorJournal:
             self.listener.say(say if isinstance(say, str) else event.line())
 
     def insist(self, action: Callable[[], None]) -> None:
-        """Do what the rest depends on, as soon as the disk allows. Raises SpaceError when told to stop."""
+        """Retry a write until the disk allows it. Raises SpaceError if told to stop."""
         told = False
         while True:
             try:

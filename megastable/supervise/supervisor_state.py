@@ -1,4 +1,4 @@
-"""What a supervisor knows of a run from its journal: all of it, so that it may die at any moment. Pure."""
+"""Rebuilds what a supervisor knows of a run from its journal, so that it may die at any moment. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megastable.supervise.restart_policy import Failure
 
 
 class SupervisorState:
-    """Told of every event in order.
+    """Fed every event in order.
 
-    attempt: the newest, 0 = none; under_way: it was launched, and nobody noted its end. clock: the farthest step done.
-    began: the step that the processes of now went on from; rejected: of the newest checkpoint that they passed over.
-    failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end
-    that nothing was done about yet; skipped: the positions that were skipped because of it. predecessor: (process,
-    host) of a supervisor that ended without a word. number: of the newest incident. open: those of ours that nothing
-    has proven to be over. since: what the training said of its end, in this attempt.
+    attempt: the newest, 0 = none; under_way: it was launched, and no end is journaled. clock: the farthest step done.
+    began: the step that the current processes resumed from; rejected: of the newest checkpoint that they passed over.
+    failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end not
+    acted on yet; skipped: the positions skipped because of it. predecessor: (process, host) of a supervisor that ended
+    without a word. number: of the newest incident. open: our incidents that are not resolved. since: the training's
+    events about its end, in this attempt.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class SupervisorState:
         self.since: list[Event] = []
 
     def hear(self, event: Event) -> None:
-        """Take in one event. What is not as it should be is left out: it is not for this process to mend."""
+        """Take in one event. Malformed ones are ignored: repairing the journal is not this process's job."""
         with suppress(KeyError, TypeError, ValueError):
             self._hear(event)
 

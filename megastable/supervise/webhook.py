@@ -1,9 +1,8 @@
-"""The hook that posts a notice to a webhook: MEGASTABLE_WEBHOOK=URL python -I webhook.py SECONDS < NOTICE.json
+"""Posts a notice to a webhook: MEGASTABLE_WEBHOOK=URL python -I webhook.py SECONDS < NOTICE.json
 
-The notice's "text" is what Slack and its relatives show, with &, < and > escaped as they want it. No answer within
-SECONDS, a redirect or a status of 400 and more is a failure: code 1, and why on standard output. Only the standard
-library, so that it starts at once. Nothing that the receiver wrote is told on: it may quote the address, and the
-address is a password.
+Slack and similar services show the notice's "text", with &, < and > escaped as they require. No answer within SECONDS,
+a redirect or a status of 400 and more is a failure: code 1, and why on standard output. Standard library only, to start
+quickly. The response is not reported: it may quote the address, which is a password.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from http.client import HTTPException, responses
 
 
 class Straight(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: a POST would arrive as a GET, or go round for ever."""
+    """Follows no redirect: a POST would arrive as a GET, or loop."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -45,10 +44,10 @@ def post(url: str, body: bytes) -> str:
 
 
 if __name__ == "__main__":
-    # Whoever started this ends it earlier; unless that process is gone.
+    # The parent enforces the time limit; this is for when the parent is gone.
     signal.alarm(int(float(sys.argv[1])) + 2)
     notice = json.load(sys.stdin)
-    # Else <!channel>, or <https://...|text>, of whoever wrote the data would act on the receivers.
+    # Else <!channel> or <https://...|text> written into the data would act on the receivers.
     notice["text"] = html.escape(notice["text"], quote=False)
     problem = post(os.environ["MEGASTABLE_WEBHOOK"], json.dumps(notice).encode())
     sys.stdout.buffer.write(problem.encode(errors="replace"))

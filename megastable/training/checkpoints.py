@@ -1,6 +1,6 @@
-"""Runs the checkpoints of a training process: chooses the one to start from, saves, marks healthy, sets aside.
+"""Manages the checkpoints of a training process: chooses the one to start from, saves, marks healthy, sets aside.
 
-Between the trainer and checkpoint/: it journals, says, and raises. All methods are collective.
+The layer between the trainer and checkpoint/ that journals, prints and raises. All methods are collective.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from megastable.run.log import RunLog
 
 
 class Checkpoints:
-    """Of one run, on this rank. phase: the trainer's heartbeat. recipe: the frozen one. vitals: measures those of the
-    state that the engine holds, after a step.
+    """The checkpoints of one run, on this rank. phase: the trainer's heartbeat. recipe: the frozen one. vitals:
+    measures those of the engine's state, after a step.
 
-    last: the step of the newest one that counts, -1 where there is none. rejected: those that were passed over at the
-    start as they are damaged, and why; passed: those that are good, but have read what is put off by now. ill: the
-    step of a state that could not be saved because it is not finite.
+    last: the step of the newest one that counts, -1 if none. rejected: damaged ones passed over at the start, with the
+    reason; passed: good ones that have read samples deferred since. ill: the step of a state that could not be saved
+    because it is not finite.
     """
 
     def __init__(
@@ -72,17 +72,15 @@ class Checkpoints:
         self.rejected: dict[str, str] = {}
         self.passed: set[str] = set()
         self.ill: int | None = None
-        self.changes: dict[
-            str, float
-        ] = {}  # of the state that was loaded since it was saved: what rounding did
-        self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, and why
+        self.changes: dict[str, float] = {}  # rounding of the loaded state since it was saved
+        self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, with the reason
         self._doubted: set[int] = set()  # steps of those that cannot prove healthy
 
     # Starting
 
     def find(self, has_read: Callable[[RunState], bool] = lambda _: False) -> Path | None:
-        """The newest good one that the run may go on from; None in a new run. has_read: whether one has read what is
-        put off since then: such a one is taken only where there is no other good one."""
+        """The newest good one that the run may resume from; None in a new run. has_read: whether one has read samples
+        deferred since then: such a one is taken only if there is no other good one."""
         first(self._clean)
         if self.config.staging is not None:
             self._recover(Staging(self.config.staging, self.run.root))
@@ -111,7 +109,7 @@ class Checkpoints:
         return found
 
     def _of_which(self, true: Callable[[RunState], bool]) -> set[str]:
-        """Names of those of whose state this is true; of one that cannot be read it is not: it is damaged."""
+        """Names of those whose state meets the condition; not of unreadable ones, which are damaged."""
         found = set[str]()
         for path in self._paths():
             with suppress(CheckpointError):
@@ -123,7 +121,7 @@ class Checkpoints:
         return store.newest_first(self.folder)
 
     def _nothing_left(self, convicted: Collection[str]) -> str:
-        """Why the run cannot begin."""
+        """The reason why the run cannot begin."""
         count = len(self.rejected)
         told = f"{self.folder}: none of its {count} checkpoints can be used; see the lines above."
         if self._moved:
@@ -135,7 +133,7 @@ class Checkpoints:
         return f"{told} Restore one{accept}, or start again with another run.dir"
 
     def _look(self) -> str:
-        """What a person can do who has a checkpoint, or a machine, that computes something else."""
+        """Advice for a person whose checkpoint, or machine, computes other losses."""
         return (
             "look at kernels, versions and hardware. Where they were changed on purpose, accept one: "
             f"{self._accept(self._moved)}; checkpoint.vitals.probes=0 goes on without asking"
@@ -146,12 +144,12 @@ class Checkpoints:
         return f"python tools/checkpoint.py accept {newest}"
 
     def _convicted(self) -> dict[str, str]:
-        """Names of those that a run has convicted already, with the reason."""
+        """Names of those that a run has convicted, with the reason."""
         rulings = {path.name: markers.convicted(path) for path in store.newest_first(self.folder)}
         return {name: ruling.reason for name, ruling in rulings.items() if ruling is not None}
 
     def load(self, found: Path, saved: RunState, layout: LayoutState) -> None:
-        """Weights, moments and random states of `found` into the engine, whatever layout wrote it."""
+        """Load weights, moments and random states of `found` into the engine, whatever layout wrote it."""
         agree(lambda: loading.load(found, saved, self.engine))
         self.engine.refresh_weights()
         agree(lambda: store.restore_rng(found))
@@ -168,11 +166,11 @@ class Checkpoints:
         self.last = saved.step
 
     def proved(self, found: Path, saved: RunState) -> bool:
-        """Whether the state that the engine holds is the one that `found` was saved of.
+        """Whether the state that the engine holds is the one that `found` was saved from.
 
-        If so, those that were passed over are put aside. Otherwise it is convicted, and `find` finds another one.
-        Raises CheckpointError where one before computes other losses, and this one cannot tell whether that is to blame
-        or what computes here.
+        If so, those passed over are put aside. Otherwise it is convicted, and `find` finds another one. Raises
+        CheckpointError if an earlier one has other losses here, and it cannot be told whether that checkpoint or this
+        machine is to blame.
         """
         now = self.vitals(saved.step)
         bf16 = self.engine.flat_state().moments is torch.bfloat16
@@ -201,7 +199,7 @@ class Checkpoints:
             problem = f"{found}: {what}: {verdict.problem}"
             if verdict.content:
                 first(lambda: markers.convict(found, problem))
-            else:  # of the checkpoint or of what computes here: the one before it tells
+            else:  # of the checkpoint or of this machine: the previous one decides
                 self._moved[found.name] = problem
             return False
         doubtful = unclear(kept, now, self.config.vitals) if self._moved else ""
@@ -214,7 +212,7 @@ class Checkpoints:
                     f"convicted: {self._look()}"
                 )
             )
-        # Whom a person has accepted may be as wrong as they are, and convicts nobody by being taken.
+        # One that a person accepted may be wrong itself, and convicts no other by being loaded.
         for name, problem in self._moved.items() if not doubtful else ():
             path = self.folder / name
             first(lambda path=path, problem=problem: markers.convict(path, problem))  # type: ignore[misc]
@@ -228,20 +226,20 @@ class Checkpoints:
         return True
 
     def _betas(self, found: Path) -> list[tuple[float, float]]:
-        """Adam's when `found` was saved; none where its recipe cannot be read, which nothing else here needs."""
+        """Adam's betas when `found` was saved; none if its recipe cannot be read, which nothing else here needs."""
         try:
             return [run_of(found).optimizer.betas]
         except MegastableError:
             return []
 
     def begin(self, step: int) -> None:
-        """Training goes on after `step`."""
+        """Training continues after `step`."""
         self.last = max(self.last, step)
         self.saver.began = first(time.time)
         self.trend.resumed(step, first(self._unproven))
 
     def prepare(self) -> None:
-        """Once the rewind points have their share of the memory."""
+        """To be called once the rewind points have their share of the memory."""
         if self.config.interval:
             self.saver.prepare()
             self._say_note()
@@ -268,7 +266,7 @@ class Checkpoints:
         )
 
     def _only_before(self, before: int) -> None:
-        """Leave only those of before a step, if there are any at all; of them only up to the newest healthy one."""
+        """Keep only those before a step, if there are any; of them only up to the newest healthy one."""
         steps = self._steps()
         if steps and min(steps) >= before:
             raise CheckpointError(
@@ -284,7 +282,7 @@ class Checkpoints:
         store.set_aside_newer(self.folder, max(healthy, default=before - 1))
 
     def _leave_behind(self, undone: int, since: set[str]) -> None:
-        """Put aside what a rewind had undone when the process died, if that leaves any checkpoint."""
+        """Put aside checkpoints that a rewind had undone when the process died, if others remain."""
         names = {step: store.name_of(step) for step in self._steps()}
         if any(step < undone or name in since for step, name in names.items()):
             for name in store.set_aside_newer(self.folder, undone - 1, since):
@@ -298,21 +296,21 @@ class Checkpoints:
         return markers.healthy(self.folder / store.name_of(step)) is not None
 
     def _unproven(self) -> list[int]:
-        """Steps of those that may prove healthy yet."""
+        """Steps of those that may still prove healthy."""
         return [step for step in self._steps() if not self._is_healthy(step) and not self._is_doubted(step)]
 
     def _is_doubted(self, step: int) -> bool:
         try:
             vitals = store.read_state(self.folder / store.name_of(step)).vitals
         except CheckpointError:
-            return False  # damaged: it is passed over anyway
+            return False  # damaged: passed over anyway
         return vitals is not None and bool(vitals.doubt)
 
-    # While training
+    # During training
 
     def save(self, state: RunState, wait: bool = False) -> bool:
-        """Begin to save, and wait for it where that is said; False when there is no checkpoint of it then. A state that
-        proves ill is left by whoever calls (`ill`); where that is waited for, UnstableError is raised."""
+        """Begin to save; wait: until it is committed. False if there will be no checkpoint of this state. Leaving an
+        ill state is up to the caller (`ill`); with `wait`, UnstableError is raised."""
         self.settle()
         if self.ill is None:
             self._examine(state)
@@ -325,11 +323,11 @@ class Checkpoints:
         return self.saver.pending == state.step or self.last == state.step
 
     def _examine(self, state: RunState) -> None:
-        """Measure what the checkpoint of `state` is to remember of it. The steps wait for this: done before anything is
-        copied, it tells of a copy that goes wrong."""
+        """Measure the vitals that the checkpoint of `state` remembers. The steps wait for this: taken before the copy,
+        they reveal a bad copy."""
         before, now = state.vitals, self.vitals(state.step)
         if before is not None and before.doubt:
-            before = None  # no measure of anything
+            before = None  # no baseline
         reason = doubt(now, before, state.recent_losses, self.config.vitals)
         self._doubted.discard(state.step)
         if reason:
@@ -339,29 +337,29 @@ class Checkpoints:
         state.vitals = now.model_copy(update={"doubt": reason})
 
     def finish(self) -> None:
-        """Wait for the one that is under way, if there is one. Raises SpaceError, UnstableError."""
+        """Wait for a save in progress. Raises SpaceError, UnstableError."""
         self.settle()
         if self.ill is not None:
             raise self.unstable()
 
     def settle(self) -> None:
-        """As `finish`, where the state may be ill: something else is being done about it. Raises SpaceError."""
+        """As `finish`, but an ill state is handled elsewhere. Raises SpaceError."""
         self.phase("checkpoint")
         self._stands(self.saver.finish())
 
     def stepped(self, step: int, calm: bool, written: float, settled: float) -> None:
-        """After every step: has one come to stand, has one proved healthy? calm: the step was on trend; written,
-        settled: the sums of `saver.votes`. Afterwards `ill` says whether a state was found not to be finite."""
+        """After every step: has a save been committed, has one proved healthy? calm: the step was on trend; written,
+        settled: the sums of `saver.votes`. Afterwards `ill` says whether a state was not finite."""
         self._stands(self.saver.heard(written, settled))
         self._mark(self.trend.step(step, calm), step)
 
     def back_to(self, state: RunState) -> None:
-        """The run went back: later ones no longer count; where there are no others, one of now comes first."""
+        """The run was rewound: later ones no longer count; if there are no others, the current state is saved first."""
         self.phase("checkpoint")
         step, outcome = state.step, self.saver.finish()
         self.trend.back_to(step)
         if outcome is not None and outcome.step <= step:
-            # One of a later step is put aside below, without a word that would make it count.
+            # One of a later step is put aside below, not counted.
             self._stands(outcome)
         self.ill = None
         steps = first(self._steps)
@@ -377,8 +375,8 @@ class Checkpoints:
         self.last = -1 if kept is None else kept
 
     def unstable(self) -> UnstableError:
-        """What to raise where a state that is not finite cannot be left. A checkpoint of it would push out a good one,
-        and from here on every update is refused anyway."""
+        """The error to raise if a non-finite state cannot be left. A checkpoint of it would push out a good one, and
+        every later update is refused anyway."""
         self.log.emit(Unstable(step=self.ill))
         error = UnstableError(
             f"step {self.ill}: weights or Adam's moments are not finite, so there is no checkpoint of it. Those in "
@@ -389,7 +387,7 @@ class Checkpoints:
         return error
 
     def _stands(self, outcome: SaveOutcome | None) -> None:
-        """Journal what became of a save. A disk that refuses ends the run, if the recipe says so."""
+        """Journal the outcome of a save. A full disk ends the run, if the recipe says so."""
         if outcome is None:
             return
         step = outcome.step
@@ -418,11 +416,11 @@ class Checkpoints:
             )
 
     def _mark(self, steps: list[int], now: int) -> None:
-        """Those of `steps` have proved healthy."""
+        """Mark those of `steps` as healthy."""
         for step in steps if dist.get_rank() == 0 else ():
             path = self.folder / store.name_of(step)
             if not path.exists():
-                continue  # it made room for newer ones before it could prove itself
+                continue  # it made room for newer ones before
             try:
                 markers.mark_healthy(path, now, self.trend.after)
             except CheckpointError as error:

@@ -29,20 +29,20 @@ from megastable.run.log import RunLog
 
 
 class DataOrder:
-    """Of one run. strict: a line of the skip ledger that somebody got wrong ends the start (`Skipping`).
+    """The data order of one run. strict: a malformed line of the skip ledger ends the start (`Skipping`).
 
-    corpora: as they are read from here on. anew: they are others than those that the checkpoint knew.
+    corpora: as read from now on. anew: whether they differ from those of the checkpoint.
     """
 
     def __init__(
         self, config: RunConfig, run: RunDirectory, corpora: Corpora, log: RunLog, strict: bool
     ) -> None:
-        """Raises DataError where nothing is left to train on."""
+        """Raises DataError if nothing is left to train on."""
         self.config, self.run, self.corpora, self.log, self.strict = config, run, corpora, log, strict
         self.anew = False
         self.skipping = Skipping(config, run)
-        self._told_foreign: set[str] | None = None  # fingerprints, once the journal was read for them
-        # Before anything long begins; another blend may be what leaves something to train on.
+        self._told_foreign: set[str] | None = None  # fingerprints, once read from the journal
+        # Checked first, before anything slow; a new blend may be what leaves something to train on.
         if corpora.reblended:
             self.skipping.check(strict)
         else:
@@ -50,20 +50,20 @@ class DataOrder:
 
     @property
     def source(self) -> Source:
-        """Of the training samples."""
+        """The source of the training samples."""
         return self.corpora.train
 
     def selection(self) -> Selection:
-        """What is left of the order, by the skip ledger of now."""
+        """The samples left in the order, by the current skip ledger."""
         return self.skipping.selection(self.source.order, self.strict)
 
-    # What a checkpoint knew of it
+    # Against the checkpoint's order
 
     def exchanged_since(self, saved: RunState) -> list[ExchangeEntry] | None:
-        """The exchanges since a checkpoint that put off what it has read; None where it knew another order altogether.
+        """The exchanges since a checkpoint that deferred samples it has read; None if it knew a different order.
 
-        There are some where a process went back behind it, and died before it was put aside; or a person brought it
-        back. Such a one is passed over for one that has none; where there is no such one, they are undone.
+        There are some if a process rewound past it and died before it was put aside, or a person restored it. A
+        checkpoint without any is preferred; if there is none, they are undone.
         """
         if not saved.cursor:
             return []
@@ -71,7 +71,7 @@ class DataOrder:
         return None if known is None else self.corpora.exchanges[known:]
 
     def undo(self, later: list[ExchangeEntry], saved: RunState, found: Path) -> None:
-        """Go on in the order that the checkpoint `found` knew."""
+        """Continue in the order that the checkpoint `found` knew."""
         c, corpora, name = self.config, self.corpora, self.run.blends.name
         reason = f"{found.name} has read these samples already, and no good checkpoint has not"
         undone = [entry.undone(reason, saved.step) for entry in reversed(later)]
@@ -84,7 +84,7 @@ class DataOrder:
         )
 
     def accept_another(self, saved: RunState, found: Path) -> None:
-        """The checkpoint `found` knew another order altogether. Raises CheckpointError unless the recipe accepts it."""
+        """The checkpoint `found` knew a different order. Raises CheckpointError unless the recipe accepts that."""
         message = (
             f"{found}: the data is not what it was when this checkpoint was written: a manifest, seed or sequence "
             "length of data.corpora changed, so positions mean other samples now"
@@ -100,13 +100,13 @@ class DataOrder:
         old, new = saved.order_fingerprint, self.corpora.order_fingerprint
         self.log.emit(OrderChanged(old=old, new=new), say=f"note: {message}")
 
-    # What is written down of it
+    # Ledgers and journal
 
     def follow_blend(self, state: RunState) -> None:
-        """Write down how the corpora are blended, from the first block on that nothing was read of yet."""
+        """Write down the blend, from the first block that has not been read yet."""
         corpora, c = self.corpora, self.config
         begins = self.anew or not corpora.blends
-        # Where nothing was done yet, the corpora may also have become others.
+        # Before the first step, the corpora may have changed, too.
         others = not state.step and corpora.blends and corpora.blends[-1].corpora != corpora.shares
         if not begins and not others and not corpora.reblended:
             return
@@ -116,7 +116,7 @@ class DataOrder:
         self.corpora = agree(
             lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
         )
-        # The blend last: a start that dies in between does both again.
+        # The blend last: after a crash in between, a restart repeats both.
         moved = 0 if begins else first(lambda: self._move_skips(corpora, position))
         first(lambda: append(self.run.blends, entry))
         if begins or not corpora.reblended:
@@ -132,7 +132,7 @@ class DataOrder:
             )
 
     def _move_skips(self, before: Corpora, position: int) -> int:
-        """Skip the samples that the ledger names also where the new blend puts them; how many."""
+        """Also skip the ledger's samples at their positions in the new blend; returns how many."""
         entries = self._ledger().by_position.entries
         new, since = self.source.order, before.blends[-1].time
         moved = moved_skips(entries, before.train.order, new, position, since)
@@ -140,7 +140,7 @@ class DataOrder:
         return sum(entry.end - entry.first for entry in moved)
 
     def name_convicted(self, step: int) -> None:
-        """Skip in every epoch what an earlier version of this program convicted for one."""
+        """Skip in every epoch what an earlier version convicted for one epoch only."""
         if not step or not self.skipping.by_position:
             return
 
@@ -160,8 +160,8 @@ class DataOrder:
         return Ledger.read(self.run.skips, None if self.strict else [])
 
     def warn_of_foreign(self, step: int) -> None:
-        """Say, once in the life of a run, which corpora the skip ledger names samples of that it does not have: their
-        content was another one then, or the run was."""
+        """Warn, once per run, about corpora in the skip ledger that do not match any of this run: their content has
+        changed, or the ledger is another run's."""
         foreign, length = self.skipping.foreign(self.source.order), self.config.model.sequence_length
         if foreign and self._told_foreign is None:
             events = first(lambda: [e.get("fingerprint") for e in self.run.events(SkipsForeign)])
@@ -178,7 +178,7 @@ class DataOrder:
             )
 
     def usable(self, step: int) -> Selection:
-        """As `selection`, in the middle of a run, which a line that somebody got wrong does not end."""
+        """As `selection`, but during a run, which a malformed line does not end."""
         wanted, odd = self.skipping.usable(self.source.order)
         for problem in odd:
             self.log.emit(

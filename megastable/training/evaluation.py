@@ -15,7 +15,7 @@ from megastable.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Evaluation:
-    """This rank's part of the samples, padded to whole micro-batches on every rank; samples: how many count."""
+    """This rank's share of the samples, padded to whole micro-batches on every rank; samples: how many count."""
 
     engine: Engine
     micro_batches: list[MicroBatch]
@@ -26,8 +26,8 @@ class Evaluation:
         cls, engine: Engine, source: Source | None, config: TrainConfig, ranks: int,
         loader: Callable[[Source, int], Loader],
     ) -> Self | None:  # fmt: skip
-        """None where the recipe or the corpora have none. ranks: that share the samples; loader: of a source's first
-        samples, in global batches of a size. Raises DataError on all ranks."""
+        """None if the recipe or the corpora have no validation samples. ranks: that share them; loader: of a source's
+        first samples, in global batches of a given size. Raises DataError on all ranks."""
         if not config.eval_samples or source is None:
             return None
         unit = config.micro_batch * ranks

@@ -1,4 +1,4 @@
-"""Feeds the training loop with global batches; picks up new lines of the skip ledger while training. Collective."""
+"""Feeds the training loop with global batches; picks up new skip-ledger lines during training. Collective."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Feed:
         self.waited = 0.0
 
     def next(self) -> Step:
-        """The next global batch, and this rank's part of it."""
+        """The next global batch, with this rank's part of it."""
         begin = time.perf_counter()
         batch = next(self.loader)
         self.waited = time.perf_counter() - begin
         return batch
 
     def mix(self, batch: Step) -> dict[str, float]:
-        """The share of each corpus in the last sample's block; empty where nothing is known of it."""
+        """The share of each corpus in the last sample's block; empty if unknown."""
         skips = self.loader.skips
         return skips.mix(batch.next - 1) if isinstance(skips, Selection) else {}
 
     def read_ledger(self, step: int, cursor: int) -> None:
-        """Somebody added to the skip ledger: go on at `cursor` without what it names. Collective."""
+        """The skip ledger has new lines: continue at `cursor` without the samples they name. Collective."""
         first(self.heart.skips_read)
         wanted = self.order.usable(step)
         before = self.loader.skips.lines if isinstance(self.loader.skips, Selection) else 0

@@ -1,9 +1,8 @@
 """Exchanges files between a rank and the supervisor: progress, stop requests, stacks, last words. No ports, no signals.
 
-Rank 0 says in progress.json where the run stands, and sees when somebody adds to the skip ledger. Every rank looks at
-control.json: asked to stop, it votes for a checkpoint; asked for its stacks, it leaves them in logs/; and one that
-belongs to an attempt of before ends itself, wherever it runs. What ends a rank by an error it writes down, as its last
-words.
+Rank 0 writes progress.json, and watches the skip ledger for new lines. Every rank reads control.json: asked to stop, it
+votes for a checkpoint; asked for its stacks, it dumps them in logs/; and a rank of an earlier attempt ends itself, on
+any host. A rank that ends by an error writes it down as its last words.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from megastable.run.rank_ipc import LOST, Control, LastWords, folder_of
 from megastable.training.startup import StopRequest
 
 PACKAGE = Path(__file__).parents[1]
-SECONDS = 0.25  # between two looks of rank 0, and two reports of its progress
+SECONDS = 0.25  # seconds between polls of rank 0, and between its progress reports
 OTHERS = 2.0  # ... and, at least, of the other ranks, which are many
 
 
 class Heartbeat:
-    """Of one rank, from the start of its run to the end: `with Heartbeat(...) as heart`."""
+    """The heartbeat of one rank, for its whole run: `with Heartbeat(...) as heart`."""
 
     def __init__(
         self, run: RunDirectory, rank: int, world: int, steps: int, stop: StopRequest, attempt: int | None
@@ -48,10 +47,10 @@ class Heartbeat:
         self._dirty = True
         self._over, self._news = False, threading.Event()
         self._dumped = 0
-        # Of many ranks none may load the file system: it is all the same to them whether they hear at once.
+        # Many ranks must not load the file system, and need not hear at once.
         self._pause = max(OTHERS, world / 500) if rank else SECONDS
         self._ledger = self._state_of_ledger()
-        self.more_skips = False  # the ledger is not what it was when `skips_read` was called last
+        self.more_skips = False  # the ledger has changed since `skips_read`
         self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -66,44 +65,44 @@ class Heartbeat:
         self.phase("ended")
         self._over = True
         self._news.set()
-        self._thread.join(timeout=2)  # not for ever, where the file system hangs
+        self._thread.join(timeout=2)  # bounded, as the file system may hang
 
     @property
     def strict(self) -> bool:
-        """Whether a person has started this process, and sees what is wrong; not a supervisor at night."""
+        """Whether a person started this process and sees its errors, rather than a supervisor."""
         return self.attempt is None or self.attempt <= 1
 
-    # Where the run stands
+    # Progress
 
     def phase(self, name: str) -> None:
-        """What is being done now. Another thread writes it down, at once."""
+        """Set the current phase; another thread writes it down at once."""
         if name != self._facts["phase"]:
             self._facts["phase"] = name
             self._dirty = True
             self._news.set()
 
     def at(self, state: RunState) -> None:
-        """Where the run stands, before a step. The first one of a process still belongs to its start."""
+        """Where the run stands, before a step. The first step of a process still counts as its start."""
         self._facts |= {"step": state.step, "cursor": state.cursor}
         self._dirty = True
         if "seconds" in self._facts:
             self.phase("step")
 
     def stepped(self, **numbers: Any) -> None:
-        """What the step measured: fields of `Progress`."""
+        """Measurements of the step: fields of `Progress`."""
         self._facts |= numbers
         self._dirty = True
 
-    # What is added to the skip ledger
+    # Skip ledger
 
     def skips_read(self) -> None:
-        """Before the ledger is read: what changes it from now on is news."""
+        """Call before reading the ledger: later changes are news."""
         self._ledger = self._state_of_ledger()
         self.more_skips = False
 
     def _state_of_ledger(self) -> tuple[int, int] | None:
         try:
-            # Opened, as a network file system answers `stat` from what it remembers, up to a minute old.
+            # Opened, as a network file system may answer `stat` from a cache up to a minute old.
             with self.run.skips.open("rb") as file:
                 found = os.fstat(file.fileno())
         except OSError:
@@ -113,12 +112,12 @@ class Heartbeat:
     def _report(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the journal has what matters
             self._dirty = False
-            # Not synced: what a power cut takes is of no use after it.
+            # Not synced: of no use after a power cut.
             temporary = self.run.progress.with_name(f".{self.run.progress.name}.tmp")
             temporary.write_text(directory.as_json({**self._facts, "time": round(time.time(), 3)}))
             os.replace(temporary, self.run.progress)
 
-    # What is wanted of it
+    # Control
 
     def _look(self) -> None:
         while True:
@@ -130,7 +129,7 @@ class Heartbeat:
             if not self.rank and self._state_of_ledger() != self._ledger:
                 self.more_skips = True
             if self.attempt is not None:
-                with contextlib.suppress(OSError, ValueError):  # not there, or just being replaced: next time
+                with contextlib.suppress(OSError, ValueError):  # missing, or being replaced: next time
                     self._obey(Control.model_validate(json.loads(self.run.control.read_text())))
             if self._news.wait(self._pause):
                 self._news.clear()
@@ -180,16 +179,16 @@ class Heartbeat:
 
 
 def _lost(error: BaseException, world: int) -> bool:
-    """Whether it says that another rank is gone: as torch.distributed does; not as a file system or a server would."""
-    # Gloo's errors have no class of their own, but begin with the place in its source.
+    """Whether the error means that another rank is gone: one of torch.distributed, not of a file system or a server."""
+    # Gloo's errors have no class of their own, but begin with their source file.
     of_ranks = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
     return world > 1 and of_ranks and LOST.search(str(error)) is not None
 
 
 def parting(error: BaseException, rank: int, world: int) -> str:
-    """What a rank prints of the unforeseen error that ends it: its traceback, or a line where only another one is gone.
+    """The message of a rank ended by an unexpected error: its traceback, or a line if only another rank is gone.
 
-    That one is to blame, and whoever reads the log looks for what it said; the traceback is among the last words.
+    The other rank is to blame, so its message should stand out in the log; the traceback is in the last words.
     """
     if not _lost(error, world):
         return "".join(traceback.format_exception(error))
@@ -201,8 +200,8 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of ours."""
-    # Not by the name in the path: what is installed may lie in a clone of that name.
+    """The innermost line of our code."""
+    # Not by the name in the path: dependencies may lie in a clone of that name.
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(PACKAGE)
     ]

@@ -13,7 +13,7 @@ from megastable.model.sizes import in_fp8
 
 
 def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak_source: str) -> str:
-    """Several lines. run: the run directory; peak: TFLOP/s of a device, and where that is from."""
+    """Several lines. run: the run directory; peak: TFLOP/s of a device, and its source."""
     c, layout = config, engine.topology.layout
     context = f" (context {layout.context})" if layout.context > 1 else ""
     return (

@@ -7,19 +7,19 @@ import math
 from megastable.config.tree import RunConfig
 from megastable.optim.schedule import rate
 
-# Updates in which gradients still have one direction: Adam's change every weight by the whole rate.
+# Updates in which gradients keep one direction: Adam's change every weight by the whole rate.
 FIRST = 5
-# Of what a layer puts out, by one of these updates. Runs of 3 layers of 128 bear 0.28 (1e-3 without warm-up), and end
+# Of a layer's output, by one of these updates. Runs of 3 layers of 128 tolerate 0.28 (1e-3 without warm-up), and end
 # 0.2 to 0.5 nat too high at 0.85 (3e-3); of the public 774M runs without warm-up 1e-4 (0.09) is healthy, 1e-3 (0.9)
 # diverges (docs/stability.md).
 CHANGE = 0.5
 # Where small models without QK-norm begin to diverge (Wortsman et al., arXiv:2309.14322, section 3.1).
 WITHOUT_QK_NORM = 1e-2
-HIGHEST = 0.3  # the highest rate of that study, with QK-norm: beyond it nothing is known that trains
+HIGHEST = 0.3  # the highest rate of that study, with QK-norm: nothing beyond it is known to train
 
 
 def lint(config: RunConfig) -> list[str]:
-    """Warnings about the recipe of a run that begins, each with its reason and what to set."""
+    """Warnings about the recipe of a new run, each with its reason and a remedy."""
     c, found = config, []
     total = c.schedule.total_steps or c.train.steps
     lr = sum(rate(c.schedule, c.optimizer.lr, total, n) for n in range(FIRST)) / FIRST

@@ -46,7 +46,7 @@ LAYER_CURVES = [f.name for f in fields(LayerRecord) if f.default is None]
 
 
 class Live:
-    """Shows steps as they happen. On a terminal one line that moves, elsewhere a line every `interval` steps."""
+    """Shows steps as they happen: on a terminal one updating line, elsewhere a line every `interval` steps."""
 
     def __init__(self, config: LoggingConfig, tensorboard: Path, steps: int, done: int) -> None:
         self.config, self.steps = config, steps
@@ -84,7 +84,7 @@ class Live:
         )
 
     def layers(self, records: Sequence[LayerRecord]) -> None:
-        """The curves of a step's layers, grouped by what was measured."""
+        """Plot a step's layers, grouped by statistic."""
         for record in records:
             values = {
                 f"{kind}/{record.name}": value for kind in LAYER_CURVES
@@ -104,14 +104,14 @@ class Live:
             for tag, value in values.items():
                 self.writer.add_scalar(tag, value, step)
         except OSError as error:
-            # Curves are a comfort: a full disk must not end a run because of them. The step records have it all.
+            # Curves are optional: a full disk must not end a run. The step records have everything.
             self.writer = None
             self.say(
                 f"WARNING: TensorBoard's file could not be written ({error}): no more curves in this process"
             )
 
     def say(self, text: str) -> None:
-        """A line above the progress line."""
+        """Print a line above the progress line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:

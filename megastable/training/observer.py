@@ -87,7 +87,7 @@ class Observer:
             self.live.layers(rows)
 
     def flush(self) -> None:
-        """Write what is not on the disk yet; when it refuses, that is logged, and stays in memory."""
+        """Write pending records; if the disk refuses, that is logged, and they stay in memory."""
         self.steps.flush()
         self.layers.flush()
 

@@ -15,7 +15,7 @@ from megastable.run.log import RunLog
 
 
 class ProbeSamples:
-    """The first `count` samples of the order, read when they are needed. loader: a new one of the corpora's samples."""
+    """The first `count` samples of the order, read on demand. loader: a new one of the corpora's samples."""
 
     def __init__(self, engine: Engine, loader: Callable[[Corpora], Loader], count: int, log: RunLog) -> None:
         self.engine, self.loader, self.count, self.log = engine, loader, count, log

@@ -40,7 +40,8 @@ def main(
         config = recipe.load(args.recipe, args.overrides)
         deepspeed_json.build(config, world)
     except MegastableError as error:
-        # The same on every rank: one message is enough. The launcher ends all when the first one ends: not before it.
+        # The same on every rank: one message is enough. The launcher ends all ranks when the first one ends: not before
+        # it.
         if rank:
             time.sleep(30)
         _fail(error)
@@ -48,31 +49,30 @@ def main(
         start_distributed(config.run.timeout, config.run.deterministic)
         code = train(config, recipe.find(args.recipe), attempt_of(args.supervised))
     except MegastableError as error:
-        # The supervisor chose the port, and chooses another one for its next attempt.
+        # The supervisor chose the port, and will choose another for the next attempt.
         retried = isinstance(error, RendezvousError) and args.supervised is not None
         code = FAILED if retried else error.code
         if rank == 0 or not error.collective:
             print(f"error: {error}", file=sys.stderr, flush=True)
         if not error.collective:
-            # The others wait in a collective that this rank will not reach: leave at once, the launcher ends them.
+            # The others wait in a collective that this rank will not reach: exit, and the launcher ends them.
             sys.stdout.flush()
             os._exit(code)
     except (Exception, KeyboardInterrupt) as error:
-        # The end of the interpreter would wait for the thread that writes this rank's part of a checkpoint, which
-        # nobody will commit.
+        # Do not wait for the thread that writes this rank's part of a checkpoint: it will never be committed.
         sys.stdout.flush()
         print(parting(error, rank, world), end="", file=sys.stderr, flush=True)
         os._exit(130 if isinstance(error, KeyboardInterrupt) else FAILED)
     stop_distributed()
-    # Everything is on the disk. What C++ libraries destroy when a process ends sometimes aborts, once in hundreds of
-    # runs ("terminate called without an active exception"): a run that is complete would end with -6.
+    # Everything is on disk. Destructors of C++ libraries abort about once in hundreds of runs ("terminate called
+    # without an active exception"): a complete run would exit with -6.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _join() -> None:
-    """Into the environment which rank this is."""
+    """Set RANK etc. in the environment."""
     try:
         os.environ.update(membership(os.environ))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Watches and records every step: layer statistics, warning signs of the start, step records, refused updates."""
+"""Records every step: layer statistics, start signs, step records, refused updates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def due(interval: int, step: int) -> bool:
 
 
 class StepRecorder:
-    """Of one rank. observer: what keeps and shows the steps, None where another rank does. Collective."""
+    """Of one rank. observer: keeps and shows the steps, None if another rank does. Collective."""
 
     def __init__(
         self,
@@ -30,17 +30,17 @@ class StepRecorder:
     ) -> None:
         self.config, self.engine, self.recovery, self.log = config, engine, recovery, log
         self.observer = observer
-        self._look = False  # into the layers, in the present step
+        self._look = False  # whether to record layers in the current step
 
     def begin(self, state: RunState) -> None:
         """Before the step after `state`."""
-        # The second refused update, too: what the trouble looks like inside.
+        # Also at the second refused update, to see the trouble per layer.
         self._look = due(self.config.layers_interval, state.step + 1) or state.discards_in_a_row == 1
         if self._look or self.recovery.signs.looks(state.step + 1):
             self.engine.probe.watch()
 
     def step(self, done: StepResult) -> None:
-        """Measure, judge and write down a step that was done."""
+        """Measure, judge and record a finished step."""
         state, measured, batch = done.state, done.measured, done.batch
         signs, statistics = self.recovery.signs, None
         regular = self._look or due(self.config.norms_interval, state.step)

@@ -1,4 +1,4 @@
-"""Brings a rank to where its run stands: engine, data order, newest good checkpoint. Collective."""
+"""Resumes a rank, or starts it: engine, data order, newest good checkpoint. Collective."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from megastable.training.probe_samples import ProbeSamples
 
 
 class Start:
-    """What the training of a rank begins from, complete when built.
+    """The start of a rank's training, complete when built.
 
-    state: of the newest good checkpoint, which the engine holds, or of a new run. changed: what the recipe says
-    otherwise than when the run was started before, or its checkpoint was written.
+    state: of the newest good checkpoint, which the engine holds, or of a new run. changed: differences of the recipe
+    from the run's last start, or from when its checkpoint was written.
     """
 
     def __init__(self, config: RunConfig, run: RunDirectory, corpora: Corpora, heart: Heartbeat) -> None:
@@ -79,7 +79,7 @@ class Start:
         self._say(changed)
 
     def _resume(self) -> None:
-        """Continue from the newest good checkpoint of the run directory, if there is one."""
+        """Resume from the newest good checkpoint of the run directory, if there is one."""
         order, checkpoints = self.order, self.checkpoints
         while True:
             found = checkpoints.find(lambda saved: bool(order.exchanged_since(saved)))
@@ -96,9 +96,9 @@ class Start:
                 break
         if later:
             order.undo(later, saved, found)
-        # Who was started with another recipe and died before a checkpoint of his has frozen it all the same.
+        # A start with another recipe freezes it, even if it died before its first checkpoint.
         self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
-        # Every rewind point copies the state, and what FP8 remembers is the engine's from here on.
+        # Every rewind point copies the state, and the engine holds FP8's history from here on.
         known = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
         self.state = saved.model_copy(update=known)
         self.log.emit(
@@ -107,7 +107,7 @@ class Start:
         )
 
     def _changed_since(self, found: Path) -> list[str]:
-        """What the recipe says otherwise than when `found` was written, where that can be read."""
+        """Differences of the recipe from when `found` was written, if that can be read."""
         try:
             return self.run.compare(self.config, found / store.RECIPE)
         except ConfigError:
@@ -126,12 +126,12 @@ class Start:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to do. Collective."""
+        """Whether nothing is left to train. Collective."""
         return self.state.step >= self.config.train.steps and first(self.run.summary.exists)
 
     @property
     def suspects(self) -> list[str]:
-        """What is other than it was: what trouble right after the start may come from."""
+        """Changes that may explain trouble right after the start."""
         return [*self.changed, *(["data"] if self.order.anew else [])]
 
     def loader(
@@ -146,7 +146,7 @@ class Start:
         )  # fmt: skip
 
     def from_the_first(self, source: Source, batch: int) -> Loader:
-        """From the first sample of `source` on, in global batches of that size."""
+        """A loader from the first sample of `source` on, in global batches of size `batch`."""
         return self.loader(source, Skips.of([]), 0, batch)
 
     def _probe_loader(self, corpora: Corpora) -> Loader:
@@ -156,5 +156,5 @@ class Start:
         return self.probes.vitals(self.order.corpora, step)
 
     def frozen(self) -> bytes:
-        """The recipe as it is kept."""
+        """The recipe as frozen in the run directory."""
         return directory.frozen(self.config, self.order.corpora.fingerprints, self.ds_config)

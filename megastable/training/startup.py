@@ -30,7 +30,7 @@ class StopRequest:
             signal.signal(number, self._set)
 
     def ask(self) -> None:
-        """As if the signal had come."""
+        """Request a stop, as the signal does."""
         self.signal = self.signal or signal.SIGTERM
 
     def _set(self, number: int, frame: FrameType | None) -> None:
@@ -40,7 +40,7 @@ class StopRequest:
 
 
 def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirectory]:
-    """The run directory: chosen, made and locked by rank 0, and seen by all."""
+    """Open the run directory: rank 0 chooses, makes and locks it, and all ranks see it."""
     token, mine = secrets.token_hex(8), []
 
     def make() -> tuple[Path, str]:
@@ -69,15 +69,15 @@ def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirect
     root, theirs = first(make)
     agree(see)
     run = config.run.model_copy(update={"dir": root})
-    # Rank 0 goes on with the object that holds the lock.
+    # Rank 0 keeps the object that holds the lock.
     return config.model_copy(update={"run": run}), mine[0] if mine else RunDirectory(root)
 
 
 def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
-    """The corpora, and the configuration with their vocabulary. All ranks must see the same of both."""
+    """Open the corpora, and add their vocabulary to the configuration. All ranks must see the same of both."""
 
     def read() -> tuple[RunConfig, Corpora]:
-        # The directory was not made yet where this is a new run.
+        # A new run's directory does not exist yet.
         blends = read_blends(RunDirectory(config.run.dir).blends) if config.run.dir is not None else []
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, blends)
         size = config.model.vocab_size or corpora.vocab_size

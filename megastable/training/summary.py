@@ -32,7 +32,7 @@ def write_summary(
     run: RunDirectory, config: RunConfig, state: RunState, validation: float | None, corpora: Corpora,
     observer: Observer | None, log: RunLog,
 ) -> None:  # fmt: skip
-    """Write the last records and summary.json; rank 0. Raises SpaceError where the disk refuses."""
+    """Write the last records and summary.json; rank 0. Raises SpaceError if the disk refuses."""
     assert observer is not None, "rank 0 keeps the records"
     observer.flush()
     if pending := observer.steps.pending:
@@ -54,10 +54,10 @@ def write_summary(
 
 
 def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
-    """The incidents of a run, in order, from its journal; `class` as the field calls it. outcome: "open" where none
-    was told, as after a crash in the middle of one.
+    """The incidents of a run, in order, from its journal; `class` as the field calls it. outcome: "open" if none was
+    journaled, as after a crash during one.
 
-    planted_documents: of a corpus that was made bad on purpose (data/plant.py), to compare with; else empty.
+    planted_documents: of a deliberately corrupted corpus (data/plant.py), for comparison; else empty.
     """
     planted = [read_planted(find(corpus.path)) for corpus in config.data.corpora]
     documents = [d.model_dump() for p in planted if p is not None for d in p.documents]
@@ -71,7 +71,7 @@ def _shown(summary: dict[str, Any], planted: list[dict[str, Any]]) -> dict[str, 
 
 
 def _fp8(config: RunConfig, state: RunState) -> dict[str, Any] | None:
-    """fallbacks: how often FP8 was left. steps_without: that were done without it because of that, of new ground."""
+    """fallbacks: how often FP8 was left. steps_without: steps of new ground done without it for that reason."""
     if config.precision.fp8 is None:
         return None
     memory = PolicyState.model_validate(state.stability.get("guard", {}).get("policy", {}))
@@ -83,11 +83,10 @@ def summarise(
     config: RunConfig, state: RunState, validation: float | None, entropy: float | None,
     incidents: list[dict[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Losses in nats per token; final_loss: `RunState.recent_loss`; None = not measured. tokens_per_second: of all
+    """Losses in nats per token; final_loss: `RunState.recent_loss`; None = not measured. tokens_per_second: over all
     steps, without evaluations, checkpoints and starts.
 
-    val_unigram_entropy: the loss of the best model that knows only how frequent each token of the validation text is.
-    fp8: what became of it in a run that wants it.
+    val_unigram_entropy: the unigram entropy of the validation text. fp8: its fallbacks, in a run that uses it.
     """
     layout = state.layout
     return {

@@ -1,9 +1,9 @@
-"""The files of an incident that a person opens: incidents/NNNN/ of a run directory, and incidents/index.html.
+"""Writes the incident files for people: incidents/NNNN/ of a run directory, and incidents/index.html.
 
     python -m megastable.report.postmortem runs/quickstart
 
-Everything is made from the run directory alone, by a process that needs no torch. What stands there already and would
-be the same is left alone; a file is whole or not there, and evidence.json, written last, says that the others are.
+Everything is made from the run directory alone, by a process that needs no torch. Unchanged incidents are left alone;
+files are written atomically, and evidence.json, written last, marks the others as complete.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ EVIDENCE = "evidence.json"
 def write_incidents(run: Path, again: int | None = None) -> list[Path]:
     """Write incidents/NNNN/ of every incident whose facts changed, of number `again` in any case, and the index.
 
-    Returns the folders that were written. Raises DataError for a journal that cannot be read, a number that there is
-    not, a disk that refuses, and an incident that cannot be told, after everything else was written.
+    Returns the folders that were written. Raises DataError for an unreadable journal, an unknown number, a full disk,
+    and an incident that cannot be reported, after everything else was written.
     """
     given, told, written, refused = _open(run), list[Evidence](), list[Path](), list[str]()
     if again is not None and again not in given.incidents:
@@ -44,7 +44,7 @@ def write_incidents(run: Path, again: int | None = None) -> list[Path]:
             known = None if number == again else _known(folder, case.inputs)
             evidence = known or case.gather()
             content = {} if known else _render(evidence, run)
-        except Exception as error:  # whatever is odd about it: the others are told
+        except Exception as error:  # whatever is wrong with it: the others are still reported
             log.exception("incident %d", number)
             refused.append(f"incident {number} could not be told: {type(error).__name__}: {error}")
             continue
@@ -68,7 +68,7 @@ def incidents_of(run: Path) -> Iterator[Evidence]:
 
 
 def costs_of(run: Path) -> dict[int, Cost]:
-    """What every incident took, by number. Raises DataError for a journal that cannot be read."""
+    """The cost of every incident, by number. Raises DataError for a journal that cannot be read."""
     given = _open(run)
     return {number: Gatherer(given, number).cost() for number in given.incidents}
 
@@ -81,7 +81,7 @@ def _open(run: Path) -> Run:
 
 
 def _known(folder: Path, inputs: str) -> Evidence | None:
-    """What was written from the same inputs; None where anything else, or nothing whole, is there."""
+    """The evidence written from the same inputs; None if there is none, or it is incomplete."""
     try:
         evidence = Evidence.model_validate_json((folder / EVIDENCE).read_bytes())
     except (OSError, ValidationError):
@@ -108,11 +108,11 @@ def _render(e: Evidence, run: Path) -> dict[str, bytes]:
 
 
 def _kept(folder: Path, content: dict[str, bytes], refused: list[str]) -> bool:
-    """Write the files of a folder; a disk that refuses is added to `refused`."""
+    """Write the files of a folder; write errors are added to `refused`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if EVIDENCE in content:
-            # As long as it stands there, the others are taken for whole.
+            # While it exists, the other files count as complete.
             (folder / EVIDENCE).unlink(missing_ok=True)
         for name, data in content.items():
             _put(folder / name, data)
@@ -133,7 +133,7 @@ def _pictures(e: Evidence) -> dict[str, bytes]:
                 drawn[name] = pictures.region_picture(region, e.run.global_batch or 1)
         if e.tokens is not None:
             drawn["tokens.png"] = pictures.tokens_picture(e.tokens)
-    except Exception as error:  # a font, a cache of the library: the words still count
+    except Exception as error:  # a missing font, a broken cache: the text still counts
         log.warning("incident %d: no picture: %s", e.incident.number, error)
     return drawn
 

@@ -1,6 +1,6 @@
 """Gathers the facts of an incident (facts.py) from the run directory alone.
 
-A report of trouble must not be trouble: what cannot be read is named, and the rest is gathered all the same.
+A report must not fail: unreadable files are named, and the rest is gathered all the same.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 
-BEFORE, AFTER = 60, 40  # steps that are shown around an incident
-LONGEST = 20_000  # steps of one that are read at most
+BEFORE, AFTER = 60, 40  # steps shown around an incident
+LONGEST = 20_000  # most steps read of one
 COLUMNS = (
     "step", "time", "first_position", "next_position", "applied", "finite", "loss", "grad_norm", "lr", "seconds",
 )  # fmt: skip
@@ -55,11 +55,11 @@ NO_STATISTICS = ("step", "time", "name")
 
 T = TypeVar("T")
 Known = TypeVar("Known", bound=BaseModel)
-NEAR = 8  # events between a checkpoint that is rejected and what is made of it
+NEAR = 8  # events between a checkpoint's rejection and the incident made of it
 
 
 class Run:
-    """What all incidents of a run share, each read once. Raises DataError where the journal cannot be read."""
+    """Shared by all incidents of a run, each part read once. Raises DataError if the journal cannot be read."""
 
     def __init__(self, root: Path) -> None:
         self.directory = RunDirectory(root)
@@ -90,8 +90,7 @@ class Run:
         return read_blends(self.directory.blends)
 
     def library(self, time: float = math.inf) -> Library:
-        """The corpora in the order that held at a time, of now without one. Raises MegastableError where they cannot be
-        opened."""
+        """The corpora in the order valid at a time, by default now. Raises MegastableError if they cannot be opened."""
         count = len(until(self._order, time) or self._order[:1])
         if count not in self._libraries:
             if self.config is None:
@@ -100,7 +99,7 @@ class Run:
         return self._libraries[count]
 
     def selection(self, library: Library) -> Selection:
-        """What is trained on."""
+        """The samples that are trained on."""
         order, more = library.source.order, self.config.data.skip if self.config else []
         return self.ledger.usable(self.directory.skips, order, more)[0]
 
@@ -112,7 +111,7 @@ class Gatherer:
         self.run, self.config, self.journal = run, run.config, run.journal
         self.problems = list(run.problems)
         indexes = self.journal.own[number]
-        # A damaged checkpoint is found before anybody can open an incident.
+        # A damaged checkpoint is found before an incident can be opened.
         found = range(max(0, indexes[0] - NEAR), indexes[0])
         rejected = [n for n in found if isinstance(self.journal.events[n], CheckpointRejected)]
         damage = summary_of(self.journal.events[indexes[0]]).get("verdict") == "damaged_checkpoint"
@@ -123,9 +122,9 @@ class Gatherer:
 
     @property
     def inputs(self) -> str:
-        """Digest of what the facts are made of, cheap to take: of large files their names and sizes.
+        """Digest of the inputs, cheap to take: of large files names and sizes only.
 
-        The corpora are not among them: when they are gone, what was written of them is worth keeping.
+        Without the corpora: once they are gone, what was written about them is worth keeping.
         """
         found = [*self.run.steps.files(*self._window()), *self.run.layers.files(*self._looks())]
         given = [self.run.directory.root / path for path in self.incident.evidence]
@@ -137,7 +136,7 @@ class Gatherer:
         return made.hexdigest()
 
     def gather(self) -> Evidence:
-        """All of it. Raises nothing but what a broken program would."""
+        """All of it. Never raises, bugs aside."""
         i, run = self.incident, self.run
         rows = self._try("the step records", self._rows, list[StepRow]())
         suspects = self._suspects()
@@ -162,7 +161,7 @@ class Gatherer:
             logs=found, problems=list(dict.fromkeys(self.problems)),
         )  # fmt: skip
 
-    # From the corpora, in the order of the time that each position is of
+    # From the corpora, in the order valid at the time of each position
 
     def _samples(self, losses: dict[int, float]) -> list[SampleText]:
         found = list[SampleText]()
@@ -173,12 +172,12 @@ class Gatherer:
         return sorted(found, key=lambda sample: sample.position)[:SHOWN]
 
     def _tokens(self) -> Tokens:
-        # Who was convicted stays in place, whatever is put off later.
+        # Convicted samples stay in place, whatever is deferred later.
         library = self.run.library(max(time for time, skipped, _ in named_when(self.own) if skipped))
         return library.tokens(self.incident.guilty, self.run.selection(library))
 
     def cost(self) -> Cost:
-        """What it took, without the rest."""
+        """The cost alone."""
         return self._cost(self._facts(), self._try("the step records", self._rows, list[StepRow]()))
 
     # From the journal
@@ -208,25 +207,25 @@ class Gatherer:
     def _back_to(self) -> list[int]:
         keys = {"rewound": "to_step", "restarted": "step"}
         if self.incident.verdict == "damaged_checkpoint":
-            keys["closed"] = "step"  # all of it in one event: what could be used instead
+            keys["closed"] = "step"  # all in one event: a checkpoint used instead
         steps = [event.get(keys.get(str(event.get("what")), "")) for event in self.own]
         return [step for step in steps if type(step) is int]
 
     def _closed_at(self) -> int | None:
-        """The last step before the proof that it was over, or before it was given up."""
+        """The last step before the incident was proven over or given up."""
         step = self.own[-1].get("step") if self.own[-1].get("what") == "closed" else None
         return step if type(step) is int and self.incident.verdict != "damaged_checkpoint" else None
 
     # From other files
 
     def _window(self) -> tuple[int, int]:
-        """The steps that are shown."""
+        """The steps shown."""
         i = self.incident
         first = max(1, min(i.onset, i.step) - BEFORE)
         return first, min(max(i.step, i.onset, self._closed_at() or 0) + AFTER, first + LONGEST)
 
     def _looks(self) -> tuple[int, int]:
-        """The steps around it whose layers were looked at."""
+        """The steps around it with layer records."""
         every = self.config.logging.layers_interval if self.config else 0
         return self.incident.onset - every, max(self.incident.step, self._closed_at() or 0) + every
 
@@ -290,7 +289,7 @@ class Gatherer:
         )  # fmt: skip
 
     def _planted(self) -> list[str]:
-        """What was made bad on purpose, and how much of it this incident found."""
+        """The planted faults, and how much of them this incident found."""
         told = []
         for corpus in self.config.data.corpora if self.config and self.incident.positions else []:
             planted = read_planted(find(corpus.path))
@@ -307,12 +306,12 @@ class Gatherer:
         try:
             return get()
         except Exception as error:
-            # A corpus that is gone, a disk that is failing, whatever it is: the other facts still count.
+            # A missing corpus, a failing disk, anything: the other facts still count.
             self.problems.append(f"{what}: {error or type(error).__name__}")
             return otherwise
 
     def _lenient(self, kind: type[Known], given: dict[str, Any], what: str) -> Known:
-        """`given` as far as it can be read; what is left out is named."""
+        """`given` as far as readable; omissions are named."""
         rest = dict(given)
         while True:
             try:

@@ -1,7 +1,7 @@
-"""The facts of one incident, as a tree: what evidence.json holds, and what every other file is made of.
+"""Defines the facts of one incident, as a tree: the content of evidence.json, and the source of every other file.
 
 JSON, in which numbers that are not finite are text; times are Unix seconds, losses nats per token, gradient norms those
-before clipping, positions ranges [first, end). Whatever could not be had is named in `Evidence.problems`.
+before clipping, positions ranges [first, end). Missing facts are named in `Evidence.problems`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.timeline import TimelineEntry
 from megastable.stability.incident import Breakdown, IncidentFields
 
-VERSION = 6  # of what is made of the facts: another one writes all incidents again
+VERSION = 6  # of the derived files: a change rewrites all incidents
 
 
 class RunFacts(Facts):
@@ -41,7 +41,7 @@ class RunFacts(Facts):
 
 
 class IncidentFacts(IncidentFields):
-    """What the journal's last word on an incident says, of any version; what it does not know is left out."""
+    """The journal's last summary of an incident, of any version; fields that it lacks are left out."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -61,22 +61,22 @@ class IncidentFacts(IncidentFields):
 
     @property
     def breakdown(self) -> bool:
-        """Whether processes or files failed, rather than numbers."""
+        """Whether processes or files failed, not numbers."""
         return bool(self.failure) or self.verdict in [*Breakdown]
 
     @property
     def guilty(self) -> list[tuple[int, int]]:
-        """Positions that were measured, and found guilty; what was only skipped along with a step is not."""
+        """Positions measured and found guilty; not those only skipped along with a step."""
         return self.positions if self.cause == "data" and not self.breakdown else []
 
     @property
     def shown(self) -> list[tuple[int, int]]:
-        """Positions whose texts are shown: what was skipped, or else what was put off."""
+        """Positions whose texts are shown: skipped, or else deferred."""
         return self.positions or self.deferred
 
 
 class SuspectFacts(BaseModel):
-    """A sample on the good state, as attribution measured it."""
+    """A sample on the good state, as measured by attribution."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -87,11 +87,11 @@ class SuspectFacts(BaseModel):
 
 
 class RegionFacts(BaseModel):
-    """How far bad data goes, as attribution found it: positions [first, end); how both ends were found, in a sentence.
+    """The extent of bad data, as found by attribution: positions [first, end); how both ends were found, in a sentence.
 
-    measured: samples that were measured for it; steps: what that took, in steps of time; inferred: guilty samples that
-    were not measured; found: whether it was seen to end ahead. probes: first position, samples and bad samples of each
-    batch that was looked at.
+    measured: samples measured for it; steps: their cost, in steps of time; inferred: guilty samples that were not
+    measured; found: whether its end ahead was found. probes: first position, samples and bad samples of each measured
+    batch.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -107,7 +107,7 @@ class RegionFacts(BaseModel):
 
     @property
     def stretches(self) -> list[Stretch]:
-        """The probes in ascending order, neighbours that look the same together."""
+        """The probes in ascending order, similar neighbours merged."""
         told: list[Stretch] = []
         for first, measured, bad in sorted(self.probes):
             last = told[-1] if told else None
@@ -121,7 +121,7 @@ class RegionFacts(BaseModel):
 
 @dataclass
 class Stretch:
-    """Neighbouring batches that were looked at: positions [first, end), samples measured, and bad ones of them."""
+    """Neighbouring measured batches: positions [first, end), samples measured, and bad ones among them."""
 
     first: int
     end: int
@@ -131,7 +131,7 @@ class Stretch:
 
 
 class StepRow(BaseModel):
-    """A recorded step; where its file is not on the disk yet, what the journal says of a refused one."""
+    """A recorded step; if its file is not on disk yet, the journal's data on a refused one."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -148,7 +148,7 @@ class StepRow(BaseModel):
 
 
 class LayerValue(Facts):
-    """A statistic of a parameter or block at the looks of `Layers`; None where it was not looked at."""
+    """A statistic of a parameter or block at the records of `Layers`; None if not recorded."""
 
     name: str
     statistic: str
@@ -158,14 +158,14 @@ class LayerValue(Facts):
 
     @property
     def ratio(self) -> float | None:
-        """How much it had changed at the next look after that before it."""
+        """The value at the next record after `before`, divided by it."""
         then = self.during if self.during is not None else self.after
         return then / self.before if self.before and then is not None else None
 
 
 class Layers(Facts):
-    """The looks into every layer: the last before the onset, the first one before it was undone, the first one after
-    the proof that it was over. *_step: of the look, None where there was none."""
+    """The records of every layer: the last before the onset, the first before it was undone, the first after the proof
+    that it was over. *_step: of the record, None if there was none."""
 
     before_step: int | None
     during_step: int | None
@@ -196,9 +196,10 @@ class Cost(Facts):
 
 
 class Evidence(Facts):
-    """Everything. inputs: digest of what it was made from. passes: recorded steps, a list for each time through.
+    """Everything. inputs: digest of its sources. passes: recorded steps, a list for each pass.
 
-    back_to: steps that the run went back to. healed_at: step of the proof that it was over; None where none was told.
+    back_to: steps that the run was rewound to. healed_at: step of the proof that it was over; None if none is
+    journaled.
     """
 
     format: int = VERSION
@@ -221,7 +222,7 @@ class Evidence(Facts):
 
     @property
     def brief(self) -> Evidence:
-        """What the index of a run tells of it, without what fills the memory."""
+        """The parts that the index of a run shows, without the large ones."""
         empty: dict[str, Any] = dict.fromkeys(
             ("timeline", "suspects", "regions", "passes", "samples", "logs"), ()
         )

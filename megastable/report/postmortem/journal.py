@@ -1,4 +1,4 @@
-"""The journal of a run in one pass: what each of its incidents needs of it. A line that is none of ours is left out."""
+"""Reads the journal in one pass and selects what each incident needs; malformed lines are left out."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megastable.run.events.stability_events import Discarded, Handover, Incident
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
 from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Stopped, Training
 
-EARLIER, LATER = 30, 12  # events before and after those of an incident that are looked at
-MARKS = (CheckpointSaved, Evaluated, Training, Finished, Stopped)  # between two of them a stretch is whole
+EARLIER, LATER = 30, 12  # events before and after those of an incident that are searched
+MARKS = (CheckpointSaved, Evaluated, Training, Finished, Stopped)  # a stretch between two is whole
 STARTS = (Training, Launched)
-TURNS = (*STARTS, Hang, Ended, Handover, SupervisorEvent)  # where processes begin or end
-LATEST = 1e11  # Unix seconds: what is beyond is no time
+TURNS = (*STARTS, Hang, Ended, Handover, SupervisorEvent)  # processes begin or end
+LATEST = 1e11  # Unix seconds: beyond is no valid time
 
 
 class Journal:
     """events: in order, without the policy's memory, of which every event of an incident has a copy.
 
-    own: of each incident, by number, which events are its own. refused: those
-    of refused updates, by step. Raises DataError for a file that cannot be read.
+    own: indexes of each incident's events, by number. refused: events of refused updates, by step. Raises DataError for
+    a file that cannot be read.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -60,21 +60,21 @@ class Journal:
             self.own[number].append(at)
 
     def turns(self, at: int) -> list[int]:
-        """Which events say that processes began or ended, after their last start before events[at]."""
+        """Indexes of events where processes began or ended, after their last start before events[at]."""
         first = bisect_left(self._turns, at)
         while first > 0 and not isinstance(self.events[self._turns[first - 1]], STARTS):
             first -= 1
         return self._turns[first:]
 
     def world(self, at: int) -> int | None:
-        """How many ranks trained at events[at]."""
+        """Number of ranks at events[at]."""
         for turn in range(bisect_left(self._turns, at) - 1, -1, -1):
             if type(world := self.events[self._turns[turn]].get("world")) is int:
                 return world
         return None
 
     def nearby(self, begin: int, end: int) -> slice:
-        """From the last mark before events[begin] to the first one after events[end], marks included."""
+        """From the last mark before events[begin] to the first after events[end], marks included."""
         first, last = begin, end
         while first > max(0, begin - EARLIER) and (
             first == begin or not isinstance(self.events[first], MARKS)
@@ -88,7 +88,7 @@ class Journal:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A million events are no garbage: looking for some among them again and again would take as long as reading."""
+    """Pause garbage collection: with a million live events it would take as long as reading them."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -99,12 +99,12 @@ def uncollected() -> Iterator[None]:
 
 
 def summary_of(event: Event) -> dict[str, Any]:
-    """What an event says of the whole incident."""
+    """The incident's summary in an event."""
     return tree(event.get("summary"))
 
 
 def number_of(event: Event) -> int | None:
-    """The incident that an event belongs to."""
+    """The number of the incident that an event belongs to."""
     number = summary_of(event).get("number")
     return number if type(number) is int and 0 < number < 10**9 else None
 
@@ -116,9 +116,8 @@ def _sane(event: Event) -> bool:
 
 
 def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Range]]]:
-    """What each of an incident's events, in order, adds to the positions that it skips and to those whose samples it
-    puts off: (time, skipped, deferred). They are meant in the order of the data of that time, in which what the event
-    itself puts off is where it was."""
+    """The positions that each of an incident's events, in order, adds to those skipped and deferred: (time, skipped,
+    deferred). They refer to the data order of that time, before the event's own deferrals."""
     found = list[tuple[float, list[Range], list[Range]]]()
     known, put_off = Skips.of([]), Counter[Range]()
     for number, event in enumerate(told):
@@ -133,5 +132,5 @@ def named_when(told: Sequence[Event]) -> list[tuple[float, list[Range], list[Ran
 
 
 def _ranges(given: object) -> list[Range]:
-    """Of an event, whatever it holds."""
+    """The ranges of an event, whatever it holds."""
     return [(a, b) for a, b in pairs(given) if 0 <= a < b <= LAST_POSITION]

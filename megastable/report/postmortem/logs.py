@@ -1,6 +1,6 @@
-"""The logs, last words and stacks that an incident names: those that say the same are shown once, for all their ranks.
+"""Collects the logs, last words and stacks that an incident names; equal ones are shown once, for all their ranks.
 
-Only what lies in the run directory is read. A copy of the end of each that is shown is made safe to open.
+Only files of the run directory are read. The copied end of each is made safe to open.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from megastable.report.postmortem.safe import log_text
 from megastable.report.postmortem.sample_texts import Facts
 from megastable.run.rank_ipc import LastWords
 
-COPIED = 1 << 20  # bytes of a log, its end, that are copied
-TAIL = 60  # lines of it that are shown, ...
+COPIED = 1 << 20  # last bytes of a log that are copied
+TAIL = 60  # last lines shown, ...
 WIDEST = 20_000  # ... and characters
-MOST = 12  # that are shown
+MOST = 12  # logs shown
 _UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 _RANK = re.compile(r"rank-(\d+)\.(json|stacks)")
-_WHO = re.compile(
-    r"\Arank .*\n|0x[0-9a-f]+"
-)  # what differs between the stacks of two ranks at the same place
+_WHO = re.compile(r"\Arank .*\n|0x[0-9a-f]+")  # differs between the stacks of two ranks at the same place
 
 
 class Log(Facts):
-    """A log, or what a rank left. ranks: all that left the same, "" of a log of all. file: the copy of its end, control
-    characters escaped, beside the report; tail: its last lines."""
+    """A log, or a file left by a rank. ranks: all with the same content, "" for a log of all. file: the copy of its
+    end, control characters escaped, beside the report; tail: its last lines."""
 
     source: str
     ranks: str
@@ -41,8 +39,8 @@ class Log(Facts):
 
 
 def logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Log], list[str]]:
-    """Of `paths` below the run directory `root`, those to be shown: whole logs, then last words, the first cause before
-    its consequences, then stacks; and what could not be had. folder: of the logs, left out of names."""
+    """Of `paths` below the run directory `root`, those to be shown: whole logs, then last words, causes before
+    consequences, then stacks; and what could not be read. folder: of the logs, left out of names."""
     found, problems = list[tuple[tuple[Any, ...], int | None, Any, Log]](), list[str]()
     for path in dict.fromkeys(paths):
         try:
@@ -72,7 +70,7 @@ def logs(root: Path, folder: str, paths: Iterable[str]) -> tuple[list[Log], list
 
 
 def _said(text: str) -> tuple[float, Any]:
-    """When a rank said its last words, and what they were, whichever rank it is."""
+    """When a rank said its last words, and their content without the rank."""
     try:
         words = LastWords.model_validate_json(text)
     except ValueError:
@@ -81,7 +79,7 @@ def _said(text: str) -> tuple[float, Any]:
 
 
 def copy(root: Path, log: Log) -> bytes:
-    """What `log.file` holds. Raises OSError and ValueError where it is gone."""
+    """The content of `log.file`. Raises OSError and ValueError if it is gone."""
     return log_text(_end(root, log.source)[1]).encode()
 
 

@@ -1,7 +1,7 @@
-"""The files of an incident as text: post-mortem, report, index, samples, tables. Pure but for reading the templates.
+"""Renders the files of an incident: post-mortem, report, index, samples, tables. Pure but for reading the templates.
 
-Whatever a template puts out goes through `finalize`: untrusted text becomes visible, and harmless in the file's own
-language, without a template having to ask for it. Only what this module made itself passes as it is.
+All output of a template goes through `finalize`, which makes untrusted text visible, and harmless in the file's own
+language, without the template's help. Only text made by this module passes unchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megastable.report.postmortem import safe, sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
 from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count
 
-ON_PAGE = 5  # samples that the page shows
-DOCUMENTS = 50  # documents that the page shows
-SUSPECTS = 16  # suspects that either page shows
-CHANGED = 12  # statistics of layers that the page shows
+ON_PAGE = 5  # samples shown on the page
+DOCUMENTS = 50  # documents shown on the page
+SUSPECTS = 16  # suspects shown on either page
+CHANGED = 12  # layer statistics shown on the page
 FILES = {
     "report.html": "all of it on one page",
     "postmortem.md": "the same for a terminal or a wiki",
@@ -43,7 +43,7 @@ class Raw(str):
 
 
 def report(e: Evidence, pictures: Mapping[str, bytes], files: Iterable[str]) -> str:
-    """report.html: one page that needs nothing else. pictures: PNG by the name of their file; files: that there are."""
+    """report.html: a self-contained page. pictures: PNG by file name; files: that exist."""
     data = {
         name: Markup("data:image/png;base64,") + base64.b64encode(png).decode()
         for name, png in pictures.items()
@@ -104,7 +104,7 @@ def documents(e: Evidence) -> str:
 
 
 def layers(found: Layers) -> str:
-    """layers.csv: every statistic at the looks before, during and after the incident."""
+    """layers.csv: every statistic before, during and after the incident."""
     looks = {"before": found.before_step, "during": found.during_step, "after": found.after_step}
     head = [f"{when} (step {step})" if step is not None else when for when, step in looks.items()]
     rows = [(v.name, v.statistic, v.before, v.during, v.after, v.ratio) for v in found.values]
@@ -112,7 +112,7 @@ def layers(found: Layers) -> str:
 
 
 def changed(e: Evidence) -> list[LayerValue]:
-    """The statistics of layers that changed most, what became infinite before all others."""
+    """The layer statistics that changed most, infinite ones first."""
 
     def change(value: LayerValue) -> float:
         ratio = value.ratio
@@ -124,7 +124,7 @@ def changed(e: Evidence) -> list[LayerValue]:
 
 
 def _facts(e: Evidence) -> dict[str, Any]:
-    """What both pages tell."""
+    """The content of both pages."""
     return {
         "e": e, "headline": sentences.seen(e.incident), "sequel": sentences.sequel(e), "outcome": sentences.outcome(e),
         "most_suspects": SUSPECTS,
@@ -143,7 +143,7 @@ def _facts(e: Evidence) -> dict[str, Any]:
 
 
 def _names(e: Evidence) -> list[str]:
-    """Of the pictures of the regions."""
+    """Names of the region plots."""
     return ["region.png" if number == 0 else f"region-{number + 1}.png" for number in range(len(e.regions))]
 
 

@@ -1,8 +1,8 @@
-"""The recorded steps around an incident, in the order in which they happened.
+"""Reads the recorded steps around an incident, in the order in which they happened.
 
-A run that goes back does steps again, and records them again: each time through is a `pass`, the first of which shows
-what went wrong, the last how it went on. Only files that may hold the wanted steps are read; one that cannot be read
-is named, and done without.
+A run that rewinds repeats steps, and records them again: each repetition is a `pass`, the first of which shows what
+went wrong, the last how it continued. Only files that may hold the wanted steps are read; unreadable ones are named and
+left out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NAMES = re.compile(r"(\d+)-(\d+)-(\d+)\.parquet")  # of a file: its first and la
 
 
 class RecordFolder:
-    """The record files of a folder, listed once. slack: steps by which a file, named after its first and its last row,
-    may hold others, where the run went back in between: no more than one holds."""
+    """The record files of a folder, listed once. slack: steps outside a file's name (its first and last row) that it
+    may hold after a rewind: no more than one file holds."""
 
     def __init__(self, path: Path, kind: pa.Schema, slack: int) -> None:
         self.kind, self.name = kind, path.name
@@ -34,11 +34,11 @@ class RecordFolder:
             self._files.append((first - slack, last + slack, file))
 
     def files(self, first: int, last: int) -> list[Path]:
-        """Those that may hold steps of [first, last], lowest first."""
+        """Files that may hold steps of [first, last], lowest first."""
         return [path for low, high, path in self._files if low <= last and high >= first]
 
     def rows(self, first: int, last: int, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Records of the steps [first, last] as {column: value}, in the order of time; and which files are damaged."""
+        """Records of the steps [first, last] as {column: value}, in the order of time; and the damaged files."""
         wanted = pa.schema([self.kind.field(name) for name in columns])
         found, problems = list[dict[str, Any]](), list[str]()
         for path in self.files(first, last):
@@ -52,7 +52,7 @@ class RecordFolder:
 
 
 def passes(steps: Sequence[StepRow]) -> list[list[StepRow]]:
-    """`steps`, in the order of their times, cut where the run went back: never empty parts."""
+    """`steps`, in the order of their times, split at each rewind: no part is empty."""
     parts: list[list[StepRow]] = []
     for row in steps:
         if not parts or row.step <= parts[-1][-1].step:

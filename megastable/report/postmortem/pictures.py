@@ -1,6 +1,6 @@
-"""Pictures of an incident: the steps around it, and the tokens of the guilty samples beside those of their corpus.
+"""Draws an incident: the steps around it, and the tokens of the guilty samples beside those of their corpus.
 
-Drawn without pyplot: no state is left in a process that does other things.
+Without pyplot, which would leave global state in the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 INK, FAINT, GRID = "#1f2933", "#8a94a0", "#e6e9ed"
 BAD, GOOD = "#d1495b", "#1f6fb2"
-LABEL = 16  # characters of a token that are shown
+LABEL = 16  # characters shown of a token
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans", "font.size": 9.5, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
     "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
@@ -32,7 +32,7 @@ STYLE: dict[Any, Any] = {
 
 
 def steps_picture(e: Evidence) -> bytes | None:
-    """Loss, gradient norm and, where it was cut, the learning rate around the incident, as PNG; None without steps."""
+    """Loss, gradient norm and, if cut, the learning rate around the incident, as PNG; None without steps."""
     from matplotlib import rc_context
 
     if not e.passes:
@@ -88,7 +88,7 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
     if log and norms:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
-        if max(norms) < 4 * min(norms):  # hardly a power of ten among them
+        if max(norms) < 4 * min(norms):  # less than a power of ten between them
             axis.yaxis.set_major_locator(MaxNLocator(4))
             axis.yaxis.set_minor_formatter(NullFormatter())
         else:
@@ -99,9 +99,9 @@ def _panel(axis: Axes, e: Evidence, name: str) -> None:
 
 
 def standing(passes: Sequence[Sequence[StepRow]]) -> tuple[list[StepRow], list[list[StepRow]]]:
-    """The steps that stood, in order, and those that were done again, a list for each time the run went back.
+    """The steps that stayed, in order, and those that were repeated, a list for each rewind.
 
-    Each of the latter begins with the step before it, where there is one, so that a line joins them.
+    Each of the latter begins with the step before it, if there is one, so that a line joins them.
     """
     stood, undone = list[StepRow](), list[list[StepRow]]()
     for part in passes:
@@ -147,7 +147,7 @@ def _marks(axis: Axes, e: Evidence, named: bool) -> None:
             groups.append([step])
     if not named:
         return
-    # Above the picture, where they hide nothing; one that would run into its neighbour stands higher.
+    # Above the plot, where they hide nothing; a label that would touch its neighbour is raised.
     free = -math.inf
     for group in groups:
         words = " · ".join(f"{what} {step:,}" for step in group for what in shown[step])
@@ -163,7 +163,7 @@ def _marks(axis: Axes, e: Evidence, named: bool) -> None:
 
 
 def region_picture(region: RegionFacts, batch: int) -> bytes:
-    """Where attribution looked for the ends of a region, and what share of each batch was bad, as PNG. batch: samples
+    """The batches measured to find the ends of a region, and the share of bad samples in each, as PNG. batch: samples
     of a step."""
     from matplotlib import rc_context
 
@@ -178,7 +178,7 @@ def _region(region: RegionFacts, batch: int) -> Figure:
     axis = figure.subplots()
     batch = max(1, batch)
     span = (region.end - region.first) / batch
-    # Linear inside; beyond both ends distances double, and so does the scale.
+    # Linear inside; beyond both ends probe distances double, and so does the scale.
     places = [_place((first + size / 2 - region.first) / batch, span) for first, size, _ in region.probes]
     shares = [100 * bad / max(1, size) for _, size, bad in region.probes]
     axis.axvspan(0, span, color=BAD, alpha=0.10, linewidth=0, zorder=0)
@@ -211,8 +211,8 @@ def _region(region: RegionFacts, batch: int) -> Figure:
 
 
 def _place(steps: float, span: float) -> float:
-    """Where on the axis a batch lies, that is so many batches behind the region's first: a doubling takes as much room
-    as a sixteenth of the region."""
+    """Position on the axis of a batch that many batches after the region's first: a doubling takes a sixteenth of the
+    region's width."""
     beyond = -steps if steps < 0 else steps - span
     if beyond <= 0:
         return steps
@@ -270,7 +270,7 @@ def _tokens(tokens: Tokens) -> Figure:
 
 
 def label_of(text: str) -> str:
-    """A token as a label: spaces seen, what the font has not as an escape, short."""
+    """A token as a label: spaces visible, glyphs missing from the font escaped, short."""
     shown = "".join(c if _has_glyph(c) else escaped(c) for c in visible(text).replace(" ", "␣"))
     return shown if len(shown) <= LABEL else shown[: LABEL - 1] + "…"
 
@@ -289,6 +289,6 @@ def _figure(width: float, height: float) -> Figure:
 
 def _png(figure: Figure) -> bytes:
     content = io.BytesIO()
-    # Without the version of the library in it, the same facts give the same bytes.
+    # Without the library's version in it, the same facts give the same bytes.
     figure.savefig(content, format="png", dpi=130, metadata={"Software": None})
     return content.getvalue()

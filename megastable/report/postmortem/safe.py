@@ -1,4 +1,4 @@
-"""Untrusted text made harmless: what a person opens shows it, and nothing that reads it obeys it.
+"""Makes untrusted text harmless: it is shown to people, and nothing that reads it interprets it.
 
 Text of guilty samples, names, messages and logs may hold control characters, ANSI escapes, bidirectional overrides,
 HTML and Markdown. `visible` (base/text.py) comes first, whatever the file is; then the file's own escaping.
@@ -22,20 +22,20 @@ _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[tnr])")
 
 
 def block(text: str) -> str:
-    """On as many lines as it has, with its tabs."""
+    """Multi-line text, with its tabs."""
     return visible(text, keep="\n\t")
 
 
 def markdown(text: str) -> str:
-    """As plain words inside a line or a table's cell of Markdown (CommonMark and GitHub's): no markup, no link."""
+    """Text inside a line or a table's cell of Markdown (CommonMark and GitHub's): no markup, no link."""
     plain = _PUNCTUATION.sub(lambda found: "\\" + found[0], visible(text))
     plain = _LIST.sub(lambda found: f"{found[1]}\\{found[2]}", plain, count=1)
-    # A renderer makes a link of a bare address; a comment that shows as nothing keeps it from that.
+    # Renderers turn bare addresses into links; an empty comment prevents that.
     return _ADDRESS.sub(lambda found: f"{found[0]}<!-- -->", plain)
 
 
 def fenced(text: str) -> str:
-    """As a code block of Markdown that no line of `text` can end."""
+    """A code block of Markdown that no line of `text` can end."""
     shown = block(text)
     longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -43,7 +43,7 @@ def fenced(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """As code inside a line of Markdown."""
+    """Code inside a line of Markdown."""
     shown = visible(text)
     longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
     ticks = "`" * (longest + 1)
@@ -52,14 +52,14 @@ def code(text: str) -> str:
 
 
 def cell(value: object) -> object:
-    """As a cell of a table that a spreadsheet opens: no formula."""
+    """A cell of a table for a spreadsheet: no formula."""
     if not isinstance(value, str):
         return value
     return ("'" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else "") + visible(value)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """CSV that a spreadsheet opens."""
+    """CSV for a spreadsheet."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([cell(name) for name in head])
@@ -68,13 +68,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def log_text(content: bytes) -> str:
-    """What a program printed, as text for a person: colours gone, progress lines one below the other, all visible."""
+    """A program's output as text: colours removed, progress lines one below the other, control characters visible."""
     text = _COLOURS.sub("", content.decode("utf-8", "replace"))
     return block(text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def split_escapes(text: str) -> list[tuple[str, bool]]:
-    """A visible text in pieces, with whether each is an escape, so that a page can set them apart."""
+    """Split a visible text into pieces, flagged if an escape, so that a page can mark them."""
     pieces, at = list[tuple[str, bool]](), 0
     for found in _ESCAPE.finditer(text):
         pieces += [(text[at : found.start()], False), (found[0], True)]

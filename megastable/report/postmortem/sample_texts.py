@@ -1,4 +1,4 @@
-"""What the guilty samples say: their text, document by document, and how their tokens differ from the corpus's."""
+"""Decodes the guilty samples document by document, and compares their tokens with the corpus's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megastable.data.source import Source
 from megastable.data.statistics import token_counts, unigram_entropy
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 
-SHOWN = 50  # samples whose text is written down, each whole
+SHOWN = 50  # samples whose whole text is written
 COUNTED = 512  # samples whose tokens are counted
-FAR = 1 << 16  # positions before them among which ordinary ones are looked for
-CORPUS = 1 << 21  # tokens of a corpus that they are compared with
-TOP = 10  # most frequent tokens of either that are named
-FEW = 3000  # tokens that it takes to tell random ones
+FAR = 1 << 16  # positions before them that are searched for ordinary samples
+CORPUS = 1 << 21  # tokens of a corpus used for comparison
+TOP = 10  # most frequent tokens named of either
+FEW = 3000  # tokens needed to recognize random ones
 POINTS = 80  # of a curve over ranks
 
 Range = tuple[int, int]
@@ -38,8 +38,8 @@ class Facts(BaseModel):
 
 
 class DocumentText(Facts):
-    """The part of a sample that is of one document. ends: the document ends here. shard, document: None where the index
-    and the text disagree."""
+    """The part of a sample from one document. ends: the document ends here. shard, document: None if index and text
+    disagree."""
 
     text: str
     ends: bool
@@ -48,7 +48,7 @@ class DocumentText(Facts):
 
 
 class SampleText(Facts):
-    """A sample's own tokens, decoded. loss: nats per token on the good state, where attribution measured it."""
+    """A sample's own tokens, decoded. loss: nats per token on the good state, if measured."""
 
     position: int
     corpus: str
@@ -57,7 +57,7 @@ class SampleText(Facts):
 
 
 class TokenShare(Facts):
-    """How often a token occurs, of 1, among the guilty samples and in the corpus."""
+    """The share (0 to 1) of a token among the guilty samples and in the corpus."""
 
     token: int
     text: str
@@ -88,10 +88,10 @@ class Tokens(Facts):
 
     @property
     def reading(self) -> str:
-        """What that looks like, in a sentence."""
+        """The interpretation, in a sentence."""
         if self.repeated > 0.5:
             return f"A single token makes {self.repeated:.0%} of a sample: it looks like a repetition."
-        many = self.guilty_tokens >= FEW  # of fewer, hardly any comes twice in any text
+        many = self.guilty_tokens >= FEW  # with fewer, hardly any token repeats in any text
         if many and math.exp(self.guilty_entropy) > 0.5 * min(self.vocabulary, self.guilty_tokens):
             return "Almost every token of the vocabulary is as frequent as any other: it looks like random tokens."
         if self.usual_distance is None:
@@ -104,10 +104,10 @@ class Tokens(Facts):
 
 
 class Library:
-    """The corpora of a run, opened for reading. Raises MegastableError where they cannot be."""
+    """The corpora of a run, opened for reading. Raises MegastableError if they cannot be opened."""
 
     def __init__(self, config: RunConfig, blends: Sequence[Line] = ()) -> None:
-        """blends: the lines of blends.jsonl that held at the time."""
+        """blends: the lines of blends.jsonl valid at the time."""
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, blends)
         self.source: Source = corpora.train
         info = corpora.manifests[0].tokenizer
@@ -120,7 +120,7 @@ class Library:
         self.vocabulary = corpora.vocab_size
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, or the ids where there is no tokenizer for them."""
+        """The text of token ids, or the ids if there is no tokenizer for them."""
         if self.tokenizer is not None and max(ids, default=0) < self.tokenizer.vocab_size:
             return self.tokenizer.decode(ids)
         return " ".join(map(str, ids))
@@ -155,7 +155,7 @@ class Library:
         )
 
     def tokens(self, ranges: Sequence[Range], selection: Skips | Selection) -> Tokens:
-        """How the tokens of `ranges` are distributed, beside ordinary ones, which `selection` keeps.
+        """The token distribution of `ranges`, and of ordinary samples, which `selection` keeps.
 
         Raises DataError for a damaged corpus.
         """
@@ -194,7 +194,7 @@ class Library:
 
 
 def count(ranges: Sequence[Range]) -> int:
-    """How many positions are in `ranges` [first, end)."""
+    """Number of positions in `ranges` [first, end)."""
     return sum(end - first for first, end in ranges)
 
 

@@ -1,4 +1,4 @@
-"""What the facts of an incident mean, in sentences: headline, class, cause, outcome, cost, what to do next. Pure."""
+"""Puts the facts of an incident into sentences: headline, class, cause, outcome, cost, next steps. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megastable.data.skip_ledger import SampleEntry
 from megastable.report.postmortem.facts import Evidence, IncidentFacts
 from megastable.report.postmortem.sample_texts import Facts, count
 
-NAMED = 1000  # as many documents as an incident names at most (incident_log.py)
+NAMED = 1000  # most documents named by an incident (incident_log.py)
 TYPES = {
     "recoverable": ("type 1, recoverable", "a spike undone by one rewind"),
     "lingering": ("type 2, lingering", "it settled higher, swung, or came back"),
@@ -68,7 +68,7 @@ def headline(e: Evidence) -> str:
 
 
 def sequel(e: Evidence) -> str:
-    """What was found, what was done, how it ended."""
+    """What was found and done, and how it ended."""
     return " ".join(part for part in (_found_and_done(e), outcome(e)) if part)
 
 
@@ -77,17 +77,17 @@ def type_of(kind: str) -> str:
 
 
 def type_remark(i: IncidentFacts) -> str:
-    """What the type means; of a process or a file that failed it says nothing."""
+    """The meaning of the type; "" for a failed process or file."""
     return "" if i.breakdown else TYPES.get(i.kind, ("", ""))[1]
 
 
 def cause(i: IncidentFacts) -> str:
-    """What the cause means: a supervisor means other things than attribution does."""
+    """The meaning of the cause, which differs for supervisor and attribution."""
     return (BREAKDOWNS if i.breakdown else CAUSES).get(i.cause, i.cause)
 
 
 def acted(action: str) -> str:
-    """What an action did."""
+    """The effect of an action."""
     return _sentence(ACTIONS.get(action, action))
 
 
@@ -102,7 +102,7 @@ def seen(i: IncidentFacts) -> str:
 
 
 def symptom(i: IncidentFacts) -> str:
-    """What happened, as a part of a sentence; with numbers where there are any."""
+    """The symptom, as part of a sentence; with numbers if there are any."""
     if i.breakdown:
         what = {"crash": "a process ended that should have gone on", "hang": "the run hung"}
         return i.failure.rstrip(".") or what.get(i.verdict, "a checkpoint was damaged")
@@ -136,7 +136,7 @@ def _found_and_done(e: Evidence) -> str:
     back = f"step {e.back_to[-1]:,}" if e.back_to else "before the onset"
     if i.breakdown:
         skipped = plural(count(i.positions), "sample")
-        # Runs of before wrote positions only: their samples come again.
+        # Older runs wrote positions only: their samples come again.
         until = " in this and every later epoch" if any(isinstance(s, SampleEntry) for s in e.skipped) else ""
         told = [f"Skipped{until}: {skipped}."] if i.positions else []
         told += [f"The run resumed from {back}; steps repeated: {i.steps_lost:,}."] if e.back_to else []
@@ -167,14 +167,13 @@ def _found_and_done(e: Evidence) -> str:
 
 
 def put_off(e: Evidence) -> str:
-    """What became of the samples that trouble came with, where nobody was guilty of it; of those whose conviction was
-    withdrawn, too."""
+    """The fate of samples deferred without a conviction, or whose conviction was withdrawn."""
     i, told, step = e.incident, list[str](), None
     if i.deferred and i.returns and e.run.global_batch:
         step = i.onset + (min(i.returns)[0] - min(i.deferred)[0]) // e.run.global_batch
     if left := told_off(i.deferred, i.returns, i.lost, step):
         told.append(f"{left}.")
-    elif i.positions and not i.guilty and not i.breakdown:  # of a version that put off none
+    elif i.positions and not i.guilty and not i.breakdown:  # of a version that deferred none
         told.append(f"{plural(count(i.positions), 'sample')} skipped in this epoch.")
     if i.released:
         told.append(f"{plural(i.released, 'sample')} no longer convicted.")
@@ -182,12 +181,12 @@ def put_off(e: Evidence) -> str:
 
 
 def what_of(i: IncidentFacts) -> str:
-    """What the samples are whose texts are shown."""
+    """Describes the samples whose texts are shown."""
     return "guilty" if i.guilty else "skipped" if i.positions else "deferred"
 
 
 def _left_first(i: IncidentFacts) -> bool:
-    """Whether FP8 was left in place of a cut of the rate, which cannot be taken back: which of both it was is open."""
+    """Whether FP8 was left first, before a cut of the rate, which cannot be undone: either may be the cause."""
     return i.cause == "learning_rate" and i.actions[-1:] == ["fall_back"]
 
 
@@ -269,7 +268,7 @@ def cost_explained(e: Evidence) -> str:
 
 
 def skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
-    """The incident's lines of the skip ledger: what is skipped, which of it, for how long, and why."""
+    """The incident's lines of the skip ledger: what is skipped, which part of it, for how long, and why."""
     told = []
     for s in e.skipped:
         if isinstance(s, SampleEntry):
@@ -287,7 +286,7 @@ def skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
 
 
 def follow_ups(e: Evidence) -> list[FollowUp]:
-    """What a person should do now, by cause and outcome."""
+    """Next actions for a person, by cause and outcome."""
     causes = _of_breakdown(e) if e.incident.breakdown else _by_cause(e)
     return [*_by_outcome(e), *causes, *_logs(e)]
 
@@ -339,7 +338,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             yield FollowUp(
                 text="This run skips them in every epoch. Another one on the same corpora has to be told, whatever its "
                 "seed, blend and sequence length (here RUN).",
-                # Without this run's incident and step, which RUN would take for its own.
+                # Without the incident and step of this run, which RUN would take for its own.
                 command=f'grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} | '
                 "sed -E 's/,\"(incident|step)\":[0-9]+//g' >> RUN/skips.jsonl",
             )
@@ -437,12 +436,12 @@ def number(value: float | None) -> str:
 
 
 def peak(i: IncidentFacts, value: float | None) -> str:
-    """As `number`, of a peak: one that is not finite is not kept."""
+    """As `number`, for a peak: non-finite ones are not stored."""
     return "not finite" if value is None and i.verdict == "non_finite" else number(value)
 
 
 def documents(e: Evidence) -> str:
-    """How many documents are named; an incident names no more than so many."""
+    """The number of documents named; limited per incident."""
     some = len(e.incident.documents)
     return f"{some:,} or more documents" if some >= NAMED else plural(some, "document")
 

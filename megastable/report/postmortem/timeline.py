@@ -1,4 +1,4 @@
-"""What the journal says around an incident, an event a line, in words."""
+"""Lists the journal's events around an incident, one per line, in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST = 80  # lines
 
 
 class TimelineEntry(Facts):
-    """An event. time: Unix seconds; step: None where it belongs to none; own: of the incident itself."""
+    """An event. time: Unix seconds; step: None if it has none; own: of the incident itself."""
 
     time: float
     step: int | None
@@ -27,7 +27,7 @@ class TimelineEntry(Facts):
 
 
 def timeline(events: Sequence[Event], number: int) -> list[TimelineEntry]:
-    """Those of incident `number` and around it."""
+    """Events of incident `number` and around it."""
     entries = [_entry(event, number) for event in events]
     if len(entries) <= MOST:
         return entries

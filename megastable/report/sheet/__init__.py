@@ -1,7 +1,7 @@
-"""A sheet: what a command found in the data, for a terminal, a browser, a spreadsheet and a program.
+"""Shows sheets, the results of a command that inspects data, in a terminal, a browser, a spreadsheet or as JSON.
 
-The positions of a step, the documents of an incident, ten thousand suspects of a scan: rows, with texts to read below
-them. Text of documents is untrusted: whatever the output is, it shows, and nothing obeys it.
+The positions of a step, the documents of an incident, ten thousand suspects of a scan: rows, with texts below them.
+Text of documents is untrusted: every output shows it, and none interprets it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A sheet as files for programs: JSON with all that it holds, CSV with its rows."""
+"""Writes a sheet for programs: JSON with everything, CSV with its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megastable.run import directory
 
 
 def as_json(sheet: Sheet) -> str:
-    """For programs. Texts are exact, in ASCII; numbers that are not finite are text, which float() gives back."""
+    """For programs. Texts are exact, in ASCII; non-finite numbers are text, which float() parses."""
     words = {column.key for column in sheet.columns if column.words}
     content = {
         "title": sheet.title,
@@ -27,12 +27,12 @@ def as_json(sheet: Sheet) -> str:
         "histograms": [asdict(histogram) for histogram in sheet.histograms],
         "notes": list(sheet.notes),
     }
-    # DEL is the one character that a terminal obeys and JSON leaves as it is.
+    # DEL is the only terminal control character that JSON leaves unescaped.
     return directory.as_json(_numbers(content), indent=1).replace("\x7f", "\\u007f") + "\n"
 
 
 def as_csv(sheet: Sheet) -> str:
-    """Every column of every row, without the texts, for a spreadsheet: nothing in it is a formula."""
+    """Every column of every row, without the texts, for a spreadsheet: no formulas."""
     head = [column.key for column in sheet.columns]
     return safe.table(head, ([_cell(row.get(key)) for key in head] for row in sheet.rows))
 
@@ -47,7 +47,7 @@ def _cell(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """The tree with Python's numbers in place of numpy's."""
+    """The tree with numpy's numbers as Python's."""
     if isinstance(value, dict):
         return {str(key): _numbers(below) for key, below in value.items()}
     if isinstance(value, list | tuple):

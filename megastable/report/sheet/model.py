@@ -1,4 +1,4 @@
-"""What a sheet holds. Values of rows are plain: text, numbers (numpy's too), booleans, lists of these, or None."""
+"""Defines a sheet. Values of rows are plain: text, numbers (numpy's too), booleans, lists of these, or None."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """kind: how its values are shown, a share (0 to 1) in per cent; wide: not in a terminal's table; limit: of scores,
-    what is bad begins here, and very bad at twice as much (without one, colours go by the largest of the sheet). words:
-    it is text of what another key of the row holds as a number, and programs get only that."""
+    """kind: how values are shown, a share (0 to 1) in per cent; wide: not in a terminal's table; limit: of scores, bad
+    from here, very bad from twice as much (without one, colours scale to the sheet's largest). words: it renders as
+    text a number under another key of the row, and programs get only that number."""
 
     key: str
     title: str
@@ -36,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of a text, such as a token. heat: 0 to 1, colours it; hint: more about it, such as its loss."""
+    """A piece of a text, such as a token. heat: 0 to 1, its colour; hint: details, such as its loss."""
 
     text: str
     heat: float | None = None
@@ -44,7 +44,7 @@ class Span:
 
     @property
     def level(self) -> int:
-        """The heat in tenths, 0 to 9; 0 where there is none."""
+        """The heat in tenths, 0 to 9; 0 if there is none."""
         if self.heat is None or not self.heat > 0:
             return 0
         return int(min(10 * self.heat, 9))
@@ -62,8 +62,8 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """counts: one less than edges, which rise. marks: (value, label) such as a limit. column: the key of the column
-    that it is of, so that a bar can pick rows; the first and the last bar take what is beyond them, too."""
+    """counts: one fewer than edges, which ascend. marks: (value, label) such as a limit. column: the key of its column,
+    so that a bar can select rows; the first and the last bar include what is beyond them."""
 
     title: str
     edges: Sequence[float]
@@ -85,10 +85,9 @@ class Histogram:
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """passages: texts of a row, by its index. Rows may have keys that no column shows: JSON has them, and with `shard`
-    and `document` the page offers a plan. legend: what the heat of the texts means. counts: the key whose different
-    values are what a person counts, where one may have several rows, and what they are called: ("position", "sample").
-    facts: for people, name and text; data: the same for programs, numbers whose keys say their units.
-    """
+    and `document` the page offers a plan. legend: the meaning of the texts' heat. counts: the key whose distinct values
+    are counted, if one may have several rows, and their name: ("position", "sample"). facts: for people, name and text;
+    data: the same for programs, with units in the keys."""
 
     title: str
     lead: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""Where a sheet goes: as a command's options say."""
+"""Sends a sheet to the outputs that a command's options name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 @dataclass(frozen=True)
 class Output:
-    """json: print all of it for machines, instead of a table; csv, html, output: files to write besides, `output` the
-    JSON. rows, texts: how many a terminal shows. on_page: rows whose text a page shows."""
+    """json: print everything as JSON, instead of a table; csv, html, output: files to write as well, `output` as JSON.
+    rows, texts: how many a terminal shows. on_page: rows whose text a page shows."""
 
     json: bool = False
     csv: Path | None = None
@@ -50,22 +50,22 @@ class Output:
         return [path for path in self._files if str(path) in STDOUT]
 
     def put(self, sheet: Sheet) -> None:
-        """Raises DataError when a file, or the standard output, cannot be written."""
+        """Raises DataError if a file, or the standard output, cannot be written."""
         if self.csv is not None:
             write_output(self.csv, as_csv(sheet))
         if self.html is not None:
             write_output(self.html, as_html(sheet))
         if self.output is not None:
             write_output(self.output, as_json(sheet))
-        if self._on_stdout:  # what reads it wants nothing else
+        if self._on_stdout:  # its reader expects nothing else
             return
         try:
             self._print(sheet)
             sys.stdout.flush()
-        except BrokenPipeError:  # | head has seen enough
+        except BrokenPipeError:  # | head has exited
             raise
         except OSError as error:
-            # What is left in the buffer would fail once more at the end of the process.
+            # Bytes left in the buffer would fail again when the process ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise DataError(f"the standard output could not be written: {error.strerror}") from None
 
@@ -75,7 +75,7 @@ class Output:
             return
         terminal = Console()
         if not terminal.is_terminal:
-            terminal = Console(width=160)  # of a file or a pipe nobody knows how wide it is
+            terminal = Console(width=160)  # the width of a file or a pipe is unknown
         terminal.print(console(sheet, self.rows, self.texts))
         for path in self._files:
             print(f"written: {path}")

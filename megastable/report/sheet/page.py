@@ -1,8 +1,8 @@
-"""A sheet as one page that needs nothing else, no network either; its script and its style are named by hash.
+"""Renders a sheet as one self-contained page that needs no network; its script and style are named by hash.
 
-What the page shows comes as data and is put there as text: `marked` makes it visible, so that what reaches the browser
-has no control characters at all, and sets escapes apart; `embed` keeps it from ending the element that it is in.
-Tabulator (vendor/) shows the rows; it sets markup, so a policy of trusted types in page.js lets no element into it.
+Content is passed as data and inserted as text: `marked` makes it visible, so that no control characters reach the
+browser, and marks escapes; `embed` keeps it from ending its element. Tabulator (vendor/) shows the rows; it sets
+markup, so a trusted-types policy in page.js admits no elements.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megastable.report.sheet.values import SAFE, plain, tones
 
 VENDOR = Path(__file__).with_name("vendor")
 SCRIPTS = ("rows.js", "histogram.js", "reader.js", "grid.js", "page.js")
-CARDS = 6  # facts that stand in cards above the others
+CARDS = 6  # facts shown as cards above the others
 FIRST = 2  # charts above the rows
-PART = 256  # rows whose texts are read together, once one of them is wanted
-SHORT = 11  # characters of a fact that fits a card
+PART = 256  # rows whose texts are loaded together, when one of them is needed
+SHORT = 11  # characters of a fact that fit a card
 # Around an escape. Private characters do not show, so `marked` leaves none of a text's own.
 BEGIN, END = "\ue000", "\ue001"
 
@@ -38,7 +38,7 @@ _UNSAFE = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
 
 
 def as_html(sheet: Sheet) -> str:
-    """The page: histograms, and the rows to be searched, sorted, picked and read."""
+    """The page: histograms, and rows to search, sort, select and read."""
     style, script = _style(), _script()
     cards = [fact for fact in sheet.facts if len(fact[1]) <= SHORT][:CARDS]
     return _environment().get_template("sheet.html.jinja").render(
@@ -49,7 +49,7 @@ def as_html(sheet: Sheet) -> str:
 
 
 def content(sheet: Sheet) -> dict[str, Any]:
-    """What the script shows: columns with their values, and histograms."""
+    """The data for the script: columns with their values, and histograms."""
     keys = [column.key for column in sheet.columns]
     return {
         "columns": [_column(column, sheet) for column in sheet.columns],
@@ -64,7 +64,7 @@ def content(sheet: Sheet) -> dict[str, Any]:
 
 
 def _units(sheet: Sheet) -> dict[str, Any] | None:
-    """What a person counts, and which of them every row belongs to; None where that is the rows themselves."""
+    """The unit that is counted, and the one of each row; None if that is the rows themselves."""
     if sheet.counts is None:
         return None
     key, name = sheet.counts
@@ -74,7 +74,7 @@ def _units(sheet: Sheet) -> dict[str, Any] | None:
 
 
 def texts(sheet: Sheet) -> dict[int, dict[str, Any]]:
-    """The passages by the index of their row, in parts of PART rows: a browser opens at once, whatever there is."""
+    """The passages by the index of their row, in parts of PART rows, so that a browser opens fast."""
     parts: dict[int, dict[str, Any]] = {}
     for number, passages in sheet.passages.items():
         parts.setdefault(number // PART, {})[str(number)] = [_passage(passage) for passage in passages]
@@ -82,7 +82,7 @@ def texts(sheet: Sheet) -> dict[int, dict[str, Any]]:
 
 
 def embed(value: Any) -> str:
-    """JSON for inside of a script element; its reader gets `value` back."""
+    """JSON for the inside of a script element; its reader gets `value` back."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -116,7 +116,7 @@ def _value(value: Any) -> Any:
 
 
 def _plan(sheet: Sheet) -> list[str | None] | None:
-    """For every row the line "SHARD DOCUMENT"; None where a shard's name could not be pasted as it is, and for what was
+    """For every row the line "SHARD DOCUMENT"; None if the shard's name could not be pasted verbatim, or the row was
     found to be innocent."""
     if not sheet.rows or not all("shard" in row and "document" in row for row in sheet.rows):
         return None
@@ -130,7 +130,7 @@ def _plan(sheet: Sheet) -> list[str | None] | None:
 
 
 def _passage(passage: Passage) -> dict[str, Any]:
-    """Short keys and a digit per token: there may be millions of them."""
+    """Short keys and a digit per token: there may be millions."""
     told: dict[str, Any] = {
         "title": marked(passage.title),
         "spans": [marked(span.text) for span in passage.spans],
@@ -167,7 +167,7 @@ def _environment() -> Environment:
 
 @cache
 def _style() -> str:
-    """One family with the post-mortem: its style, and what a sheet has beyond it."""
+    """The post-mortem's style, and the sheet's additions."""
     return (
         "\n"
         + _source("megastable.report.postmortem", "style.css")
@@ -177,7 +177,7 @@ def _style() -> str:
 
 @cache
 def _script() -> str:
-    """Tabulator, with its licence as that asks, and our script."""
+    """Tabulator, with the licence text it requires, and our script."""
     licence, library = (
         (VENDOR / name).read_text(encoding="utf-8") for name in ("LICENSE", "tabulator.min.js")
     )
@@ -190,7 +190,7 @@ def _source(package: str, name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an element."""
+    """The hash of an element in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

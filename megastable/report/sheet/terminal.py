@@ -1,4 +1,4 @@
-"""A sheet for a terminal of any width: what does not fit is named, not squeezed."""
+"""Renders a sheet for a terminal of any width: columns that do not fit are named, not squeezed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Table:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The table, whose columns depend on how wide it may be."""
+    """The table, whose columns depend on its width."""
 
     sheet: Sheet
     most: int
@@ -93,7 +93,7 @@ def _width(column: Column, texts: Iterable[str]) -> int:
 
 
 def _fitting(columns: Sequence[Column], texts: dict[str, list[str]], width: int) -> list[Column]:
-    """The columns that have room side by side, from the first on; text may be wrapped to `NARROW`."""
+    """The columns that fit side by side, from the first on; text may be wrapped to `NARROW`."""
     chosen, used = list[Column](), 0
     for column in columns:
         needed = _width(column, texts[column.key])
@@ -112,7 +112,7 @@ def _tone(row: Row, column: Column, limits: tuple[float, float] | None) -> str:
 
 
 def _where(sheet: Sheet, number: int) -> str:
-    """A row in a line: its first values."""
+    """A row on one line: its first values."""
     row = sheet.rows[number]
     first = [f"{visible(column.title)} {_cell(row, column)}" for column in sheet.columns if not column.wide][
         :3

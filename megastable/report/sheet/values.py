@@ -1,4 +1,4 @@
-"""The values of a sheet's rows: as plain Python, and as text for a person. rows.js shows them in the same way."""
+"""Converts the values of a sheet's rows to plain Python, and to text for a person, as rows.js does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from megastable.base.text import visible
 from megastable.report.sheet.model import Column, Row
 
-SAFE = 2**53 - 1  # integers beyond are not exact in a browser, nor in a spreadsheet
+SAFE = 2**53 - 1  # larger integers are not exact in a browser or a spreadsheet
 
 
 def plain(value: Any) -> Any:
-    """None, a boolean, a number or a text; lists of these. What numpy has is as Python has it, all else as its text."""
+    """None, a boolean, a number or a text; lists of these. numpy types become Python's, all else its text."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple | set | frozenset):
@@ -24,7 +24,7 @@ def plain(value: Any) -> Any:
 
 
 def told(value: Any, column: Column) -> str:
-    """A plain value for a person, made visible; "" for None."""
+    """A plain value as text, made visible; "" for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -39,7 +39,7 @@ def told(value: Any, column: Column) -> str:
 
 
 def tones(column: Column, rows: Iterable[Row]) -> tuple[float, float] | None:
-    """From where on a score is bad, and very bad; None where nothing is."""
+    """The limits from which a score is bad, and very bad; None if there are none."""
     if column.kind != "score":
         return None
     if column.limit is not None:
@@ -54,7 +54,7 @@ def _counts(value: Any) -> bool:
 
 def _number(value: float, column: Column) -> str:
     if column.kind == "share":
-        # What is not quite none or all must not look like it.
+        # Almost none or almost all must not look like none or all.
         if 0 < value < 0.001:
             return "<0.1%"
         return ">99.9%" if 0.999 < value < 1 else f"{100 * value:.1f}%"

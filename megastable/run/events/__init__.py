@@ -1,4 +1,4 @@
-"""The events of a run's journal: a class for each (by theme), and one reader (reading.py; follow.py as a file grows).
+"""Defines the journal's event classes, by theme, and one reader (reading.py; follow.py for a growing file).
 
-Names of events and of their fields never change: a journal is read by versions to come.
+Names of events and of their fields never change: later versions read old journals.
 """

@@ -1,4 +1,4 @@
-"""Events of the data: order, blend, skips, the scan ahead."""
+"""Events of the data: order, blend, skips, look-ahead scan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ExchangesUndone(Event):
 
 
 class BlendChanged(Event):
-    """From `position` on. old, new: weights by corpus; skips_moved: samples that were convicted and have moved."""
+    """From `position` on. old, new: weights by corpus; skips_moved: convicted samples that have moved."""
 
     NAME = "blend_changed"
     step: Whole
@@ -44,7 +44,7 @@ class BlendChanged(Event):
 
 
 class MixChanged(Event):
-    """The blend, or a corpus that ended, changes what is read from `step` on. old, new: shares by corpus."""
+    """The data mix changes at `step`: a new blend, or a corpus that ended. old, new: shares by corpus."""
 
     NAME = "mix_changed"
     step: Whole
@@ -56,8 +56,8 @@ class MixChanged(Event):
 
 
 class LookedAhead(Event):
-    """positions: of the samples that are skipped; kinds: how many of each; looked: the position up to which was looked;
-    documents: they are of; evidence: of the worst; budget_left: samples that may still be skipped."""
+    """positions: of the skipped samples; kinds: how many of each; looked: the position scanned up to; documents: that
+    they are part of; evidence: of the worst; budget_left: samples that may still be skipped."""
 
     NAME = "looked_ahead"
     positions: Ranges
@@ -76,7 +76,7 @@ class LookedAhead(Event):
 
 
 class LookAheadSpent(Event):
-    """found: samples that look corrupt; left: of the budget before them; used: samples that were skipped so far."""
+    """found: samples that look corrupt; left: of the budget before them; used: samples skipped so far."""
 
     NAME = "look_ahead_spent"
     found: Whole
@@ -101,8 +101,8 @@ class LookAheadFailed(Event):
 
 
 class SkipsAdded(Event):
-    """A person's. documents: how many, 0 for the whole corpus; samples: that are left out by it; lines: of the skip
-    ledger; already: samples that were left out before."""
+    """Added by a person. documents: how many, 0 for the whole corpus; samples: newly skipped; lines: of the skip
+    ledger; already: samples that were skipped before."""
 
     NAME = "skips_added"
     corpus: Text
@@ -120,7 +120,7 @@ class SkipsAdded(Event):
 
 
 class SkipsEnd(Event):
-    """Of runs of an older version."""
+    """Written by older versions."""
 
     NAME = "skips_end"
     documents: Whole
@@ -136,7 +136,7 @@ class SkipsEnd(Event):
 
 
 class SkipsRead(Event):
-    """entries: new lines of the skip ledger, which hold from `cursor` on."""
+    """entries: new lines of the skip ledger, valid from `cursor` on."""
 
     NAME = "skips_read"
     step: Whole
@@ -164,7 +164,7 @@ class SkipsNamed(Event):
 
 
 class SkipsForeign(Event):
-    """fingerprint: of the corpus as the ledger has it; tokens: that are named of it."""
+    """fingerprint: of the corpus as the ledger has it; tokens: how many of it the ledger names."""
 
     NAME = "skips_foreign"
     step: Whole

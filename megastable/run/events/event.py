@@ -1,7 +1,7 @@
-"""The base of journal events: a line of JSON with typed fields and a sentence for people.
+"""Defines the base of journal events: a line of JSON with typed fields and a sentence for people.
 
-A journal outlives versions and crashes, so reading one never raises: a field that is missing, or of a wrong kind, is
-None (no ranges, where it has ranges), and a field that nobody knows is kept.
+A journal outlives versions and crashes, so reading one never raises: a missing or malformed field is None (or an empty
+list of ranges), and an unknown field is kept.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar, Self, dataclass_transform, get_type
 
 from megastable.base.text import put_off, visible
 
-LONGEST = 2000  # characters of an event in words
-LARGEST = 2**53  # up to it a float is exact
+LONGEST = 2000  # characters of an event's sentence
+LARGEST = 2**53  # floats are exact up to it
 
 
 def real(value: object) -> float | None:
-    """A number of a JSON file: "nan" and "inf" are numbers there, true is none."""
+    """A number of a JSON file: "nan" and "inf" are numbers, true is not."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -27,7 +27,7 @@ def real(value: object) -> float | None:
 
 
 def whole(value: object) -> int | None:
-    """A whole number of a JSON file, of a size that a program gave it."""
+    """An integer of a JSON file, within a sane range."""
     number = real(value) if isinstance(value, int | float) else None
     if number is None or not abs(number) < LARGEST or number != int(number):
         return None
@@ -43,7 +43,7 @@ def flag(value: object) -> bool | None:
 
 
 def pairs(value: object) -> list[tuple[int, int]]:
-    """Ranges [first, end); none where it is something else."""
+    """Ranges [first, end); empty if it is something else."""
     try:
         return [(int(a), int(b)) for a, b in value]  # type: ignore[attr-defined]
     except (TypeError, ValueError, OverflowError):
@@ -76,7 +76,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Field:
-    """A field of an event, as its kind reads it."""
+    """A field of an event, with its type."""
 
     def __init__(self, name: str, read: Callable[[object], Any]) -> None:
         self.name, self.read = name, read
@@ -90,11 +90,11 @@ class _Field:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Event:
-    """An event: event[key] are the fields as the journal has them, `event` and `time` among them; attributes are those
-    that its kind declares, of the declared types, None or empty where the journal has something else.
+    """An event: event[key] are the fields as the journal has them, `event` and `time` included; attributes are those
+    that its class declares, of the declared types, None or empty if the journal has something else.
 
-    A new one is journaled with its fields in the order in which they are given; what is not given is not journaled.
-    Steps count updates that were tried, positions are those of the order of the data, ranges are [first, end).
+    A new event is journaled with its fields in the order given; fields not given are not journaled. Steps count
+    attempted updates, positions are those of the data order, ranges are [first, end).
 
     NAME: in the journal.
     """
@@ -113,7 +113,7 @@ class Event:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Self:
-        """An object of the journal as an event of this kind."""
+        """A JSON object of the journal as an event of this class."""
         event = cls.__new__(cls)
         _give(event, entry)
         return event
@@ -131,30 +131,30 @@ class Event:
         return self.fields.keys()
 
     def __eq__(self, other: object) -> bool:
-        """With an event, or an object of a journal."""
+        """Compares with an event or a JSON object."""
         return self.fields == (other.fields if isinstance(other, Event) else other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field as the journal has it."""
+        """A field as in the journal."""
         return self.fields.get(key, default)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.fields!r})"
 
     def without(self, key: str) -> Self:
-        """The same event without a field."""
+        """The event without a field."""
         return self if key not in self.fields else self.of({k: v for k, v in self.fields.items() if k != key})
 
     @property
     def named(self) -> bool:
-        """Whether it is an event at all."""
+        """Whether it is a valid event."""
         return isinstance(self.fields.get("event"), str)
 
     @property
     def event(self) -> str:
-        """Its name in the journal; "" where it has none."""
+        """Its name in the journal; "" if none."""
         name = self.fields.get("event")
         return name if isinstance(name, str) else ""
 
@@ -164,28 +164,28 @@ class Event:
         return real(self.get("time"))
 
     def sentence(self) -> str:
-        """For people, made visible; "" for one that tells a person nothing new. Never raises."""
+        """For people, with control characters visible; "" if there is nothing to say. Never raises."""
         return visible(self.words(), LONGEST)
 
     def line(self) -> str:
-        """As `sentence`, with its step before it."""
+        """`sentence`, prefixed with its step."""
         told, step = self.sentence(), self.get("step")
         return f"step {step}: {told}" if told and isinstance(step, int) else told
 
     def words(self) -> str:
-        """What `sentence` makes visible: of the fields as they are in the journal, whatever they are."""
+        """The raw text of `sentence`, from fields that may hold anything."""
         raise NotImplementedError
 
     def because(self, key: str = "reason") -> str:
-        """The end of a sentence: a reason, where there is one."""
+        """The end of a sentence: the reason, if there is one."""
         return f": {self[key]}" if self.get(key) else ""
 
 
-_give = Event.__dict__["fields"].__set__  # past __setattr__; a journal may have a million events
+_give = Event.__dict__["fields"].__set__  # bypasses __setattr__; a journal may have a million events
 
 
 class OfIncident(Event):
-    """What may carry an incident as it stands, as `IncidentEvent` does; its kinds have names of their own."""
+    """May carry an incident's summary, as `IncidentEvent` does; subclasses have their own names."""
 
     reason: Text = None
     number: Whole = None
@@ -195,14 +195,14 @@ class OfIncident(Event):
 
 
 class Other(Event):
-    """An event that this version does not know, or, without a name, a line that is no event at all."""
+    """An event unknown to this version or, without a name, a malformed line."""
 
     def words(self) -> str:
         return ""
 
 
 def read_later(told: Mapping[str, Any]) -> str:
-    """As `put_off`, of an event or of the summary of an incident."""
+    """`put_off` of an event or of an incident's summary, as text."""
     lost = told.get("lost")
     returns, lost = pairs(told.get("returns")), lost if isinstance(lost, int) else 0
     return put_off(pairs(told.get("deferred")), returns, lost)

@@ -1,4 +1,4 @@
-"""Reads what is appended to a journal, as it comes: it may have grown to 100 MB."""
+"""Follows a growing journal, reading only what is new: it may have reached 100 MB."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import IO
 from megastable.run.events.event import Event, Whole
 from megastable.run.events.reading import event_of_line
 
-ANCHOR = 4096  # bytes before the offset by which a file is known again
-BLOCK = 1 << 22  # bytes that are read at once
+ANCHOR = 4096  # bytes before the offset that identify a file
+BLOCK = 1 << 22  # bytes per read
 
 
 class PassedOver(Event):
-    """Of no journal: lines that were left out tell of so many refused updates."""
+    """Never journaled: reports how many refused updates were in skipped lines."""
 
     NAME = "passed over"
     refused: Whole
 
 
 class Follower:
-    """Gives every event of a file once, in order, whatever pieces the file grows in: JSON objects with a text "event".
+    """Gives every event of a growing file once, in order: JSON objects with a text "event".
 
-    A last line that is not whole yet is waited for. Any other line is left out and counted in `damaged`. problem: why
-    the file could not be read the last time; a file that is not there is empty.
+    An incomplete last line is waited for. Other malformed lines are left out and counted in `damaged`. problem: why the
+    last read failed; a missing file is empty.
 
-    A file that was shortened or replaced, as when a person mended it, is read from its beginning again. `starts` counts
-    the beginnings, from 1 on: where it is another after a reading than before, all that this reading gave may have been
-    given before. Learn from it anew, but do not act on it: nobody wants to be told of all incidents twice.
+    A file that was shortened or replaced, as when a person repaired it, is read from its beginning again. `starts`
+    counts the beginnings, from 1 on: if a read changes it, all events of that read may be repeats. Rebuild state from
+    them, but do not act on them, or all incidents are reported twice.
 
-    skim: which lines of a long block count, and how many refused updates the others tell of
+    skim: which lines of a long block matter, and how many refused updates the others report
     (supervise/journal_skim.py); these come as an event, `PassedOver`, after those of the block.
     """
 
@@ -40,9 +40,9 @@ class Follower:
         self.starts = 1
         self.damaged = 0
         self.problem = ""
-        self._offset = 0  # where the next unread line begins
+        self._offset = 0  # offset of the next unread line
         self._anchor = b""
-        self._again = False  # begins anew with the next line: a file that was emptied is about to be written
+        self._again = False  # begin anew with the next line: an emptied file is about to be written
         self._seen: tuple[int, ...] | None = None
 
     def new(self) -> list[Event]:
@@ -50,7 +50,7 @@ class Follower:
         return list(self.stream())
 
     def stream(self) -> Iterator[Event]:
-        """As `new`, one at a time: the first reading of a long file does not fill the memory."""
+        """As `new`, one at a time, so that the first read of a long file does not fill the memory."""
         self.problem = ""
         try:
             found = self.path.stat()
@@ -79,7 +79,7 @@ class Follower:
             if self._skim is None or len(block) < BLOCK or not block.endswith(b"\n"):
                 yield from self._each(block)
                 if not block.endswith(b"\n"):
-                    return  # what has been written since is the end of this line
+                    return  # the new bytes are the rest of this line
                 continue
             self._passed(block)
             lines, refused = self._skim(block)
@@ -93,7 +93,7 @@ class Follower:
     def _each(self, block: bytes) -> Iterator[Event]:
         for line in io.BytesIO(block):
             entry = _event(line)
-            # An object that is closed is whole, also without its newline; anything else may still grow.
+            # A closed object is complete, also without its newline; anything else may still grow.
             if entry is None and not line.endswith(b"\n"):
                 return
             self._passed(line)
@@ -103,7 +103,7 @@ class Follower:
                 self.damaged += 1
 
     def _passed(self, lines: bytes) -> None:
-        """They are read from now on."""
+        """Mark lines as read."""
         if self._again:
             self._again, self.damaged = False, 0
             self.starts += 1

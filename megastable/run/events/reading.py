@@ -21,11 +21,10 @@ KINDS: dict[str, type[Event]] = {
 
 
 def read_events(journal: Path, *marks: bytes) -> Iterator[Event]:
-    """The events of a journal, in order: of every line that is not blank one. A line that is no event is an `Other`
-    without a name; a last line that a crash has torn is left out. marks: only lines with one of them are read, where
-    given.
+    """The events of a journal, in order, one for every line that is not blank. A malformed line is an `Other` without a
+    name; a torn last line is left out. marks: if given, only lines with one of them are read.
 
-    Raises DataError for a file that cannot be read; one that is not there is empty.
+    Raises DataError for a file that cannot be read; a missing one is empty.
     """
     lines = jsonl.read(journal)[0]
     wanted = (line for line in lines if any(mark in line for mark in marks)) if marks else lines
@@ -33,7 +32,7 @@ def read_events(journal: Path, *marks: bytes) -> Iterator[Event]:
 
 
 def event_of_line(line: bytes) -> Event:
-    """What a line of a journal says."""
+    """Parse a line of a journal."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -42,14 +41,14 @@ def event_of_line(line: bytes) -> Event:
 
 
 def event_of(entry: Mapping[str, Any]) -> Event:
-    """What an object of a journal says."""
+    """The event of a JSON object of a journal."""
     name = entry.get("event")
     kind = KINDS.get(name, Other) if isinstance(name, str) else Other
     return kind.of(entry)
 
 
 def latest(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
-    """By number, what the last of `events` says of each incident: every one carries all that was known by then."""
+    """The latest summary of each incident, by number: every event of an incident carries all that was known by then."""
     found: dict[int, dict[str, Any]] = {}
     for event in events:
         summary = event.get("summary") if isinstance(event, IncidentEvent) else None

@@ -40,8 +40,8 @@ class Discarded(Event):
 
 
 class _Samples(Event):
-    """A case of suspected samples of the steps `first` to `last` is closed without a conviction. suspected: why they
-    were; positions: those that are known."""
+    """A case of suspected samples of the steps `first` to `last` is closed without a conviction. suspected: the reason;
+    positions: the known ones."""
 
     FOUND = "examined, nothing is skipped"
     step: Whole
@@ -58,14 +58,14 @@ class _Samples(Event):
 
 
 class DiscardExamined(_Samples):
-    """Of a refused batch. seconds: that it took."""
+    """Of a refused batch. seconds: duration."""
 
     NAME = "discard_examined"
     seconds: Real
 
 
 class SamplesExamined(_Samples):
-    """seconds: that it took."""
+    """seconds: duration."""
 
     NAME = "samples_examined"
     seconds: Real
@@ -77,7 +77,7 @@ class SamplesDropped(_Samples):
 
 
 class Located(Event):
-    """Where the first number that is not finite arose (engine/nan_locator.py); its field `sentence` says it."""
+    """The origin of the first non-finite number (engine/nan_locator.py), in its field `sentence`."""
 
     NAME = "located"
     step: Whole
@@ -89,7 +89,7 @@ class Located(Event):
 
 
 class Would(Event):
-    """Of a dry run."""
+    """A decision of a dry run."""
 
     NAME = "would"
     step: Whole
@@ -101,13 +101,13 @@ class Would(Event):
 
 
 class IncidentEvent(Event):
-    """An incident goes on. what: opened, attributed, released, rewound, restarted, handed over or closed. Opened by the
-    training it carries a reason, by the supervisor only the summary.
+    """An incident changes. what: opened, attributed, released, rewound, restarted, handed over or closed. Opened by the
+    training it has a reason, by the supervisor only the summary.
 
-    number, summary: of the incident, as it is now (stability/incident.py); policy, left_out: what the policy and the
-    incident log remember; none of the supervisor's. suspects: measured samples; deferred, returns: where samples were
-    put off from and to; lost: those for which there was no room; positions: skipped, or released; next_epoch: released,
-    but passed. region: of bad data, of which `inferred` samples were not measured. odds: log10 of guilt to innocence.
+    number, summary: of the incident, as it is now (stability/incident.py); policy, left_out: state of the policy and
+    the incident log, absent from the supervisor's. suspects: measured samples; deferred, returns: old and new positions
+    of deferred samples; lost: those without room; positions: skipped, or released; next_epoch: released, but already
+    passed. region: of bad data, of which `inferred` samples were not measured. odds: log10 of guilt to innocence.
     """
 
     NAME = "incident"
@@ -166,8 +166,8 @@ class IncidentEvent(Event):
 
 
 class Handover(OfIncident):
-    """The process ends so that the next one goes on from a checkpoint of before step `before`. The others: of the
-    incident, as `IncidentEvent`."""
+    """The process ends, and the next one resumes from a checkpoint before step `before`. Other fields: as
+    `IncidentEvent`."""
 
     NAME = "handover"
     step: Whole = None
@@ -178,7 +178,7 @@ class Handover(OfIncident):
 
 
 class AlertEvent(OfIncident):
-    """what: begun, with the fields of the incident as `IncidentEvent`, or over."""
+    """what: begun, with the fields of `IncidentEvent`, or over."""
 
     NAME = "alert"
     what: Text
@@ -191,7 +191,7 @@ class AlertEvent(OfIncident):
 
 
 class BaselineReset(Event):
-    """The detector learns the level of the loss anew."""
+    """The detector relearns the level of the loss."""
 
     NAME = "baseline_reset"
     step: Whole
@@ -202,7 +202,7 @@ class BaselineReset(Event):
 
 
 class BaselineAnew(Event):
-    """Of runs of an older version."""
+    """Written by older versions."""
 
     NAME = "baseline_anew"
 
@@ -211,7 +211,7 @@ class BaselineAnew(Event):
 
 
 class NoSnapshots(Event):
-    """bytes: of one; budget: bytes there are for them, per rank."""
+    """bytes: of one snapshot; budget: bytes available per rank."""
 
     NAME = "no_snapshots"
     bytes: Whole
@@ -240,7 +240,7 @@ class StabilityStateDropped(Event):
 
 
 class FellBack(Event):
-    """to: what the run computes in now; fallbacks: how many so far."""
+    """to: the precision used instead; fallbacks: how many so far."""
 
     NAME = "fell_back"
     step: Whole
@@ -253,7 +253,7 @@ class FellBack(Event):
 
 
 class Returned(Event):
-    """To FP8. fallbacks: how many so far."""
+    """FP8 is used again. fallbacks: how many so far."""
 
     NAME = "returned"
     step: Whole
@@ -266,7 +266,7 @@ class Returned(Event):
 
 
 class RateCut(Event):
-    """limits: all that hold (stability/policy_state.py)."""
+    """limits: all in force (stability/policy_state.py)."""
 
     NAME = "rate_cut"
     step: Whole

@@ -1,4 +1,4 @@
-"""Events of the supervisor: attempts, how they ended, restarts."""
+"""Events of the supervisor: attempts, their ends, restarts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megastable.run.events.event import Event, Flag, Items, Ranges, Real, Text, 
 
 
 class SupervisorEvent(Event):
-    """what: started, took over or ended. code, reason: of its end. The others: how it was started."""
+    """what: started, took over or ended. code, reason: of its end. Other fields: how it was started."""
 
     NAME = "supervisor"
     what: Text
@@ -38,8 +38,8 @@ class Launched(Event):
 
 
 class Ended(Event):
-    """An attempt ended: clock: the farthest step done; silent: seconds since its last progress; skipped: positions that
-    are skipped because of it. The others: `End` of supervise/exit_cause.py; what: "" where it is no failure."""
+    """An attempt ended. clock: the farthest step done; silent: seconds since its last progress; skipped: positions
+    skipped because of it. Other fields: `End` of supervise/exit_cause.py; what: "" if it is no failure."""
 
     NAME = "ended"
     attempt: Whole
@@ -66,8 +66,8 @@ class Ended(Event):
 
 
 class Hang(Event):
-    """waited, limit: seconds without progress, and how many there may be. silent: what is known of the processes that
-    hang; stacks: files with theirs, relative to the run directory."""
+    """waited, limit: seconds without progress, and the limit. silent: what is known of the hanging processes; stacks:
+    files with theirs, relative to the run directory."""
 
     NAME = "hang"
     attempt: Whole

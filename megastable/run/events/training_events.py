@@ -19,7 +19,7 @@ class Training(Event):
 
 
 class Resumed(Event):
-    """changes: of the loaded state since it was saved, by what was measured: what rounding did."""
+    """changes: of the loaded state since it was saved, as measured: rounding."""
 
     NAME = "resumed"
     step: Whole
@@ -51,7 +51,7 @@ class MomentsAnew(Event):
 
 
 class Imported(Event):
-    """The first event of a run that was made from checkpoints. how: in words; more fields say from which."""
+    """The first event of a run made from checkpoints. how: in words; more fields name them."""
 
     NAME = "imported"
     step: Whole
@@ -85,7 +85,7 @@ class Evaluated(Event):
 
 
 class CheckpointSaved(Event):
-    """seconds: from the copy to the commit; blocked: those of them that the steps waited for."""
+    """seconds: from the copy to the commit; blocked: those that the steps waited."""
 
     NAME = "checkpoint"
     step: Whole
@@ -100,7 +100,7 @@ class CheckpointSaved(Event):
 
 
 class CheckpointHealthy(Event):
-    """Checkpoint `name` has been trained on from for long enough, by `step`."""
+    """Training went on from checkpoint `name` for long enough, at `step`, to prove it healthy."""
 
     NAME = "checkpoint_healthy"
     step: Whole
@@ -111,7 +111,7 @@ class CheckpointHealthy(Event):
 
 
 class CheckpointRecovered(Event):
-    """From the local disks, of `step`; problem: why it could not be."""
+    """From the local disks, of `step`; problem: why it failed."""
 
     NAME = "checkpoint_recovered"
     step: Whole
@@ -132,7 +132,7 @@ class CheckpointFailed(Event):
 
 
 class CheckpointRejected(Event):
-    """It was passed over at a start: its files are damaged, or the state in them is."""
+    """Passed over at a start: its files or its state are damaged."""
 
     NAME = "checkpoint_rejected"
     name: Text
@@ -143,7 +143,7 @@ class CheckpointRejected(Event):
 
 
 class CheckpointSuspect(Event):
-    """It is put aside as a run that goes on from it would not be right."""
+    """Put aside, as a run resumed from it would go wrong."""
 
     NAME = "checkpoint_suspect"
     name: Text
@@ -165,7 +165,7 @@ class RecordsLost(Event):
 
 
 class Warned(Event):
-    """sign, numbers: of a run that begins badly (stability/signs.py), or "recipe"."""
+    """sign, numbers: of a bad start (stability/signs.py), or "recipe"."""
 
     NAME = "warning"
     step: Whole
@@ -189,8 +189,8 @@ class Stopped(Event):
 
 
 class Unstable(OfIncident):
-    """The process gives up. discards: refused updates in a row. The others: of an incident, as `IncidentEvent`; before:
-    the step that a checkpoint to go on from should be before."""
+    """The process gives up. discards: refused updates in a row. Other fields: of an incident, as `IncidentEvent`;
+    before: the step that a checkpoint to resume from should precede."""
 
     NAME = "unstable"
     step: Whole
