@@ -46,6 +46,6 @@ def train(
     from megastable.config import recipe as recipes
     from megastable.supervise.processes import launcher
 
-    recipes.load(recipe, overrides or [])  # a mistake is told before a process is started
+    recipes.load(recipe, overrides or [])  # report mistakes before a process starts
     words = launcher("megastable.train", recipe, overrides or [], given)
     os.execv(words[0], words)

@@ -45,7 +45,7 @@ class LastResort:
             since,
         )
         self.log, self.settle = log, settle
-        self._alerted = guard.policy.state.alert is not None  # as was said last, by the process before, too
+        self._alerted = guard.policy.state.alert is not None  # as last reported, also by the previous process
 
     def weigh(self, decision: Decision, damaged: bool = False) -> Decision:
         """The decision in place of a hand-over: an alert if there is no checkpoint to go back to, or STOP if the state
@@ -72,7 +72,7 @@ class LastResort:
         return any(step < before for step in steps) or (damaged and not steps)
 
     def tell_alert(self, state: RunState) -> None:
-        """Journal and say where an episode of training on begins, and where it is over. Raises SpaceError."""
+        """Journal and print the begin and end of an alert. Raises SpaceError."""
         alert = self.guard.policy.state.alert
         if (alert is not None) == self._alerted:
             return
@@ -108,5 +108,5 @@ class LastResort:
         )
 
     def _before(self, onset: int) -> int:
-        """The step that the next process's checkpoint must be before."""
+        """The step that the next process's checkpoint must precede."""
         return self.origin.before(onset, self.guard.policy.state.clock)

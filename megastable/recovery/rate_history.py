@@ -6,8 +6,8 @@ from collections import deque
 
 
 class RateHistory:
-    """Rates before cuts and caps, by step. The newest one outlives the process: a person may start it again with
-    another rate."""
+    """Rates before cuts and caps, by step. The newest one outlives the process: it may be restarted with another
+    rate."""
 
     def __init__(self, most: int) -> None:
         self.coming: float | None = None  # of the next update

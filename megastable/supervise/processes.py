@@ -175,7 +175,7 @@ def _fate(pid: int) -> Fate | None:
 def command(
     run: RunDirectory, number: int, module: str, recipe: str, overrides: Sequence[str], given: Sequence[str]
 ) -> list[str]:
-    """What starts an attempt."""
+    """The command that starts an attempt."""
     words = launcher(module, recipe, overrides, given, number)
     return [*words, f"run.dir={run.root}", f"{FLAG}={mark(run, number)}"]
 

@@ -89,7 +89,7 @@ class Supervisor:
         self.ranks = RankFiles(run, listener.say)
         self.prescan = PrescanProcess(config, run, recipe, self.overrides, listener.say)
         self.has_data = (
-            False  # whether the corpora were intact on this host at the start: later errors are damage
+            False  # whether this host could read the corpora at the start: later trouble is damage
         )
 
     # Attempts
