@@ -24,9 +24,9 @@ from megastable.engine.engine import Engine, Judge, Measured
 from megastable.recovery.deferring import Deferring
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
+from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
-from megastable.recovery.rate_history import RateHistory
 from megastable.recovery.replays import Replays
 from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped

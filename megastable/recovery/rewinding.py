@@ -16,8 +16,8 @@ from megastable.data.skips import Selection
 from megastable.engine.engine import Engine, Measured
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
+from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
-from megastable.recovery.rate_history import RateHistory
 from megastable.recovery.replays import UNSTEADY, Replays
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained

@@ -1,6 +1,7 @@
 """The guard: detector and policy together judge every step, in training, in a dry run and in the backtest.
 
-guard = Guard(config.stability) decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
+guard = Guard(config.stability)
+decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict
 
 from megastable.stability.actions import Cause
-from megastable.stability.rate_limits import JUMP
+from megastable.stability.learning_rate_limits import JUMP
 
 CERTAIN = 4.0  # 10,000 to 1
 HYPOTHESES = (Cause.LEARNING_RATE, Cause.STATE, Cause.DATA)

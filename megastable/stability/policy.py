@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megastable.config.stability import PolicyConfig
-from megastable.stability import fallback, rate_limits
+from megastable.stability import fallback, learning_rate_limits
 from megastable.stability.actions import Action, Cause, Decision, Remedy
+from megastable.stability.learning_rate_limits import Limit
 from megastable.stability.odds import Account, Clue, Examined, clues, weigh
 from megastable.stability.policy_state import Alert, PolicyState, Taken
-from megastable.stability.rate_limits import Limit
 from megastable.stability.signals import Finding, Verdict
 
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions span a few batches
@@ -188,9 +188,13 @@ class Policy:
             return ""
         if self.may_fall_back and (again or cause is Cause.NUMERICS):
             return f"; without FP8 from there on, {self._leave_fp8()}"
-        if again and self._odds(Cause.LEARNING_RATE) >= c.odds_cut and not rate_limits.spent(s.limits, c):
+        if (
+            again
+            and self._odds(Cause.LEARNING_RATE) >= c.odds_cut
+            and not learning_rate_limits.spent(s.limits, c)
+        ):
             limit = self._limit_rate("cut", c.cut_factor, s.clock)  # `resumed` sets its update
-            return f"; {rate_limits.words(limit)}, too"
+            return f"; {learning_rate_limits.words(limit)}, too"
         return ""
 
     def cannot_hand_over(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
@@ -203,7 +207,7 @@ class Policy:
     def resumed(self, step: int, updates: int) -> None:
         """A new process continues from `step`. Any verification continues, past the step that tripped."""
         s = self.state
-        rate_limits.moved_back(s.limits, updates)
+        learning_rate_limits.moved_back(s.limits, updates)
         s.refused = [refused for refused in s.refused if refused <= step]
 
     # Evidence and budgets
@@ -260,7 +264,7 @@ class Policy:
         enough of the blend is left without it. The account may change the remedy's cause.
         """
         s, found = self.state, found or Examined()
-        rate_limits.moved_back(s.limits, updates)
+        learning_rate_limits.moved_back(s.limits, updates)
         given = self._remedy(cause, updates, culprit, may_swap, found)
         if given.action is not Action.ALERT:
             s.alert = None
@@ -291,7 +295,7 @@ class Policy:
         """Add the findings to the account."""
         s = self.state
         again = cause in BLAMELESS and self._count(Action.REWIND, *BLAMELESS) > 0
-        lifted = rate_limits.lifted_lately(s.limits, s.clock, self.config.recur_steps) is not None
+        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, self.config.recur_steps) is not None
         capped = any(limit.kind == "cap" and limit.holds for limit in s.limits)
         capped = capped and self._known(Clue.JUMPED, Clue.WARMING)
         for clue, power in clues(cause, found, again, lifted, capped):
@@ -356,11 +360,11 @@ class Policy:
         s, c, cause = self.state, self.config, Cause.LEARNING_RATE
         why = f"log10 odds of the learning rate {self._odds(cause):.1f}"
         release = self._weakly_convicted()
-        lifted = rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
+        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
         if (
             lifted is None
             and found.jumped
-            and not rate_limits.spent(s.limits, c)
+            and not learning_rate_limits.spent(s.limits, c)
             and found.good_rate is not None
         ):
             limit = self._limit_rate("cap", found.good_rate, updates)
@@ -369,7 +373,7 @@ class Policy:
             reason = f"before the learning rate is cut: without FP8 from here on, {self._leave_fp8()}"
             self._take(Action.FALL_BACK, s.tripped, cause)
             return Remedy(Action.FALL_BACK, cause, reason, release=release)
-        elif rate_limits.spent(s.limits, c) and not any(not x.holds for x in s.limits):
+        elif learning_rate_limits.spent(s.limits, c) and not any(not x.holds for x in s.limits):
             return self._pause(cause, f"the {c.cuts} limits of the rate (stability.policy.cuts) are spent")
         elif lifted is not None:
             lifted.lifted, lifted.times = None, lifted.times + 1
@@ -379,7 +383,10 @@ class Policy:
         action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
         self._take(action, s.tripped, cause)
         return Remedy(
-            action, cause, f"{rate_limits.words(limit)}, {self._lasting(limit)} ({why})", release=release
+            action,
+            cause,
+            f"{learning_rate_limits.words(limit)}, {self._lasting(limit)} ({why})",
+            release=release,
         )
 
     def _pause(self, cause: Cause, reason: str) -> Remedy:
@@ -421,11 +428,11 @@ class Policy:
 
     def follow(self, scheduled: float) -> None:
         """Call with the scheduled rate of every coming update, before `rate`."""
-        rate_limits.follow(self.state.limits, self.state.clock, scheduled)
+        learning_rate_limits.follow(self.state.limits, self.state.clock, scheduled)
 
     def rate(self, updates: int, scheduled: float) -> float:
         """The rate of the update after `updates` applied ones, with the schedule at `scheduled`."""
-        return rate_limits.limited(self.state.limits, updates, scheduled, self.config.rewarm_steps)
+        return learning_rate_limits.limited(self.state.limits, updates, scheduled, self.config.rewarm_steps)
 
     def relax(self, finding: Finding, updates: int, scheduled: float) -> list[str]:
         """Lift limits that have lasted long enough, or that the schedule has fallen below; a sentence for each.
@@ -435,27 +442,27 @@ class Policy:
         s, c = self.state, self.config
         if not s.limits or s.watching or s.refused or not finding.on_trend:
             return []
-        s.limits = rate_limits.settled(s.limits, s.clock, c.budget_window)
+        s.limits = learning_rate_limits.settled(s.limits, s.clock, c.budget_window)
         told = []
-        for cap in rate_limits.outgrown(s.limits, finding.step, scheduled, c.verify_steps):
+        for cap in learning_rate_limits.outgrown(s.limits, finding.step, scheduled, c.verify_steps):
             s.limits.remove(cap)
             told.append(f"the schedule is at {scheduled:.3g}, no longer above {cap.highest(scheduled):.3g}")
-        limit = rate_limits.rested(s.limits, s.clock, c)
+        limit = learning_rate_limits.rested(s.limits, s.clock, c)
         if limit is not None:
             limit.lifted, limit.lifted_updates = s.clock, updates
             told.append(
-                f"{s.clock - limit.clock} steps of new ground on the trend since {rate_limits.words(limit)}: "
+                f"{s.clock - limit.clock} steps of new ground on the trend since {learning_rate_limits.words(limit)}: "
                 f"the old rate is tried again, over {c.rewarm_steps} updates"
             )
         return told
 
-    def _limit_rate(self, kind: rate_limits.Kind, value: float, updates: int) -> Limit:
+    def _limit_rate(self, kind: learning_rate_limits.Kind, value: float, updates: int) -> Limit:
         limit = Limit(kind=kind, value=value, updates=updates, clock=self.state.clock)
         self.state.limits.append(limit)
         return limit
 
     def _lasting(self, limit: Limit) -> str:
-        steps = rate_limits.rest(self.state.limits, limit, self.config)
+        steps = learning_rate_limits.rest(self.state.limits, limit, self.config)
         if steps is None:
             return f"for good (stability.policy.cuts={self.config.cuts}, cut_rest={self.config.cut_rest})"
         return f"for {steps} steps of new ground at least"

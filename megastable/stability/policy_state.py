@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from megastable.stability.actions import Action, Cause
+from megastable.stability.learning_rate_limits import Limit
 from megastable.stability.odds import Account
-from megastable.stability.rate_limits import Limit
 
 
 class Taken(BaseModel):

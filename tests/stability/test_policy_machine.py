@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from megastable.config.stability import PolicyConfig
-from megastable.stability import rate_limits
+from megastable.stability import learning_rate_limits
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.odds import Examined
 from megastable.stability.policy import SUSPICION, Policy
@@ -127,7 +127,7 @@ class Ladder(RuleBasedStateMachine):
     def calm_for_long(self) -> None:
         """Every limit that is not for good ends, one after the other."""
         last = [limit for limit in self.policy.state.limits if limit.holds][-1]
-        rest = rate_limits.rest(self.policy.state.limits, last, self.config)
+        rest = learning_rate_limits.rest(self.policy.state.limits, last, self.config)
         for _ in range((rest or 200) + SUSPICION + self.config.verify_steps + 60):
             self.step += 1
             decision = self.both(lambda p: p.decide(seen(self.step), 0))

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
+from megastable.stability.learning_rate_limits import Limit, follow, limited
 from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
-from megastable.stability.rate_limits import Limit, follow, limited
 from tests.stability.policies import CONFIG, run, seen, trip
 
 REWARM = CONFIG.rewarm_steps
