@@ -65,7 +65,10 @@ stage() { # stage MESSAGE COMMAND...
   fi
 }
 
-for extra in "$@"; do [[ $extra =~ ^[a-z]+$ ]] || die "no extra named '$extra': pyproject.toml lists them"; done
+known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml | xargs)
+for extra in "$@"; do
+  [[ " $known " == *" $extra "* ]] || die "no extra named '$extra'; there are: $known"
+done
 is_current "$@" && exit 0
 
 mkdir -p .venv

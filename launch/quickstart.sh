@@ -3,7 +3,7 @@
 # as a corpus, plants noise in a copy of it, trains on that on two processes with the supervisor above them, and says
 # what became of the noise and where everything is.
 #
-#   bash launch/quickstart.sh [OVERRIDE ...]     e.g. train.steps=50 run.dir=runs/short
+#   bash launch/quickstart.sh [OVERRIDE ...]     e.g. train.steps=150 run.dir=runs/short (noise: step 120)
 #   bash launch/quickstart.sh data.corpora='[{path: data/stdlib}]' run.dir=runs/clean     without the noise
 #
 # Call it again to train again (the finished run is kept beside it), or to go on where an interrupted one stopped.

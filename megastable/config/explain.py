@@ -38,10 +38,13 @@ def explain(detail: ErrorDetails) -> list[str]:
     return [f"{path}={given}: expected{of} {words}, e.g. {key.example}"]
 
 
+CHOICES = ("kind", "name", "type")  # as other trainers choose an optimizer by
+
+
 def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
     """The key that an unknown key may have meant."""
     path, name = ".".join(location), location[-1]
-    if there := known_elsewhere(name):
+    if there := known_elsewhere("optim" if location[0] == "optimizer" and name in CHOICES else name):
         if not there.ours:
             yield f"{path}: no such key: {there.note}"
             return

@@ -133,7 +133,7 @@ def tell(run: Path) -> None:
     width = max(map(len, files))
     print(
         f"\ntraining loss    {number(s['first_loss'])} -> {number(s['final_loss'])} nats per token (mean of the last "
-        "steps)\n"
+        "20 steps)\n"
         f"validation loss  {validation}\n"
     )
     print(*(f"{name:<{width}}  {what}" for name, what in files.items()), sep="\n")

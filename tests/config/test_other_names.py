@@ -129,3 +129,10 @@ def test_what_another_trainer_has_below_a_known_name_is_explained_as_well() -> N
         "zero_optimization",
         "zero_optimization.overlap_comm",
     ]
+
+
+@pytest.mark.parametrize("key", ["optimizer.kind", "optimizer.name", "optimizer.type"])
+def test_another_optimizer_is_refused_with_the_reason(key: str) -> None:
+    assert refused(f"{key}=muon") == [
+        f"{key}: no such key: the optimizer is always AdamW: optimizer.lr, betas, eps"
+    ]
