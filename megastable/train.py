@@ -50,12 +50,8 @@ class Trainer:
     def __init__(self, start: Start, stop: StopRequest, heart: Heartbeat) -> None:
         c, order = start.config, start.order
         self.config, self.run, self.log, self.stop, self.heart = c, start.run, start.log, stop, heart
-        self.order, self.engine, self.checkpoints, self.state = (
-            order,
-            start.engine,
-            start.checkpoints,
-            start.state,
-        )
+        self.order, self.engine = order, start.engine
+        self.checkpoints, self.state = start.checkpoints, start.state
         self.stopping = False
         first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
         with ExitStack() as closing:

@@ -13,6 +13,7 @@ from megastable.commands.checkpoint_makers import Checkpoint, add_makers
 from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, put_json
 
 app = App("Verify, list, show, pin, compare, reshape and average checkpoints; no GPU is needed.")
+Reason = Annotated[str, typer.Option(help="Why, for whoever wonders later")]
 One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkpoints/latest")]
 
 
@@ -77,9 +78,7 @@ def show(checkpoint: Checkpoint,
     megastable checkpoint pin runs/7b/checkpoints/step-500 --reason "before the new data"
     """,
 )
-def pin(
-    checkpoint: One, reason: Annotated[str, typer.Option(help="Why, for whoever wonders later")] = ""
-) -> None:
+def pin(checkpoint: One, reason: Reason = "") -> None:
     """Keep a checkpoint, whatever checkpoint.keep says."""
     from megastable.convert.tool.pinning import pin as keep
 
@@ -103,9 +102,7 @@ def unpin(checkpoint: One) -> None:
     megastable checkpoint accept runs/7b/checkpoints/rejected-step-500 --reason "the kernels were wrong"
     """,
 )
-def accept(
-    checkpoint: One, reason: Annotated[str, typer.Option(help="Why, for whoever wonders later")] = ""
-) -> None:
+def accept(checkpoint: One, reason: Reason = "") -> None:
     """Let runs go on from a checkpoint that was convicted or put aside (rejected-step-N, suspect-step-N)."""
     from megastable.convert.tool.accepting import accept as take
 

@@ -37,6 +37,9 @@ Plot = Annotated[
 ]
 Rows = Annotated[int, typer.Option(min=0, help="Rows that the terminal shows")]
 Texts = Annotated[int, typer.Option(min=0, help="Rows whose text the terminal shows")]
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A YAML file, e.g. launch/recipes/quickstart.yaml")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]", help="Of the recipe")]
 
 

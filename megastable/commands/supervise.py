@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megastable.commands.app import App, WithLauncherArguments
-from megastable.commands.options import Overrides
+from megastable.commands.options import Overrides, Recipe
 
 app = App()
 
@@ -26,9 +26,7 @@ app = App()
 )
 def supervise(
     context: typer.Context,
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A YAML file, e.g. launch/recipes/quickstart.yaml")
-    ],
+    recipe: Recipe,
     overrides: Overrides = None,
     module: Annotated[str, typer.Option(help="What every rank runs")] = "megastable.train",
 ) -> None:

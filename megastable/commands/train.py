@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
 
 import typer
 
 from megastable.commands.app import App, WithLauncherArguments
-from megastable.commands.options import Overrides
+from megastable.commands.options import Overrides, Recipe
 
 app = App()
 
@@ -26,9 +25,7 @@ app = App()
 )
 def train(
     context: typer.Context,
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A YAML file, e.g. launch/recipes/quickstart.yaml")
-    ],
+    recipe: Recipe,
     overrides: Overrides = None,
 ) -> None:
     """Train without a supervisor: start the deepspeed launcher on a recipe."""

@@ -44,6 +44,9 @@ CHOICES = ("kind", "name", "type")  # as other trainers choose an optimizer by
 def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
     """The key that an unknown key may have meant."""
     path, name = ".".join(location), location[-1]
+    inside = given if isinstance(given, dict) else {}
+    known = [str(child) for child in inside if known_elsewhere(str(child))]
+    below = (line for child in known for line in _unknown([*location, child], inside[child]))
     if there := known_elsewhere("optim" if location[0] == "optimizer" and name in CHOICES else name):
         if not there.ours:
             yield f"{path}: no such key: {there.note}"
@@ -52,20 +55,15 @@ def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:
         found = key_at(key.split("."))
         example = "" if value or found is None else f" e.g. {found.example}"
         note = f" ({there.note})" if there.note else ""
-        inside = given if isinstance(given, dict) else {}
         if value and (given is False or inside.get("enabled") is False):
             yield f"{path}: unknown key; when true it stands for {there.ours}: leave it out"
             return
         yield f"{path}: unknown key; did you mean {there.ours}?{note}{example}"
-        for child in filter(known_elsewhere, map(str, inside)):
-            yield from _unknown([*location, child], inside[child])
+        yield from below
         return
     # A section of another trainer, whose keys may be known.
-    below = given if isinstance(given, dict) else {}
-    known = [str(child) for child in below if known_elsewhere(str(child))]
-    for child in known:
-        yield from _unknown([*location, child], below[child])
-    if known and len(known) == len(below):
+    yield from below
+    if known and len(known) == len(inside):
         return
     siblings = keys_beside(location)
     near = difflib.get_close_matches(name, siblings, n=1)
