@@ -100,7 +100,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
         if missing := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name not in environment]:
             raise ConfigError(
                 f"RANK={environment['RANK']} is set, and {' and '.join(missing)} not: it seems to number hosts, not "
-                "ranks. Start the ranks of each host, e.g. by torchrun --nproc_per_node 8 --no-python megastable train, "
+                "ranks. Start the ranks of each host, as torchrun --nproc_per_node 8 --no-python megastable train, "
                 "or unset RANK"
             )
         return True
