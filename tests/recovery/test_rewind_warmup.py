@@ -23,7 +23,7 @@ POLICY = {"policy": {"rewind_warmup": LENGTH, "rewind_warmup_from": BEGIN}}
 
 
 def test_the_rate_ramps_back_after_a_rewind_and_over_a_restart(
-    planted: tuple[Path, Planted],  # noqa: F811
+    planted: tuple[Path, Planted],
     tmp_path: Path,
 ) -> None:
     corpus, what = planted
