@@ -32,6 +32,7 @@ SCALE = 1e9  # weights of the blocks from which a rule calls a model large
 MOST_DECAY = 0.5  # five times the 0.1 of GPT-3, Llama, OLMo 2
 MOST_CLIP = 10.0  # ten times the 1.0 of these
 TIED_LOGITS = 2.0  # standard deviation of the first logits: it adds half its square to the first loss, 2 nats
+EARLY = 0.98  # a schedule counts applied updates, and some steps may be refused
 OUTLASTS = 1.25  # a schedule longer than the run by this factor costs loss
 
 GPT3 = "GPT-3, arXiv:2005.14165, appendix B"
@@ -111,7 +112,7 @@ def warmup_outlasts_run(c: RunConfig) -> Hint | None:
 def schedule_ends_early(c: RunConfig) -> Hint | None:
     """The run trains on at the lowest rate."""
     total, steps = total_steps(c), c.train.steps
-    if c.schedule.kind == "constant" or total >= steps:
+    if c.schedule.kind == "constant" or total >= EARLY * steps:
         return None
     return Hint(
         f"schedule.total_steps={total}",
