@@ -182,7 +182,17 @@ def test_the_compute_of_a_model() -> None:
 
 @pytest.mark.parametrize(
     ("lr", "warmup", "told"),
-    [(1e-3, 1, 0), (3e-3, 20, 0), (6e-3, 50, 0), (3e-3, 0, 1), (1.5e-2, 0, 1), (1.5e-2, 10, 1), (3e-3, 1, 1)],
+    [
+        (1e-3, 1, 0),
+        (3e-3, 20, 0),
+        (6e-3, 50, 0),
+        (3e-3, 0, 1),
+        (1.5e-2, 0, 1),
+        (1.5e-2, 10, 1),
+        (3e-3, 1, 1),
+        (1.76e-3, 1, 0),
+        (1.77e-3, 1, 1),
+    ],
 )
 def test_first_updates(lr: float, warmup: int, told: int) -> None:
     said = first(lr, warmup)

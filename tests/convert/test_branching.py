@@ -184,7 +184,13 @@ def test_where_the_rate_would_jump_it_is_refused(step: int, schedule: dict[str, 
 
 @pytest.mark.parametrize(
     ("step", "schedule"),
-    [(10, {}), (90, {"kind": "wsd"}), (60, {"kind": "wsd", "decay_steps": 40}), (500, {})],
+    [
+        (10, {}),
+        (90, {"kind": "wsd"}),
+        (60, {"kind": "wsd", "decay_steps": 40}),
+        (500, {}),
+        (95, {"kind": "wsd", "total_steps": 900}),
+    ],
 )
 def test_the_ends_of_the_constant_phase_count(step: int, schedule: dict[str, Any]) -> None:
     made = decaying(*at(step, **schedule), 20)
