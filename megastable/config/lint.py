@@ -312,7 +312,7 @@ def peak_rate(c: RunConfig) -> Hint | None:
         f"{c.optimizer.lr / best:.2g} times {best:.2g}, the best rate of AdamW for the {compute(c):.1e} FLOP of this "
         f"run (limit {ABOVE_LAW:g} times): it diverges or ends at a higher loss",
         "DeepSeek LLM, arXiv:2401.02954, section 3.1: 0.3118 C^-0.125",
-        f"optimizer.lr={best:.1g} or less",
+        f"optimizer.lr={best:.2g} or less",
     )
 
 
