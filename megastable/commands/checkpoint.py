@@ -12,7 +12,7 @@ from megastable.commands.app import App
 from megastable.commands.checkpoint_makers import Checkpoint, add_makers
 from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, put_json
 
-app = App("Verify, list, show, pin, compare, reshape and average checkpoints; no GPU is needed.")
+app = App("Verify, list, show, pin, compare, reshape, branch and average checkpoints; no GPU is needed.")
 Reason = Annotated[str, typer.Option(help="Why, for whoever wonders later")]
 One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkpoints/latest")]
 

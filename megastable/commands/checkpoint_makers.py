@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -26,6 +26,7 @@ Data = Annotated[int | None, typer.Option(min=1, show_default="unchanged", help=
 MicroBatch = Annotated[
     int | None, typer.Option(min=1, show_default="unchanged", help="Samples per rank and pass")
 ]
+DecayShape = Literal["linear", "cosine", "sqrt"]
 Recipe = Annotated[Path, typer.Option(help="Of the run; its model is the checkpoint's")]
 
 
@@ -37,6 +38,26 @@ def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: P
 
     sizes = Sizes(tensor, pipeline, zero, data, micro_batch)
     _tell(make_reshaped(checkpoint, out, sizes, silent=as_json), as_json)
+
+
+def branch(checkpoint: Checkpoint, out: Out,
+           decay_steps: Annotated[int, typer.Option(min=1, help="Updates until the new run's end")],
+           kind: Annotated[DecayShape, typer.Option(help="Shape of the decay; sqrt: 1 - sqrt")] = "linear",
+           floor: Annotated[float | None, typer.Option(min=0, max=1, show_default="the run's", help="Share of the peak "
+                                                       "rate at its end")] = None,
+           as_json: Json = False) -> None:  # fmt: skip
+    """Make OUT, a run that continues from a checkpoint of the constant phase with a final decay of the learning rate.
+
+    Moments, data order, skips and position continue; the parent stays as it is (arXiv:2404.06395, arXiv:2405.18392).
+    """
+    from megastable.base.text import visible
+    from megastable.convert.tool.making import dict_of_branch, make_branch, text_of_branch
+
+    made = make_branch(checkpoint, out, decay_steps, kind, floor, silent=as_json)
+    if as_json:
+        put_json(dict_of_branch(made), True, None)
+    else:
+        print(visible(text_of_branch(made), keep="\n"))
 
 
 def export(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
@@ -102,6 +123,12 @@ def add_makers(app: App) -> None:
     app.add(
         examples="megastable checkpoint reshape runs/7b runs/7b-tp2 --tensor 2 --pipeline 1 --zero 1 --data 4"
     )(reshape)
+    app.add(
+        examples="""
+        megastable checkpoint branch runs/7b runs/7b-final --decay-steps 20000
+        megastable checkpoint branch runs/7b/checkpoints/step-100000 runs/7b-100k --decay-steps 10000 --kind sqrt
+        """
+    )(branch)
     app.add(examples="megastable checkpoint export runs/7b runs/7b-weights")(export)
     app.add(
         examples="""

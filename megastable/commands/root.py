@@ -17,7 +17,7 @@ COMMANDS = {
     "prepare": "Text into corpora to train on: a tokenizer, Megatron shards, a manifest with counts and hashes.",
     "inspect": "What was in that batch? From steps, incidents and documents to text, and back; which ones are bad.",
     "prune": "Documents, or spans of them, out of a corpus: a plan to edit, a new corpus, the proof of the rest.",
-    "checkpoint": "Verify, list, show, pin, compare, reshape and average checkpoints; no GPU is needed.",
+    "checkpoint": "Verify, list, show, pin, compare, reshape, branch and average checkpoints; no GPU is needed.",
     "convert": "Checkpoints to and from Hugging Face and llama.cpp, compared by logits each time.",
     "generate": "Text from a prompt, continued by a checkpoint, a run's newest one, or a Hugging Face folder.",
     "plan": "Memory, time and cost of a recipe on a cluster, and the layouts that would be faster.",

@@ -12,28 +12,27 @@ import yaml
 
 from megastable.base.errors import ConfigError, MegastableError, user_errors
 from megastable.config import deepspeed_json, reference
+from megastable.config.lint import lint
 from megastable.config.recipe import find, load, read_yaml
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.training import lint
 
-EXAMPLES = f"""python -m megastable.config launch/recipes/7b.yaml parallel.tensor=8 --world 64
+EXAMPLES = f"""python -m megastable.config launch/recipes/7b.yaml parallel.tensor=8 --world 64 --no-data
   python -m megastable.config launch/recipes/quickstart.yaml --json
   {reference.COMMAND}"""
 
 
-def _of_corpora(config: RunConfig) -> list[str]:
-    """A warning if the corpora cannot be used on this host; no error, as the run may use another."""
+def _check_corpora(config: RunConfig) -> None:
+    """Raises ConfigError if the corpora cannot be used on this host."""
     try:
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
     except MegastableError as error:
-        return [f"{error}. As long as that is so, training is refused (code {error.code})"]
+        raise ConfigError(f"{error}. To look at a recipe on a host without its data: --no-data") from None
     given = config.model.vocab_size
     if given is not None and given < corpora.vocab_size:
-        return [
+        raise ConfigError(
             f"model.vocab_size={given} is smaller than the tokenizer's {corpora.vocab_size}: leave it out"
-        ]
-    return []
+        )
 
 
 class _Reference(argparse.Action):
@@ -55,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", help="dotted overrides, e.g. model.layers=12")
     parser.add_argument("--world", type=int, help="number of ranks (default: one data-parallel replica)")
+    parser.add_argument(
+        "--no-data", action="store_true", help="do not open the corpora, which lie on another host"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of YAML and JSON")
     parser.add_argument(
         "--reference",
@@ -72,11 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
         world = replica if args.world is None else args.world
         ds = deepspeed_json.build(config, world)
-        for text in [*config.supervise.exposed, *lint.lint(config), *_of_corpora(config)]:
+        if not args.no_data:
+            _check_corpora(config)
+        warnings = [*config.supervise.exposed, *lint(config)]
+        for text in warnings:
             print(f"WARNING: {text}", file=sys.stderr)
         tree = config.model_dump(mode="json")
         if args.json:
-            print(json.dumps({"config": tree, "deepspeed": ds}, indent=2))
+            print(json.dumps({"config": tree, "deepspeed": ds, "warnings": warnings}, indent=2))
         else:
             print(f"# {args.recipe}, resolved\n{yaml.safe_dump(tree, sort_keys=False)}")
             print(f"# DeepSpeed, {world} ranks\n{json.dumps(ds, indent=2)}")

@@ -65,6 +65,7 @@ MEGATRON = {
     "lr_decay_iters": "schedule.total_steps",
     "lr_decay_samples": f"schedule.total_steps; {_SAMPLES}",
     "lr_wsd_decay_iters": "schedule.decay_steps",
+    "lr_wsd_decay_style": "schedule.decay; minus_sqrt is sqrt; no exponential",
     "lr_wsd_decay_samples": f"schedule.decay_steps; {_SAMPLES}",
     "min_lr": "schedule.floor; a share of the peak: divide by optimizer.lr",
     # train
@@ -166,7 +167,6 @@ MEGATRON_WITHOUT_KEY = {
     "num_layers_per_virtual_pipeline_stage": _INTERLEAVED,
     **dict.fromkeys(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _CONSTANT_DECAY),
     "lr_warmup_init": "warm-up begins at optimizer.lr / schedule.warmup_steps",
-    "lr_wsd_decay_style": "the final decay of wsd is linear",
     "optimizer_cpu_offload": _OFFLOAD,
     "rampup_batch_size": "the batch is constant: train.global_batch",
     "loss_scale": "the loss scale of fp16 is always dynamic: precision.initial_scale_power",

@@ -211,6 +211,10 @@ class PolicyConfig(Section):
     by hand."""
     rewarm_steps: NonNegativeInt = 50
     """Warm-up from a tenth of the cut rate back to it. [updates]"""
+    rewind_warmup: NonNegativeInt = 0
+    """Warm-up after every rewind, from `rewind_warmup_from` of the rate back to it; 0: none. [updates]"""
+    rewind_warmup_from: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of the rate at which the warm-up after a rewind begins."""
 
 
 class SnapshotConfig(Section):

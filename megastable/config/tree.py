@@ -239,6 +239,8 @@ class ScheduleConfig(Section):
     """Length of the warm-up. [steps]"""
     decay_steps: PositiveInt | None = Field(default=None, examples=[100])
     """`wsd`: length of the final decay; null: a tenth of the run. [steps]"""
+    decay: Literal["linear", "cosine", "sqrt"] = "linear"
+    """`wsd`: shape of the final decay; `sqrt`: 1 - the root of the share done (arXiv:2405.18392, section 3)."""
     total_steps: PositiveInt | None = Field(default=None, examples=[1000])
     """Where the decay ends; null: `train.steps`. [steps]"""
     floor: Fraction = 0.1

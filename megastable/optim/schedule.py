@@ -2,7 +2,7 @@
 
 Nothing is stepped or saved: a discarded update does not move the schedule, and a resumed or rewound run has the right
 rate by construction. Cosine: Loshchilov & Hutter, arXiv:1608.03983; WSD (warm-up, stable, decay): Hu et al.,
-arXiv:2404.06395.
+arXiv:2404.06395; its decay as 1 - sqrt: Hägele et al., arXiv:2405.18392.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ def rate(schedule: ScheduleConfig, peak: float, total: int, updates: int) -> flo
     if schedule.kind == "wsd":
         begin = max(begin, total - (schedule.decay_steps or max(1, total // 10)))
     done = min(1.0, max(0.0, (updates - begin) / max(1, total - begin)))
-    if schedule.kind == "cosine":
+    shape = schedule.decay if schedule.kind == "wsd" else schedule.kind
+    if shape == "sqrt":
+        done = math.sqrt(done)
+    if shape == "cosine":
         return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
     return floor + (peak - floor) * (1 - done)

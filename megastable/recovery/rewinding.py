@@ -24,7 +24,7 @@ from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
-from megastable.run.events.stability_events import RateCut
+from megastable.run.events.stability_events import RateCut, RateWarmup
 from megastable.run.log import RunLog
 from megastable.stability import groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
@@ -251,6 +251,11 @@ class Rewinding:
         back: RunState = kept.state.model_copy(deep=True)
         back.seconds = state.seconds
         self.guard.rewind(kept.detector)
+        if self.guard.policy.rewound(back.updates):
+            c = self.guard.policy.config
+            self.log.emit(
+                RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup), say=True
+            )
         self.samples.rewind(kept.samples)
         set_rng_state(kept.random)
         self.loader.go_to(back.cursor, self.selection())

@@ -1,4 +1,5 @@
-"""Limits of the learning rate: cuts (a factor) and caps (a maximum rate), and when they are lifted. Pure.
+"""Limits of the learning rate: cuts (a factor) and caps (a maximum rate), and when they are lifted; the warm-up after a
+rewind. Pure.
 
 A cap starts at the rate of the good state and falls with the schedule: by the schedule's relative decrease, ignoring
 jumps. It does not rise with it.
@@ -50,11 +51,14 @@ class Limit(BaseModel):
         return self.value if self.scheduled is None else self.value * min(1.0, scheduled / self.scheduled)
 
 
-def limited(limits: Sequence[Limit], updates: int, scheduled: float, rewarm: int) -> float:
+def limited(
+    limits: Sequence[Limit], updates: int, scheduled: float, rewarm: int, after_rewind: float = 1.0
+) -> float:
     """The rate of the update after `updates` applied ones, with the schedule at `scheduled`.
 
     After a cut the rate warms up from a tenth of the cut rate over `rewarm` updates; a cap needs no warm-up, as the
-    good state was trained at that rate.
+    good state was trained at that rate. after_rewind: share of the rate that the warm-up after a rewind allows; of two
+    warm-ups the lower one holds.
     """
     rate = scheduled
     newest = max((limit.updates for limit in limits if limit.holds and limit.kind == "cut"), default=None)
@@ -65,8 +69,17 @@ def limited(limits: Sequence[Limit], updates: int, scheduled: float, rewarm: int
         elif rewarm > (since := max(0, updates - limit.lifted_updates)):
             rate = full + (rate - full) * since / rewarm
     if newest is not None and rewarm > (since := max(0, updates - newest)):
-        rate *= 0.1 + 0.9 * since / rewarm
-    return rate
+        after_rewind = min(after_rewind, 0.1 + 0.9 * since / rewarm)
+    return rate * after_rewind
+
+
+def after_rewind(rewound: int | None, updates: int, config: PolicyConfig) -> float:
+    """Share of the rate that the update after `updates` applied ones has, if the run was last rewound to `rewound` of
+    them; None: never."""
+    if rewound is None or config.rewind_warmup <= (since := max(0, updates - rewound)):
+        return 1.0
+    begin = config.rewind_warmup_from
+    return begin + (1 - begin) * since / config.rewind_warmup
 
 
 def follow(limits: Sequence[Limit], clock: int, scheduled: float) -> None:

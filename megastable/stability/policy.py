@@ -183,6 +183,8 @@ class Policy:
         """
         s, c = self.state, self.config
         s.taken[-1].cause, s.alert = cause, None
+        if c.rewind_warmup:
+            s.rewound = s.clock  # `resumed` sets its update
         again = self._count(Action.HANDOVER) > 1
         if cause in (Cause.HARDWARE, Cause.STORAGE):
             return ""
@@ -208,6 +210,7 @@ class Policy:
         """A new process continues from `step`. Any verification continues, past the step that tripped."""
         s = self.state
         learning_rate_limits.moved_back(s.limits, updates)
+        s.rewound = None if s.rewound is None else min(s.rewound, updates)
         s.refused = [refused for refused in s.refused if refused <= step]
 
     # Evidence and budgets
@@ -432,7 +435,15 @@ class Policy:
 
     def rate(self, updates: int, scheduled: float) -> float:
         """The rate of the update after `updates` applied ones, with the schedule at `scheduled`."""
-        return learning_rate_limits.limited(self.state.limits, updates, scheduled, self.config.rewarm_steps)
+        s, c = self.state, self.config
+        share = learning_rate_limits.after_rewind(s.rewound, updates, c)
+        return learning_rate_limits.limited(s.limits, updates, scheduled, c.rewarm_steps, share)
+
+    def rewound(self, updates: int) -> bool:
+        """The run was rewound to `updates` applied ones: whether the rate warms up from there."""
+        if self.config.rewind_warmup:
+            self.state.rewound = updates
+        return self.config.rewind_warmup > 0
 
     def relax(self, finding: Finding, updates: int, scheduled: float) -> list[str]:
         """Lift limits that have lasted long enough, or that the schedule has fallen below; a sentence for each.

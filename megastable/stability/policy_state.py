@@ -40,7 +40,9 @@ class PolicyState(BaseModel):
     """clock: the farthest step so far. refused: steps of the discards that belong to no incident yet. watching: an
     action was taken at step `tripped` and is being verified until `watch_until`; good: steps on the trend since.
     recurrences: how often the present incident came back. account: the evidence about the present chain of incidents.
-    limits: of the learning rate. fallbacks, returns: clocks at which FP8 was left and resumed. alert: the episode.
+    limits: of the learning rate. rewound: applied updates of the state that the last rewind led to, where the rate
+    warms up; None: no rewind, or no warm-up is configured. fallbacks, returns: clocks at which FP8 was left and
+    resumed. alert: the episode.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -55,6 +57,7 @@ class PolicyState(BaseModel):
     taken: list[Taken] = []
     account: Account | None = None
     limits: list[Limit] = []
+    rewound: int | None = None
     fallbacks: list[int] = []
     returns: list[int] = []
     alert: Alert | None = None

@@ -17,6 +17,7 @@ from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.vitals import Vitals
 from megastable.config import deepspeed_json
+from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import Corpora
 from megastable.data.loader import Loader
@@ -32,7 +33,6 @@ from megastable.run.log import RunLog
 from megastable.training.checkpoints import Checkpoints
 from megastable.training.data_order import DataOrder
 from megastable.training.heartbeat import Heartbeat
-from megastable.training.lint import lint
 from megastable.training.probe_samples import ProbeSamples
 
 

@@ -307,11 +307,11 @@ def main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 
 def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = main(capsys, QUICKSTART, "--json")
+    code, out, _ = main(capsys, QUICKSTART, "--json", "--no-data")
     answer = json.loads(out)
     assert code == 0
     assert RunConfig.model_validate(answer["config"]) == load(QUICKSTART)
-    assert answer["deepspeed"]["train_batch_size"] == 16
+    assert answer["deepspeed"]["train_batch_size"] == 16 and answer["warnings"] == []
 
 
 @pytest.mark.parametrize(
@@ -339,17 +339,37 @@ def test_the_command_and_bad_arguments(
         ("data.corpora=[{path: nowhere}]", "nowhere is not a prepared corpus, make one with tools/prepare_data.py"),
         ("data.corpora=[]", "data.corpora is empty: name at least one"),
         ("model.vocab_size=128", "model.vocab_size=128 is smaller than the tokenizer's 250: leave it out"),
-        ("schedule.warmup_steps=5000", "schedule.warmup_steps=5000 is not below train.steps=220"),
-        ("optimizer.lr=30", "optimizer.lr=30 is above 0.3"),
     ],
 )  # fmt: skip
-def test_the_command_tells_what_training_would_stumble_over(
+def test_the_command_refuses_what_training_would_refuse(
     override: str, told: str, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A warning: the corpus may lie on another host. What can never be is an error."""
-    code, out, err = main(capsys, QUICKSTART, f"data.corpora=[{{path: {corpus}}}]", override)
+    """With --no-data the corpora are not opened: they may lie on another host."""
+    given = (QUICKSTART, f"data.corpora=[{{path: {corpus}}}]", override)
+    code, out, err = main(capsys, *given)
+    assert (code, out) == (2, "") and err.startswith("error: ") and told in err
+    assert ("--no-data" in err) == override.startswith("data.")
+    code, out, err = main(capsys, *given, "--no-data")
+    assert (code, err) == (0, "") and RunConfig.model_validate(yaml.safe_load(out.split("# DeepSpeed")[0]))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("schedule.warmup_steps=5000", "schedule.warmup_steps=5000: not below train.steps=220"),
+        ("optimizer.lr=30", "optimizer.lr=30: 4.4e+03 times 0.0068"),
+    ],
+)
+def test_the_command_warns_of_what_is_dangerous(
+    override: str, told: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (QUICKSTART, f"data.corpora=[{{path: {corpus}}}]", override)
+    code, out, err = main(capsys, *given)
     assert code == 0 and RunConfig.model_validate(yaml.safe_load(out.split("# DeepSpeed")[0]))
     assert err.startswith("WARNING: ") and told in err
+    code, out, again = main(capsys, *given, "--json")
+    assert code == 0 and again == err
+    assert [f"WARNING: {text}" for text in json.loads(out)["warnings"]] == err.splitlines()
 
 
 @pytest.mark.parametrize("content", ["", "# nothing\n", "{}\n"])

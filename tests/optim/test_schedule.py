@@ -67,6 +67,21 @@ def test_wsd_stays_at_the_peak_until_its_decay(decay: int | None, begin: int) ->
     assert found[begin:] == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize(
+    ("decay", "left"),
+    [
+        ("linear", [1, 0.75, 0.5, 0]),
+        ("sqrt", [1, 0.5, 1 - math.sqrt(0.5), 0]),
+        ("cosine", [1, (1 + math.sqrt(0.5)) / 2, 0.5, 0]),
+    ],
+)
+def test_shapes_of_the_final_decay(decay: str, left: list[float]) -> None:
+    """After none, a quarter, a half and all of it; other kinds ignore the key."""
+    found = rates("wsd", decay_steps=400, decay=decay)
+    assert [found[n] for n in (600, 700, 800, 1000)] == pytest.approx([PEAK * (0.1 + 0.9 * x) for x in left])
+    assert all(rates(kind, decay=decay) == rates(kind) for kind in ("cosine", "linear", "constant"))
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     st.sampled_from(KINDS),

@@ -21,9 +21,19 @@ FIRST = 70  # step of the first bad sample
 SAMPLES = 20  # bad ones: two and a half batches
 
 
-def config(corpus: Path, run: Path, snapshots: dict[str, Any] | None = None, **samples: Any) -> Any:
+def config(
+    corpus: Path,
+    run: Path,
+    snapshots: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None,
+    **samples: Any,
+) -> Any:
     # no single ones are judged
-    stability = {"samples": {"known": 10_000, **samples}, "snapshots": snapshots or {}}
+    stability = {
+        "samples": {"known": 10_000, **samples},
+        "snapshots": snapshots or {},
+        "policy": policy or {},
+    }
     schedule = {"warmup_steps": 10, "total_steps": STEPS}
     train = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 4, "eval_samples": 0, "eval_interval": 0}
     return recipe(corpus, run, train=train, schedule=schedule, stability=stability, optimizer={"lr": 3e-3})
@@ -60,8 +70,10 @@ def test_batches_that_are_a_little_worse_are_undone(world: int, tmp_path: Path) 
 def test_a_look_back_that_convicts_nobody_leaves_no_trace(world: int, tmp_path: Path) -> None:
     corpus, looked, other = (tmp_path / name for name in ("corpus", "looked", "other"))
     write_corpus(corpus, tokens=38_000, ids=20, validation=0)
+    policy = {"rewind_warmup": 10}  # which a look back must not begin
     for run, examinations in ((looked, 3000.0), (other, 1e-9)):
-        assert run_ranks(world, train, config(corpus, run, examinations=examinations)) == [(0, "")] * world
+        c = config(corpus, run, policy=policy, examinations=examinations)
+        assert run_ranks(world, train, c) == [(0, "")] * world
     assert events(looked, "samples_examined") and not events(other, "samples_examined")
     assert not incidents(looked) and not (looked / "skips.jsonl").exists()
     assert identical(looked / f"checkpoints/step-{STEPS}", other / f"checkpoints/step-{STEPS}") >= 3

@@ -19,6 +19,7 @@ from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.snapshot import Ring
+from megastable.run.events.stability_events import RateWarmup
 from megastable.stability.actions import Action, Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.groups import CROWD
@@ -46,7 +47,9 @@ def shell(policy: Policy) -> Any:
     rewinding.selection.return_value.share_without.return_value = 1.0
     rewinding.source.order.locate.return_value.corpus = [0]
     snapshot = rewinding.points.before_region.return_value
-    snapshot.extra.state.updates = snapshot.step = 30
+    saved = snapshot.extra.state
+    saved.updates = saved.step = snapshot.step = 30
+    saved.model_copy.return_value = saved
     snapshot.extra.random = rng_state()
     return rewinding
 
@@ -81,7 +84,7 @@ def test_a_cause_that_the_policy_overrules_leaves_nobody_convicted() -> None:
 
 def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any, Any]:
     """Where the run goes back to, None = it stays, and the shell. good: there is a good state of before the case."""
-    policy, present = Policy(PolicyConfig()), MagicMock(step=40, seconds=1.0)
+    policy, present = Policy(PolicyConfig(rewind_warmup=8)), MagicMock(step=40, seconds=1.0)
     policy.decide(seen(40), 0)
     rewinding = shell(policy)
     trained = [MagicMock(step=step, positions=np.array([step - 30])) for step in (37, 38, 39, 40)]
@@ -101,6 +104,8 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
     assert [t.step for t in window] == [37, 38, 39]
     (taken,) = made.guard.policy.state.taken
     assert (taken.action, taken.cause, taken.odds) == (Action.REWIND, Cause.DATA, 3.0)
+    assert made.guard.policy.state.rewound == 30
+    assert made.log.emit.call_args.args == (RateWarmup(step=30, begin=0.1, updates=8),)
     assert made.guard.policy.state.watching and made.incident_log.attribute.call_args.args[0] == found
     made.points.forget_after.assert_called_once_with(30)
     made.points.restore.assert_not_called()
@@ -117,7 +122,7 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
 @pytest.mark.parametrize("good", [True, False])
 def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: bool) -> None:
     stands, made = look_back(found, good)
-    assert stands is None and not made.guard.policy.state.taken
+    assert stands is None and not made.guard.policy.state.taken and made.guard.policy.state.rewound is None
     made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
     made.samples.nobody.assert_called_once()
     made.incident_log.open.assert_not_called()
@@ -139,6 +144,7 @@ def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() 
     stands, made = look_back(found)
     assert stands is None
     made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
+    assert made.guard.policy.state.rewound is None
     case, few = made.samples.skip.call_args.args[:2]
     assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20], [], "bad", [30], odds=3.0, alone=[7])
     (taken,) = made.guard.policy.state.taken

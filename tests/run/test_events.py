@@ -27,10 +27,10 @@ from megastable.run.log import RunLog
 NAMES = """alert baseline_anew baseline_reset blend_changed checkpoint checkpoint_failed checkpoint_healthy
 checkpoint_recovered checkpoint_rejected checkpoint_suspect config_changed discard_examined discarded ended evaluated
 exchanges_undone fell_back finished handover hang hook_failed imported incident launched located look_ahead_failed
-look_ahead_spent looked_ahead mix_changed moments_anew no_snapshots order_changed rate_cut rate_lifted records_lost
-reshaped restart resumed returned samples_dropped samples_examined skips_added skips_end skips_foreign skips_named
-skips_read skips_refused snapshot_rejected stability_state_dropped stopped supervisor training unstable warning
-would""".split()
+look_ahead_spent looked_ahead mix_changed moments_anew no_snapshots order_changed rate_cut rate_lifted rate_warmup
+records_lost reshaped restart resumed returned samples_dropped samples_examined skips_added skips_end skips_foreign
+skips_named skips_read skips_refused snapshot_rejected stability_state_dropped stopped supervisor training unstable
+warning would""".split()
 FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})
 WHAT = ["opened", "attributed", "released", "rewound", "restarted", "handed over", "closed", "over", "ended"]
 JSON = st.recursive(
@@ -154,6 +154,8 @@ def test_an_event_does_not_change() -> None:
         ({"event": "mix_changed", "step": 9, "old": {}, "new": {}}, "step 9: data mix changed"),
         ({"event": "baseline_reset", "step": 9, "reason": "it stays"}, "step 9: detector baseline reset: it stays"),
         ({"event": "rate_lifted", "step": 9, "reason": "200 steps"}, "step 9: a limit of the learning rate is"),
+        ({"event": "rate_warmup", "step": 9, "begin": 0.1, "updates": 20},
+         "step 9: the learning rate warms up from 0.1 times itself, over 20 updates"),
         ({"event": "config_changed", "changes": ["a: 1 -> 2", "b: 3 -> 4"]}, "recipe changed: a: 1 -> 2; b: 3 -> 4"),
         ({"event": "finished", "steps": 220, "val_loss": None}, "finished after 220 steps"),
         ({"event": "warning", "step": 5, "text": "a\x1b[31m\nb"}, "step 5: warning: a\\x1b[31m\\nb"),

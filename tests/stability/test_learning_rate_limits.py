@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
-from megastable.stability.learning_rate_limits import Limit, follow, limited
+from megastable.stability.learning_rate_limits import Limit, after_rewind, follow, limited
 from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
+from megastable.stability.signals import Verdict
 from tests.stability.policies import CONFIG, run, seen, trip
 
 REWARM = CONFIG.rewarm_steps
@@ -206,3 +207,75 @@ def test_nothing_limits_a_run_without_incidents() -> None:
     policy = Policy(CONFIG)
     run(policy, [seen(s) for s in range(100)])
     assert policy.rate(100, 3e-4) == 3e-4 and policy.relax(seen(100), 100, 3e-4) == []
+
+
+# The warm-up after a rewind
+
+WARMUP = PolicyConfig(rewind_warmup=20, rewind_warmup_from=0.2)
+
+
+@pytest.mark.parametrize(
+    ("rewound", "updates", "share"),
+    [
+        (None, 30, 1.0),
+        (30, 30, 0.2),
+        (30, 31, 0.24),
+        (30, 40, 0.6),
+        (30, 49, 0.96),
+        (30, 50, 1.0),
+        (30, 999, 1.0),
+    ],
+)
+def test_the_rate_warms_up_after_a_rewind(rewound: int | None, updates: int, share: float) -> None:
+    assert after_rewind(rewound, updates, WARMUP) == pytest.approx(share, abs=1e-12)
+    assert after_rewind(rewound, updates, CONFIG) == 1.0  # off by default
+
+
+def test_a_policy_without_it_remembers_no_rewind() -> None:
+    policy = Policy(CONFIG)
+    assert not policy.rewound(30) and policy.state == PolicyState() and policy.rate(30, 1.0) == 1.0
+
+
+def test_a_second_rewind_begins_again() -> None:
+    policy = Policy(WARMUP)
+    assert policy.rewound(30)
+    assert [policy.rate(n, 2.0) for n in (30, 40, 50)] == pytest.approx([0.4, 1.2, 2.0])
+    policy.rewound(35)
+    assert [policy.rate(n, 2.0) for n in (35, 45, 55)] == pytest.approx([0.4, 1.2, 2.0])
+
+
+def test_a_restart_goes_on_with_it() -> None:
+    policy = Policy(WARMUP)
+    policy.rewound(30)
+    again = Policy(WARMUP, PolicyState.model_validate_json(policy.state.model_dump_json()))
+    again.resumed(36, 36)
+    assert [again.rate(n, 1.0) for n in range(36, 60)] == [policy.rate(n, 1.0) for n in range(36, 60)]
+    again.resumed(12, 12)  # from a checkpoint of before
+    assert again.rate(12, 1.0) == pytest.approx(0.2) and again.rate(32, 1.0) == 1.0
+    off = Policy(CONFIG, policy.state)
+    assert off.rate(30, 1.0) == 1.0
+
+
+def test_a_handover_begins_it_where_the_next_process_resumes() -> None:
+    policy = Policy(WARMUP)
+    policy.decide(seen(100, Verdict.SPIKE), 0)
+    policy.handing_over(Cause.STATE)
+    policy.resumed(60, 55)
+    assert policy.rate(55, 1.0) == pytest.approx(0.2) and policy.rate(75, 1.0) == 1.0
+    other = Policy(CONFIG)
+    other.decide(seen(100, Verdict.SPIKE), 0)
+    other.handing_over(Cause.STATE)
+    assert other.state.rewound is None
+
+
+def test_with_a_cut_the_lower_warmup_holds() -> None:
+    policy = Policy(PolicyConfig(rewind_warmup=10, rewind_warmup_from=0.5))
+    cut(policy)
+    at = policy.state.limits[0].updates
+    policy.rewound(at)
+    rewarm = 0.1 + 0.9 * 5 / REWARM
+    assert policy.rate(at, 1.0) == pytest.approx(0.05) and policy.rate(at + 5, 1.0) == pytest.approx(
+        0.5 * rewarm
+    )
+    long = Policy(PolicyConfig(rewind_warmup=10 * REWARM), policy.state)
+    assert long.rate(at + REWARM, 1.0) == pytest.approx(0.5 * 0.19)

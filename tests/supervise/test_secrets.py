@@ -155,6 +155,6 @@ def test_it_is_warned_of_where_it_is_written_out(capsys: pytest.CaptureFixture[s
     assert SuperviseConfig(webhook="$HOOK", command="mail me").exposed == []
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"supervise: {{webhook: '{HOOK}'}}\n")
-    main([str(recipe)])
+    main([str(recipe), "--no-data"])
     printed = capsys.readouterr()
     assert warning in printed.err and "hunter2" not in printed.out + printed.err

@@ -24,8 +24,9 @@ from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.whole import WholeState, parameters
 from megastable.commands.checkpoint import app
+from megastable.config.tree import RunConfig
 from megastable.convert.tool.showing import merged
-from tests.checkpoint.states import LAYOUTS, make_run, recipe_of, state_of
+from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of, state_of
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -295,6 +296,29 @@ def test_reshape_there_and_what_to_do_next(
     found = json_of(call, "reshape", alone, tmp_path / "from-alone", "--data", 2, "--zero", 3)
     assert found["world"] == 4 and found["ledgers"] is None and found["optimizer"]
     assert "skips.jsonl" in call("reshape", alone, tmp_path / "once-more")[0]
+
+
+def test_branch_and_what_to_do_next(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    out, layout = tmp_path / "out", LAYOUTS["tp2"]
+    tree = recipe_of(layout).model_dump(mode="json")
+    tree["schedule"], tree["optimizer"]["lr"] = {"kind": "constant", "warmup_steps": 5}, 1e-3
+    run = RunConfig.model_validate(tree)
+    held = numbers(run)
+    checkpoint = write_run(
+        tmp_path / "run", run, state_of(layout), lambda *of: held[of], optimizer=True, origin={}
+    )
+    text = call("branch", checkpoint, out, "--decay-steps", 20)[0]
+    assert "goes on at 0.001 and falls to 0.0001 over 20 updates; the run ends at step 27" in text
+    assert f"Continue: python launch/supervise.py {out}/recipe.yaml" in text
+    options = ("--decay-steps", 3, "--kind", "sqrt", "--floor", 0)
+    found = json_of(call, "branch", tmp_path / "run", tmp_path / "other", *options)
+    assert (found["rate"], found["floor"], found["decay_steps"], found["steps"]) == (1e-3, 0.0, 3, 10)
+    assert found["step"] == 7 and found["world"] == 2 and found["limits"] == []
+    call("diff", checkpoint, out)
+    for wrong in (("--decay-steps", 0), ("--decay-steps", 3, "--kind", "exponential"), ()):
+        assert call("branch", checkpoint, tmp_path / "no", *wrong, code=2)[0] == ""
+    assert "exists already" in call("branch", checkpoint, out, "--decay-steps", 3, code=2)[1]
+    assert not (tmp_path / "no").exists()
 
 
 def test_export_and_average(call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path) -> None:

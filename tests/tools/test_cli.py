@@ -207,8 +207,9 @@ def test_an_option_that_there_is_not_is_bad_input(words: list[str]) -> None:
     "line",
     [
         "checkpoint verify run", "checkpoint diff run run", "checkpoint export run o",
-        "checkpoint reshape run o --tensor 2", "checkpoint export-megatron run o", "convert to-hf run o --no-tokenizer",
-        "fp8-check run", "generate run --prompt x",
+        "checkpoint reshape run o --tensor 2", "checkpoint branch run o --decay-steps 5",
+        "checkpoint export-megatron run o", "convert to-hf run o --no-tokenizer", "fp8-check run",
+        "generate run --prompt x",
     ],
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_bad_input(line: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`reshape`, `export` and `average`: make new runs, and say how to continue them."""
+"""`reshape`, `export`, `branch` and `average`: make new runs, and say how to continue them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megastable.base.progress_bar import bar
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState
 from megastable.convert.average import average
+from megastable.convert.branching import Branch, DecayKind, branch
 from megastable.convert.reshaping import AS_IT_IS, Made, Sizes, reshape
 from megastable.convert.tool.verifying import checkpoints_of, good
 
@@ -24,6 +25,21 @@ def make_reshaped(
     found = good(checkpoint, silent)
     with bar("writing", written_bytes(found, optimizer), silent) as watch:
         return reshape(found, out, sizes, optimizer=optimizer, watch=watch)
+
+
+def make_branch(
+    checkpoint: Path,
+    out: Path,
+    steps: int,
+    kind: DecayKind = "linear",
+    floor: float | None = None,
+    silent: bool = False,
+) -> Branch:
+    """`branch` with finding, verification and a progress bar."""
+    refuse_existing(out)
+    found = good(checkpoint, silent)
+    with bar("writing", written_bytes(found, True), silent) as watch:
+        return branch(found, out, steps, kind, floor, watch=watch)
 
 
 def make_average(
@@ -80,6 +96,24 @@ def text_of(made: Made) -> str:
             f"to {made.out} before continuing, or it reads other samples."
         )
     return "\n".join([*lines, f"Continue: {made.command}"])
+
+
+def text_of_branch(branch: Branch) -> str:
+    """The rates of a branch, what lowers them, and the run."""
+    lines = [
+        f"The learning rate goes on at {branch.rate:.3g} and falls to {branch.floor:.3g} over {branch.decay_steps} "
+        f"updates; the run ends at step {branch.steps}.",
+        *(f"In force, as in the parent: {limit}." for limit in branch.limits),
+    ]
+    return "\n".join([*lines, text_of(branch.made)])
+
+
+def dict_of_branch(branch: Branch) -> dict[str, Any]:
+    """The same for JSON."""
+    return dict_of(branch.made) | {
+        "rate": branch.rate, "floor": branch.floor, "decay_steps": branch.decay_steps, "steps": branch.steps,
+        "limits": list(branch.limits),
+    }  # fmt: skip
 
 
 def dict_of(made: Made) -> dict[str, Any]:

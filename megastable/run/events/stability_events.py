@@ -277,6 +277,19 @@ class RateCut(Event):
         return f"the learning rate is limited{self.because()}"
 
 
+class RateWarmup(Event):
+    """After a rewind. begin: share of the rate at which it begins; updates: its length."""
+
+    NAME = "rate_warmup"
+    step: Whole
+    begin: Real
+    updates: Whole
+
+    def words(self) -> str:
+        begin = number(self.get("begin"), ".3g")
+        return f"the learning rate warms up from {begin} times itself, over {self.get('updates')} updates"
+
+
 class RateLifted(Event):
     NAME = "rate_lifted"
     step: Whole

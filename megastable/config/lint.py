@@ -1,0 +1,364 @@
+"""Lints a recipe: settings that are possible but known to be dangerous. Hints only; nothing is refused. Pure.
+
+A rule is a function of the configuration with its threshold: None, or what happens, where that is from and what to
+set. To add one, write the function and name it in `RULES`, or in `ADAM` if it holds for Adam's kind of update only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megastable.config.tree import ModelConfig, RunConfig
+
+# Updates in which gradients keep one direction: Adam's change every weight by the whole rate.
+FIRST = 5
+# Of a layer's output, by one of these updates. Runs of 3 layers of 128 tolerate 0.28 (1e-3 without warm-up), and end
+# 0.2 to 0.5 nat too high at 0.85 (3e-3); of the public 774M runs without warm-up 1e-4 (0.09) is healthy, 1e-3 (0.9)
+# diverges (docs/stability.md).
+CHANGE = 0.5
+# Times the best rate by DeepSeek's law; GPT-3, Llama and DeepSeek took 0.17 to 1 times. The law was fitted from 1e17
+# FLOP on; our drills (1e12 FLOP) already end higher at half its rate.
+ABOVE_LAW = 3.0
+# Where small models without QK-norm begin to diverge.
+WITHOUT_QK_NORM = 1e-2
+# The second moment remembers 1 / (1 - beta2) updates. 0.95 in every model of GPT-3's table, 0.999 is PyTorch's default.
+LONG_MEMORY = 0.99
+LARGE_BATCH = 500_000  # tokens of an update: the smallest batch of that table
+# Of the largest root mean square that clipping lets a gradient have.
+EPS_SHARE = 0.1
+SCALE = 1e9  # weights of the blocks from which a rule calls a model large
+MOST_DECAY = 0.5  # five times the 0.1 of GPT-3, Llama, OLMo 2
+MOST_CLIP = 10.0  # ten times the 1.0 of these
+TIED_LOGITS = 2.0  # standard deviation of the first logits: it adds half its square to the first loss, 2 nats
+EARLY = 0.98  # a schedule counts applied updates, and some steps may be refused
+OUTLASTS = 1.25  # a schedule longer than the run by this factor costs loss
+
+GPT3 = "GPT-3, arXiv:2005.14165, appendix B"
+LLAMA = "Llama, arXiv:2302.13971, section 2.3"
+PROXIES = "Wortsman et al., arXiv:2309.14322, section"
+CHINCHILLA = "Chinchilla, arXiv:2203.15556, appendix B"
+
+
+@dataclass(frozen=True)
+class Hint:
+    """setting: key=value. effect: what it does, with numbers. source: paper and section, or measurement. remedy: what
+    to set."""
+
+    setting: str
+    effect: str
+    source: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.effect} ({self.source}). Set {self.remedy}"
+
+
+Rule = Callable[[RunConfig], Hint | None]
+
+
+def lint(config: RunConfig) -> list[str]:
+    """Warnings about the recipe of a new run: key=value, what happens, source, remedy."""
+    return [str(hint) for rule in (*RULES, *ADAM) if (hint := rule(config)) is not None]
+
+
+def block_weights(m: ModelConfig) -> int:
+    """Weights of all blocks, without embedding, output layer and vectors."""
+    attention = m.hidden * m.head_width * 2 * (m.heads + m.key_value_heads)
+    return m.layers * (attention + 3 * m.hidden * m.ffn_width)
+
+
+def compute(c: RunConfig) -> float:
+    """Training compute without the embeddings, as DeepSeek LLM counts it (arXiv:2401.02954, section 3.2). [FLOP]"""
+    m = c.model
+    per_token = 6 * block_weights(m) + 12 * m.layers * m.heads * m.head_width * m.sequence_length
+    return float(per_token) * c.train.steps * tokens(c)
+
+
+def best_rate(c: RunConfig) -> float:
+    """The peak rate of lowest loss for AdamW by the power law of DeepSeek LLM (arXiv:2401.02954, section 3.1)."""
+    return 0.3118 * float(compute(c) ** -0.1250)
+
+
+def tokens(c: RunConfig) -> int:
+    """Tokens of an update."""
+    return c.train.global_batch * c.model.sequence_length
+
+
+def total_steps(c: RunConfig) -> int:
+    """Updates at which the decay ends."""
+    return c.schedule.total_steps or c.train.steps
+
+
+# The schedule
+
+
+def warmup_outlasts_run(c: RunConfig) -> Hint | None:
+    """The peak rate is never reached."""
+    warmup, key, end = c.schedule.warmup_steps, "train.steps", c.train.steps
+    if c.schedule.kind != "constant" and total_steps(c) < end:
+        key, end = "schedule.total_steps", total_steps(c)
+    if warmup < end:
+        return None
+    return Hint(
+        f"schedule.warmup_steps={warmup}",
+        f"not below {key}={end}, so the learning rate never reaches its peak or skips its decay",
+        f"375M tokens in {GPT3}; 2,000 steps in {LLAMA}",
+        "a shorter warm-up, or more steps",
+    )
+
+
+def schedule_ends_early(c: RunConfig) -> Hint | None:
+    """The run trains on at the lowest rate."""
+    total, steps = total_steps(c), c.train.steps
+    if c.schedule.kind == "constant" or total >= EARLY * steps:
+        return None
+    return Hint(
+        f"schedule.total_steps={total}",
+        f"the last {steps - total} of train.steps={steps} have {c.schedule.floor:g} of the peak rate",
+        f"the best schedule is as long as the run: {CHINCHILLA}",
+        f"schedule.total_steps=null or {steps}",
+    )
+
+
+def schedule_outlasts_run(c: RunConfig) -> Hint | None:
+    """The run ends at a high rate."""
+    total, steps = total_steps(c), c.train.steps
+    if c.schedule.kind == "constant" or total <= OUTLASTS * steps:
+        return None
+    return Hint(
+        f"schedule.total_steps={total}",
+        f"{total / steps:.2g} times train.steps={steps}: the run ends before the decay does, which costs loss beyond "
+        f"{OUTLASTS:g} times",
+        CHINCHILLA,
+        "schedule.total_steps=null, or kind=wsd and a decay later (megastable checkpoint branch)",
+    )
+
+
+def no_decay(c: RunConfig) -> Hint | None:
+    """A decay that ends where it began."""
+    if c.schedule.kind == "constant" or c.schedule.floor < 1:
+        return None
+    return Hint(
+        f"schedule.floor={c.schedule.floor:g}",
+        f"kind={c.schedule.kind} decays to its own peak: the rate stays constant",
+        f"decay to a tenth: {GPT3}; {LLAMA}",
+        "schedule.floor=0.1, or schedule.kind=constant if that is meant",
+    )
+
+
+def no_constant_phase(c: RunConfig) -> Hint | None:
+    """The final decay of `wsd` takes the whole run."""
+    s, room = c.schedule, total_steps(c) - c.schedule.warmup_steps
+    if s.kind != "wsd" or s.decay_steps is None or s.decay_steps <= room:
+        return None
+    return Hint(
+        f"schedule.decay_steps={s.decay_steps}",
+        f"only {max(0, room)} steps follow the warm-up: the decay is shortened to them, and no rate is constant",
+        "a tenth of the run suffices: arXiv:2404.06395, section 4; a fifth at most: arXiv:2405.18392, section 3",
+        "a shorter schedule.decay_steps",
+    )
+
+
+# The model and its precision
+
+
+def fp16_without_qk_norm(c: RunConfig) -> Hint | None:
+    """Attention scores beyond the range of fp16."""
+    if c.precision.kind != "fp16" or c.model.qk_norm is not False:
+        return None
+    return Hint(
+        "model.qk_norm=false",
+        "with precision.kind=fp16 nothing bounds the attention scores, and beyond 65,504 they are infinite",
+        "GLM-130B, arXiv:2210.02414, section 3; ViT-22B, arXiv:2302.05442, section 2",
+        "model.qk_norm=true, or precision.kind=bf16",
+    )
+
+
+def no_z_loss(c: RunConfig) -> Hint | None:
+    """Output logits drift in bf16."""
+    weights = block_weights(c.model)
+    if c.model.z_loss or c.precision.kind != "bf16" or weights < SCALE:
+        return None
+    return Hint(
+        "model.z_loss=0",
+        f"with precision.kind=bf16 and {weights / 1e9:.2g}B weights in the blocks: logits may drift from zero, where "
+        "bf16 rounds coarsely",
+        f"PaLM, arXiv:2204.02311, section 5; {PROXIES} 3.1.2",
+        "model.z_loss=1e-4",
+    )
+
+
+def tied_and_large(c: RunConfig) -> Hint | None:
+    """The embedding is the output layer: its scale is that of the first logits."""
+    spread = c.model.init_std * math.sqrt(c.model.hidden)
+    if not c.model.tied or spread <= TIED_LOGITS:
+        return None
+    return Hint(
+        f"model.init_std={c.model.init_std:g}",
+        f"with model.tied=true and a width of {c.model.hidden} the first logits scatter by {spread:.2g}, which adds "
+        f"{spread**2 / 2:.2g} nats to the first loss",
+        "PaLM scales the logits of its tied embedding by 1 / sqrt(width): arXiv:2204.02311, section 5",
+        f"model.init_std={1 / math.sqrt(c.model.hidden):.1g} or less, or model.tied=false",
+    )
+
+
+# Safety nets
+
+
+def decay_of_weights(c: RunConfig) -> Hint | None:
+    """None, or so much that weights cannot be learnt."""
+    o = c.optimizer
+    if (product := o.lr * o.weight_decay) >= 1:
+        effect = f"times optimizer.lr={o.lr:g} it is {product:.2g}: from 1 on every update turns the sign of a weight"
+        return Hint(
+            f"optimizer.weight_decay={o.weight_decay:g}",
+            effect,
+            "arXiv:1711.05101, algorithm 2",
+            "less of both",
+        )
+    if 0 < o.weight_decay <= MOST_DECAY:
+        return None
+    effect, source = (
+        ("weights grow without bound, and bf16 runs have diverged", "arXiv:2310.04415, section 4")
+        if o.weight_decay == 0
+        else (f"above {MOST_DECAY:g}, weights are pulled to zero faster than known runs learn them", GPT3)
+    )
+    return Hint(
+        f"optimizer.weight_decay={o.weight_decay:g}",
+        effect,
+        f"{source}; 0.1 in {LLAMA}",
+        "optimizer.weight_decay=0.1",
+    )
+
+
+def clipping(c: RunConfig) -> Hint | None:
+    """One batch may move all weights."""
+    clip = c.optimizer.clip
+    if 0 < clip <= MOST_CLIP:
+        return None
+    effect = (
+        "gradients are not clipped" if clip == 0 else f"above {MOST_CLIP:g}, hardly any gradient is clipped"
+    )
+    return Hint(
+        f"optimizer.clip={clip:g}",
+        f"{effect}: a single bad batch enters both moments in full",
+        f"arXiv:1211.5063, section 3.2; 1.0 in {GPT3}, and {LLAMA}",
+        "optimizer.clip=1.0",
+    )
+
+
+def no_checkpoints(c: RunConfig) -> Hint | None:
+    """A crash loses the whole run."""
+    if c.checkpoint.interval:
+        return None
+    written = "only one is written, at the end" if c.checkpoint.at_end else "none is written"
+    return Hint(
+        "checkpoint.interval=0",
+        f"{written}: a crash loses the run, and a spike has no healthy checkpoint to return to",
+        "419 interruptions in 54 days: Llama 3, arXiv:2407.21783, section 3.3.4",
+        "checkpoint.interval, e.g. 500",
+    )
+
+
+def no_evaluation(c: RunConfig) -> Hint | None:
+    """Overfitting and damage that training data hides stay unseen."""
+    if c.train.eval_samples:
+        return None
+    return Hint(
+        "train.eval_samples=0",
+        "the run is never evaluated: repeated data lowers the training loss, not the validation loss",
+        "Hernandez et al., arXiv:2205.10487, section 1",
+        "train.eval_samples=256",
+    )
+
+
+# Adam's updates
+
+
+def first_updates(c: RunConfig) -> Hint | None:
+    """The first updates are too large for the initial weights, or there is no warm-up."""
+    warmup, peak = c.schedule.warmup_steps, c.optimizer.lr
+    lr = sum(peak * min(1.0, (n + 1) / max(1, warmup)) for n in range(FIRST)) / FIRST
+    change = lr * math.sqrt(c.model.hidden) / (2 * c.model.init_std)
+    thumb = 2 / max(1 - c.optimizer.betas[1], 1e-9)
+    remedy = f"schedule.warmup_steps={thumb:.0f} (2 / (1 - beta2), arXiv:1910.04209) or more"
+    if change >= CHANGE:
+        return Hint(
+            f"schedule.warmup_steps={warmup}",
+            f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {c.model.init_std:g} and a width "
+            f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself, limit {CHANGE:g}",
+            "measured: docs/stability.md, a rate that is too high from the start",
+            f"{remedy}, or a lower optimizer.lr",
+        )
+    if warmup:
+        return None
+    return Hint(
+        "schedule.warmup_steps=0",
+        "no warm-up: the second moment of the first updates is that of a few batches, and high rates diverge sooner",
+        f"{PROXIES} 3.2.1",
+        remedy,
+    )
+
+
+def peak_rate(c: RunConfig) -> Hint | None:
+    """The peak rate against a scaling law."""
+    best = best_rate(c)
+    if c.optimizer.lr <= ABOVE_LAW * best:
+        return None
+    return Hint(
+        f"optimizer.lr={c.optimizer.lr:g}",
+        f"{c.optimizer.lr / best:.2g} times {best:.2g}, the best rate of AdamW for the {compute(c):.1e} FLOP of this "
+        f"run (limit {ABOVE_LAW:g} times): it diverges or ends at a higher loss",
+        "DeepSeek LLM, arXiv:2401.02954, section 3.1: 0.3118 C^-0.125",
+        f"optimizer.lr={best:.2g} or less",
+    )
+
+
+def rate_without_qk_norm(c: RunConfig) -> Hint | None:
+    """Attention logits grow at high rates."""
+    if c.model.qk_norm is not False or c.optimizer.lr < WITHOUT_QK_NORM:
+        return None
+    return Hint(
+        "model.qk_norm=false",
+        f"with optimizer.lr={c.optimizer.lr:g}, from {WITHOUT_QK_NORM:g} on, attention logits grow without bound",
+        f"{PROXIES} 3.1.1",
+        "model.qk_norm=true, or a lower optimizer.lr",
+    )
+
+
+def stale_second_moment(c: RunConfig) -> Hint | None:
+    """A long memory in runs of few, large updates."""
+    beta2, batch = c.optimizer.betas[1], tokens(c)
+    if beta2 <= LONG_MEMORY or batch < LARGE_BATCH:
+        return None
+    return Hint(
+        f"optimizer.betas=[{c.optimizer.betas[0]:g}, {beta2:g}]",
+        f"the second moment is a mean over {1 / max(1 - beta2, 1e-9):.0f} updates, of {batch / 1e6:.2g}M tokens each: "
+        "when gradients grow it is stale and too small, and updates too large: the loss spikes",
+        f"Wortsman et al., arXiv:2304.13013, section 3; 0.95 in {GPT3}, and {LLAMA}",
+        "optimizer.betas=[0.9, 0.95]",
+    )
+
+
+def epsilon(c: RunConfig) -> Hint | None:
+    """Epsilon against the gradients: clipped to a norm g, those of n weights have a root mean square of g / sqrt(n)."""
+    largest = (c.optimizer.clip or 1.0) / math.sqrt(block_weights(c.model))
+    if c.optimizer.eps <= EPS_SHARE * largest:
+        return None
+    return Hint(
+        f"optimizer.eps={c.optimizer.eps:g}",
+        f"{c.optimizer.eps / largest:.2g} times {largest:.1e}, the largest root mean square of a gradient after "
+        f"clipping (limit {EPS_SHARE:g}): it damps the updates, the more the smaller gradients become",
+        f"{PROXIES} 3.4; 1e-8 in {GPT3}",
+        "optimizer.eps=1e-8 or less",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    warmup_outlasts_run, schedule_ends_early, schedule_outlasts_run, no_decay, no_constant_phase,
+    fp16_without_qk_norm, no_z_loss, tied_and_large, decay_of_weights, clipping, no_checkpoints, no_evaluation,
+)  # fmt: skip
+# Their thresholds are for updates as large as the learning rate, with a second moment of all weights.
+ADAM: tuple[Rule, ...] = (first_updates, peak_rate, rate_without_qk_norm, stale_second_moment, epsilon)

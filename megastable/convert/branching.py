@@ -1,0 +1,118 @@
+"""Branch a run at a checkpoint of its constant phase: a new run whose learning rate decays from there on.
+
+One long run at a constant rate then gives a finished model at any length, for the cost of each decay (Hu et al.,
+arXiv:2404.06395, section 4; Hägele et al., arXiv:2405.18392, section 3). Weights, moments, data order, skips and
+position continue as the parent's would; only the schedule and the length of the run differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from megastable.base.errors import ConfigError
+from megastable.checkpoint import store
+from megastable.checkpoint.new_run import origin_of
+from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.whole import WholeState, run_of
+from megastable.config import recipe
+from megastable.config.tree import RunConfig, ScheduleConfig
+from megastable.convert.reshaping import Made, ledgers_of, write_run_of
+from megastable.optim.schedule import rate
+from megastable.stability.guard import GuardState
+from megastable.stability.learning_rate_limits import words
+from megastable.stability.policy import Policy
+
+DecayKind = Literal["linear", "cosine", "sqrt"]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A new run whose rate decays from `rate` to `floor`, over `decay_steps` updates. steps: its length. limits: what
+    lowers the rate below that of the schedule, in words: it holds in the branch, too."""
+
+    made: Made
+    rate: float
+    floor: float
+    decay_steps: int
+    steps: int
+    limits: tuple[str, ...]
+
+
+def decaying(
+    run: RunConfig, state: store.RunState, steps: int, kind: DecayKind = "linear", floor: float | None = None
+) -> RunConfig:
+    """The recipe of a run that decays from `state` of `run` on, over `steps` updates, to `floor` times the peak rate;
+    None: as in `run`.
+
+    Raises ConfigError if the schedule of `run` is not in its constant phase there, so that the rate would jump.
+    """
+    where = f"step {state.step} ({state.updates} updates)"
+    if steps < 1:
+        raise ConfigError(f"--decay-steps {steps}: at least one update is needed")
+    old, peak = run.schedule, run.optimizer.lr
+    if state.updates < old.warmup_steps:
+        raise ConfigError(
+            f"{where} is in the warm-up, of {old.warmup_steps} updates: the peak rate was not reached. Branch at a "
+            "later checkpoint"
+        )
+    present = _rate(old, peak, run.train.steps, state.updates)
+    if not math.isclose(present, peak, rel_tol=1e-9):
+        raise ConfigError(
+            f"{where} is past the constant phase of schedule.kind={old.kind}: the rate is {present:.3g}, the peak "
+            f"{peak:.3g}. Branch at an earlier checkpoint; a run to branch from has schedule.kind=constant or wsd"
+        )
+    tree = run.model_dump(mode="json")
+    tree["schedule"] |= {
+        "kind": "wsd", "decay": kind, "decay_steps": steps, "total_steps": state.updates + steps,
+        "floor": old.floor if floor is None else floor,
+    }  # fmt: skip
+    tree["train"]["steps"] = state.step + steps
+    return recipe.validate(tree, f"branch at step {state.step}")
+
+
+def _rate(schedule: ScheduleConfig, peak: float, steps: int, updates: int) -> float:
+    return rate(schedule, peak, schedule.total_steps or steps, updates)
+
+
+def limits_of(run: RunConfig, state: store.RunState) -> tuple[str, ...]:
+    """What lowers the rate below the schedule's at `state`, in words."""
+    if not run.stability.enabled or run.stability.dry_run:
+        return ()
+    try:
+        memory = GuardState.model_validate(state.stability.get("guard", {})).policy
+    except ValidationError:
+        return ()  # a restart drops it, too
+    policy = Policy(run.stability.policy, memory)
+    found = [words(limit) for limit in memory.limits if limit.holds]
+    share = policy.rate(state.updates, run.optimizer.lr) / run.optimizer.lr
+    if share < 1 and not found:
+        found = [f"the learning rate warms up: {share:.3g} times the scheduled one at first"]
+    return tuple(found)
+
+
+def branch(
+    checkpoint: Path,
+    out: Path,
+    steps: int,
+    kind: DecayKind = "linear",
+    floor: float | None = None,
+    *,
+    watch: Callable[[int], None] = lambda _: None,
+) -> Branch:
+    """Make the run `out` of a verified checkpoint, in the same layout: see `decaying`. watch: as of `write_run`.
+    Raises CheckpointError, ConfigError; then nothing is left of `out`."""
+    refuse_existing(out)
+    whole, state, old = WholeState(checkpoint), store.read_state(checkpoint), run_of(checkpoint)
+    run = decaying(old, state, steps, kind, floor)
+    made = write_run_of(
+        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=len(whole.kinds) > 1,
+        origin=origin_of(checkpoint, how="branched", decay_steps=steps, decay=kind), watch=watch,
+    )  # fmt: skip
+    peak = run.optimizer.lr
+    return Branch(made, peak, peak * run.schedule.floor, steps, run.train.steps, limits_of(old, state))
