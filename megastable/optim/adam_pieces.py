@@ -36,9 +36,9 @@ class AdamPieces(PieceOptimizer):
         super().__init__(params, lr=lr, betas=betas, eps=eps)
 
     def adamw(
-        self, piece: Piece, rate: float, count: int, gradient: Tensor | None = None, at: slice = slice(None)
+        self, piece: Piece, at: slice, rate: float, count: int, gradient: Tensor | None = None
     ) -> None:
-        """AdamW's update of (a part of) a piece, in place. count: of the updates that its averages see, this one
+        """AdamW's update of a part of a piece, in place. count: of the updates that its averages see, this one
         included. gradient: of the part, in place of the piece's."""
         weight, group = piece.weight[at], piece.group
         before = weight.clone() if self.recording else weight

@@ -24,6 +24,8 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 # Optimizers whose state means the same: exponential averages of gradients and of their squares. SPAM's begin anew at
 # some updates, and Stable-SPAM's are of scaled gradients.
 ADAMS = frozenset({"adamw", "stable_adamw", "lamb"})
+# Those whose two moments are averages, with the rates of `betas`, of the same numbers and of their squares.
+AVERAGES = ADAMS | {"spam", "stable_spam"}
 
 
 def build(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.optim.Optimizer:

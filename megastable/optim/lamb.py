@@ -25,7 +25,9 @@ class Lamb(AdamPieces):
         norms = squares.sqrt().tolist()
         for piece in pieces:
             weight, taken = norms[self.at.parameters[piece.name].row]  # both 0 for norms and biases
-            self.adamw(piece, piece.group["lr"] * (weight / taken if weight and taken else 1.0), step)
+            rate = piece.group["lr"] * (weight / taken if weight and taken else 1.0)
+            for at in chunks(piece):
+                self.adamw(piece, at, rate, step)
 
     def _squares(self, pieces: Sequence[Piece], step: int) -> Iterator[tuple[Piece, Tensor]]:
         """|w|^2 and |u|^2 of parts of pieces, with u of this update; fp64 [2]."""

@@ -54,7 +54,7 @@ class Spam(AdamPieces):
                 forget(piece)
             for at in chunks(piece):
                 gradient = clipped(piece.gradient[at], piece.state["exp_avg_sq"][at], self.threshold)
-                self.adamw(piece, rate, count, gradient, at)
+                self.adamw(piece, at, rate, count, gradient)
 
 
 def forget(piece: Piece) -> None:

@@ -24,7 +24,8 @@ class StableAdamW(AdamPieces):
         for piece in pieces:
             whole = self.at.parameters[piece.name]
             rms = math.sqrt(sums[whole.row] / whole.numel)
-            self.adamw(piece, piece.group["lr"] / max(1.0, rms), step)
+            for at in chunks(piece):
+                self.adamw(piece, at, piece.group["lr"] / max(1.0, rms), step)
 
 
 def lag(piece: Piece, at: slice, step: int) -> Tensor:

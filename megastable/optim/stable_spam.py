@@ -69,7 +69,7 @@ class StableSpam(AdamPieces):
                 forget(piece)
             for at in chunks(piece):
                 gradient = clipped(piece.gradient[at], *self._of(piece, bounds)) * self._of(piece, scales)
-                self.adamw(piece, piece.group["lr"], count, gradient, at)
+                self.adamw(piece, at, piece.group["lr"], count, gradient)
 
     def _averages(self) -> Tensor:
         """[parameters, 3], in their order; zeros before the first update."""

@@ -7,6 +7,7 @@ import math
 from megastable.config.tree import RunConfig
 from megastable.optim.schedule import rate
 
+OTHER_RATES = {"sgd", "lamb"}  # optimizers whose steps are of another size than the rate
 # Updates in which gradients keep one direction: Adam's change every weight by the whole rate.
 FIRST = 5
 # Of a layer's output, by one of these updates. Runs of 3 layers of 128 tolerate 0.28 (1e-3 without warm-up), and end
@@ -24,7 +25,7 @@ def lint(config: RunConfig) -> list[str]:
     total = c.schedule.total_steps or c.train.steps
     lr = sum(rate(c.schedule, c.optimizer.lr, total, n) for n in range(FIRST)) / FIRST
     change = lr * math.sqrt(c.model.hidden) / (2 * c.model.init_std)
-    if change >= CHANGE:
+    if change >= CHANGE and c.optimizer.name not in OTHER_RATES:
         found.append(
             f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {c.model.init_std:g} and a width "
             f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself (limit "
@@ -37,7 +38,7 @@ def lint(config: RunConfig) -> list[str]:
             f"model.qk_norm=false with optimizer.lr={c.optimizer.lr:g}: from {WITHOUT_QK_NORM:g} on attention logits "
             "have been seen to grow without bound. Set model.qk_norm=true, or a lower optimizer.lr"
         )
-    if c.optimizer.lr > HIGHEST:
+    if c.optimizer.lr > HIGHEST and c.optimizer.name not in OTHER_RATES:
         found.append(
             f"optimizer.lr={c.optimizer.lr:g} is above {HIGHEST:g}, the highest rate that AdamW is known to train with "
             "(arXiv:2309.14322). Set one between 1e-4 and 1e-2, as the recipes do"
