@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from megastable.optim import fused
+from megastable.optim.adamw import CHUNKS
 from megastable.optim.pieces import Piece, PieceOptimizer, UpdateSize
-
-CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time
-
 
 def chunks(piece: Piece) -> Iterator[slice]:
     """The elements of a piece in parts to process at a time."""
