@@ -199,7 +199,7 @@ class Trainer:
         """Go back from a state that was found not to be finite when it was to be saved."""
         if not self.recovery.acts:
             raise self.checkpoints.unstable()
-        damage = f"weights or Adam's moments were not finite after step {self.checkpoints.ill}"
+        damage = f"weights or moments were not finite after step {self.checkpoints.ill}"
         return self.recovery.rescue(done, damage)
 
     def _evaluate(self) -> float | None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 from torch import Tensor
 
 from megastable.base.host_memory import taken
@@ -25,14 +24,12 @@ class Demand:
     free: int
 
 
-def demand(state: Iterable[Tensor], masters: Iterable[Tensor], moments: torch.dtype, pinned: bool) -> Demand:
-    """This rank's demand. state: what a snapshot copies now; masters: the fp32 weights, for which the first update
-    creates Adam's two moments in the dtype `moments`."""
+def demand(state: Iterable[Tensor], later: Iterable[int], pinned: bool) -> Demand:
+    """This rank's demand. state: what a snapshot copies now; later: bytes of the tensors that there are after the first
+    update."""
     now = sum(taken(t.numel() * t.element_size(), pinned) for t in state)
-    later = sum(
-        taken(4 * t.numel(), pinned) + 2 * taken(t.numel() * moments.itemsize, pinned) for t in masters
-    )
-    return Demand(socket.gethostname(), max(now, later), free())
+    after = sum(taken(size, pinned) for size in later)
+    return Demand(socket.gethostname(), max(now, after), free())
 
 
 def free() -> int:

@@ -233,9 +233,7 @@ class Saver:
     def _has_room(self, source: dict[str, Tensor]) -> bool:
         """Whether every rank has host memory for a copy of its state."""
         pinned = torch.cuda.is_initialized()
-        demand = free_memory.demand(
-            source.values(), self._engine.masters, self._engine.flat_state().moments, pinned
-        )
+        demand = free_memory.demand(source.values(), self._engine.flat_state().bytes(), pinned)
         everyone = gathered(demand)
         for mine in everyone:
             together = [other for other in everyone if other.host == mine.host]

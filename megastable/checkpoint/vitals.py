@@ -3,7 +3,7 @@
 Checksums verify the bytes that were written. They do not detect corruption before the write (in host memory, on the way
 to the disk) or an edit that also fixed the checksums. So a checkpoint also stores measurements taken on the device
 before anything is copied: norms and largest magnitudes of all weights and moments, and the losses of a few fixed
-samples. A start measures them again, before its first step. Adam's two moments must also be consistent.
+samples. A start measures them again, before its first step. Two moments that average the same gradients must also be consistent.
 """
 
 from __future__ import annotations
@@ -95,14 +95,15 @@ def contradiction(sizes: Sizes, most: float = RATIO) -> str:
 
     m = sum (1 - b1) b1^i g_i and v = sum (1 - b2) b2^i g_i^2 over the same gradients, so by Cauchy and Schwarz
     m^2 <= v (1 - b1)^2 / (1 - b2) / (1 - b1^2 / b2) for each element, and for the largest of them. This needs no record
-    of the saved state, and has no false alarms for moments made by Adam, with betas for which `ratio` is `most`.
+    of the saved state, and has no false alarms for moments made by Adam, with betas for which `ratio` is `most`; inf
+    for an optimizer whose moments are of different numbers.
     """
     first, second = sizes.get("exp_avg", {}), sizes.get("exp_avg_sq", {})
     for name in sorted(first.keys() & second.keys()):
         m, v = first[name].largest, second[name].largest
         if m > TINY and m * m > most * v:
             return (
-                f"Adam's moments of {name} are inconsistent: the largest first moment is {m:.3g}, the largest "
+                f"the moments of {name} are inconsistent: the largest first moment is {m:.3g}, the largest "
                 f"second one {v:.3g}, and no gradients produce both"
             )
     return ""

@@ -38,7 +38,7 @@ def explain(detail: ErrorDetails) -> list[str]:
     return [f"{path}={given}: expected{of} {words}, e.g. {key.example}"]
 
 
-CHOICES = ("kind", "name", "type")  # as other trainers choose an optimizer by
+CHOICES = ("kind", "type")  # as other trainers choose an optimizer by
 
 
 def _unknown(location: Sequence[str], given: Any) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Lints a recipe: settings that are possible but known to be dangerous. Hints only; nothing is refused. Pure.
 
 A rule is a function of the configuration with its threshold: None, or what happens, where that is from and what to
-set. To add one, write the function and name it in `RULES`, or in `ADAM` if it holds for Adam's kind of update only.
+set. To add one, write the function and name it in `RULES`, or in `OF` if it holds for some optimizers only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ Rule = Callable[[RunConfig], Hint | None]
 
 def lint(config: RunConfig) -> list[str]:
     """Warnings about the recipe of a new run: key=value, what happens, source, remedy."""
-    return [str(hint) for rule in (*RULES, *ADAM) if (hint := rule(config)) is not None]
+    rules = [*RULES, *(rule for rule, names in OF if config.optimizer.name in names)]
+    return [str(hint) for rule in rules if (hint := rule(config)) is not None]
 
 
 def block_weights(m: ModelConfig) -> int:
@@ -360,5 +361,13 @@ RULES: tuple[Rule, ...] = (
     warmup_outlasts_run, schedule_ends_early, schedule_outlasts_run, no_decay, no_constant_phase,
     fp16_without_qk_norm, no_z_loss, tied_and_large, decay_of_weights, clipping, no_checkpoints, no_evaluation,
 )  # fmt: skip
-# Their thresholds are for updates as large as the learning rate, with a second moment of all weights.
-ADAM: tuple[Rule, ...] = (first_updates, peak_rate, rate_without_qk_norm, stale_second_moment, epsilon)
+# Rules whose thresholds are for a certain kind of update, with the optimizers that make it: of the size of the rate;
+# of about its size (Muon's is matched to AdamW's, arXiv:2502.16982); divided by the root of a second moment.
+ADAMS = frozenset({"adamw", "stable_adamw", "spam", "stable_spam"})
+OF: tuple[tuple[Rule, frozenset[str]], ...] = (
+    (first_updates, ADAMS | {"adafactor"}),
+    (peak_rate, ADAMS | {"adafactor", "muon"}),
+    (rate_without_qk_norm, ADAMS | {"adafactor", "muon"}),
+    (stale_second_moment, ADAMS | {"lamb"}),
+    (epsilon, ADAMS | {"lamb"}),
+)

@@ -49,6 +49,8 @@ MEGATRON = {
     "reset_position_ids": "data.keep_documents_apart=true",
     "iterations_to_skip": "data.skip; ranges of samples: multiply by train.global_batch",
     # optimizer and schedule
+    "optimizer": "optimizer.name; adam is adamw, whose decay is decoupled",
+    "sgd_momentum": "optimizer.momentum",
     "lr": "optimizer.lr",
     "adam_beta1": f"optimizer.betas; {_PAIR}, the first",
     "adam_beta2": f"optimizer.betas; {_PAIR}, the second",
@@ -212,6 +214,7 @@ OTHERS = {
     "num_train_epochs": "train.steps; in steps: tokens / (train.global_batch x model.sequence_length)",
     "eval_steps": "train.eval_interval",
     # optimizer and schedule
+    **dict.fromkeys(("optim", "optimizer_type"), "optimizer.name; in small letters, as adamw"),
     "learning_rate": "optimizer.lr",
     **dict.fromkeys(("beta1", "beta2"), f"optimizer.betas; {_PAIR}"),
     "adam_epsilon": "optimizer.eps",
@@ -251,7 +254,6 @@ OTHERS_WITHOUT_KEY = {
     **dict.fromkeys(("num_local_experts", "num_experts_per_tok", "n_routed_experts"), _DENSE),
     **dict.fromkeys(("sliding_window", "kv_lora_rank"), _ATTENTION),
     "partial_rotary_factor": _ROPE,
-    **dict.fromkeys(("optim", "optimizer_type"), "the optimizer is always AdamW: optimizer.lr, betas, eps"),
     **dict.fromkeys(("offload_optimizer", "offload_param", "cpu_offload"), _OFFLOAD),
     "data_parallel_replicate_degree": "data parallelism takes what the other sizes leave of the ranks",
     **dict.fromkeys(("flavor", "init_from"), "sizes are given one by one, as model.layers: see launch/recipes/"),

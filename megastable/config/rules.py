@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megastable.config.tree import Fp8Config, RunConfig
+    from megastable.config.tree import Fp8Config, OptimizerConfig, RunConfig
 
 LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that FP8 can compute
 
@@ -64,13 +64,31 @@ def impossible(c: RunConfig) -> list[str]:
             f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "
             "change one of them"
         )
-    if c.optimizer.betas[0] >= 1 or c.optimizer.betas[1] >= 1:
-        bad.append(f"optimizer.betas={list(c.optimizer.betas)}: both must be below 1")
-    if c.optimizer.moments == "bf16" and c.optimizer.name != "adamw":
+    return bad + _impossible_optimizer(c.optimizer)
+
+
+def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
+    bad = []
+    if o.betas[0] >= 1 or o.betas[1] >= 1:
+        bad.append(f"optimizer.betas={list(o.betas)}: both must be below 1")
+    if o.moments == "bf16" and o.name != "adamw":
         bad.append(
-            f"optimizer.moments=bf16 with optimizer.name={c.optimizer.name}: only adamw keeps its moments in bf16; "
-            "leave optimizer.moments out"
+            f"optimizer.moments=bf16 with optimizer.name={o.name}: only adamw keeps its moments in bf16; leave "
+            "optimizer.moments out"
         )
+    if o.spam.warmup > o.spam.interval:
+        bad.append(
+            f"optimizer.spam.warmup={o.spam.warmup} is longer than optimizer.spam.interval={o.spam.interval}: the rate "
+            "would never be reached; shorten the warm-up"
+        )
+    if o.stable_spam.max_decay >= 1:
+        bad.append(f"optimizer.stable_spam.max_decay={o.stable_spam.max_decay:g}: must be below 1")
+    if max(o.stable_spam.norm_decays) >= 1:
+        bad.append(
+            f"optimizer.stable_spam.norm_decays={list(o.stable_spam.norm_decays)}: both must be below 1"
+        )
+    if o.adafactor.momentum >= 1:
+        bad.append(f"optimizer.adafactor.momentum={o.adafactor.momentum:g}: must be below 1")
     return bad
 
 

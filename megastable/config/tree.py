@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from megastable.config.checkpoint import CheckpointConfig
+from megastable.config.optimizers import AdafactorConfig, SpamConfig, StableSpamConfig
 from megastable.config.rules import impossible
 from megastable.config.section import Fraction, Section
 from megastable.config.stability import StabilityConfig
@@ -212,14 +213,15 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer over fp32 master weights (docs/catalogue.md). Norms and biases have no weight decay."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The rule: AdamW (arXiv:1711.05101), SGD with momentum."""
+    name: Literal["adamw", "stable_adamw", "spam", "stable_spam", "adafactor", "lamb", "sgd"] = "adamw"
+    """The rule: AdamW (arXiv:1711.05101), StableAdamW (arXiv:2304.13013), SPAM, Stable-SPAM, Adafactor, LAMB
+    (arXiv:1904.00962), SGD with momentum."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the first and second moment; both below 1."""
+    """Decay rates of the first and second moment; both below 1. Not of `adafactor`, `sgd`."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment. Not of `adafactor`, `sgd`."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay: each update shrinks the weights by this times the learning rate."""
     clip: NonNegativeFloat = 1.0
@@ -228,6 +230,9 @@ class OptimizerConfig(Section):
     """Precision of AdamW's moments; master weights are fp32 in any case."""
     momentum: Fraction = 0.9
     """`sgd`: decay rate of the momentum."""
+    spam: SpamConfig = SpamConfig()
+    stable_spam: StableSpamConfig = StableSpamConfig()
+    adafactor: AdafactorConfig = AdafactorConfig()
 
 
 class ScheduleConfig(Section):

@@ -69,6 +69,12 @@ class FlatState:
         o = self.optimizer
         return (KINDS[0], *(o.kinds_of(self.settings[group]) if isinstance(o, PieceOptimizer) else MOMENTS))
 
+    def bytes(self) -> Iterator[int]:
+        """Of every buffer after the first update."""
+        for group, master in enumerate(self.masters):
+            for kind in self.kinds(group):
+                yield master.numel() * (torch.float32 if kind == KINDS[0] else self.moments).itemsize
+
     def buffer(self, group: int, kind: str) -> Tensor | None:
         """The flat buffer of a group, masters in fp32; None for state before the first update, or of another kind."""
         master = self.masters[group]

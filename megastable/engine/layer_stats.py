@@ -211,11 +211,9 @@ def _statistics(numbers: Tensor, rows: Sequence[str], watched: bool) -> LayerSta
         name: _row({kind: of[:, i].tolist() for kind, of in column.items()})
         for i, name in enumerate(rows if watched else ())
     }
-    overall = {
-        "parameter_norm": math.sqrt(total["weight"]),
-        "second_moment_norm": math.sqrt(total["second_moment"]),
-    }
+    overall = {"parameter_norm": math.sqrt(total["weight"])}
     if "second_moment" in highest:
+        overall["second_moment_norm"] = math.sqrt(total["second_moment"])
         overall["second_moment_max"] = highest["second_moment"]
     if "update" in highest:
         overall["update_ratio"] = _ratio(total["update"], total["weight"])

@@ -8,14 +8,24 @@ import torch
 from torch import nn
 
 from megastable.config.tree import OptimizerConfig
+from megastable.optim.adafactor import Adafactor
 from megastable.optim.adamw import AdamW, decay_groups
 from megastable.optim.fused import FusedAdamW
+from megastable.optim.lamb import Lamb
 from megastable.optim.pieces import PieceOptimizer
 from megastable.optim.sgd import SGD
+from megastable.optim.spam import Spam
+from megastable.optim.stable_adamw import StableAdamW
+from megastable.optim.stable_spam import StableSpam
 
-OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (AdamW, FusedAdamW, SGD)
-# Optimizers whose state means the same: exponential averages of gradients and of their squares.
-ADAMS = frozenset({"adamw"})
+OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
+    AdamW, FusedAdamW, StableAdamW, Spam, StableSpam, Adafactor, Lamb, SGD,
+)  # fmt: skip
+# Optimizers whose state means the same: exponential averages of gradients and of their squares. SPAM's begin anew at
+# some updates, and Stable-SPAM's are of scaled gradients.
+ADAMS = frozenset({"adamw", "stable_adamw", "lamb"})
+# Those whose two moments are averages, with the rates of `betas`, of the same numbers and of their squares.
+AVERAGES = ADAMS | {"spam", "stable_spam"}
 
 
 def build(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.optim.Optimizer:
@@ -24,7 +34,17 @@ def build(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.o
     common: dict[str, Any] = {"lr": config.lr}
     if config.name == "sgd":
         return SGD(groups, **common, momentum=config.momentum)
+    if config.name == "adafactor":
+        return Adafactor(groups, **common, **dict(config.adafactor))
     adam = common | {"betas": config.betas, "eps": config.eps}
+    if config.name == "stable_adamw":
+        return StableAdamW(groups, **adam)
+    if config.name == "lamb":
+        return Lamb(groups, **adam)
+    if config.name == "spam":
+        return Spam(groups, **adam, **dict(config.spam))
+    if config.name == "stable_spam":
+        return StableSpam(groups, **adam, **dict(config.stable_spam))
     if config.moments == "bf16":
         return AdamW(groups, **adam, compiled=compiled)
     return FusedAdamW(groups, **adam)

@@ -7,13 +7,38 @@ embedding on two pipeline stages, would drift apart. Here the last elements are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 LANES = 16  # fp32 numbers of the widest vector, AVX-512; narrower ones divide it
+
+
+def update(
+    tensors: Sequence[Tensor], step: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float
+) -> None:
+    """AdamW's update of weight, gradient, first and second moment, flat fp32 [n], in place; an element's result does not
+    depend on its position. step: this update's number, 0-d fp32 on their device."""
+    rest = tensors[0].numel() % LANES if tensors[0].device.type == "cpu" else 0
+    if rest < tensors[0].numel():
+        _kernel([t[: t.numel() - rest] for t in tensors], step, lr, betas, eps, decay)
+    if rest:
+        padded = [functional.pad(t[-rest:], (0, LANES - rest)) for t in tensors]
+        _kernel(padded, step, lr, betas, eps, decay)
+        for whole, done in zip(tensors, padded, strict=True):
+            whole[-rest:] = done[:rest]
+
+
+def _kernel(
+    tensors: Sequence[Tensor], step: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float
+) -> None:
+    torch._fused_adamw_(
+        *([t] for t in tensors), [], [step], lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -47,12 +72,10 @@ class FusedAdamW(torch.optim.AdamW):
         ]
         super().step()
         for group, p, (w, g, m, v) in rests:
-            state, (beta1, beta2) = self.state[p], group["betas"]
-            torch._fused_adamw_(
-                [w], [g], [m], [v], [], [state["step"]],
-                lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
-                amsgrad=False, maximize=False,
-            )  # fmt: skip
+            state = self.state[p]
+            _kernel(
+                (w, g, m, v), state["step"], group["lr"], group["betas"], group["eps"], group["weight_decay"]
+            )
             for whole, rest in ((p, w), (state["exp_avg"], m), (state["exp_avg_sq"], v)):
                 n = whole.numel() % LANES
                 whole.view(-1)[-n:] = rest[:n]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megastable.optim.adam_pieces import chunks
 from megastable.optim.pieces import Piece, PieceOptimizer
 
 
@@ -19,6 +20,7 @@ class SGD(PieceOptimizer):
     def update(self, pieces: Sequence[Piece], step: int) -> None:
         for piece in pieces:
             group = piece.group
-            buffer = piece.state["exp_avg"].mul_(group["momentum"]).add_(piece.gradient)
-            change = (piece.weight * group["weight_decay"]).add_(buffer).mul_(-group["lr"])
-            self.move(piece, change)
+            for at in chunks(piece):
+                buffer = piece.state["exp_avg"][at].mul_(group["momentum"]).add_(piece.gradient[at])
+                change = (piece.weight[at] * group["weight_decay"]).add_(buffer).mul_(-group["lr"])
+                self.move(piece, change, at)

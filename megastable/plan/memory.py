@@ -25,6 +25,7 @@ from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.activations import FP32, PlannedKernels
 from megastable.plan.items import BACK, PASSES, PHASES, STEP, WAITING, Device, Footprint, Host, Item, Phase
+from megastable.plan.updates import cost
 from megastable.plan.volume import Stage, bounds, element, parameters, round_up, stage_of, tied_piece
 
 # Copied from model/ and optim/, which need torch; on a CPU only.
@@ -153,11 +154,10 @@ def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]
     """Memory held from step to step; the moments are created by the first update."""
     e, whole = element(config), sum(groups)
     own = whole // layout.data
-    moment = 2 if config.optimizer.moments == "bf16" else FP32
     made: tuple[Phase, ...] = (*STEP, "optimizer")
     yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
     yield Item("master", "fp32 master weights", own * FP32, made)
-    yield Item("moments", "Adam's moments", 2 * own * moment)
+    yield Item("moments", "the optimizer's state", sum(_optimizer_state(config, groups, layout)))
     if _sums(config):
         yield Item("gradients", "fp32 sums of gradients", whole * FP32, made)
     elif config.parallel.zero == 3:
@@ -379,9 +379,10 @@ def _scratch(
         yield Item("buffers", "FP8 looked at, a chunk", looked_at, ("watch", "backward", "end"))
     if _sums(config) and device == "cpu":
         yield Item("buffers", "gradients in fp32, a chunk", SUM_CHUNK * FP32, (*STEP, "optimizer"))
-    if config.optimizer.moments == "bf16" and not kernels.compile:
-        size = min(UPDATE_CHUNK[device], max(groups))
-        yield Item("buffers", "the update's intermediate results", 5 * size * FP32, ("update",))
+    eager = config.optimizer.moments == "bf16" and not kernels.compile
+    scratch = 5 if eager else cost(config.optimizer).scratch
+    size = min(UPDATE_CHUNK[device], max(groups))
+    yield Item("buffers", "the update's intermediate results", scratch * size * FP32, ("update",))
     if kernels.attention == "blocked":
         rows = min(activations.ROWS, z.length)
         fit = z.heads * z.samples * rows * z.length
@@ -391,9 +392,15 @@ def _scratch(
         yield Item("buffers", "scores of a block", scores * (FP32 + z.e * (1 + unkept)))
 
 
+def _optimizer_state(config: RunConfig, groups: Sequence[int], layout: Layout) -> Iterable[int]:
+    """Bytes of every tensor of the optimizer's state, fp32 masters left out, on this rank. Groups: matrices, vectors."""
+    of, width = cost(config.optimizer), 2 if config.optimizer.moments == "bf16" else FP32
+    for n, count in zip(groups, (of.matrices, of.vectors)):
+        yield from [n // layout.data * width] * count
+
+
 def _host(config: RunConfig, groups: Sequence[int], layout: Layout, device: Device) -> Host:
-    moment = 2 if config.optimizer.moments == "bf16" else FP32
-    sizes = [n // layout.data * width for n in groups for width in (FP32, moment, moment)]
+    sizes = [n // layout.data * FP32 for n in groups] + list(_optimizer_state(config, groups, layout))
     state = sum(taken(size, device == "cuda") for size in sizes)
     kept = config.stability.snapshots
     copy = state if config.checkpoint.asynchronous else 0

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
+from megastable.plan.updates import cost
 from megastable.plan.volume import Stage, element, parameters
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
@@ -214,11 +215,10 @@ def held_parameters(config: RunConfig, held: Stage) -> int:
 
 
 def update(config: RunConfig, held: Stage, data: int) -> Operation:
-    """Norm, clipping, AdamW and the weights in compute precision, for this rank's partition."""
+    """Norm, clipping, the optimizer and the weights in compute precision, for this rank's partition."""
     n = held_parameters(config, held) / data
-    moments = 16 if config.optimizer.moments == "fp32" else 8
-    # Gradient: averaged (8), squared (4), clipped (8), read (4). Master: read and written (8), copied (4 and a weight).
-    each = (8 if data > 1 else 0) + 4 + 8 + 4 + 8 + moments + 4 + element(config)
+    # Gradient: averaged (8), squared (4), clipped (8). Master: copied (4 and a weight).
+    each = (8 if data > 1 else 0) + 4 + 8 + cost(config.optimizer).bytes + 4 + element(config)
     return Operation("update", STREAM, 0, n * each, kernels=20)
 
 

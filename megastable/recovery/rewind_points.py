@@ -196,7 +196,7 @@ def budgeted(engine: Engine, config: SnapshotConfig, log: RunLog) -> SnapshotBud
     if not config.interval:
         return NO_SNAPSHOTS
     state, pinned = engine.optimizer_state().values(), torch.cuda.is_initialized()
-    everyone = gathered(free_memory.demand(state, engine.masters, engine.flat_state().moments, pinned))
+    everyone = gathered(free_memory.demand(state, engine.flat_state().bytes(), pinned))
     found = agree(lambda: snapshot_budget.plan(everyone, config))
     if found.points:
         log.say(found.text)

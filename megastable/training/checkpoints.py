@@ -25,6 +25,7 @@ from megastable.checkpoint.vitals import Vitals, doubt, judge, loss_change, rati
 from megastable.checkpoint.whole import run_of
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
+from megastable.optim.build import AVERAGES
 from megastable.recovery.persisted_state import interrupted
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
@@ -161,7 +162,7 @@ class Checkpoints:
         if saved.updates and not saved.adam_step:
             self.log.emit(
                 MomentsAnew(step=saved.step),
-                say=f"{found.name} holds no optimizer state: Adam's moments begin anew",
+                say=f"{found.name} holds no optimizer state: the optimizer begins anew",
             )
         self.last = saved.step
 
@@ -175,7 +176,9 @@ class Checkpoints:
         now = self.vitals(saved.step)
         bf16 = self.engine.flat_state().moments is torch.bfloat16
         kept = saved.vitals
-        most = ratio(self.engine.config.optimizer.betas, *first(lambda: self._betas(found)))
+        optimizer = self.engine.config.optimizer
+        betas = optimizer.betas, *first(lambda: self._betas(found))
+        most = ratio(*betas) if optimizer.name in AVERAGES else math.inf
         verdict = judge(kept, now, bf16, self.config.vitals, most)
         self.changes = (
             {}
@@ -379,7 +382,7 @@ class Checkpoints:
         every later update is refused anyway."""
         self.log.emit(Unstable(step=self.ill))
         error = UnstableError(
-            f"step {self.ill}: weights or Adam's moments are not finite, so there is no checkpoint of it. Those in "
+            f"step {self.ill}: weights or moments are not finite, so there is no checkpoint of it. Those in "
             f"{self.folder} are from before: start again to go on from the newest; if it recurs, lower optimizer.lr "
             "or skip the data"
         )

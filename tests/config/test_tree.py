@@ -71,6 +71,19 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("train.micro_batch=6", "train.global_batch=64", "change one"),
     ),
     "beta-1": ({"optimizer": {"betas": [1.0, 0.95]}}, ("optimizer.betas=[1.0, 0.95]", "below 1")),
+    "bf16-moments": (
+        {"optimizer": {"name": "lamb", "moments": "bf16"}},
+        ("optimizer.moments=bf16", "optimizer.name=lamb", "leave optimizer.moments out"),
+    ),
+    "spam-warmup": (
+        {"optimizer": {"spam": {"interval": 100}}},
+        ("optimizer.spam.warmup=150", "optimizer.spam.interval=100", "shorten"),
+    ),
+    "stable-spam-max": ({"optimizer": {"stable_spam": {"max_decay": 1}}}, ("max_decay=1", "below 1")),
+    "stable-spam-norms": (
+        {"optimizer": {"stable_spam": {"norm_decays": [0.7, 1]}}}, ("norm_decays=[0.7, 1.0]", "below 1"),
+    ),
+    "adafactor-momentum": ({"optimizer": {"adafactor": {"momentum": 1}}}, ("momentum=1", "below 1")),
     "beta-2": ({"optimizer": {"betas": [0.9, 1.0]}}, ("optimizer.betas=[0.9, 1.0]", "below 1")),
 }
 
@@ -119,6 +132,8 @@ def test_skips_that_go_nowhere_are_refused(ranges: list[list[int]]) -> None:
         ("optimizer", "lr", 0),
         ("optimizer", "clip", -1),
         ("optimizer", "betas", [0.9, 1.1]),
+        ("optimizer", "name", "adam"),
+        ("optimizer", "momentum", 1.5),
         ("schedule", "floor", 1.5),
         ("schedule", "kind", "cosin"),
         ("train", "steps", 0),

@@ -191,7 +191,7 @@ def poison_weights(config: RunConfig, at_step: int) -> tuple[int, str]:
     ("interval", "stability", "code", "message"),
     [
         (0, {"enabled": False, "max_discards": 4}, 76, "4 updates in a row were refused"),
-        (2, {"enabled": False, "max_discards": 9}, 76, "weights or Adam's moments are not finite"),
+        (2, {"enabled": False, "max_discards": 9}, 76, "weights or moments are not finite"),
         (0, {}, 78, "no snapshot is good"),
     ],
 )

@@ -9,14 +9,18 @@ from torch import Tensor
 
 
 class Rule:
-    """Clips to a global norm of 1, and updates every tensor by `change`. State is kept by name."""
+    """Clips to a global norm of 1, and updates every tensor by `change`. State is kept by name.
+
+    acted: how often that which the rule adds to its predecessor made a difference.
+    """
 
     decay = 0.1
 
     def __init__(self, w: dict[str, Tensor]) -> None:
         self.w = w
         self.master = {name: value.detach().float().clone() for name, value in w.items()}
-        self.t = 0
+        self.t = self.acted = 0
+        self.shared: dict[str, Tensor] = {}
         self.m = {name: torch.zeros_like(p) for name, p in self.master.items()}
         self.v = {name: torch.zeros_like(p) for name, p in self.master.items()}
 
@@ -40,3 +44,122 @@ class SGD(Rule):
     def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
         self.m[name] = 0.9 * self.m[name] + g
         return lr * self.m[name] + lr * decay * p
+
+
+class Adam(Rule):
+    """Averages of gradients and squares; the step that Adam makes of them."""
+
+    betas, eps = (0.9, 0.95), 1e-8
+
+    def adam(self, name: str, g: Tensor, age: int) -> Tensor:
+        """Adam's step (arXiv:1412.6980, algorithm 1) with averages that are `age` gradients old, this one included."""
+        b1, b2 = self.betas
+        self.m[name] = b1 * self.m[name] + (1 - b1) * g
+        self.v[name] = b2 * self.v[name] + (1 - b2) * g**2
+        m_hat = self.m[name] / (1 - b1**age)
+        v_hat = self.v[name] / (1 - b2**age)
+        return m_hat / (v_hat.sqrt() + self.eps)
+
+
+class StableAdamW(Adam):
+    """arXiv:2304.13013, algorithm 2, with its corrected betas in place of a bias correction."""
+
+    def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
+        t = self.t
+        b1, b2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in self.betas)
+        # Kept as Adam's: the paper's averages times 1 - beta^t.
+        before = [1.0 if t == 1 else 1 - beta ** (t - 1) for beta in self.betas]
+        v = b1 * (self.m[name] / before[0]) + (1 - b1) * g
+        u = b2 * (self.v[name] / before[1]) + (1 - b2) * g**2
+        self.m[name], self.v[name] = v * (1 - self.betas[0] ** t), u * (1 - self.betas[1] ** t)
+        rms = (g**2 / u.clamp(min=self.eps**2)).mean().sqrt()
+        rate = lr / max(1.0, float(rms))
+        self.acted += float(rms) > 1.05
+        return rate * decay * p + rate * v / (u.sqrt() + self.eps)
+
+
+class Lamb(Adam):
+    """arXiv:1904.00962, algorithm 2; matrices only, as the authors' program."""
+
+    def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
+        u = self.adam(name, g, self.t) + decay * p
+        if p.dim() == 1:
+            return lr * u
+        ratio = p.norm() / u.norm()
+        self.acted += bool(ratio < 0.5)
+        return lr * ratio * u
+
+
+class Spam(Adam):
+    """arXiv:2501.06842, algorithm 1, with a reset before updates 1, 5, 9 and a warm-up of 3 updates."""
+
+    interval, threshold, warmup = 4, 30.0, 3
+
+    def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
+        age = self.t
+        while age > self.interval:
+            age -= self.interval
+        if age == 1:
+            self.m[name], self.v[name] = torch.zeros_like(p), torch.zeros_like(p)
+        v = self.v[name]
+        spikes = (g**2 > self.threshold * v) & (v != 0)
+        self.acted += int(spikes.sum())
+        g = g.clone()
+        g[spikes] = g[spikes].sign() * (self.threshold * v[spikes]).sqrt()
+        scale = 1 - 0.5 * (1 + math.cos(math.pi * min(age, self.warmup) / self.warmup))
+        return scale * lr * (self.adam(name, g, age) + decay * p)
+
+
+class StableSpam(Adam):
+    """arXiv:2502.17055, algorithm 1, with a reset before updates 1, 5, 9."""
+
+    interval, gammas = 4, (0.7, 0.9, 0.8)  # gamma 1, 2 and 3
+
+    def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
+        t, (g1, g2, g3) = self.t, self.gammas
+        age = (t - 1) % self.interval + 1
+        if age == 1:
+            self.m[name], self.v[name] = torch.zeros_like(p), torch.zeros_like(p)
+        limit, mean, square = self.shared.get(f"gradient_sizes/{name}", torch.zeros(3).double()).tolist()
+        g_max = float(g.abs().max())
+        limit = g3 * limit + (1 - g3) * g_max
+        limit_hat = limit / (1 - g3**t)
+        mask = g.abs() > limit_hat * (1 + 1e-9)
+        self.acted += int(mask.sum())
+        g = torch.where(mask, g / g_max * limit_hat, g)
+        norm = float(g.double().norm())
+        mean, square = g1 * mean + (1 - g1) * norm, g2 * square + (1 - g2) * norm**2
+        wanted = mean / (1 - g1**t) / (math.sqrt(square / (1 - g2**t)) + self.eps)
+        self.shared[f"gradient_sizes/{name}"] = torch.tensor([limit, mean, square], dtype=torch.float64)
+        return lr * (self.adam(name, g / norm * wanted, age) + decay * p)
+
+
+class Adafactor(Rule):
+    """arXiv:1804.04235, algorithms 4 and 5, with sums over rows and columns as in its section 3."""
+
+    momentum = 0.0
+
+    def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
+        beta = 1 - self.t**-0.8
+        squares = g**2 + 1e-30
+        if p.dim() == 1:
+            self.v[name] = v = beta * self.v[name] + (1 - beta) * squares
+        else:
+            n, m = p.shape
+            rows = self.shared.get(f"rows/{name}", torch.zeros(n)) * m
+            columns = self.shared.get(f"columns/{name}", torch.zeros(m)) * n
+            rows = beta * rows + (1 - beta) * squares @ torch.ones(m)
+            columns = beta * columns + (1 - beta) * torch.ones(n) @ squares
+            v = torch.outer(rows, columns) / rows.sum()
+            self.shared[f"rows/{name}"], self.shared[f"columns/{name}"] = rows / m, columns / n
+        u = g / v.sqrt()
+        rms = float(u.square().mean().sqrt())
+        self.acted += rms > 1.05
+        u = u / max(1.0, rms)
+        if self.momentum:
+            self.m[name] = u = self.momentum * self.m[name] + (1 - self.momentum) * u
+        return lr * u + lr * decay * p
+
+
+class AdafactorMomentum(Adafactor):
+    momentum = 0.8

@@ -14,7 +14,17 @@ from tests.parallel.test_layouts import relative
 # By name: the recipe's section, and the rule that it stands for.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "sgd": ({"name": "sgd"}, rules.SGD),
-}
+    "stable_adamw": ({"name": "stable_adamw"}, rules.StableAdamW),
+    "lamb": ({"name": "lamb"}, rules.Lamb),
+    "spam": ({"name": "spam", "spam": {"interval": 4, "threshold": 30.0, "warmup": 3}}, rules.Spam),
+    "stable_spam": (
+        {"name": "stable_spam", "stable_spam": {"interval": 4, "max_decay": 0.8}}, rules.StableSpam
+    ),
+    "adafactor": ({"name": "adafactor"}, rules.Adafactor),
+    "adafactor-momentum": (
+        {"name": "adafactor", "adafactor": {"momentum": 0.8}}, rules.AdafactorMomentum
+    ),
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor": 2}),
@@ -64,8 +74,21 @@ def test_ten_steps(layout: str, name: str) -> None:
             state = trained.whole(ranks, name, kind, c.parallel.tensor)
             for parameter, wanted in getattr(rule, attribute).items():
                 assert relative(state[parameter], wanted) < 1e-4, f"{kind} of {parameter}"
+    shared = ranks[0][name]["shared"]
+    assert shared.keys() == rule.shared.keys()
+    for key, wanted in rule.shared.items():
+        assert relative(shared[key], wanted) < 1e-4, key
     assert ranks[0][name]["update_ratio"] > 0
+    assert rule.acted >= 10 or name == "sgd"  # otherwise nothing but AdamW was tested
 
 
 # The kinds of state that a rule keeps for every parameter.
-HELD = {"sgd": ("exp_avg",)}
+BOTH = ("exp_avg", "exp_avg_sq")
+HELD = {
+    "sgd": ("exp_avg",),
+    "stable_adamw": BOTH,
+    "lamb": BOTH,
+    "spam": BOTH,
+    "stable_spam": BOTH,
+    "adafactor-momentum": ("exp_avg",),
+}

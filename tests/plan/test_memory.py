@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
-from megastable.config.tree import RunConfig
+from megastable.config.tree import OptimizerConfig, RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.items import KINDS, PHASES, Footprint
@@ -264,6 +264,30 @@ def test_what_is_restated_is_as_there() -> None:
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
         z = activations.sizes(config)
         assert activations.probabilities(z) == blocked.kept_size(z.samples, z.heads, length, 64)
+
+
+@pytest.mark.parametrize("name", [*get_args(OptimizerConfig.model_fields["name"].annotation), "momentum"])
+def test_state_of_an_optimizer_is_what_it_keeps(name: str) -> None:
+    from torch import nn
+
+    from megastable.optim.build import build
+    from megastable.optim.pieces import MOMENTS, PieceOptimizer
+    from megastable.plan.updates import cost
+
+    chosen = {"name": "adafactor", "adafactor": {"momentum": 0.9}} if name == "momentum" else {"name": name}
+    settings = OptimizerConfig.model_validate(chosen)
+    optimizer = build(nn.Sequential(nn.Linear(3, 4)), settings, compiled=False)
+    matrices, vectors = (
+        optimizer.kinds_of(group) if isinstance(optimizer, PieceOptimizer) else MOMENTS
+        for group in optimizer.param_groups
+    )
+    assert (cost(settings).matrices, cost(settings).vectors) == (len(matrices), len(vectors))
+    (found,), (adamw,) = planned(optimizer=chosen), planned()
+    all_of_adamws = adamw.at("between")["moments"]
+    assert found.at("between")["moments"] == pytest.approx(
+        all_of_adamws * len(matrices) / 2, abs=2e-3 * all_of_adamws
+    )
+    assert found.host.snapshot == pytest.approx(adamw.host.snapshot * (1 + len(matrices)) / 3, rel=0.3)
 
 
 def test_torch_is_not_needed() -> None:

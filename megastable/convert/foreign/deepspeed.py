@@ -28,6 +28,7 @@ from megastable.convert.foreign.zero import ZeroState
 from megastable.convert.huggingface.names import TensorRows, merge, table
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
+from megastable.optim.build import ADAMS
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 
@@ -46,8 +47,8 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     """Make the run directory `out` from DeepSpeed's checkpoint: `folder` with `latest`, or one global_step*/. Returns
     the checkpoint's folder.
 
-    run: the new run's recipe; its model must be the checkpoint's. Moments are imported if all weights have them; the
-    data starts at 0, unless client_state holds a "cursor". Raises CheckpointError, ConfigError, DataError; then nothing
+    run: the new run's recipe; its model must be the checkpoint's. Moments are imported if all weights have them and
+    the recipe's optimizer continues from Adam's; the data starts at 0, unless client_state holds a "cursor". Raises CheckpointError, ConfigError, DataError; then nothing
     of `out` is left.
     """
     refuse_existing(out)
@@ -60,10 +61,11 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     run = with_vocabulary(run)
     held = parameters(run.model)
     naming, prefix = naming_of(run.model, held, state, source)
-    optimizer = state.kinds == KINDS
+    optimizer = state.kinds == KINDS and run.optimizer.name in ADAMS
+    why = f"{run.optimizer.name} cannot continue from them" if state.kinds == KINDS else "they start at zero"
     say(
         f"{source}: ZeRO {state.stage}, step {state.steps}, parameters named as {naming.whose}, "
-        + ("with Adam's moments" if optimizer else "without Adam's moments: they start at zero")
+        + ("with Adam's moments" if optimizer else f"without Adam's moments: {why}")
     )
     c = run.model
     say(

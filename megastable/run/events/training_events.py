@@ -47,7 +47,7 @@ class MomentsAnew(Event):
     step: Whole
 
     def words(self) -> str:
-        return "the checkpoint holds no optimizer state: Adam's moments begin anew"
+        return "the checkpoint holds no optimizer state: the optimizer begins anew"
 
 
 class Imported(Event):

@@ -1,0 +1,152 @@
+"""Adafactor (Shazeer & Stern, arXiv:1804.04235, algorithm 4): the second moment of a matrix from its rows and columns.
+
+The rate is the schedule's: no relative steps. Weight decay is decoupled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable.optim.adam_pieces import chunk_size
+from megastable.optim.pieces import Piece, PieceOptimizer
+from megastable.parallel.fragments import Fragment
+from megastable.parallel.sharding import Placement, shape_of, shard
+
+TINY = 1e-30  # the paper's first epsilon, added to squares of gradients
+ROWS, COLUMNS, PRESENT = "rows", "columns", "present"
+
+
+class Adafactor(PieceOptimizer):
+    """v_ij = r_i c_j / mean(r), with r and c averages of g^2 over rows and columns; the average's decay rate is
+    1 - t^-`decay_exponent` at update t. u = g / sqrt(v), divided by max(1, RMS(u) / clip); w -= lr (u + decay w).
+
+    A matrix is the whole tensor as it is stored: q, k and v in one, gate and up in one. r and c are shared state. Norms
+    and biases have a full second moment. momentum: decay rate of an average of u, taken in its place; 0 keeps none.
+
+    Two all-reduces per update: of all rows and columns, fp32, and of a number per parameter.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        decay_exponent: float = 0.8,
+        clip: float = 1.0,
+        momentum: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr)
+        self.decay_exponent, self.clip, self.momentum = decay_exponent, clip, momentum
+        for group in self.param_groups:
+            group["matrices"] = all(len(shape_of(p)) > 1 for p in group["params"])
+
+    def kinds_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",) * (self.momentum > 0) + ("exp_avg_sq",) * (not group["matrices"])
+
+    def update(self, pieces: Sequence[Piece], step: int) -> None:
+        decay = 1 - step**-self.decay_exponent
+        for name, mean in self._means(pieces).items():
+            held = self.shared.setdefault(name, torch.zeros_like(mean))
+            held.mul_(decay).add_(mean.add_(TINY) * (1 - decay))
+        squares = []
+        for piece in pieces:
+            if not piece.group["matrices"]:
+                term = piece.gradient.square().add_(TINY).mul_(1 - decay)
+                piece.state["exp_avg_sq"].mul_(decay).add_(term)
+            squares += [(piece, torch.linalg.vector_norm(u).double().square()) for _, u in self._scaled(piece)]
+        sums = self.totals(squares, 1)[:, 0].tolist()
+        for piece in pieces:
+            whole, group = self.at.parameters[piece.name], piece.group
+            shrink = 1 / max(1.0, math.sqrt(sums[whole.row] / whole.numel) / self.clip)
+            factor = shrink * (1 - self.momentum) if self.momentum else -group["lr"] * shrink
+            for at, change in self._scaled(piece, factor):
+                if self.momentum:
+                    torch.mul(
+                        piece.state["exp_avg"][at].mul_(self.momentum).add_(change), -group["lr"], out=change
+                    )
+                if group["weight_decay"]:
+                    change.add_(piece.weight[at] * (-group["lr"] * group["weight_decay"]))
+                self.move(piece, change, at)
+
+    def _means(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:
+        """Means of squared gradients over the rows and columns of the matrices that some rank updates. Collective."""
+        matrices = {n: p.shape for n, p in self.at.parameters.items() if len(p.shape) > 1}
+        names = [(kind, name) for name in matrices for kind in (ROWS, COLUMNS, PRESENT)]
+        lengths = [1 if kind == PRESENT else matrices[name][kind == COLUMNS] for kind, name in names]
+        flat = torch.zeros(sum(lengths), device=next(iter(self._fragments)).device)
+        sums = dict(zip(names, flat.split(lengths), strict=True))
+        for piece in pieces:
+            if piece.group["matrices"] and piece.fragment.counted:
+                sums[PRESENT, piece.name] += 1
+                rows, columns = self._indices(piece)
+                for band in bands(piece.fragment, chunk_size(piece.weight)):
+                    squares = band.of(piece.gradient).square()
+                    sums[ROWS, piece.name].index_add_(0, rows[band.rows], squares.sum(1))
+                    sums[COLUMNS, piece.name].index_add_(0, columns[band.columns], squares.sum(0))
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        # Some of ZeRO's wrappers update one group of parameters at a time: the others' averages stay.
+        counts = torch.cat([sums[PRESENT, name] for name in matrices]).tolist()
+        present = {name for name, count in zip(matrices, counts, strict=True) if count}
+        return {
+            f"{kind}/{name}": sums[kind, name].div_(matrices[name][kind == ROWS])
+            for kind, name in names
+            if kind != PRESENT and name in present
+        }
+
+    def _indices(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Where this tensor rank's rows and columns lie in the whole matrix."""
+        shape, of = self.at.parameters[piece.name].shape, piece.fragment.placement
+        whole = [torch.arange(n, device=piece.weight.device) for n in shape]
+        if of.dim is not None:
+            whole[of.dim] = shard(whole[of.dim], Placement(of.name, 0, of.sections), *self.at.tensor)
+        return whole[0], whole[1]
+
+    def _scaled(self, piece: Piece, factor: float = 1.0) -> Iterator[tuple[slice, Tensor]]:
+        """g / sqrt(v) times `factor` of a piece, in parts, in new memory."""
+        if not piece.group["matrices"]:
+            yield slice(None), (piece.gradient / piece.state["exp_avg_sq"].sqrt()).mul_(factor)
+            return
+        rows, columns = self._indices(piece)
+        r, c = (self.shared[f"{kind}/{piece.name}"] for kind in (ROWS, COLUMNS))
+        by_row, by_column = (r / r.mean()).rsqrt_().mul_(factor)[rows, None], c.rsqrt()[None, columns]
+        for band in bands(piece.fragment, chunk_size(piece.weight)):
+            u = band.of(piece.gradient) * by_row[band.rows]
+            yield band.at, u.mul_(by_column[:, band.columns]).flatten()
+
+
+@dataclass(frozen=True)
+class Band:
+    """A rectangle of a matrix: its elements in the piece, its rows and columns in the shard."""
+
+    at: slice
+    rows: slice
+    columns: slice
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its elements of the piece's tensor, [rows, columns]."""
+        return flat[self.at].view(self.rows.stop - self.rows.start, -1)
+
+
+def bands(fragment: Fragment, size: int) -> Iterator[Band]:
+    """A piece of a matrix as rectangles: the rest of a row, whole rows, some `size` elements of them at a time, and the
+    beginning of a row."""
+    width, done = fragment.shape[1], 0
+    while done < fragment.numel:
+        row, column = divmod(fragment.start + done, width)
+        left = fragment.numel - done
+        if column or left < width:
+            rows, columns = 1, min(width - column, left)
+        else:
+            rows, columns = min(left // width, max(1, size // width)), width
+        yield Band(
+            slice(done, done + rows * columns), slice(row, row + rows), slice(column, column + columns)
+        )
+        done += rows * columns

@@ -1,0 +1,93 @@
+"""Stable-SPAM (Huang et al., arXiv:2502.17055, algorithm 1): Adam on gradients whose spikes and norms are normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megastable.optim.adam_pieces import AdamPieces, chunks
+from megastable.optim.pieces import Piece
+from megastable.optim.spam import forget, since_reset
+
+KIND = "gradient_sizes"  # of a parameter: running averages of its largest |g|, its norm, and the square of its norm
+
+
+class StableSpam(AdamPieces):
+    """Three changes of AdamW, the first two to the gradient g of every tensor:
+
+    AdaClip: with T the average of max |g|, elements above T become g T / max |g|. AdaGN: g is scaled to the norm
+    n / (sqrt(s) + eps), with n and s the averages of its norm and of the norm's square. MoRet: moments and bias
+    correction begin anew every `interval` updates. The three averages, corrected for bias, do not.
+
+    They are shared state, fp64 [3] for every parameter. Two all-reduces of a number per parameter and update.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        interval: int = 1000,
+        max_decay: float = 0.999,
+        norm_decays: tuple[float, float] = (0.7, 0.9),
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps)
+        self.interval, self.decays = interval, (max_decay, *norm_decays)
+
+    def update(self, pieces: Sequence[Piece], step: int) -> None:
+        highest = self.maxima(((p, largest(p.gradient[at])) for p in pieces for at in chunks(p)), 1)[:, 0]
+        averages, decays = self._averages(), highest.new_tensor(self.decays)
+        unbias = 1 / (1 - decays**step)
+        averages[:, 0].mul_(decays[0]).add_(highest * (1 - decays[0]))
+        limits = averages[:, 0] * unbias[0]
+        bounds = torch.stack([limits, torch.where(highest > limits, limits / highest, 1.0)], 1).tolist()
+
+        def seen(piece: Piece, at: slice) -> tuple[Piece, Tensor]:
+            norm = torch.linalg.vector_norm(clipped(piece.gradient[at], *self._of(piece, bounds)))
+            return piece, torch.stack([norm.double().square(), highest.new_tensor(at.stop - at.start)])
+
+        squares, present = self.totals((seen(p, at) for p in pieces for at in chunks(p)), 2).unbind(1)
+        norms = squares.sqrt()
+        averages[:, 1].mul_(decays[1]).add_(norms * (1 - decays[1]))
+        averages[:, 2].mul_(decays[2]).add_(norms.square() * (1 - decays[2]))
+        eps = self.param_groups[0]["eps"]
+        wanted = averages[:, 1] * unbias[1] / ((averages[:, 2] * unbias[2]).sqrt() + eps)
+        scales = torch.where(norms > 0, wanted / norms, 0.0).tolist()
+        # Some of ZeRO's wrappers update one group of parameters at a time: the others' averages stay.
+        for name, row, numel in zip(sorted(self.at.parameters), averages, present.tolist(), strict=True):
+            if numel:
+                self.shared[f"{KIND}/{name}"] = row.clone()
+
+        count = since_reset(step, self.interval)
+        for piece in pieces:
+            if count == 1:
+                forget(piece)
+            for at in chunks(piece):
+                gradient = clipped(piece.gradient[at], *self._of(piece, bounds)) * self._of(piece, scales)
+                self.adamw(piece, at, piece.group["lr"], count, gradient)
+
+    def _averages(self) -> Tensor:
+        """[parameters, 3], in their order; zeros before the first update."""
+        zeros = self._table(3)[0]
+        return torch.stack([self.shared.get(f"{KIND}/{name}", zeros) for name in sorted(self.at.parameters)])
+
+    def _of(self, piece: Piece, numbers: list[Any]) -> Any:
+        return numbers[self.at.parameters[piece.name].row]
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude, 0-d."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(high, -low)
+
+
+def clipped(gradient: Tensor, limit: float, scale: float) -> Tensor:
+    """Elements beyond `limit` times `scale`, the others as they are; a scale of 1 clips nothing."""
+    if scale == 1.0 or (gradient.device.type == "cpu" and float(largest(gradient)) <= limit):
+        return gradient
+    return torch.where(gradient.abs() > limit, gradient * scale, gradient)
