@@ -213,8 +213,9 @@ class ClippingConfig(Section):
     """Gradient clipping, after the gate has judged the gradients as they were. A kind's name stands for the section:
     `optimizer.clipping=adagc`.
 
-    `value` needs `threshold`; `norm` and `worker` have `optimizer.clip` instead of it. `decay` and `warmup` are those of
-    `adagc` and `zclip`. `worker` needs bf16, `parallel.zero` = 1, and no tied embeddings over pipeline stages.
+    `value` needs `threshold`; `norm` and `worker` have `optimizer.clip` instead of it. `decay` (below 1) and `warmup`
+    (at least 2 for `zclip`) are those of `adagc` and `zclip`. `worker` needs bf16, `parallel.zero` = 1, and no tied
+    embeddings over pipeline stages.
     """
 
     kind: Literal["norm", "value", "adagc", "zclip", "agc", "worker"] = "norm"
@@ -228,8 +229,8 @@ class ClippingConfig(Section):
     decay: Fraction | None = Field(default=None, examples=[0.98])
     """Decay rate of the averages; null: 0.98 (`adagc`), 0.97 (`zclip`)."""
     warmup: NonNegativeInt | None = Field(default=None, examples=[100])
-    """Updates before it begins; null: 100 (`adagc`, which clips by `optimizer.clip` until then), 25 (`zclip`, which does
-    not). [updates]"""
+    """Updates before it begins; null: 100 (`adagc`, which clips by `optimizer.clip` until then), 25 (`zclip`, which
+    clips nothing until then). [updates]"""
 
 
 class OptimizerConfig(Section):

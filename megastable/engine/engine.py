@@ -357,6 +357,13 @@ class Engine:
             mine = {n.removeprefix(CLIPPING): t for n, t in saved.items() if n.startswith(CLIPPING)}
             self.clipping.restore(mine)
 
+    @property
+    def clipping_anew(self) -> str | None:
+        """The kind of clipping, if it has begun no history of the gradients that it needs."""
+        clipping = self.clipping
+        anew = clipping is not None and bool(clipping.names) and not clipping.shared
+        return self.config.optimizer.clipping.kind if anew else None
+
     @torch.no_grad()
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:
         """Restore masters and the optimizer's state from `saved`, in place; call `refresh_weights` afterwards. Drops

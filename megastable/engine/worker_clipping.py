@@ -26,7 +26,9 @@ from megastable.parallel.topology import Topology
 class Worker(Clipping):
     """The norm of each worker's gradient is clipped to optimizer.clip. It has no state."""
 
-    def __init__(self, config: OptimizerConfig, zero: Bf16, engine: Any, topology: Topology, device: torch.device):
+    def __init__(
+        self, config: OptimizerConfig, zero: Bf16, engine: Any, topology: Topology, device: torch.device
+    ):
         super().__init__(config, {}, (topology.tensor_rank, topology.layout.tensor), device)
         self.zero, self.topology = zero, topology
         self._own: list[Tensor] = []

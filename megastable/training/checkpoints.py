@@ -35,6 +35,7 @@ from megastable.run.events.training_events import (
     CheckpointRejected,
     CheckpointSaved,
     CheckpointSuspect,
+    ClippingAnew,
     MomentsAnew,
     Reshaped,
     Training,
@@ -162,6 +163,11 @@ class Checkpoints:
             self.log.emit(
                 MomentsAnew(step=saved.step),
                 say=f"{found.name} holds no optimizer state: Adam's moments begin anew",
+            )
+        if saved.updates and (kind := self.engine.clipping_anew):
+            self.log.emit(
+                ClippingAnew(step=saved.step, kind=kind),
+                say=f"{found.name} holds no averages of optimizer.clipping={kind}: they begin anew",
             )
         self.last = saved.step
 

@@ -114,7 +114,9 @@ def workers(ranks: list[dict[str, Any]], name: str, context: int) -> list[list[d
     return made
 
 
-def _joined(ranks: list[dict[str, Any]], name: str, shards: dict[str, dict[int, Tensor]]) -> dict[str, Tensor]:
+def _joined(
+    ranks: list[dict[str, Any]], name: str, shards: dict[str, dict[int, Tensor]]
+) -> dict[str, Tensor]:
     placements = {n: p for rank in ranks for n, p in rank[name]["placements"].items()}
     return {
         n: unshard([held[r] for r in sorted(held)], placements[n]) if placements[n].dim is not None else held[0]

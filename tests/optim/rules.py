@@ -19,7 +19,8 @@ def to_norm(grads: dict[str, Tensor], most: float) -> dict[str, Tensor]:
 
 
 class Rule:
-    """Clips by `clip`, by default to a global norm of 1, and updates every tensor by `change`. State is kept by name."""
+    """Clips by `clip`, by default to a global norm of 1, and updates every tensor by `change`. State is kept by
+    name."""
 
     decay = 0.1
     clip: Any = staticmethod(lambda grads, master: to_norm(grads, 1.0))

@@ -1,4 +1,4 @@
-"""Every kind of clipping under every layout against its formula on whole tensors; refusals and rewinds leave no trace."""
+"""Every kind of clipping under every layout against its formula on whole tensors; refusals, rewinds leave no trace."""
 
 from __future__ import annotations
 
@@ -82,6 +82,8 @@ def test_state_by_name() -> None:
     """The averages are those of the tensors that they stand for."""
     _, ranks = ran("tp2-pp2")
     clip = plainly("adagc", False, 2)[2]
-    found = dict(zip(sorted(clip.gamma), ranks[0]["adagc"]["shared"]["clipping/adagc/norms"].tolist(), strict=True))
+    found = dict(
+        zip(sorted(clip.gamma), ranks[0]["adagc"]["shared"]["clipping/adagc/norms"].tolist(), strict=True)
+    )
     assert found == pytest.approx(clip.gamma, rel=1e-5)
     assert ranks[0]["adagc"]["shared"]["clipping/adagc/updates"].tolist() == [trained.STEPS]
