@@ -260,6 +260,8 @@ class OptimizerConfig(Section):
     @field_validator("clipping", mode="before")
     @classmethod
     def _by_name(cls, given: Any) -> Any:
+        if given in (False, "off", "none"):
+            raise ValueError("optimizer.clip=0 is what turns clipping off")
         return {"kind": given} if isinstance(given, str) else given
 
 

@@ -35,7 +35,7 @@ def test_a_word_may_stand_for_it(said: list[str], kind: str, threshold: float | 
     [
         (["optimizer.clipping=value"], "set optimizer.clipping.threshold"),
         (["optimizer.clipping.threshold=1"], "set it instead"),
-        (["optimizer.clipping=off"], "expected norm, value"),
+        (["optimizer.clipping=off"], "optimizer.clip=0 is what turns clipping off"),
         (["optimizer.clipping=true", "optimizer.clipping.warmup=3"], "only adagc and zclip have it"),
         (["optimizer.clipping=agc", "optimizer.clipping.decay=0.9"], "only adagc and zclip have it"),
         (["optimizer.clipping=adagc", "optimizer.clipping.decay=1"], "the average would never change"),
