@@ -188,7 +188,9 @@ def _exchanged(
         yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
         if config.optimizer.clipping.kind == "worker":
             part = sum(groups) // layout.data * FP32
-            yield Item("gradients", "this rank's own gradient, of the part that it updates", part, ("update",))
+            yield Item(
+                "gradients", "this rank's own gradient, of the part that it updates", part, ("update",)
+            )
         return
     e, whole = element(config), sum(groups)
     own, stage = whole // layout.data, config.parallel.zero

@@ -328,7 +328,12 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
     width = m.head_width * (m.heads + 2 * m.key_value_heads)
     rows = m.layers * (width + 2 * m.ffn_width + 2 * m.hidden) + (1 if m.tied else 2) * m.padded_vocab
     samples = data // p.context
-    numbers = {"value": 1, "adagc": len(matrices) + len(vectors), "agc": 2 * (rows + len(vectors)), "worker": samples}
+    numbers = {
+        "value": 1,
+        "adagc": len(matrices) + len(vectors),
+        "agc": 2 * (rows + len(vectors)),
+        "worker": samples,
+    }
     terms = [Term("clipping", "world", "all-reduce", FP64 * numbers.get(kind, 0), int(kind in numbers))]
     if kind == "worker" and p.context > 1:
         for group in filter(None, parameters(m, held, p.tensor)):

@@ -26,6 +26,10 @@ class Clip:
     def clipped(self, grads: Grads, master: Grads) -> Grads:
         raise NotImplementedError
 
+    def state(self) -> dict[str, list[float]]:
+        """As megastable keeps it."""
+        return {}
+
 
 class Norm(Clip):
     def clipped(self, grads: Grads, master: Grads) -> Grads:
@@ -64,16 +68,24 @@ class AdaGC(Clip):
             made[name] = g * h
         return made
 
+    def state(self) -> dict[str, list[float]]:
+        return {
+            "clipping/adagc/norms": [self.gamma[name] for name in sorted(self.gamma)],
+            "clipping/adagc/updates": [self.t],
+        }
+
 
 class ZClip(Clip):
     """alpha = 0.97, z_thres = 2.5."""
 
     def __init__(self, start: int) -> None:
         super().__init__()
+        self.t = 0
         self.start, self.seen = start, torch.zeros(0, dtype=torch.float64)
         self.mean = self.variance = 0.0
 
     def clipped(self, grads: Grads, master: Grads) -> Grads:
+        self.t += 1
         norm = rules.norm_of(grads)
         if len(self.seen) < self.start:
             self.seen = torch.cat((self.seen, torch.tensor([norm], dtype=torch.float64)))
@@ -85,6 +97,10 @@ class ZClip(Clip):
         self.mean = 0.97 * self.mean + 0.03 * to
         self.variance = 0.97 * self.variance + 0.03 * (to - self.mean) ** 2
         return {name: g * (to / norm) for name, g in grads.items()}
+
+    def state(self) -> dict[str, list[float]]:
+        values = {"mean": self.mean, "variance": self.variance, "updates": self.t}
+        return {f"clipping/zclip/{name}": [value] for name, value in values.items()}
 
 
 class AGC(Clip):
