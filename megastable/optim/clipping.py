@@ -29,10 +29,13 @@ EPS = 1e-6  # of clipping by a global norm, as in DeepSpeed
 class Clipping(ABC):
     """parameters: of the whole model by name; tensor: this rank's (rank, size) in the tensor group.
 
-    names: of the state, all of it or none is in `shared`.
+    names: of the state, all of it or none is in `shared`. THRESHOLD, DECAY, WARMUP: where the recipe leaves them out.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
+    THRESHOLD: ClassVar[float] = math.inf
+    DECAY: ClassVar[float] = 0.0
+    WARMUP: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -42,6 +45,10 @@ class Clipping(ABC):
         device: torch.device,
     ) -> None:
         self.config, self.parameters, self.tensor, self.device = config, parameters, tensor, device
+        of = config.clipping
+        self.threshold = self.THRESHOLD if of.threshold is None else of.threshold
+        self.decay = self.DECAY if of.decay is None else of.decay
+        self.warmup = self.WARMUP if of.warmup is None else of.warmup
         self.shared: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -57,18 +64,6 @@ class Clipping(ABC):
         """Replace the state by a copy of `saved`; one of another kind of clipping is dropped."""
         complete = all(name in saved for name in self.names)
         self.shared = {n: saved[n].to(self.device, copy=True) for n in self.names} if complete else {}
-
-    def _limit(self, default: float) -> float:
-        threshold = self.config.clipping.threshold
-        return default if threshold is None else threshold
-
-    def _decay(self, default: float) -> float:
-        decay = self.config.clipping.decay
-        return default if decay is None else decay
-
-    def _warmup(self, default: int) -> int:
-        warmup = self.config.clipping.warmup
-        return default if warmup is None else warmup
 
 
 def by_norm(norm: float, most: float) -> float:
@@ -92,7 +87,7 @@ class Value(Clipping):
     """Clamp every element to [-threshold, threshold] (Mikolov's, as described in arXiv:1211.5063, section 3.2)."""
 
     def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
-        most, removed = self._limit(math.inf) * scale, torch.zeros(1, dtype=torch.float64, device=self.device)
+        most, removed = self.threshold * scale, torch.zeros(1, dtype=torch.float64, device=self.device)
         for piece in pieces:
             before = _squared(piece.gradient)
             piece.gradient.clamp_(-most, most)
@@ -121,23 +116,20 @@ class AdaGC(Clipping):
         norms, updates = (self.shared[name] for name in self.names)
         squares = ((p.fragment, _squared(p.gradient)) for p in pieces)
         now = tables.totals(squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
-        if int(updates) < self._warmup(self.WARMUP):
+        if int(updates) < self.warmup:
             kept = _scaled(pieces, by_norm(norm, self.config.clip))
             clipped = now * kept
             average = torch.minimum(norms, clipped)
         else:
-            factors = allowed(now, self._limit(self.THRESHOLD) * norms, unless=norms == 0)
-            self._scale(pieces, factors)
-            clipped, decay = now * factors, self._decay(self.DECAY)
-            average = decay * norms + (1 - decay) * clipped
+            factors = allowed(now, self.threshold * norms, unless=norms == 0)
+            for piece in pieces:
+                piece.gradient.mul_(factors[self.parameters[piece.name].row].float())
+            clipped = now * factors
+            average = self.decay * norms + (1 - self.decay) * clipped
             kept = _left((now.square() - clipped.square()).sum(), norm)
         norms.copy_(torch.where(norms == 0, clipped, torch.where(clipped == 0, norms, average)))
         updates += 1
         return kept
-
-    def _scale(self, pieces: Sequence[Piece], factors: Tensor) -> None:
-        for piece in pieces:
-            piece.gradient.mul_(factors[self.parameters[piece.name].row].float())
 
 
 class ZClip(Clipping):
@@ -154,15 +146,14 @@ class ZClip(Clipping):
     def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
         mean, variance, updates = (float(self.shared[name]) if self.shared else 0.0 for name in self.names)
         to = norm
-        if updates < self._warmup(self.WARMUP):  # Welford's sums: those of all norms so far
+        if updates < self.warmup:  # Welford's sums: those of all norms so far
             before = mean
             mean += (norm - mean) / (updates + 1)
             variance += ((norm - before) * (norm - mean) - variance) / (updates + 1)
         else:
-            to = reciprocal(norm, mean, math.sqrt(variance), self._limit(self.THRESHOLD))
-            decay = self._decay(self.DECAY)
-            mean = decay * mean + (1 - decay) * to
-            variance = decay * variance + (1 - decay) * (to - mean) ** 2
+            to = reciprocal(norm, mean, math.sqrt(variance), self.threshold)
+            mean = self.decay * mean + (1 - self.decay) * to
+            variance = self.decay * variance + (1 - self.decay) * (to - mean) ** 2
         values = zip(self.names, (mean, variance, updates + 1), strict=True)
         self.shared = {
             name: torch.tensor([value], dtype=torch.float64, device=self.device) for name, value in values
@@ -211,7 +202,7 @@ class AGC(Clipping):
                     total.index_add_(0, rows, torch.linalg.vector_norm(values, dim=1).double().square())
         gradients, weights = tables.summed(table).sqrt_()
         gradients /= scale
-        factors = allowed(gradients, self._limit(self.THRESHOLD) * weights.clamp(min=self.LEAST))
+        factors = allowed(gradients, self.threshold * weights.clamp(min=self.LEAST))
         for _, rows, gradient, _ in found:
             gradient.mul_(factors[rows].float().unsqueeze(1))
         return _left(((1 - factors.square()) * gradients.square()).sum(), norm)
