@@ -49,6 +49,7 @@ class Case:
     apart: bool = False
     zero: dict[str, Any] = field(default_factory=dict)  # overrides for DeepSpeed's section zero_optimization
     elements: int = 3000  # logits of a chunk
+    clipping: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
@@ -58,6 +59,7 @@ class Case:
                 "parallel": self.parallel,
                 "train": {"global_batch": self.global_batch, "micro_batch": self.micro_batch},
                 "precision": {"kind": self.precision},
+                "optimizer": {"clip": 1e6, "clipping": self.clipping},  # no worker is above it
                 "kernels": {"attention": "reference", "loss": self.loss, "compile": False},
                 "data": {"keep_documents_apart": self.apart},
             }
@@ -109,6 +111,10 @@ LAYOUTS = {
     "TP2+SPxPP2 tied full": Case(4, SP2 | PP2 | {"recompute": "full"}, {"tied": True}, apart=True),
     "PP2xDP2 fp32": Case(4, PP2, precision="fp32"),
     "TP2xPP2xDP2": Case(8, TP2 | PP2),
+    "DP2 clipped by value": Case(2, clipping={"kind": "value", "threshold": 1.0}),
+    "DP2 ZeRO 3 AdaGC": Case(2, {"zero": 3}, clipping={"kind": "adagc"}),
+    "TP2xPP2 AGC": Case(4, TP2 | PP2, clipping={"kind": "agc"}),
+    "DP4xCP2 by worker": Case(4, {"context": 2}, clipping={"kind": "worker"}),
 }
 
 

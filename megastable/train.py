@@ -127,7 +127,9 @@ class Trainer:
                 applied=applied,
                 mix=mix,
             )
-            done = StepResult(batch, measured, applied, before, state, lr, seconds, feed.waited)
+            done = StepResult(
+                batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept
+            )
             self.heart.stepped(
                 loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
                 tokens_per_second=tokens / seconds,

@@ -161,13 +161,13 @@ def _check(given: dict[str, Any], path: Path, stages: int) -> None:
 
 
 def _filled(config: RunConfig, world: int) -> dict[str, Any]:
-    kind, steps = config.precision.kind, accumulation(config, world)
+    o, kind, steps = config.optimizer, config.precision.kind, accumulation(config, world)
     filled: dict[str, Any] = {
         # DeepSpeed has no context parallelism: ranks that share a sample count as data-parallel ranks.
         "train_batch_size": config.train.global_batch * config.parallel.context,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": steps,
-        "gradient_clipping": config.optimizer.clip,
+        "gradient_clipping": o.clip if o.clipping.kind == "norm" else 0.0,  # others: optim/clipping.py
         "zero_optimization": {"stage": config.parallel.zero},
         "zero_allow_untested_optimizer": True,
         # Gradients are reduced and accumulated in fp32, whatever the parameters' precision.

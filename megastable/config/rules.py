@@ -64,7 +64,7 @@ def impossible(c: RunConfig) -> list[str]:
             f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "
             "change one of them"
         )
-    return bad + _impossible_optimizer(c.optimizer)
+    return bad + _impossible_optimizer(c.optimizer) + _impossible_clipping(c)
 
 
 def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
@@ -89,6 +89,48 @@ def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
         )
     if o.adafactor.momentum >= 1:
         bad.append(f"optimizer.adafactor.momentum={o.adafactor.momentum:g}: must be below 1")
+    return bad
+
+
+def _impossible_clipping(c: RunConfig) -> list[str]:
+    bad, p, of = [], c.parallel, c.optimizer.clipping
+    adaptive = of.kind in ("adagc", "zclip")
+    if of.kind == "value" and of.threshold is None:
+        bad.append(
+            "optimizer.clipping.kind=value: set optimizer.clipping.threshold, the largest magnitude of an element"
+        )
+    if of.kind in ("norm", "worker") and of.threshold is not None:
+        bad.append(
+            f"optimizer.clipping.threshold={of.threshold:g} with optimizer.clipping.kind={of.kind}: that clips to "
+            "optimizer.clip; set it instead"
+        )
+    for key in ("decay", "warmup"):
+        if getattr(of, key) is not None and not adaptive:
+            bad.append(
+                f"optimizer.clipping.{key} with optimizer.clipping.kind={of.kind}: only adagc and zclip have it; leave "
+                "it out"
+            )
+    if of.decay == 1:
+        bad.append("optimizer.clipping.decay=1: the average would never change; set it below 1")
+    if of.kind == "zclip" and of.warmup is not None and of.warmup < 2:
+        bad.append(
+            f"optimizer.clipping.warmup={of.warmup} with optimizer.clipping.kind=zclip: a deviation needs at least 2 "
+            "norms; set it to 2 or more"
+        )
+    if of.kind == "worker":
+        if (c.precision.kind, p.zero) != ("bf16", 1):
+            bad.append(
+                f"optimizer.clipping.kind=worker with precision.kind={c.precision.kind}, parallel.zero={p.zero}: there "
+                "DeepSpeed sums gradients during the backward pass, and no rank has its own; use bf16 and "
+                "parallel.zero=1, or another kind"
+            )
+        if c.model.tied and p.pipeline > 1:
+            bad.append(
+                "optimizer.clipping.kind=worker with model.tied and parallel.pipeline above 1: a worker's gradient of "
+                "the embedding is spread over two stages; use one stage, or another kind"
+            )
+        if not c.optimizer.clip:
+            bad.append("optimizer.clipping.kind=worker with optimizer.clip=0: set the norm to clip to")
     return bad
 
 

@@ -210,6 +210,30 @@ class DataConfig(Section):
         return ranges
 
 
+class ClippingConfig(Section):
+    """Gradient clipping, after the gate has judged the gradients as they were. A kind's name stands for the section:
+    `optimizer.clipping=adagc`.
+
+    `value` needs `threshold`; `norm` and `worker` have `optimizer.clip` instead of it. `decay` (below 1) and `warmup`
+    (at least 2 for `zclip`) are those of `adagc` and `zclip`. `worker` needs bf16, `parallel.zero` = 1, and no tied
+    embeddings over pipeline stages.
+    """
+
+    kind: Literal["norm", "value", "adagc", "zclip", "agc", "worker"] = "norm"
+    """What is clipped: the global norm (`norm`, arXiv:1211.5063); every element (`value`); each tensor by its own norms
+    so far (`adagc`, arXiv:2502.11034); outliers among the global norms (`zclip`, arXiv:2504.02507); rows by the norm of
+    their weights (`agc`, arXiv:2102.06171); the norm of each data-parallel rank's gradient before they are averaged
+    (`worker`, arXiv:1712.01887, section 3.2)."""
+    threshold: PositiveFloat | None = Field(default=None, examples=[0.01])
+    """Largest magnitude of an element (`value`); times the average norm (`adagc`, null: 1.05); standard deviations
+    (`zclip`, null: 2.5); times the norm of the weights (`agc`, null: 0.01)."""
+    decay: Fraction | None = Field(default=None, examples=[0.98])
+    """Decay rate of the averages; null: 0.98 (`adagc`), 0.97 (`zclip`)."""
+    warmup: NonNegativeInt | None = Field(default=None, examples=[100])
+    """Updates before it begins; null: 100 (`adagc`, which clips by `optimizer.clip` until then), 25 (`zclip`, which
+    clips nothing until then). [updates]"""
+
+
 class OptimizerConfig(Section):
     """The optimizer over fp32 master weights (docs/catalogue.md). Norms and biases have no weight decay."""
 
@@ -225,7 +249,9 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay: each update shrinks the weights by this times the learning rate."""
     clip: NonNegativeFloat = 1.0
-    """Global gradient norm to clip to (arXiv:1211.5063); 0: never."""
+    """Norm to clip to, where `clipping` uses it; 0: never."""
+    clipping: ClippingConfig = Field(default=ClippingConfig(), examples=["adagc"])
+    """What is clipped: a kind's name or a section."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of AdamW's moments; master weights are fp32 in any case."""
     momentum: Fraction = 0.9
@@ -233,6 +259,15 @@ class OptimizerConfig(Section):
     spam: SpamConfig = SpamConfig()
     stable_spam: StableSpamConfig = StableSpamConfig()
     adafactor: AdafactorConfig = AdafactorConfig()
+
+    in_a_word: ClassVar[Mapping[str, str]] = {"clipping": "kind"}
+
+    @field_validator("clipping", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if given in (False, "off", "none"):
+            raise ValueError("optimizer.clip=0 is what turns clipping off")
+        return {"kind": given} if isinstance(given, str) else given
 
 
 class ScheduleConfig(Section):

@@ -32,14 +32,16 @@ from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
 from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
-from megastable.engine.zero import wrapper
+from megastable.engine.worker_clipping import Worker
+from megastable.engine.zero import Bf16, wrapper
 from megastable.fp8.apply import apply
 from megastable.fp8.controller import History
 from megastable.model import gpt
 from megastable.model.loss import LossFunction
 from megastable.optim.build import build as build_optimizer
 from megastable.optim.build import shared_state
-from megastable.optim.pieces import PieceOptimizer, Surroundings, WholeParameter
+from megastable.optim.clipping import CLIPPINGS, Clipping, by_norm
+from megastable.optim.pieces import Piece, PieceOptimizer, Surroundings, WholeParameter
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.tied import TiedGradient
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
@@ -73,11 +75,12 @@ class Measured:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+CLIPPING = "clipping/"  # prefix of the clipping's state among the shared state
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "_step_applied")
 
 
 class Judge(Protocol):
-    """The gate: True lets DeepSpeed clip and update, False drops the gradients. A pure function of its input."""
+    """The gate: True clips and updates, False drops the gradients. A pure function of its input."""
 
     def __call__(self, measured: Measured) -> bool: ...
 
@@ -115,7 +118,8 @@ class Engine:
                     dist_init_required=False,
                 )
         self.zero = wrapper(self.optimizer, self.ds, topology, self.device)
-        self._attach()
+        self.clipping = self._attach()
+        self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
             patches.untimed(self.ds)
@@ -130,17 +134,22 @@ class Engine:
         self.applied = False
         self.counters_before = self.counters()
 
-    def _attach(self) -> None:
-        """Tell the optimizer what lies in its flat buffers. Collective."""
-        inner = self.optimizer.optimizer
-        if not isinstance(inner, PieceOptimizer):
-            return
-        flat, t = self.flat_state(), self.topology
-        inner.attach(
-            self.masters,
-            flat.fragments,
-            Surroundings(_whole(flat, t.layout.tensor), (t.tensor_rank, t.layout.tensor), t.stage_group()),
-        )
+    def _attach(self) -> Clipping | None:
+        """Tell the optimizer and the clipping what lies in the flat buffers; None if DeepSpeed clips. Collective."""
+        inner, o = self.optimizer.optimizer, self.config.optimizer
+        if not isinstance(inner, PieceOptimizer) and o.clipping.kind == "norm":
+            return None
+        self._flat = flat = self.flat_state()
+        t = self.topology
+        tensor = t.tensor_rank, t.layout.tensor
+        parameters = _whole(flat, t.layout.tensor)
+        if isinstance(inner, PieceOptimizer):
+            inner.attach(self.masters, flat.fragments, Surroundings(parameters, tensor, t.stage_group()))
+        if o.clipping.kind == "norm":
+            return None
+        if isinstance(self.zero, Bf16) and o.clipping.kind == "worker":
+            return Worker(o, self.zero, self.ds, t, self.device)
+        return CLIPPINGS[o.clipping.kind](o, parameters, tensor, self.device)
 
     def _tie(self) -> TiedGradient | None:
         """Sum tied gradients after the data-parallel sum, instead of before it as DeepSpeed does. None on a stage
@@ -269,9 +278,27 @@ class Engine:
         inner = self.optimizer.optimizer
         if isinstance(inner, PieceOptimizer):
             inner.sizes, inner.recording = [], self.measures_update
+        self.kept = self._clip()
         with self.zero.clipping_by(known):
             self._update(lr_kwargs)
         self.applied = bool(self.ds.was_step_applied())
+
+    def _clip(self) -> float:
+        """Clip the gradients, where DeepSpeed does not; the share of their norm that is left. Collective."""
+        assert self.measured is not None
+        norm, scale = self.measured.grad_norm, self.measured.loss_scale
+        if not math.isfinite(norm):
+            return 1.0  # DeepSpeed drops the update
+        if self.clipping is None:
+            return by_norm(norm, self.config.optimizer.clip)
+        flat = self._flat
+        gradients, pieces = self.zero.gradients(flat.fragments), []
+        for f in flat.fragments:
+            weight = flat.piece(f, "weight")
+            assert weight is not None
+            gradient = gradients[f.group, f.offset].view(-1)[: f.numel]
+            pieces.append(Piece(f, weight, gradient, {}, {}))
+        return self.clipping.clip(pieces, norm, scale)
 
     @property
     def _lowest_scale(self) -> float:
@@ -316,14 +343,26 @@ class Engine:
 
     @property
     def shared_state(self) -> dict[str, Tensor]:
-        """State that every rank holds alike, by name; the originals."""
-        return shared_state(self.optimizer.optimizer)
+        """State of the optimizer and of clipping that every rank holds alike, by name; the originals."""
+        clipping = self.clipping.shared if self.clipping is not None else {}
+        held = shared_state(self.optimizer.optimizer)
+        return held | {f"{CLIPPING}{name}": value for name, value in clipping.items()}
 
     def restore_shared_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Replace the shared state by copies of `saved`."""
-        held = self.shared_state
+        """Replace the shared state by copies of `saved`. Without state of this kind of clipping, it begins anew."""
+        held = shared_state(self.optimizer.optimizer)
         held.clear()
-        held.update({name: value.to(self.device, copy=True) for name, value in saved.items()})
+        held.update({n: t.to(self.device, copy=True) for n, t in saved.items() if not n.startswith(CLIPPING)})
+        if self.clipping is not None:
+            mine = {n.removeprefix(CLIPPING): t for n, t in saved.items() if n.startswith(CLIPPING)}
+            self.clipping.restore(mine)
+
+    @property
+    def clipping_anew(self) -> str | None:
+        """The kind of clipping, if it has begun no history of the gradients that it needs."""
+        clipping = self.clipping
+        anew = clipping is not None and bool(clipping.names) and not clipping.shared
+        return self.config.optimizer.clipping.kind if anew else None
 
     @torch.no_grad()
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megastable.optim import tables
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import Placement
 
@@ -166,24 +166,16 @@ class PieceOptimizer(torch.optim.Optimizer):
 
         parts: of each piece its numbers, [width]; copies count once. All ranks get the same bits.
         """
-        table = self._table(width)
-        for piece, numbers in parts:
-            if piece.fragment.counted:
-                table[self.at.parameters[piece.name].row] += numbers.double()
-        if dist.is_initialized():
-            dist.all_reduce(table)
-        return table
+        return tables.totals(self._of(parts), width, self.at.parameters, self._device)
 
     def maxima(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
         """The same with maxima of numbers that are not negative."""
-        table = self._table(width)
-        for piece, numbers in parts:
-            row = self.at.parameters[piece.name].row
-            table[row] = torch.maximum(table[row], numbers.double())
-        if dist.is_initialized():
-            dist.all_reduce(table, op=dist.ReduceOp.MAX)
-        return table
+        return tables.maxima(self._of(parts), width, self.at.parameters, self._device)
 
-    def _table(self, width: int) -> Tensor:
-        device = next(iter(self._fragments)).device
-        return torch.zeros(len(self.at.parameters), width, dtype=torch.float64, device=device)
+    @staticmethod
+    def _of(parts: Iterable[tuple[Piece, Tensor]]) -> Iterable[tuple[Fragment, Tensor]]:
+        return ((piece.fragment, numbers) for piece, numbers in parts)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._fragments)).device

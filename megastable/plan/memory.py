@@ -186,6 +186,11 @@ def _exchanged(
     if _sums(config):
         other = tied_piece(config, layout.data, held)  # elsewhere the update's copy is larger
         yield Item("gradients", "the other stage's gradient of the embedding", other * FP32, ("update",))
+        if config.optimizer.clipping.kind == "worker":
+            part = sum(groups) // layout.data * FP32
+            yield Item(
+                "gradients", "this rank's own gradient, of the part that it updates", part, ("update",)
+            )
         return
     e, whole = element(config), sum(groups)
     own, stage = whole // layout.data, config.parallel.zero

@@ -148,6 +148,7 @@ def step(
     terms.append(
         Term("the gate", "world", "all-reduce", FP64 * (2 * config.train.global_batch + 2 + votes), 1)
     )
+    terms += _clipping(config, data, held)
     return [t for t in terms if t.calls]
 
 
@@ -314,6 +315,31 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
         ]
         summed = [Term("gradients", "data", "reduce", n * FP32, times * (n > 0)) for n in owned]
     return [*summed, *_checks(config, len(groups), FP32), *weights]
+
+
+def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
+    """What clipping sums over the ranks before an update: optim/clipping.py, engine/worker_clipping.py.
+
+    `worker` counts as if no worker were above the threshold; otherwise gradients are averaged twice.
+    """
+    m, p, kind = config.model, config.parallel, config.optimizer.clipping.kind
+    every = Stage(m.layers, first=True, last=True)
+    matrices, vectors = parameters(m, every, 1)
+    width = m.head_width * (m.heads + 2 * m.key_value_heads)
+    rows = m.layers * (width + 2 * m.ffn_width + 2 * m.hidden) + (1 if m.tied else 2) * m.padded_vocab
+    samples = data // p.context
+    numbers = {
+        "value": 1,
+        "adagc": len(matrices) + len(vectors),
+        "agc": 2 * (rows + len(vectors)),
+        "worker": samples,
+    }
+    terms = [Term("clipping", "world", "all-reduce", FP64 * numbers.get(kind, 0), int(kind in numbers))]
+    if kind == "worker" and p.context > 1:
+        for group in filter(None, parameters(m, held, p.tensor)):
+            padded = round_up(sum(group), 2 * data) * FP32
+            terms.append(Term("gradients of a worker", "context", "all-reduce", padded, 1))
+    return terms
 
 
 def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:

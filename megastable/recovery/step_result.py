@@ -12,7 +12,7 @@ from megastable.engine.engine import Measured
 @dataclass(frozen=True)
 class StepResult:
     """From `before` to `state`; applied: the update was not refused; lr: its rate. It took `seconds`, of which the rank
-    waited `waited` for data."""
+    waited `waited` for data. kept: the share of the gradient's norm that clipping left."""
 
     batch: Step
     measured: Measured
@@ -22,3 +22,4 @@ class StepResult:
     lr: float
     seconds: float
     waited: float
+    kept: float = 1.0

@@ -66,7 +66,8 @@ class StepRecord:
     except `skipped`, ranges [first, end) concatenated. finite: whether loss and gradients were. clipped: the update was
     applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`. mfu_full and
     mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction: of the steps
-    since it was last recorded. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. Other
+    since it was last recorded. norm_kept: the share of the gradient's norm that clipping left, None if the update was
+    refused. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. Other
     values that may be None: see `probe.Statistics`.
     """
 
@@ -97,6 +98,7 @@ class StepRecord:
     memory: float
     loss_scale: float
     clipped_fraction: float | None = None
+    norm_kept: float | None = None
     parameter_norm: float | None = None
     second_moment_norm: float | None = None
     second_moment_max: float | None = None

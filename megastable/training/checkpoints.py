@@ -36,6 +36,7 @@ from megastable.run.events.training_events import (
     CheckpointRejected,
     CheckpointSaved,
     CheckpointSuspect,
+    ClippingAnew,
     MomentsAnew,
     Reshaped,
     Training,
@@ -163,6 +164,11 @@ class Checkpoints:
             self.log.emit(
                 MomentsAnew(step=saved.step),
                 say=f"{found.name} holds no optimizer state: the optimizer begins anew",
+            )
+        if saved.updates and (kind := self.engine.clipping_anew):
+            self.log.emit(
+                ClippingAnew(step=saved.step, kind=kind),
+                say=f"{found.name} holds no averages of optimizer.clipping={kind}: they begin anew",
             )
         self.last = saved.step
 

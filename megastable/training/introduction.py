@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megastable.base.deterministic import exact
 from megastable.config.rules import LINEARS
-from megastable.config.tree import RunConfig
+from megastable.config.tree import OptimizerConfig, RunConfig
 from megastable.engine.engine import Engine
 from megastable.model.flops import parameters
 from megastable.model.sizes import in_fp8
@@ -22,6 +22,7 @@ def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak
         f"{engine.device.type}\n"
         f"optimizer wrapper {type(engine.optimizer).__name__}, kernels: {engine.kernels}\n"
         f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source}){_fp8(c, engine)}\n"
+        f"{_clipping(c.optimizer)}\n"
         f"{_repeatable(c, engine)}\n"
         f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {run}"
     )
@@ -35,6 +36,21 @@ def _fp8(config: RunConfig, engine: Engine) -> str:
         ", emulated: its rounding is real, its speed is not" if engine.kernels.fp8 == "emulated" else ""
     )
     return f"\nFP8 with {config.precision.fp8.recipe} scales in {count} of {of} linear layers{emulated}"
+
+
+def _clipping(o: OptimizerConfig) -> str:
+    """Says what is clipped; the settings of a kind are those of optim/clipping.py."""
+    of, norm = o.clipping, f"a norm of {o.clip:g}"
+    match of.kind:
+        case "value":
+            return f"every element of the gradient is clipped to {of.threshold:g}"
+        case "adagc" | "zclip" | "agc":
+            set_ = {k: v for k, v in of.model_dump(exclude={"kind"}).items() if v is not None}
+            settings = f" ({', '.join(f'{k} {v:g}' for k, v in set_.items())})" if set_ else ""
+            return f"gradients are clipped by {of.kind}{settings}"
+        case "worker":
+            return f"each worker's gradient is clipped to {norm}"
+    return f"gradients are clipped to {norm}" if o.clip else "gradients are not clipped"
 
 
 def _repeatable(config: RunConfig, engine: Engine) -> str:

@@ -26,6 +26,7 @@ CURVES = {
     "worst_loss": "train/worst_sample_loss",
     "loss_scale": "train/loss_scale",
     "clipped_fraction": "train/clipped_fraction",
+    "norm_kept": "train/gradient_norm_kept",
     "parameter_norm": "norms/parameters",
     "second_moment_norm": "norms/second_moment",
     "second_moment_max": "norms/second_moment_max",

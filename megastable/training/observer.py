@@ -46,7 +46,7 @@ class Observer:
         )  # fmt: skip
         per_second = c.train.global_batch * c.model.sequence_length / done.seconds
         flops = per_second / self.layout.world / (self.peak * 1e12)
-        clipped = done.applied and 0 < c.optimizer.clip < measured.grad_norm
+        clipped = done.applied and done.kept < 1
         self._clips.append(clipped)
         occasional: dict[str, Any] = {}
         if statistics is not None:
@@ -74,6 +74,7 @@ class Observer:
             mfu_causal=flops * flops_per_token(c.model, causal=True),
             memory=memory_gib(self.device),
             loss_scale=measured.loss_scale,
+            norm_kept=done.kept if done.applied else None,
             fp8=None if measured.fp8 is None else float(measured.fp8),
             **occasional,
         )

@@ -209,7 +209,15 @@ def test_nothing_is_missed() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["TP2+SP full", "DP4 ZeRO 2, to the owner", "TP2+SPxPP2 tied full", "PP2xDP3 tied"]
+    "name",
+    [
+        "TP2+SP full",
+        "DP4 ZeRO 2, to the owner",
+        "TP2+SPxPP2 tied full",
+        "PP2xDP3 tied",
+        "TP2xPP2 AGC",
+        "DP4xCP2 by worker",
+    ],
 )
 def test_real_steps_say_what_the_formulas_say(name: str) -> None:
     case = LAYOUTS[name]

@@ -93,7 +93,11 @@ def test_every_rule_has_an_edge() -> None:
         parts = base | {section: {**base.get(section, {}), name: bad}}
         sections = {part: {**HEALTHY.get(part, {}), **keys} for part, keys in parts.items()}
         config = RunConfig.model_validate(HEALTHY | sections)
-        spoken |= {rule.__name__ for rule in (*rules.RULES, *(rule for rule, _ in rules.OF)) if rule(config) is not None}
+        spoken |= {
+            rule.__name__
+            for rule in (*rules.RULES, *(rule for rule, _ in rules.OF))
+            if rule(config) is not None
+        }
     assert spoken == {rule.__name__ for rule in (*rules.RULES, *(rule for rule, _ in rules.OF))}
 
 

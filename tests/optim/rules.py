@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
+def norm_of(grads: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+
+
+def to_norm(grads: dict[str, Tensor], most: float) -> dict[str, Tensor]:
+    scale = min(1.0, most / (norm_of(grads) + 1e-6))
+    return {name: g * scale for name, g in grads.items()}
+
+
 class Rule:
-    """Clips to a global norm of 1, and updates every tensor by `change`. State is kept by name.
+    """Clips by `clip`, by default to a global norm of 1, and updates every tensor by `change`. State is kept by name.
 
     acted: how often that which the rule adds to its predecessor made a difference.
     """
 
     decay = 0.1
+    clip: Any = staticmethod(lambda grads, master: to_norm(grads, 1.0))
 
     def __init__(self, w: dict[str, Tensor]) -> None:
         self.w = w
@@ -25,13 +36,12 @@ class Rule:
         self.v = {name: torch.zeros_like(p) for name, p in self.master.items()}
 
     def step(self, grads: dict[str, Tensor], lr: float) -> float:
-        total = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
-        scale = min(1.0, 1.0 / (total + 1e-6))
+        total = norm_of(grads)
         self.t += 1
-        for name, g in grads.items():
+        for name, g in self.clip(grads, self.master).items():
             p = self.master[name]
             decay = self.decay if p.dim() > 1 else 0.0
-            p -= self.change(name, p, g * scale, lr, decay)
+            p -= self.change(name, p, g, lr, decay)
             self.w[name] = p.clone()
         return total
 

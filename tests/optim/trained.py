@@ -32,18 +32,21 @@ def recipe(optimizer: dict[str, Any], **options: Any) -> RunConfig:
     return RunConfig.model_validate(tree | {"optimizer": optimizer})
 
 
-def batches() -> list[tuple[Tensor, Tensor, None]]:
+def batches(spike: int | None = None) -> list[tuple[Tensor, Tensor, None]]:
+    """spike: a step whose batch repeats one token, with a gradient far larger than usual."""
     g = torch.Generator().manual_seed(11)
     made = []
     for _ in range(STEPS):
         t = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=g)
+        if len(made) == spike:
+            t.fill_(3)
         made.append((t[:, :-1].contiguous(), t[:, 1:].contiguous(), None))
     return made
 
 
-def train_rank(recipes: dict[str, RunConfig], world: int) -> dict[str, Any]:
+def train_rank(recipes: dict[str, RunConfig], world: int, spike: int | None = None) -> dict[str, Any]:
     """What one rank sees, by optimizer: `_train`."""
-    return {name: _train(c, world) for name, c in recipes.items()}
+    return {name: _train(c, world, spike) for name, c in recipes.items()}
 
 
 def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -54,9 +57,9 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _train(c: RunConfig, world: int) -> dict[str, Any]:
+def _train(c: RunConfig, world: int, spike: int | None) -> dict[str, Any]:
     """Ten steps, with a refused one and a rewind in the middle that must leave no trace: the final state of this
-    rank, norms, sizes of updates, and whether the two left none."""
+    rank, norms, the shares of them that clipping left, sizes of updates, and whether the two left none."""
     import torch.distributed as dist
 
     from megastable.config import deepspeed_json
@@ -66,8 +69,8 @@ def _train(c: RunConfig, world: int) -> dict[str, Any]:
     layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     engine = Engine(c, deepspeed_json.build(c, world), topology)
-    norms, unchanged, point = [], True, None
-    data = list(zip(batches(), RATES, strict=True))
+    norms, kept, unchanged, point = [], [], True, None
+    data = list(zip(batches(spike), RATES, strict=True))
 
     def step(index: int, accept: bool = True) -> float:
         batch, lr = data[index]
@@ -84,6 +87,7 @@ def _train(c: RunConfig, world: int) -> dict[str, Any]:
             unchanged = _same(point[0], engine.optimizer_state())
         engine.measures_update = index == STEPS - 1
         norms.append(step(index))
+        kept.append(engine.kept)
     final = _copied(engine.optimizer_state())
     ratio = engine.statistics().overall.get("update_ratio")
     assert point is not None
@@ -94,7 +98,7 @@ def _train(c: RunConfig, world: int) -> dict[str, Any]:
         step(index)
     flat = engine.flat_state()
     return {
-        "norms": norms, "unchanged": unchanged, "rewound": _same(final, engine.optimizer_state()),
+        "norms": norms, "kept": kept, "unchanged": unchanged, "rewound": _same(final, engine.optimizer_state()),
         "state": {kind: flat.shards(kind) for kind in KINDS}, "coordinates": layout.coordinates(topology.rank),
         "placements": {placement_of(p).name: placement_of(p) for p in engine.ds.module.parameters()},
         "shared": {name: t.clone() for name, t in engine.shared_state.items()}, "update_ratio": ratio,
@@ -106,7 +110,9 @@ def whole(ranks: list[dict[str, Any]], name: str, kind: str, tensor: int) -> dic
     return merge([rank[name] for rank in ranks], kind, tensor)
 
 
-def expected(model: ModelConfig, rule: Any, micro_batches: int = BATCH // 2) -> tuple[list[float], Any]:
+def expected(
+    model: ModelConfig, rule: Any, micro_batches: int = BATCH // 2, spike: int | None = None
+) -> tuple[list[float], Any]:
     """Gradient norms and the rule after the same ten steps in one process."""
-    _, norms, optimizer = reference.train(*plain(model), batches(), RATES, micro_batches, rule)
+    _, norms, optimizer = reference.train(*plain(model), batches(spike), RATES, micro_batches, rule)
     return norms, optimizer

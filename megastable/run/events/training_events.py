@@ -50,6 +50,17 @@ class MomentsAnew(Event):
         return "the checkpoint holds no optimizer state: the optimizer begins anew"
 
 
+class ClippingAnew(Event):
+    """kind: of optimizer.clipping."""
+
+    NAME = "clipping_anew"
+    step: Whole
+    kind: Text
+
+    def words(self) -> str:
+        return f"the checkpoint holds no averages of optimizer.clipping={self.get('kind')}: they begin anew"
+
+
 class Imported(Event):
     """The first event of a run made from checkpoints. how: in words; more fields name them."""
 

@@ -1,0 +1,235 @@
+"""Gradient clipping on the pieces of ZeRO's flat buffers, between the gate's yes and the update.
+
+    clipping = CLIPPINGS[kind](config.optimizer, parameters, tensor, device)
+    kept = clipping.clip(pieces, norm, scale)           # in place; collective
+
+The gate has judged the gradients before any clipping. Every rank computes the same factors from the same sums, so that
+copies of a weight stay the same bits. State has the form of an optimizer's shared state (pieces.py): it changes with an
+update only, and snapshots, checkpoints and other layouts keep it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megastable.config.tree import OptimizerConfig
+from megastable.optim import tables
+from megastable.optim.pieces import Piece, WholeParameter
+from megastable.parallel.fragments import Fragment, rectangles, whole_index
+
+EPS = 1e-6  # of clipping by a global norm, as in DeepSpeed
+
+
+class Clipping(ABC):
+    """parameters: of the whole model by name; tensor: this rank's (rank, size) in the tensor group.
+
+    names: of the state, all of it or none is in `shared`. THRESHOLD, DECAY, WARMUP: where the recipe leaves them out.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    THRESHOLD: ClassVar[float] = math.inf
+    DECAY: ClassVar[float] = 0.0
+    WARMUP: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        parameters: Mapping[str, WholeParameter],
+        tensor: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        self.config, self.parameters, self.tensor, self.device = config, parameters, tensor, device
+        of = config.clipping
+        self.threshold = self.THRESHOLD if of.threshold is None else of.threshold
+        self.decay = self.DECAY if of.decay is None else of.decay
+        self.warmup = self.WARMUP if of.warmup is None else of.warmup
+        self.shared: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+        """Clip the gradients of this rank's pieces in place; returns the share of their norm that is left, 1 if nothing
+        was clipped, the same on all ranks.
+
+        norm: global L2 norm of the gradients, finite; scale: the gradients are multiplied by it, the norm is not.
+        Collective over the world.
+        """
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Replace the state by a copy of `saved`; one of another kind of clipping is dropped."""
+        complete = all(name in saved for name in self.names)
+        self.shared = {n: saved[n].to(self.device, copy=True) for n in self.names} if complete else {}
+
+
+def by_norm(norm: float, most: float) -> float:
+    """The factor that clips to a global norm of `most` (arXiv:1211.5063, algorithm 1); most = 0: never."""
+    return min(1.0, most / (norm + EPS)) if most else 1.0
+
+
+def _scaled(pieces: Sequence[Piece], factor: float) -> float:
+    """Multiply all gradients."""
+    for piece in pieces if factor < 1 else ():
+        piece.gradient.mul_(factor)
+    return factor
+
+
+def _left(removed: Tensor, norm: float) -> float:
+    """The share of `norm` after squares of the sum `removed` have been taken away."""
+    return math.sqrt(max(0.0, 1 - float(removed) / norm**2)) if norm else 1.0
+
+
+class Value(Clipping):
+    """Clamp every element to [-threshold, threshold] (Mikolov's, as described in arXiv:1211.5063, section 3.2)."""
+
+    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+        most, removed = self.threshold * scale, torch.zeros(1, dtype=torch.float64, device=self.device)
+        for piece in pieces:
+            before = _squared(piece.gradient)
+            piece.gradient.clamp_(-most, most)
+            if piece.fragment.counted:
+                removed += before - _squared(piece.gradient)
+        return _left(tables.summed(removed) / scale**2, norm)
+
+
+class AdaGC(Clipping):
+    """Clip each tensor to `threshold` times an average of its own clipped norms (AdaGC, arXiv:2502.11034, algorithm 1).
+
+    In the first `warmup` updates all are clipped to a global norm of optimizer.clip, and the average is the smallest
+    norm of a tensor so far. A norm of zero is no measurement: it neither counts nor clips. State: "adagc/norms", fp64
+    [parameters], 0 = none yet, in the order of their names; "adagc/updates", fp64, updates since clipping began.
+    """
+
+    names = ("adagc/norms", "adagc/updates")
+    THRESHOLD, DECAY, WARMUP = 1.05, 0.98, 100
+
+    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+        if not self.shared:
+            counts = {"adagc/norms": len(self.parameters), "adagc/updates": 1}
+            self.shared = {
+                name: torch.zeros(n, dtype=torch.float64, device=self.device) for name, n in counts.items()
+            }
+        norms, updates = (self.shared[name] for name in self.names)
+        squares = ((p.fragment, _squared(p.gradient)) for p in pieces)
+        now = tables.totals(squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
+        if int(updates) < self.warmup:
+            kept = _scaled(pieces, by_norm(norm, self.config.clip))
+            clipped = now * kept
+            average = torch.minimum(norms, clipped)
+        else:
+            factors = allowed(now, self.threshold * norms, unless=norms == 0)
+            for piece in pieces:
+                piece.gradient.mul_(factors[self.parameters[piece.name].row].float())
+            clipped = now * factors
+            average = self.decay * norms + (1 - self.decay) * clipped
+            kept = _left((now.square() - clipped.square()).sum(), norm)
+        norms.copy_(torch.where(norms == 0, clipped, torch.where(clipped == 0, norms, average)))
+        updates += 1
+        return kept
+
+
+class ZClip(Clipping):
+    """Clip the global norm where it is an outlier of its own history (ZClip, arXiv:2504.02507, algorithm 1).
+
+    z = (norm - mean) / deviation beyond `threshold` (t) is reduced to t² / z ("reciprocal clipping"). The clipped norm
+    enters the averages. The first `warmup` norms are not clipped, and give the first mean and variance. State:
+    "zclip/mean", "zclip/variance", "zclip/updates", fp64 [1].
+    """
+
+    names = ("zclip/mean", "zclip/variance", "zclip/updates")
+    THRESHOLD, DECAY, WARMUP = 2.5, 0.97, 25
+
+    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+        mean, variance, updates = (float(self.shared[name]) if self.shared else 0.0 for name in self.names)
+        to = norm
+        if updates < self.warmup:  # Welford's sums: those of all norms so far
+            before = mean
+            mean += (norm - mean) / (updates + 1)
+            variance += ((norm - before) * (norm - mean) - variance) / (updates + 1)
+        else:
+            to = reciprocal(norm, mean, math.sqrt(variance), self.threshold)
+            mean = self.decay * mean + (1 - self.decay) * to
+            variance = self.decay * variance + (1 - self.decay) * (to - mean) ** 2
+        values = zip(self.names, (mean, variance, updates + 1), strict=True)
+        self.shared = {
+            name: torch.tensor([value], dtype=torch.float64, device=self.device) for name, value in values
+        }
+        return _scaled(pieces, to / norm if norm else 1.0)
+
+
+def reciprocal(norm: float, mean: float, deviation: float, threshold: float) -> float:
+    """The norm that ZClip clips `norm` to (arXiv:2504.02507, algorithm 1)."""
+    z = (norm - mean) / (deviation + EPS)
+    return mean + threshold**2 / z * deviation if z > threshold else norm
+
+
+class AGC(Clipping):
+    """Clip each row's gradient to `threshold` times the norm of its weights (AGC, arXiv:2102.06171, equation 3).
+
+    Rows of a matrix are the units of the paper: all weights into one output. Vectors are one unit. The output layer is
+    not clipped, nor an embedding that is tied to it.
+    """
+
+    THRESHOLD = 0.01
+    LEAST = 1e-3  # of the norm of weights, so that those that are zero can grow
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        parameters: Mapping[str, WholeParameter],
+        tensor: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        super().__init__(config, parameters, tensor, device)
+        self.head = "head.weight" if "head.weight" in parameters else "embedding.weight"
+        self._first: dict[str, int] = {}  # the row in the table of every tensor's first unit
+        self._rows: dict[Fragment, Tensor] = {}  # of every row of a fragment's shard
+        self._units = 0
+        for name, of in parameters.items():
+            self._first[name] = self._units
+            self._units += of.shape[0] if len(of.shape) > 1 else 1
+
+    def clip(self, pieces: Sequence[Piece], norm: float, scale: float) -> float:
+        table = torch.zeros(2, self._units, dtype=torch.float64, device=self.device)
+        found = [unit for piece in pieces if piece.name != self.head for unit in self._split(piece)]
+        for piece, rows, gradient, weight in found:
+            for total, values in zip(table, (gradient, weight), strict=True):
+                if piece.fragment.counted:
+                    total.index_add_(0, rows, torch.linalg.vector_norm(values, dim=1).double().square())
+        gradients, weights = tables.summed(table).sqrt_()
+        gradients /= scale
+        factors = allowed(gradients, self.threshold * weights.clamp(min=self.LEAST))
+        for _, rows, gradient, _ in found:
+            gradient.mul_(factors[rows].float().unsqueeze(1))
+        return _left(((1 - factors.square()) * gradients.square()).sum(), norm)
+
+    def _split(self, piece: Piece) -> list[tuple[Piece, Tensor, Tensor, Tensor]]:
+        """(piece, rows of the table, gradient, weight) of matrices of units; views [rows, n]."""
+        f = piece.fragment
+        if f not in self._rows:
+            index = whole_index(f, 0, *self.tensor) if len(f.shape) > 1 else torch.zeros(1, dtype=torch.int64)
+            self._rows[f] = index.to(self.device) + self._first[f.name]
+        rows = self._rows[f]
+        if len(f.shape) == 1:
+            return [(piece, rows, piece.gradient.view(1, -1), piece.weight.view(1, -1))]
+        return [(piece, rows[r.rows], r.of(piece.gradient), r.of(piece.weight)) for r in rectangles(f)]
+
+
+def allowed(norms: Tensor, most: Tensor, unless: Tensor | None = None) -> Tensor:
+    """Factors that reduce `norms` to `most`, exactly 1 where they are not above; unless: where they do not apply."""
+    above = norms > most
+    if unless is not None:
+        above &= ~unless
+    return torch.where(above, most / norms, 1.0)
+
+
+def _squared(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square().view(1)
+
+
+# Those that need no more than the pieces of averaged gradients.
+CLIPPINGS: dict[str, type[Clipping]] = {"value": Value, "adagc": AdaGC, "zclip": ZClip, "agc": AGC}
