@@ -1,0 +1,81 @@
+"""Measure the largest attention logit of every head in a step, and apply QK-clip after the update.
+
+Each rank watches the heads that it computes: tensor and context parallelism share them out, pipeline stages have their
+blocks. One MAX all-reduce of [layers, heads] per update. Recomputed blocks are measured twice, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megastable.config.tree import ModelConfig
+from megastable.engine.flatstate import FlatState
+from megastable.model.gpt import Block
+from megastable.optim.qk_clip import clip_factors, row_factors, scale_rows
+from megastable.parallel.topology import Topology
+
+
+class LogitClipping:
+    """QK-clip of a model on this rank. threshold: of the logits, q k / sqrt(d)."""
+
+    def __init__(
+        self, module: nn.Module, model: ModelConfig, topology: Topology, threshold: float, device: torch.device
+    ) -> None:
+        self.model, self.topology, self.threshold = model, topology, threshold
+        layout = topology.layout
+        heads = model.heads // (layout.tensor * layout.context)
+        first = (topology.tensor_rank * layout.context + topology.context_rank) * heads
+        self._mine = slice(first, first + heads)
+        self._highest = torch.empty(model.layers, model.heads, device=device)
+        for block in module.modules():
+            if isinstance(block, Block):
+                block.attention.highest = self._highest[int(block.name.rpartition(".")[2]), self._mine]
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._highest.fill_(-math.inf)
+
+    def measured(self) -> Tensor:
+        """The largest logits of the step, fp32 [layers, heads] on the CPU. Collective over the world."""
+        # Libraries differ in the maximum of a NaN and a number.
+        highest = self._highest.nan_to_num(math.inf, math.inf, -math.inf)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        return highest.cpu()
+
+    def wrapped(
+        self, highest: Tensor, inner: torch.optim.Optimizer, state: Callable[[], FlatState]
+    ) -> Callable[..., Any]:
+        """The optimizer's `step`, and then QK-clip of the buffers that it updates. state: this rank's flat state."""
+        step = inner.step
+        if not bool((torch.isfinite(highest) & (highest > self.threshold)).any()):
+            return step
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            # DeepSpeed's ZeRO 2 and 3 hand the optimizer one buffer at a time.
+            self.apply(highest, state(), {id(p) for group in inner.param_groups for p in group["params"]})
+            return result
+
+        return stepped
+
+    def apply(self, highest: Tensor, flat: FlatState, buffers: set[int]) -> None:
+        """Scale the master weights in these buffers (by `id`)."""
+        layout = self.topology.layout
+        queries, keys = clip_factors(highest, self.model.key_value_heads, self.threshold)
+        for f in flat.fragments:
+            block, _, parameter = f.name.partition(".attention.qkv.")
+            if parameter and id(flat.masters[f.group]) in buffers:
+                layer = int(block.rpartition(".")[2])
+                factors = row_factors(
+                    queries[layer], keys[layer], self.model.head_width, layout.tensor, self.topology.tensor_rank
+                )
+                piece = flat.piece(f, "weight")
+                assert piece is not None
+                scale_rows(piece, f, factors)
