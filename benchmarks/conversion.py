@@ -160,7 +160,7 @@ def write_synthetic(out: Path, run: RunConfig) -> Path:
 
     layout = store.LayoutState(tensor=1, pipeline=1, data=1, zero=1, precision="bf16")
     state = store.RunState(step=1, order_fingerprint="0" * 64, layout=layout)
-    return write_run(out, run, state, whole, optimizer=False, origin={"what": "random weights"})
+    return write_run(out, run, state, whole, optimizer=None, origin={"what": "random weights"})
 
 
 def copy_synced(source: Path, target: Path) -> None:

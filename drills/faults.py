@@ -13,10 +13,10 @@ from drills.plan import Fault, Plan
 from megastable import train
 from megastable.config.tree import ScheduleConfig
 from megastable.engine.engine import Engine
-from megastable.engine.flatstate import Fragment
 from megastable.fp8 import emulated
 from megastable.model.loss import Features, LossFunction
 from megastable.optim.schedule import rate
+from megastable.parallel.fragments import Fragment
 
 GARBAGE = 4096  # overwritten first moments: 16 KiB, four pages
 TILE = 16  # wrong columns of a broken kernel's product

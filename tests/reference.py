@@ -7,7 +7,9 @@ forward pass, cross-entropy, z-loss, clipping, AdamW and the schedule are writte
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -154,17 +156,28 @@ class AdamW:
         return total
 
 
+class Rule(Protocol):
+    """An optimizer over whole tensors. w: fp32 weights by name."""
+
+    w: dict[str, Tensor]
+
+    def step(self, grads: dict[str, Tensor], lr: float) -> float:
+        """Clip to a global norm of 1, update; returns the norm before."""
+        ...
+
+
 def train(
     w: dict[str, Tensor],
     shape: Shape,
     batches: list[tuple[Tensor, Tensor, Tensor | None]],
     rates: list[float],
     micro_batches: int = 1,
-) -> tuple[list[float], list[float], AdamW]:
+    rule: Callable[[dict[str, Tensor]], Rule] = AdamW,
+) -> tuple[list[float], list[float], Any]:
     """Train on whole global batches (tokens, labels, segments), gradients of `micro_batches` equal parts summed in
-    fp32: losses, gradient norms, and the optimizer with the final weights and moments.
+    fp32: losses, gradient norms, and the optimizer, made by `rule`, with the final weights and moments.
     """
-    optimizer = AdamW({k: v.clone() for k, v in w.items()})
+    optimizer = rule({k: v.clone() for k, v in w.items()})
     loss_history, norm_history = [], []
     for (tokens, labels, segments), lr in zip(batches, rates, strict=True):
         grads: dict[str, Tensor] = {}

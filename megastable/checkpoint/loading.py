@@ -16,7 +16,8 @@ from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.tree import ModelConfig
-from megastable.engine.flatstate import Fragment
+from megastable.optim.build import interchangeable
+from megastable.parallel.fragments import Fragment
 
 
 def load(checkpoint: Path, state: RunState, engine: Any) -> None:
@@ -26,6 +27,7 @@ def load(checkpoint: Path, state: RunState, engine: Any) -> None:
     low-precision weights.
     """
     check_model(checkpoint, engine.config.model)
+    check_optimizer(checkpoint, state, engine.config.optimizer.name)
     whole, topology = WholeState(checkpoint), engine.topology
     whole.check_fits(engine.config.model)
 
@@ -35,9 +37,19 @@ def load(checkpoint: Path, state: RunState, engine: Any) -> None:
         )
 
     engine.flat_state().fill(read, whole.adam_step)
+    engine.restore_shared_state(whole.shared)
     if state.layout.precision == engine.config.precision.kind:
         engine.restore_scaler(state.scaler)
     engine.restore_fp8_history(state.fp8)
+
+
+def check_optimizer(checkpoint: Path, state: RunState, name: str) -> None:
+    """Raises CheckpointError if the optimizer `name` cannot continue from the checkpoint's state."""
+    if state.adam_step and not interchangeable(state.optimizer, name):
+        raise CheckpointError(
+            f"{checkpoint} holds the state of optimizer.name={state.optimizer}, which {name} cannot continue: set it "
+            f"back, or begin with the weights alone: `megastable checkpoint export {checkpoint} NEW_RUN`"
+        )
 
 
 def check_model(checkpoint: Path, model: ModelConfig) -> None:

@@ -11,7 +11,8 @@ import errno
 import itertools
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ import megastable
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, ConfigError, DataError
 from megastable.base.text import visible
-from megastable.checkpoint import store
+from megastable.checkpoint import shared_state, store
 from megastable.checkpoint.files import FileRecord, TensorFile, write_file
 from megastable.checkpoint.parts import write_head, write_manifest
-from megastable.checkpoint.pieces import Pieces, ShardPiece, entry_name, part_name, statistics_of
+from megastable.checkpoint.pieces import Pieces, ShardPiece, entry_name, kinds_of, part_name, statistics_of
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import Described, parameters
 from megastable.config.tree import RunConfig
@@ -44,13 +45,25 @@ from megastable.run.log import RunLog
 Whole = Callable[[str, str], Tensor]
 
 
+@dataclass(frozen=True)
+class OptimizerTensors:
+    """Optimizer state to write. kinds: of a parameter's tensors, by its name, the weight among them; shared: see
+    shared_state.py."""
+
+    kinds: Callable[[str], tuple[str, ...]]
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+ADAM = OptimizerTensors(lambda _: KINDS)
+
+
 def write_run(
     out: Path,
     run: RunConfig,
     state: RunState,
     whole: Whole,
     *,
-    optimizer: bool,
+    optimizer: OptimizerTensors | None,
     origin: dict[str, Any],
     ledgers: Path | None = None,
     watch: Callable[[int], None] = lambda _: None,
@@ -58,8 +71,8 @@ def write_run(
     """Make the run directory `out` with one checkpoint, and return the checkpoint's folder.
 
     run: its recipe; tensor and pipeline size, ZeRO and precision are taken from it, the data-parallel size from
-    state.layout. whole(name, kind): whole tensors, any float dtype, each requested once; optimizer: write moments, too.
-    origin: fields of the journal's event `imported`. ledgers: a run directory whose skips and blends are copied.
+    state.layout. whole(name, kind): whole tensors, any float dtype, each requested once; optimizer: state to write,
+    too. origin: fields of the journal's event `imported`. ledgers: a run directory whose skips and blends are copied.
     watch: called with the bytes written since the last call.
 
     Raises CheckpointError if `out` exists, a tensor is missing, of another shape or not finite, or the disk is full;
@@ -70,7 +83,9 @@ def write_run(
     p = run.parallel
     layout = Layout(p.tensor, p.pipeline, state.layout.data, p.context)
     saved = store.LayoutState(**vars(layout), zero=p.zero, precision=run.precision.kind)
-    state = state.model_copy(update={"layout": saved, "adam_step": state.adam_step if optimizer else 0.0})
+    state = state.model_copy(
+        update={"layout": saved, "adam_step": state.adam_step if optimizer is not None else 0.0}
+    )
     try:
         with staged_directory(out) as folder:
             made = RunDirectory(folder)
@@ -107,13 +122,12 @@ def write_checkpoint(
     recipe: bytes,
     whole: Whole,
     layout: Layout,
-    optimizer: bool,
+    optimizer: OptimizerTensors | None,
     watch: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Fill the empty directory `folder`. Raises OSError, CheckpointError."""
-    kinds = KINDS if optimizer else KINDS[:1]
-    files: dict[str, FileRecord] = {}
-    finite = True
+    kinds = optimizer.kinds if optimizer is not None else lambda _: KINDS[:1]
+    files, finite = shared_state.write(folder, optimizer.shared if optimizer is not None else {})
     for stage, held in enumerate(_stages(run, layout.pipeline)):
         records, stage_finite = _write_stage(folder, held, stage, layout, kinds, whole, watch)
         files |= records
@@ -144,7 +158,7 @@ def _write_stage(
     held: dict[str, Described],
     stage: int,
     layout: Layout,
-    kinds: Sequence[str],
+    kinds: Callable[[str], tuple[str, ...]],
     whole: Whole,
     watch: Callable[[int], None],
 ) -> tuple[dict[str, FileRecord], bool]:
@@ -167,7 +181,7 @@ def _write_stage(
                     [
                         (entry_name(k, name), torch.float32, (numel,))
                         for name, (_, _, numel) in mine.items()
-                        for k in kinds
+                        for k in kinds(name)
                     ],
                 )
             )
@@ -175,7 +189,7 @@ def _write_stage(
         }
         for name, of in held.items():
             statistics: dict[tuple[int, int], dict[str, Any]] = {place: {} for place in ranks}
-            for kind in kinds:
+            for kind in kinds(name):
                 tensor = _checked(whole(name, kind), name, of)
                 for t in range(layout.tensor):
                     flat = None
@@ -202,8 +216,9 @@ def _write_stage(
             records[f"{part_name(rank)}.safetensors"] = files[place].close()
     finite = True
     for place, rank in ranks.items():
+        held_here = pieces[place]
         part = Pieces(
-            rank=rank, stage=stage, tensor_rank=place[1], kinds=tuple(kinds), pieces=tuple(pieces[place])
+            rank=rank, stage=stage, tensor_rank=place[1], kinds=kinds_of(held_here), pieces=tuple(held_here)
         )
         finite &= part.finite
         name = f"{part_name(rank)}.json"

@@ -20,12 +20,13 @@ from megastable.checkpoint.pieces import (
     PieceStatistics,
     ShardPiece,
     entry_name,
+    kinds_of,
     part_name,
     statistics_of,
 )
 from megastable.checkpoint.store import SAVING, Contents, RunState
 from megastable.config.tree import ModelConfig
-from megastable.engine.flatstate import Fragment
+from megastable.parallel.fragments import Fragment
 
 log = logging.getLogger(__name__)
 
@@ -35,21 +36,21 @@ Files = dict[str, FileRecord]
 def write_part(
     folder: Path,
     place: tuple[int, int, int],
-    held: Sequence[Fragment],
-    kinds: tuple[str, ...],
+    held: Sequence[tuple[Fragment, tuple[str, ...]]],
     buffers: Mapping[str, Tensor],
     random: dict[str, Any],
 ) -> tuple[Files, bool]:
     """Write one rank's files; returns whether all numbers are finite.
 
-    place: (rank, stage, tensor rank); held: the fragments to write, from buffers["GROUP/KIND"] (flat; stored as fp32,
-    whatever their dtype is here); random: the rank's random states. Raises OSError.
+    place: (rank, stage, tensor rank); held: the fragments to write, each with its kinds of tensors, from
+    buffers["GROUP/KIND"] (flat; stored as fp32, whatever their dtype is here); random: the rank's random states. Raises
+    OSError.
     """
     rank, stage, tensor_rank = place
     name, pieces = part_name(rank), []
-    entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f in held for kind in kinds]
+    entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f, kinds in held for kind in kinds]
     with TensorFile(folder / f"{name}.safetensors", entries) as file:
-        for f in held:
+        for f, kinds in held:
             found: dict[str, PieceStatistics] = {}
             for kind in kinds:
                 piece = buffers[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
@@ -61,7 +62,9 @@ def write_part(
                     statistics=found,
                 )
             )  # fmt: skip
-    part = Pieces(rank=rank, stage=stage, tensor_rank=tensor_rank, kinds=kinds, pieces=tuple(pieces))
+    part = Pieces(
+        rank=rank, stage=stage, tensor_rank=tensor_rank, kinds=kinds_of(pieces), pieces=tuple(pieces)
+    )
     files = {file.path.name: file.record}
     for path, content in (
         (folder / f"{name}.json", part.model_dump_json().encode()),

@@ -28,19 +28,21 @@ from torch import Tensor
 from megastable.base import free_memory
 from megastable.base.collectives import first, gathered
 from megastable.base.rng import rng_state
-from megastable.checkpoint import retention, store
+from megastable.checkpoint import retention, shared_state, store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.parts import Files, put_in_place, write_head, write_part
 from megastable.checkpoint.staging import Sealed, Staging, upload
 from megastable.checkpoint.store import SAVING, RunState
 from megastable.config.checkpoint import CheckpointConfig
-from megastable.config.tree import ModelConfig
-from megastable.engine.flatstate import KINDS, FlatState, Fragment
+from megastable.config.tree import ModelConfig, RunConfig
+from megastable.engine.flatstate import KINDS, SHARED, FlatState
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
+from megastable.parallel.fragments import Fragment
 from megastable.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 
+_Held = tuple[Fragment, tuple[str, ...]]  # with the kinds of its tensors
 SPARE = 1.5  # free host memory required, in multiples of the copy: snapshots may still take a quarter
 
 
@@ -48,6 +50,7 @@ class Savable(Protocol):
     """The engine's interface for a save."""
 
     topology: Topology
+    config: RunConfig
 
     @property
     def masters(self) -> list[Tensor]: ...
@@ -153,6 +156,7 @@ class Saver:
         steps = [tensor for name, tensor in source.items() if name.endswith("/step")]
         state = state.model_copy(deep=True)
         state.adam_step, state.scaler = float(steps[0]) if steps else 0.0, self._engine.scaler
+        state.optimizer = self._engine.config.optimizer.name
         state.fp8 = self._engine.fp8_history()
         big = {name: tensor for name, tensor in source.items() if not name.endswith("/step")}
         if self._fetching is not None:
@@ -162,7 +166,10 @@ class Saver:
         temporary = self.folder / f"{SAVING}{store.name_of(state.step)}"
         job = self._job = _Save(state, temporary, copied, rng_state(), begun)
         # A replica is written by the rank that counts it.
-        held = [fragment for fragment in self._engine.flat_state().fragments if fragment.counted]
+        flat = self._engine.flat_state()
+        held = [
+            (f, flat.kinds(f.group) if state.adam_step else KINDS[:1]) for f in flat.fragments if f.counted
+        ]
         job.writing = self._thread.submit(self._write, job, held)
         job.blocked = time.perf_counter() - begun
 
@@ -215,11 +222,11 @@ class Saver:
 
     def _fetch(self, moments: torch.dtype) -> dict[str, Tensor]:
         """Allocate memory for a copy of masters and moments."""
-        masters = self._engine.masters
+        masters, flat = self._engine.masters, self._engine.flat_state()
         fetched: dict[str, Tensor] = {}
         for kind in KINDS:
             dtype = torch.float32 if kind == "weight" else moments
-            shapes = {f"{i}/{kind}": master.shape for i, master in enumerate(masters)}
+            shapes = {f"{i}/{kind}": m.shape for i, m in enumerate(masters) if kind in flat.kinds(i)}
             fetched |= self._host.fetch(shapes, dtype)
         return fetched
 
@@ -241,7 +248,7 @@ class Saver:
                 return False
         return True
 
-    def _write(self, job: _Save, held: list[Fragment]) -> _RankPart:
+    def _write(self, job: _Save, held: list[_Held]) -> _RankPart:
         """Write this rank's files; in its thread."""
         try:
             if self._rank == 0:
@@ -282,10 +289,15 @@ class Saver:
             )
         )  # fmt: skip
 
-    def _write_part(self, job: _Save, held: list[Fragment], folder: Path) -> tuple[Files, bool]:
-        topology, kinds = self._engine.topology, KINDS if job.state.adam_step else KINDS[:1]
+    def _write_part(self, job: _Save, held: list[_Held], folder: Path) -> tuple[Files, bool]:
+        topology, tensors = self._engine.topology, job.copied.tensors
         place = self._rank, topology.stage, topology.tensor_rank
-        return write_part(folder, place, held, kinds, job.copied.tensors, job.random)
+        files, finite = write_part(folder, place, held, tensors, job.random)
+        if self._rank == 0:
+            shared = {n.removeprefix(SHARED): t for n, t in tensors.items() if n.startswith(SHARED)}
+            more, fine = shared_state.write(folder, shared)
+            files, finite = files | more, finite and fine
+        return files, finite
 
     def _check_space(self) -> None:
         newest = store.newest_first(self.folder)

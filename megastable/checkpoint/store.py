@@ -73,10 +73,10 @@ class RunState(BaseModel):
     """State of a run: everything needed to continue besides weights, moments and RNG.
 
     step: steps done, discarded ones included. updates: applied ones, which determine the learning rate. cursor: the
-    next data position. adam_step: Adam's own count, 0 without moments. scaler: of fp16's loss. fp8: the history of
-    largest magnitudes for delayed scales, by layer. stability: the state of detector, policy and the open incident
-    (recovery/). mix: the share of each corpus in the last step. vitals: of the
-    state at this step, None if an older version saved it.
+    next data position. optimizer: its name; adam_step: its own count of updates, 0 without its state. scaler: of
+    fp16's loss. fp8: the history of largest magnitudes for delayed scales, by layer. stability: the state of detector,
+    policy and the open incident (recovery/). mix: the share of each corpus in the last step. vitals: of the state at
+    this step, None if an older version saved it.
     """
 
     # A loss may be nan: the default would write null, which cannot be read back as a number.
@@ -89,6 +89,7 @@ class RunState(BaseModel):
     tokens: NonNegativeInt = 0
     seconds: float = 0.0
     discards_in_a_row: NonNegativeInt = 0
+    optimizer: str = "adamw"
     adam_step: FiniteFloat = 0.0
     scaler: dict[str, bool | int | float] = {}
     fp8: dict[str, list[list[FiniteFloat]]] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
-from megastable.checkpoint import store
+from megastable.checkpoint import shared_state, store
 from megastable.checkpoint.pieces import ShardPiece, entry_name, read_pieces
 from megastable.checkpoint.reader import Reader
 from megastable.config import recipe
@@ -72,12 +72,12 @@ class WholeState:
         parts = {name: read_pieces(checkpoint / name) for name in contents.parts}
         if not any(part.pieces for part in parts.values()):
             raise CheckpointError(f"{checkpoint}: holds no weights")
-        kinds = {part.kinds for part in parts.values() if part.pieces}
-        if not kinds <= {KINDS, KINDS[:1]} or len(kinds) > 1:
+        kinds = {kind for part in parts.values() for kind in part.kinds}
+        if not kinds <= set(KINDS) or KINDS[0] not in kinds:
             raise CheckpointError(
                 f"{checkpoint}: its ranks hold {visible(sorted(kinds), 200)}: not parts of one checkpoint"
             )
-        (self.kinds,) = kinds
+        self.kinds = tuple(kind for kind in KINDS if kind in kinds)
         self._held: dict[str, dict[int, list[tuple[str, ShardPiece]]]] = {}
         for name, part in parts.items():
             file = name.removesuffix(".json") + ".safetensors"
@@ -97,8 +97,22 @@ class WholeState:
 
     @property
     def adam_step(self) -> float:
-        """Adam's count of updates; 0 without moments."""
-        return store.read_state(self.checkpoint).adam_step if len(self.kinds) > 1 else 0.0
+        """The optimizer's count of updates; 0 without its state."""
+        return store.read_state(self.checkpoint).adam_step
+
+    @property
+    def stateful(self) -> bool:
+        """Whether there is optimizer state."""
+        return self.adam_step > 0
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The optimizer's shared state by name."""
+        return shared_state.read(self.checkpoint)
+
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        """The kinds of tensors held for a parameter, a subset of `kinds`."""
+        return tuple(self._any(name).statistics)
 
     def placement(self, name: str) -> Placement:
         return self._any(name).placement
@@ -172,7 +186,7 @@ class WholeState:
         for held in by_rank.values():
             ends = [0, *(other.end for _, other in held)]
             fit &= [other.start for _, other in held] == ends[:-1] and ends[-1] == math.prod(piece.shape)
-            fit &= all((p.placement, p.shape) == (piece.placement, piece.shape) for _, p in held)
+            fit &= all(_described(p) == _described(piece) for _, p in held)
         if not fit:
             raise CheckpointError(
                 f"{self.checkpoint}: the pieces of {visible(name, 200)!r} do not form one tensor: some are missing, "
@@ -203,3 +217,8 @@ class WholeState:
                 f"{there.path}: {visible(entry, 200)} is missing or of another shape: a part of another checkpoint"
             )
         return there.flat(entry, start, end)
+
+
+def _described(piece: ShardPiece) -> tuple[object, ...]:
+    """What all pieces of a tensor have in common."""
+    return piece.placement, piece.shape, tuple(piece.statistics)

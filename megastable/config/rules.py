@@ -66,6 +66,11 @@ def impossible(c: RunConfig) -> list[str]:
         )
     if c.optimizer.betas[0] >= 1 or c.optimizer.betas[1] >= 1:
         bad.append(f"optimizer.betas={list(c.optimizer.betas)}: both must be below 1")
+    if c.optimizer.moments == "bf16" and c.optimizer.name != "adamw":
+        bad.append(
+            f"optimizer.moments=bf16 with optimizer.name={c.optimizer.name}: only adamw keeps its moments in bf16; "
+            "leave optimizer.moments out"
+        )
     return bad
 
 

@@ -210,8 +210,10 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (arXiv:1711.05101). Norms and biases have no weight decay."""
+    """The optimizer over fp32 master weights (docs/catalogue.md). Norms and biases have no weight decay."""
 
+    name: Literal["adamw", "sgd"] = "adamw"
+    """The rule: AdamW (arXiv:1711.05101), SGD with momentum."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -223,7 +225,9 @@ class OptimizerConfig(Section):
     clip: NonNegativeFloat = 1.0
     """Global gradient norm to clip to (arXiv:1211.5063); 0: never."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the moments; master weights are fp32 in any case."""
+    """Precision of AdamW's moments; master weights are fp32 in any case."""
+    momentum: Fraction = 0.9
+    """`sgd`: decay rate of the momentum."""
 
 
 class ScheduleConfig(Section):

@@ -51,7 +51,7 @@ def average(
                 )
     state = states[newest].model_copy(update={"vitals": None})  # they belong to another state than the mean
     return write_run_of(
-        out, runs[newest], state, mean(given, parts), ledgers_of(checkpoints[newest]), optimizer=False,
+        out, runs[newest], state, mean(given, parts), ledgers_of(checkpoints[newest]), optimizer=None,
         origin={"how": "averaged", "shares": parts, "sources": [origin_of(path) for path in checkpoints]},
         watch=watch,
     )  # fmt: skip

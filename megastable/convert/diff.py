@@ -29,6 +29,8 @@ class Tensors(Protocol):
     @property
     def kinds(self) -> tuple[str, ...]: ...
 
+    def kinds_of(self, name: str) -> tuple[str, ...]: ...
+
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def tensor(self, name: str, kind: str) -> Tensor: ...
@@ -118,7 +120,7 @@ def pairs(a: Tensors, b: Tensors) -> Iterator[tuple[str, str, Shape | None, Shap
     for name in sorted(names_a | names_b):
         shapes = a.shape(name) if name in names_a else None, b.shape(name) if name in names_b else None
         for kind in kinds:
-            in_a, in_b = (shape is not None and kind in side.kinds for shape, side in zip(shapes, (a, b)))
+            in_a, in_b = (s is not None and kind in side.kinds_of(name) for s, side in zip(shapes, (a, b)))
             if in_a or in_b:
                 yield name, kind, shapes[0] if in_a else None, shapes[1] if in_b else None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
-from megastable.checkpoint.new_run import Whole, origin_of, write_run
+from megastable.checkpoint.new_run import OptimizerTensors, Whole, origin_of, write_run
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import deepspeed_json, recipe
@@ -93,15 +93,16 @@ def reshape(
     optimizer: bool = True,
     watch: Callable[[int], None] = lambda _: None,
 ) -> Made:
-    """Make the run `out` of a verified checkpoint. optimizer: with Adam's moments, where it has some. watch: as of
+    """Make the run `out` of a verified checkpoint. optimizer: with its state, where it has some. watch: as of
     `write_run`. Raises CheckpointError, ConfigError; then nothing is left of `out`.
     """
     refuse_existing(out)
     whole, state = WholeState(checkpoint), store.read_state(checkpoint)
     run, data = laid_out(run_of(checkpoint), state.layout, sizes)
     state = state.model_copy(update={"layout": state.layout.model_copy(update={"data": data})})
+    held = OptimizerTensors(whole.kinds_of, whole.shared)
     return write_run_of(
-        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=optimizer and len(whole.kinds) > 1,
+        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=held if optimizer and whole.stateful else None,
         origin=origin_of(checkpoint, how="reshaped" if optimizer else "exported"), watch=watch,
     )  # fmt: skip
 
@@ -113,7 +114,7 @@ def write_run_of(
     whole: Whole,
     ledgers: Path | None,
     *,
-    optimizer: bool,
+    optimizer: OptimizerTensors | None,
     origin: dict[str, Any],
     watch: Callable[[int], None],
 ) -> Made:
@@ -122,7 +123,7 @@ def write_run_of(
         out, run, state, whole, optimizer=optimizer, origin=origin, ledgers=ledgers, watch=watch
     )
     layout = store.read_state(written).layout
-    return Made(out, written, state.step, layout, optimizer, ledgers)
+    return Made(out, written, state.step, layout, optimizer is not None, ledgers)
 
 
 def ledgers_of(checkpoint: Path) -> Path | None:

@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megastable.base.collectives import gathered, shared, strangers
 from megastable.base.errors import ConfigError
-from megastable.config.tree import OptimizerConfig, RunConfig
+from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import patches
 from megastable.engine.build import Mpu, build, refusals
 from megastable.engine.distributed import device, silence
-from megastable.engine.flatstate import FlatState
+from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
 from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
@@ -37,8 +37,9 @@ from megastable.fp8.apply import apply
 from megastable.fp8.controller import History
 from megastable.model import gpt
 from megastable.model.loss import LossFunction
-from megastable.optim.adamw import AdamW, decay_groups
-from megastable.optim.fused import FusedAdamW
+from megastable.optim.build import build as build_optimizer
+from megastable.optim.build import shared_state
+from megastable.optim.pieces import PieceOptimizer, Surroundings, WholeParameter
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.tied import TiedGradient
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
@@ -108,12 +109,13 @@ class Engine:
             with refusals(config.deepspeed):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
-                    optimizer=_adamw(module, config.optimizer, self.kernels.compile),
+                    optimizer=build_optimizer(module, config.optimizer, self.kernels.compile),
                     config=ds_config,
                     mpu=Mpu(topology) if layout.pipeline == 1 else None,
                     dist_init_required=False,
                 )
         self.zero = wrapper(self.optimizer, self.ds, topology, self.device)
+        self._attach()
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
             patches.untimed(self.ds)
@@ -121,11 +123,24 @@ class Engine:
         self._judge: Judge | None = None
         self._votes: Callable[[], Sequence[float]] = tuple
         self._probing = False
+        self.measures_update = False  # whether the coming update's size is measured, for `statistics`
         self._copies: list[Filled | torch.cuda.Event] = []
         self.probe = Probe(self.ds.module, topology, self.tp, self.device, self.fp8)
         self.measured: Measured | None = None
         self.applied = False
         self.counters_before = self.counters()
+
+    def _attach(self) -> None:
+        """Tell the optimizer what lies in its flat buffers. Collective."""
+        inner = self.optimizer.optimizer
+        if not isinstance(inner, PieceOptimizer):
+            return
+        flat, t = self.flat_state(), self.topology
+        inner.attach(
+            self.masters,
+            flat.fragments,
+            Surroundings(_whole(flat, t.layout.tensor), (t.tensor_rank, t.layout.tensor), t.stage_group()),
+        )
 
     def _tie(self) -> TiedGradient | None:
         """Sum tied gradients after the data-parallel sum, instead of before it as DeepSpeed does. None on a stage
@@ -251,6 +266,9 @@ class Engine:
             self.applied = False
 
     def _step(self, lr_kwargs: Any, known: Any) -> None:
+        inner = self.optimizer.optimizer
+        if isinstance(inner, PieceOptimizer):
+            inner.sizes, inner.recording = [], self.measures_update
         with self.zero.clipping_by(known):
             self._update(lr_kwargs)
         self.applied = bool(self.ds.was_step_applied())
@@ -287,19 +305,34 @@ class Engine:
     # State
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The tensors that a snapshot copies: fp32 masters and Adam's state by name. The originals, not copies."""
+        """The tensors that a snapshot copies: fp32 masters and the optimizer's state by name. The originals, not
+        copies."""
         found: dict[str, Tensor] = {}
         for index, master in enumerate(self.masters):
             found[f"{index}/weight"] = master.data
             for key, value in self.optimizer.optimizer.state.get(master, {}).items():
                 found[f"{index}/{key}"] = value
-        return found
+        return found | {f"{SHARED}{key}": value for key, value in self.shared_state.items()}
+
+    @property
+    def shared_state(self) -> dict[str, Tensor]:
+        """State that every rank holds alike, by name; the originals."""
+        return shared_state(self.optimizer.optimizer)
+
+    def restore_shared_state(self, saved: Mapping[str, Tensor]) -> None:
+        """Replace the shared state by copies of `saved`."""
+        held = self.shared_state
+        held.clear()
+        held.update({name: value.to(self.device, copy=True) for name, value in saved.items()})
 
     @torch.no_grad()
     def restore_optimizer_state(self, saved: dict[str, Tensor]) -> None:
-        """Restore masters and Adam's state from `saved`, in place; call `refresh_weights` afterwards. Drops
+        """Restore masters and the optimizer's state from `saved`, in place; call `refresh_weights` afterwards. Drops
         gradients."""
         self._wait_for_copies()
+        self.restore_shared_state(
+            {name.removeprefix(SHARED): t for name, t in saved.items() if name.startswith(SHARED)}
+        )
         inner = self.optimizer.optimizer
         for index, master in enumerate(self.masters):
             wanted = {name.split("/", 1)[1]: t for name, t in saved.items() if name.startswith(f"{index}/")}
@@ -383,9 +416,12 @@ class Engine:
         self.zero.refresh_weights()
 
 
-def _adamw(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.optim.Optimizer:
-    """AdamW over two groups: matrices decay, norms do not. compiled: the one with bf16 moments."""
-    groups = decay_groups(module.parameters(), config.weight_decay)
-    if config.moments == "bf16":
-        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, compiled=compiled)
-    return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+def _whole(flat: FlatState, tensor: int) -> dict[str, WholeParameter]:
+    """Every parameter of the whole model by name; tensor: size of the tensor group. Collective."""
+    held = {f.name: (f.placement, f.shape) for f in flat.fragments}
+    found = {name: of for each in gathered(held) for name, of in each.items()}
+    parameters = {}
+    for row, (name, (placement, shape)) in enumerate(sorted(found.items())):
+        whole = tuple(n * tensor if dim == placement.dim else n for dim, n in enumerate(shape))
+        parameters[name] = WholeParameter(placement, whole, row)
+    return parameters

@@ -1,6 +1,6 @@
 """The optimizer's state on this rank for any ZeRO wrapper: flat buffers, and the piece of each parameter in them.
 
-DeepSpeed's wrappers all keep a few flat buffers of fp32 master weights and of Adam's moments (fp32, or bf16 by
+DeepSpeed's wrappers all keep a few flat buffers of fp32 master weights and of the optimizer's state (fp32, or bf16 by
 optim/adamw.py). A `Fragment` says where a parameter's piece lies in them, so that norms, whole tensors, snapshots and
 checkpoints of another layout share one implementation for all wrappers. Imports no DeepSpeed: zero.py finds the
 fragments.
@@ -15,39 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from megastable.base.collectives import gathered
 from megastable.base.tensor_size import Size
-from megastable.parallel.sharding import Placement
+from megastable.optim.pieces import MOMENTS, PieceOptimizer, UpdateSize
+from megastable.parallel.fragments import Fragment
 
-KINDS = ("weight", "exp_avg", "exp_avg_sq")  # fp32 master weights, Adam's first and second moment
+# fp32 master weights; an average of gradients (Adam's first moment, a momentum); Adam's second moment. An optimizer
+# has some of them.
+KINDS = ("weight", *MOMENTS)
+SHARED = "shared/"  # prefix of the shared state (optim/pieces.py) among the tensors of a snapshot
 CHUNK = 1 << 22  # elements processed at a time: 16 MiB; a whole embedding would take gigabytes
 CACHED = 1 << 18  # the same on a CPU, whose fp32 sums of this many squares are exact to 1e-6
-
-
-class Fragment(BaseModel):
-    """`numel` elements of a parameter, from `start` of its flattened tensor-parallel shard, at `offset` of buffer
-    `group`. name, dim, sections: its `Placement`; shape: of the shard. counted: False for a copy that another
-    rank counts (a replica over the tensor group, a tied weight on a later stage).
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    dim: int | None
-    sections: tuple[int, ...]
-    shape: tuple[int, ...]
-    group: int
-    offset: int
-    start: int
-    numel: int
-    counted: bool
-
-    @property
-    def placement(self) -> Placement:
-        return Placement(self.name, self.dim, self.sections)
 
 
 @dataclass(frozen=True)
@@ -84,8 +64,13 @@ class FlatState:
         dtype: torch.dtype = getattr(self.optimizer, "moments", torch.float32)
         return dtype
 
+    def kinds(self, group: int) -> tuple[str, ...]:
+        """The kinds of tensors of a group after the first update: a subset of `KINDS`, in its order."""
+        o = self.optimizer
+        return (KINDS[0], *(o.kinds_of(self.settings[group]) if isinstance(o, PieceOptimizer) else MOMENTS))
+
     def buffer(self, group: int, kind: str) -> Tensor | None:
-        """The flat buffer of a group, masters in fp32; None for moments before the first update."""
+        """The flat buffer of a group, masters in fp32; None for state before the first update, or of another kind."""
         master = self.masters[group]
         return master.data if kind == "weight" else self.optimizer.state.get(master, {}).get(kind)
 
@@ -95,7 +80,18 @@ class FlatState:
         return None if buffer is None else buffer.narrow(0, fragment.offset, fragment.numel)
 
     @torch.no_grad()
-    def updates(self, fragment: Fragment) -> Iterator[Tensor]:
+    def updates(self) -> Iterator[UpdateSize]:
+        """Sizes of the last update of this rank's weights: of every piece, or of parts of it. Nothing before the first
+        one, and if an optimizer without AdamW's formula was not asked to measure it."""
+        if isinstance(self.optimizer, PieceOptimizer):
+            yield from self.optimizer.sizes
+            return
+        for f in self.fragments:
+            for change in self.changes(f) if f.counted else ():
+                yield UpdateSize.of(f.name, change)
+
+    @torch.no_grad()
+    def changes(self, fragment: Fragment) -> Iterator[Tensor]:
         """The change of a fragment's weights by the last AdamW update, in chunks; nothing before the first one.
 
         It is derived from the state after it: w' = (1 - lr d) w - lr a with a = m_hat / (sqrt(v_hat) + eps) and decay d
@@ -181,22 +177,22 @@ class FlatState:
 
     @torch.no_grad()
     def fill(self, read: Callable[[Fragment, str], Tensor], step: float) -> None:
-        """Set masters and moments: `read(fragment, kind)` returns its elements; `step` is Adam's count of updates, 0
-        without moments. bf16 moments are rounded to nearest.
+        """Set masters and state: `read(fragment, kind)` returns its elements; `step` is the optimizer's count of
+        updates, 0 without state. bf16 moments are rounded to nearest.
 
         The caller refreshes the parameters in compute precision afterwards.
         """
-        for master in self.masters if step else []:
+        for group, master in enumerate(self.masters if step else []):
             state = self.optimizer.state[master]
             # The fused kernel needs its step count on the weights' device, the plain one on the CPU.
             fused = self.optimizer.defaults.get("fused")
             state["step"] = torch.tensor(float(step), device=master.device if fused else "cpu")
-            for kind in KINDS[1:]:
+            for kind in self.kinds(group)[1:]:
                 state[kind] = torch.zeros_like(master.data, dtype=self.moments)
         for master in self.masters if not step else []:
             self.optimizer.state.get(master, {}).clear()  # moments of a checkpoint loaded before
-        for kind in KINDS if step else KINDS[:1]:
-            for fragment in self.fragments:
+        for fragment in self.fragments:
+            for kind in self.kinds(fragment.group) if step else KINDS[:1]:
                 piece = self.piece(fragment, kind)
                 assert piece is not None
                 piece.copy_(read(fragment, kind))

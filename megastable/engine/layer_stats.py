@@ -195,8 +195,8 @@ class Probe:
                 piece = flat.piece(f, key)
                 if piece is not None:
                     self.tally.add_moments(f.name, kind, piece)
-            for update in flat.updates(f) if applied else ():
-                self.tally.add_moments(f.name, "update", update)
+        for size in flat.updates() if applied else ():
+            self.tally.add(size.name, "update", size.squares, size.numel, size.highest)
         numbers = self.tally.reduce()
         self.tally.clear()
         return _statistics(numbers, list(self.tally.rows), watched)

@@ -21,8 +21,7 @@ from deepspeed.utils import nvtx
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
-from megastable.optim.adamw import AdamW
-from megastable.optim.fused import FusedAdamW
+from megastable.optim.build import OPTIMIZERS
 from megastable.parallel.mappings import sum_and_scatter
 
 CHUNK = 1 << 18  # elements; a copy fits in a CPU's cache
@@ -44,10 +43,10 @@ def at_start() -> None:
     # It imports its Muon only to check that the optimizer is another one, and Muon is compiled on import: every rank
     # would load torch's whole compiler. Needless when it checks without the import.
     compiler.compile = lambda: compiler.dummy_decorator
-    # It warns of optimizers that it does not know; ours work elementwise, as ZeRO needs. Needless when it asks an
+    # It warns of optimizers that it does not know; ours work on flat pieces, as ZeRO needs. Needless when it asks an
     # optimizer.
     known = zero_utils.ZERO_SUPPORTED_OPTIMIZERS
-    known += [optimizer for optimizer in (AdamW, FusedAdamW) if optimizer not in known]
+    known += [optimizer for optimizer in OPTIMIZERS if optimizer not in known]
 
 
 def on_cpu() -> None:

@@ -18,7 +18,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megastable.engine import patches
-from megastable.engine.flatstate import FlatState, Fragment
+from megastable.engine.flatstate import FlatState
+from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import placement_of, shape_of
 from megastable.parallel.topology import Topology
 

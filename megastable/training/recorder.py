@@ -35,8 +35,12 @@ class StepRecorder:
     def begin(self, state: RunState) -> None:
         """Before the step after `state`."""
         # Also at the second refused update, to see the trouble per layer.
-        self._look = due(self.config.layers_interval, state.step + 1) or state.discards_in_a_row == 1
-        if self._look or self.recovery.signs.looks(state.step + 1):
+        step = state.step + 1
+        self._look = due(self.config.layers_interval, step) or state.discards_in_a_row == 1
+        self.engine.measures_update = (
+            self._look or due(self.config.norms_interval, step) or self.recovery.signs.measures(step)
+        )
+        if self._look or self.recovery.signs.looks(step):
             self.engine.probe.watch()
 
     def step(self, done: StepResult) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastable.checkpoint.new_run import write_run
+from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.whole import parameters
 from megastable.config.tree import RunConfig
@@ -74,6 +74,6 @@ def make_run(
     run = recipe_of(layout, **model or {})
     held = numbers(run, seed) | (change or {})
     return write_run(
-        out, run, state_of(layout, step, **fields), lambda name, kind: held[name, kind], optimizer=optimizer,
-        origin={"how": "test"},
+        out, run, state_of(layout, step, **fields), lambda name, kind: held[name, kind],
+        optimizer=ADAM if optimizer else None, origin={"how": "test"},
     )  # fmt: skip

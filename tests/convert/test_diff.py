@@ -26,6 +26,9 @@ class Held:
         self.tensors, self.kinds = tensors, kinds
         self.names = sorted({name for name, _ in tensors})
 
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        return self.kinds
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name, self.kinds[0]].shape)
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
-from megastable.checkpoint.new_run import write_run
+from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.store import LayoutState
 from megastable.checkpoint.whole import WholeState, parameters, run_of
@@ -96,7 +96,7 @@ def test_context_parallelism_goes_as_far_as_it_can(
     tree["parallel"]["context"], tree["train"] = 2, {"global_batch": 12, "micro_batch": 1}
     run = RunConfig.model_validate(tree)
     held, state = numbers(run), state_of((1, 1, 1, 2))
-    before = write_run(tmp_path / "before", run, state, lambda *of: held[of], optimizer=True, origin={})
+    before = write_run(tmp_path / "before", run, state, lambda *of: held[of], optimizer=ADAM, origin={})
     assert store.read_state(before).layout.context == 2
     made = reshape(before, tmp_path / "after", Sizes(tensor, data=data))
     assert (made.layout.data, made.layout.context) == (data, context)
@@ -241,7 +241,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
     checkpoint = write_run(
         tmp_path / "big", run, state_of(layout), lambda name, kind: torch.arange(
             torch.Size(held[name].shape).numel(), dtype=torch.float32
-        ).view(held[name].shape), optimizer=True, origin={},
+        ).view(held[name].shape), optimizer=ADAM, origin={},
     )  # fmt: skip
     small = make_run(tmp_path / "small")
     done = subprocess.run(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megastable.config.tree import RunConfig
-from megastable.engine.flatstate import FlatState, Fragment
+from megastable.engine.flatstate import FlatState
 from megastable.optim.adamw import AdamW
+from megastable.parallel.fragments import Fragment
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.engine.test_gate import start_of, trainer_of
@@ -154,12 +155,12 @@ def test_updates_are_told_but_for_the_rounding() -> None:
         counted=True,
     )
     flat = FlatState([master], optimizer, [fragment], None, optimizer.param_groups)
-    assert flat.moments == torch.bfloat16 and not list(flat.updates(fragment))
+    assert flat.moments == torch.bfloat16 and not list(flat.changes(fragment))
     for _ in range(5):
         master.grad, before = torch.randn(10_000), master.detach().double()
         optimizer.step()
     real = before - master.detach().double()
-    told = torch.cat(list(flat.updates(fragment)))
+    told = torch.cat(list(flat.changes(fragment)))
     assert told.dtype == torch.float32
     # 2^-7 of a first moment, half that of a root of a second; fp32 weights of size 4 move in steps of 2^-22.
     assert ((told - real).abs() <= 0.012 * (real.abs() + 1e-4 * before.abs()) + 2.0**-22).all()

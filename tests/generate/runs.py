@@ -35,7 +35,7 @@ def run_with_tokenizer(folder: Path, **data: Any) -> Path:
         run,
         state_of(),
         lambda name, kind: held[name, kind],
-        optimizer=False,
+        optimizer=None,
         origin={"how": "test"},
     )
     return folder / "run"

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import FileRecord
-from megastable.checkpoint.new_run import write_run
+from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.whole import WholeState, parameters
 from megastable.commands.checkpoint import app
@@ -451,7 +451,7 @@ def test_a_bar_and_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:
         run,
         state_of(),
         lambda name, _: torch.zeros(held[name].shape),
-        optimizer=True,
+        optimizer=ADAM,
         origin={},
     )
     before = sorted(os.listdir(tmp_path))

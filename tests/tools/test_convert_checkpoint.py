@@ -67,7 +67,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = {n: 0.2 * torch.randn(d.shape, generator=drawn) for n, d in parameters(config.model).items()}
     layout = store.LayoutState(tensor=1, pipeline=1, data=1, zero=1, precision="fp32")
     state = store.RunState(step=5, order_fingerprint="0" * 64, layout=layout)
-    write_run(folder / "runs/a", config, state, lambda name, _: weights[name], optimizer=False, origin={})
+    write_run(folder / "runs/a", config, state, lambda name, _: weights[name], optimizer=None, origin={})
     return folder
 
 

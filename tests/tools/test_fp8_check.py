@@ -62,7 +62,7 @@ def written(corpus: Path, folder: Path, held: dict[str, Tensor] | None = None, *
     run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": PIECES})})
     weights = numbers(run) | (held or {})
     write_run(
-        folder, run, state_of(), lambda name, kind: weights[name], optimizer=False, origin={"how": "test"}
+        folder, run, state_of(), lambda name, kind: weights[name], optimizer=None, origin={"how": "test"}
     )
     return folder
 

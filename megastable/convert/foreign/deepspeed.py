@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.text import visible
-from megastable.checkpoint.new_run import write_run
+from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import Described, parameters
 from megastable.config.tree import ModelConfig, RunConfig
@@ -87,7 +87,7 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
         scaler={"cur_scale": state.loss_scale} if run.precision.kind == "fp16" and state.loss_scale else {},
     )
     origin = {"source": str(source), "how": "imported from DeepSpeed", "steps": state.steps}
-    return write_run(out, run, at, whole, optimizer=optimizer, origin=origin)
+    return write_run(out, run, at, whole, optimizer=ADAM if optimizer else None, origin=origin)
 
 
 def find(folder: Path) -> Path:

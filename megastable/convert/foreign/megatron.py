@@ -188,7 +188,7 @@ def import_megatron(folder: Path, out: Path, run: RunConfig | None, say: Callabl
         return names.to_ours(name, found, config)
 
     origin = {"source": str(source), "how": "imported from Megatron", "iteration": state.iteration}
-    return write_run(out, run, state_of(run), whole, optimizer=False, origin=origin)
+    return write_run(out, run, state_of(run), whole, optimizer=None, origin=origin)
 
 
 def export_megatron(

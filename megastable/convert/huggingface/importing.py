@@ -87,7 +87,7 @@ def from_hf(
         "source": str(folder.path), "what": folder.settings["architectures"][0], "fingerprint": folder.fingerprint,
         "recipe": str(base),
     }  # fmt: skip
-    checkpoint = write_run(out, run, state, whole, optimizer=False, origin=origin, watch=watched)
+    checkpoint = write_run(out, run, state, whole, optimizer=None, origin=origin, watch=watched)
     return Import(out, folder.path, checkpoint, run, folder.numel, notes)
 
 

@@ -39,6 +39,9 @@ class _Only:
         self.names, self.shape, self.tensor = whole.names, whole.shape, whole.tensor
         self.kinds = tuple(kind for kind in whole.kinds if kind in kinds)
 
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        return tuple(kind for kind in self._whole.kinds_of(name) if kind in self.kinds)
+
 
 def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool) -> tuple[Sheet, bool]:
     """The differences, and whether there are none. Both are verified first. everything: also list identical tensors.

@@ -62,10 +62,11 @@ def numbers_of(text: str) -> list[float]:
 
 
 def written_bytes(checkpoint: Path, optimizer: bool) -> int:
-    """Bytes of weights, and of moments if they exist and are wanted."""
+    """Bytes of weights, and of the optimizer's flat state if it exists and is wanted."""
     whole = WholeState(checkpoint)
-    elements = sum(math.prod(whole.shape(name)) for name in whole.names)
-    return 4 * elements * (len(whole.kinds) if optimizer else 1)
+    return 4 * sum(
+        math.prod(whole.shape(name)) * (len(whole.kinds_of(name)) if optimizer else 1) for name in whole.names
+    )
 
 
 def text_of(made: Made) -> str:

@@ -65,7 +65,7 @@ def show(path: Path, pattern: str | None = None) -> Shown:
     ruling, accepted = markers.convicted(checkpoint), markers.accepted(checkpoint)
     tree = {
         "checkpoint": str(checkpoint), "bytes": contents.size, "files": len(contents.files), "parameters": count,
-        "optimizer": len(whole.kinds) > 1, "model": run.model.model_dump(mode="json"),
+        "optimizer": whole.stateful, "model": run.model.model_dump(mode="json"),
         "state": state.model_dump(exclude={"stability"}), "fingerprints": contents.fingerprints,
         "versions": contents.versions or state.versions, "finite": contents.finite,
         "health": health and health.model_dump(), "pinned": pinned and pinned.model_dump(), "markers": doubts,
@@ -74,7 +74,7 @@ def show(path: Path, pattern: str | None = None) -> Shown:
     }  # fmt: skip
     facts = [
         ("model", _model(run.model)), ("parameters", f"{count:,}"),
-        ("optimizer", f"Adam's moments, {state.adam_step:,.0f} updates" if len(whole.kinds) > 1 else "none"),
+        ("optimizer", f"{state.optimizer}, {state.adam_step:,.0f} updates" if whole.stateful else "none"),
         ("step", f"{state.step:,} ({plural(state.updates, 'update')})"), ("tokens", f"{state.tokens:,}"),
         ("data position", f"{state.cursor:,}"), ("trained for", duration(state.seconds)),
         ("loss", number(state.recent_loss)), ("layout", str(state.layout)),
@@ -125,7 +125,7 @@ def _model(model: ModelConfig) -> str:
 
 def _rows(whole: WholeState, name: str) -> Iterable[dict[str, Any]]:
     shape = whole.shape(name)
-    for kind in whole.kinds:
+    for kind in whole.kinds_of(name):
         parts = [(piece.numel, piece.statistics.get(kind)) for piece in whole.pieces(name)]
         one = merged([(count, part) for count, part in parts if part is not None])
         elements = math.prod(shape)

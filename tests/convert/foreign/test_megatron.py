@@ -49,7 +49,7 @@ def made(folder: Path, **model: Any) -> Path:
 
     layout = LayoutState(tensor=1, pipeline=1, data=1, zero=1, precision="bf16")
     state = RunState(step=7, order_fingerprint="", layout=layout)
-    return write_run(folder, run, state, draw, optimizer=False, origin={})
+    return write_run(folder, run, state, draw, optimizer=None, origin={})
 
 
 @pytest.fixture(scope="module")

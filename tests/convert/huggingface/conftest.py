@@ -95,7 +95,7 @@ def write_random(out: Path, run: RunConfig, **changed: Tensor) -> Path:
     layout = store.LayoutState(tensor=p.tensor, pipeline=p.pipeline, data=2, zero=p.zero, precision="bf16")
     state = store.RunState(step=7, order_fingerprint="0" * 64, layout=layout)
     whole = random_weights(run.model) | changed
-    return write_run(out, run, state, lambda name, kind: whole[name], optimizer=False, origin={})
+    return write_run(out, run, state, lambda name, kind: whole[name], optimizer=None, origin={})
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:

@@ -1,0 +1,189 @@
+"""The base of optimizers that know which parameter each element of ZeRO's flat buffers belongs to.
+
+    class Signed(PieceOptimizer):
+        kinds = ("exp_avg",)
+        def update(self, pieces, step): ...        # all pieces of this rank, once per call of step()
+
+ZeRO hands an optimizer flat fp32 buffers, without shapes. `attach` tells it what lies in them, after DeepSpeed has laid
+them out. A rule that needs a whole tensor (a norm, a row, the matrix itself) sums over the ranks with `totals`.
+
+State has two forms. Flat state lies in buffers like the weights, by kind ("exp_avg", "exp_avg_sq"). Shared state is the
+same on every rank and is indexed by whole parameters ("rows/blocks.0.mlp.up.weight"); it may be of any shape and is
+small. Both are snapshotted, rewound, checkpointed and reshaped without further code.
+
+An element's result must not depend on its position in a buffer: copies of a weight lie at different positions on two
+pipeline stages. Compute elements with operations that round once (mul, add, div, sqrt, where); those with a scale
+(`add(alpha=...)`, `lerp`, `addcmul`) are fused in vectors and not at a buffer's end on some CPUs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable.parallel.fragments import Fragment
+from megastable.parallel.sharding import Placement
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """A parameter of the whole model. shape: of the whole tensor; row: its index among all, sorted by name."""
+
+    placement: Placement
+    shape: tuple[int, ...]
+    row: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a rank's buffers stand. parameters: of the whole model by name, the same on all ranks; tensor: this rank's
+    (rank, size) in the tensor group; stage_group: ranks that hold parts of the same layers, None = all."""
+
+    parameters: Mapping[str, WholeParameter]
+    tensor: tuple[int, int] = (0, 1)
+    stage_group: Any = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A fragment with its views, fp32 [n]: weight, gradient (as the optimizer gets it, clipped), flat state by kind.
+    group: the settings of its parameter group, with "lr" and "weight_decay"."""
+
+    fragment: Fragment
+    weight: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+    group: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.fragment.name
+
+
+@dataclass(frozen=True)
+class UpdateSize:
+    """Size of a piece's last update. squares: sum of squares, fp64; highest: largest magnitude, fp32; both 0-d."""
+
+    name: str
+    squares: Tensor
+    numel: int
+    highest: Tensor
+
+    @classmethod
+    def of(cls, name: str, change: Tensor) -> UpdateSize:
+        """The size of some weights' change."""
+        low, high = torch.aminmax(change)
+        squares = torch.linalg.vector_norm(change, dtype=torch.float64).square()
+        return cls(name, squares, change.numel(), torch.maximum(high, -low).float())
+
+
+class PieceOptimizer(torch.optim.Optimizer):
+    """kinds: the flat state of every parameter.
+
+    shared: state that is the same on every rank, by name "KIND/PARAMETER". recording: whether the coming update is
+    measured, in `sizes`.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = MOMENTS
+
+    def __init__(self, params: Iterable[Any], **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        self.shared: dict[str, Tensor] = {}
+        self.recording = False
+        self.sizes: list[UpdateSize] = []
+        self._fragments: dict[Tensor, list[Fragment]] = {}
+        self.at = Surroundings({})
+
+    def kinds_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The flat state of a parameter group."""
+        return self.kinds
+
+    def attach(self, masters: Sequence[Tensor], fragments: Sequence[Fragment], at: Surroundings) -> None:
+        """Learn what lies in the flat buffers. masters: of this rank; fragments: index them by `group`."""
+        self.at = at
+        self._fragments = {master: [] for master in masters}
+        for fragment in fragments:
+            self._fragments[masters[fragment.group]].append(fragment)
+
+    @abstractmethod
+    def update(self, pieces: Sequence[Piece], step: int) -> None:
+        """Update weights and state of all pieces in place; step: the number of this update, from 1.
+
+        Every rank calls it equally often, also without pieces: it may be collective. `totals` sums over the world.
+        """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """ZeRO 1 in bf16 calls it once for all groups, other wrappers once per group."""
+        assert closure is None, "DeepSpeed passes none"
+        assert self._fragments, "attach() comes first"
+        pieces, count = [], 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    count = self._count(p, group)
+                    pieces += [self._piece(f, p, group) for f in self._fragments[p]]
+        self.update(pieces, count)
+
+    def _count(self, p: Tensor, group: Mapping[str, Any]) -> int:
+        """The number of this update; makes the state before the first one."""
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for kind in self.kinds_of(group):
+                state[kind] = torch.zeros_like(p.detach())
+        state["step"] += 1
+        return int(state["step"])
+
+    def _piece(self, f: Fragment, p: Tensor, group: Mapping[str, Any]) -> Piece:
+        def view(buffer: Tensor) -> Tensor:
+            return buffer.narrow(0, f.offset, f.numel)
+
+        assert p.grad is not None
+        held = {kind: view(self.state[p][kind]) for kind in self.kinds_of(group)}
+        return Piece(f, view(p.detach()), view(p.grad), held, group)
+
+    def move(self, piece: Piece, change: Tensor, part: slice = slice(None)) -> None:
+        """Add `change`, decay included, to (a part of) a piece's weights, and measure it if asked to."""
+        piece.weight[part].add_(change)
+        if self.recording and piece.fragment.counted:
+            self.sizes.append(UpdateSize.of(piece.name, change))
+
+    def totals(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
+        """Sums over all pieces of all ranks by parameter: fp64 [parameters, width]. Collective over the world.
+
+        parts: of each piece its numbers, [width]; copies count once. All ranks get the same bits.
+        """
+        table = self._table(width)
+        for piece, numbers in parts:
+            if piece.fragment.counted:
+                table[self.at.parameters[piece.name].row] += numbers.double()
+        if dist.is_initialized():
+            dist.all_reduce(table)
+        return table
+
+    def maxima(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
+        """The same with maxima of numbers that are not negative."""
+        table = self._table(width)
+        for piece, numbers in parts:
+            row = self.at.parameters[piece.name].row
+            table[row] = torch.maximum(table[row], numbers.double())
+        if dist.is_initialized():
+            dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        return table
+
+    def _table(self, width: int) -> Tensor:
+        device = next(iter(self._fragments)).device
+        return torch.zeros(len(self.at.parameters), width, dtype=torch.float64, device=device)

@@ -1,0 +1,71 @@
+"""Every optimizer under every layout against its plain rule on whole tensors; refusals and rewinds leave no trace."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.optim import rules, trained
+from tests.parallel.test_layouts import relative
+
+# By name: the recipe's section, and the rule that it stands for.
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "sgd": ({"name": "sgd"}, rules.SGD),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "dp3": (3, {}),
+    "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "tied-pp2-dp3": (6, {"tied": True, "pipeline": 2, "model": {"layers": 3}}),
+    "zero2-dp2": (2, {"zero": 2}),
+    "zero3-dp3": (3, {"zero": 3}),
+    "tp2-context2-zero2": (4, {"tensor": 2, "context": 2, "zero": 2}),
+}
+KINDS = {"exp_avg": "m", "exp_avg_sq": "v"}
+
+
+@cache
+def ran(layout: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    world, options = LAYOUTS[layout]
+    recipes = {name: trained.recipe(section, **options) for name, (section, _) in OPTIMIZERS.items()}
+    return recipes, run_ranks(world, trained.train_rank, recipes, world)
+
+
+@cache
+def plainly(name: str, tied: bool, layers: int) -> Any:
+    model = trained.recipe({}, tied=tied, model={"layers": layers}).model
+    return trained.expected(model, OPTIMIZERS[name][1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ten_steps(layout: str, name: str) -> None:
+    recipes, ranks = ran(layout)
+    c = recipes[name]
+    norms, rule = plainly(name, c.model.tied, c.model.layers)
+    for rank in ranks:
+        assert rank[name]["norms"] == ranks[0][name]["norms"]
+        assert rank[name]["norms"] == pytest.approx(norms, rel=1e-5)
+        assert rank[name]["unchanged"] and rank[name]["rewound"]
+        assert rank[name]["shared"].keys() == ranks[0][name]["shared"].keys()
+        for key, value in rank[name]["shared"].items():
+            assert value.equal(ranks[0][name]["shared"][key]), f"{key} differs between ranks"
+    got = trained.whole(ranks, name, "weight", c.parallel.tensor)
+    assert got.keys() == rule.master.keys()
+    for parameter, wanted in rule.master.items():
+        assert relative(got[parameter], wanted) < 1e-5, parameter
+    for kind, attribute in KINDS.items():
+        if kind in ranks[0][name]["state"] and name in HELD and kind in HELD[name]:
+            state = trained.whole(ranks, name, kind, c.parallel.tensor)
+            for parameter, wanted in getattr(rule, attribute).items():
+                assert relative(state[parameter], wanted) < 1e-4, f"{kind} of {parameter}"
+    assert ranks[0][name]["update_ratio"] > 0
+
+
+# The kinds of state that a rule keeps for every parameter.
+HELD = {"sgd": ("exp_avg",)}
