@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ def impossible(c: RunConfig) -> list[str]:
         bad.append(
             f"optimizer.moments=bf16 with optimizer.name={c.optimizer.name}: only adamw keeps its moments in bf16; "
             "leave optimizer.moments out"
+        )
+    if c.optimizer.qk_clip is not None and m.qk_norm:
+        bad.append(
+            f"optimizer.qk_clip={c.optimizer.qk_clip:g} with model.qk_norm={json.dumps(m.qk_norm)}: queries and keys "
+            "are normed after their weights, so scaling these has no effect, and the norm bounds the logits already; "
+            "leave optimizer.qk_clip out, or set model.qk_norm=false"
         )
     return bad
 

@@ -212,8 +212,9 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer over fp32 master weights (docs/catalogue.md). Norms and biases have no weight decay."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The rule: AdamW (arXiv:1711.05101), SGD with momentum."""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """The rule: AdamW (arXiv:1711.05101), SGD with momentum, Muon (arXiv:2502.16982) for the matrices of blocks and
+    AdamW for the rest."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -227,7 +228,10 @@ class OptimizerConfig(Section):
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of AdamW's moments; master weights are fp32 in any case."""
     momentum: Fraction = 0.9
-    """`sgd`: decay rate of the momentum."""
+    """`sgd`, `muon`: decay rate of the momentum; published runs of Muon use 0.95."""
+    qk_clip: PositiveFloat | None = Field(default=None, examples=[100.0])
+    """Largest attention logit of a head: after an update, scale down the query and key weights of heads that exceeded
+    it in the step (QK-clip, arXiv:2507.20534 section 2.1, with 100); null: never. Not with `model.qk_norm`."""
 
 
 class ScheduleConfig(Section):

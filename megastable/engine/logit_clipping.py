@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megastable.config.tree import ModelConfig
 from megastable.engine.flatstate import FlatState
 from megastable.model.gpt import Block
-from megastable.optim.qk_clip import clip_factors, row_factors, scale_rows
+from megastable.optim.qk_clip import clip_factors, over, row_factors, scale_rows
 from megastable.parallel.topology import Topology
 
 
@@ -25,7 +25,12 @@ class LogitClipping:
     """QK-clip of a model on this rank. threshold: of the logits, q k / sqrt(d)."""
 
     def __init__(
-        self, module: nn.Module, model: ModelConfig, topology: Topology, threshold: float, device: torch.device
+        self,
+        module: nn.Module,
+        model: ModelConfig,
+        topology: Topology,
+        threshold: float,
+        device: torch.device,
     ) -> None:
         self.model, self.topology, self.threshold = model, topology, threshold
         layout = topology.layout
@@ -49,23 +54,23 @@ class LogitClipping:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         return highest.cpu()
 
-    def wrapped(
-        self, highest: Tensor, inner: torch.optim.Optimizer, state: Callable[[], FlatState]
+    def after_update(
+        self, highest: Tensor, inner: torch.optim.Optimizer, flat: FlatState
     ) -> Callable[..., Any]:
-        """The optimizer's `step`, and then QK-clip of the buffers that it updates. state: this rank's flat state."""
+        """The optimizer's `step`, and then QK-clip of the buffers that it updates. highest: from `measured`."""
         step = inner.step
-        if not bool((torch.isfinite(highest) & (highest > self.threshold)).any()):
+        if not over(highest, self.threshold).any():
             return step
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             # DeepSpeed's ZeRO 2 and 3 hand the optimizer one buffer at a time.
-            self.apply(highest, state(), {id(p) for group in inner.param_groups for p in group["params"]})
+            self._clip(highest, flat, {id(p) for group in inner.param_groups for p in group["params"]})
             return result
 
         return stepped
 
-    def apply(self, highest: Tensor, flat: FlatState, buffers: set[int]) -> None:
+    def _clip(self, highest: Tensor, flat: FlatState, buffers: set[int]) -> None:
         """Scale the master weights in these buffers (by `id`)."""
         layout = self.topology.layout
         queries, keys = clip_factors(highest, self.model.key_value_heads, self.threshold)
@@ -74,7 +79,11 @@ class LogitClipping:
             if parameter and id(flat.masters[f.group]) in buffers:
                 layer = int(block.rpartition(".")[2])
                 factors = row_factors(
-                    queries[layer], keys[layer], self.model.head_width, layout.tensor, self.topology.tensor_rank
+                    queries[layer],
+                    keys[layer],
+                    self.model.head_width,
+                    layout.tensor,
+                    self.topology.tensor_rank,
                 )
                 piece = flat.piece(f, "weight")
                 assert piece is not None

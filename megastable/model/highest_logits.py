@@ -43,7 +43,9 @@ def _raise(highest: Tensor, q: Tensor, k: Tensor, segments: Tensor | None) -> No
     for begin in range(0, s, at_a_time):
         end = min(begin + at_a_time, s)
         c = end - begin
-        logits = (q[..., begin:end, :].flatten(2, 3) @ k[..., :end]).unflatten(2, (-1, c))  # [b, k, q / k, c, end]
+        logits = (q[..., begin:end, :].flatten(2, 3) @ k[..., :end]).unflatten(
+            2, (-1, c)
+        )  # [b, k, q / k, c, end]
         logits[..., begin:].masked_fill_(future[:c, :c], -math.inf)
         if segments is not None:
             other = segments[:, begin:end, None] != segments[:, None, :end]

@@ -10,10 +10,11 @@ from torch import nn
 from megastable.config.tree import OptimizerConfig
 from megastable.optim.adamw import AdamW, decay_groups
 from megastable.optim.fused import FusedAdamW
+from megastable.optim.muon import Muon, muon_groups
 from megastable.optim.pieces import PieceOptimizer
 from megastable.optim.sgd import SGD
 
-OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (AdamW, FusedAdamW, SGD)
+OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (AdamW, FusedAdamW, SGD, Muon)
 # Optimizers whose state means the same: exponential averages of gradients and of their squares.
 ADAMS = frozenset({"adamw"})
 
@@ -25,6 +26,11 @@ def build(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.o
     if config.name == "sgd":
         return SGD(groups, **common, momentum=config.momentum)
     adam = common | {"betas": config.betas, "eps": config.eps}
+    if config.name == "muon":
+        computes = {p.dtype for p in module.parameters()}
+        dtype = torch.bfloat16 if torch.bfloat16 in computes else torch.float32
+        matrices = muon_groups(module.parameters(), config.weight_decay)
+        return Muon(matrices, **adam, momentum=config.momentum, dtype=dtype)
     if config.moments == "bf16":
         return AdamW(groups, **adam, compiled=compiled)
     return FusedAdamW(groups, **adam)

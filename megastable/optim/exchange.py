@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.optim.matrices import Matrix
-from megastable.optim.ownership import Piece, Round
+from megastable.optim.ownership import MatrixPiece, Round
 
-Messages = list[list[Piece]]  # by the other rank
+Messages = list[list[MatrixPiece]]  # by the other rank
 
 
 class _Traffic(NamedTuple):
@@ -40,9 +40,9 @@ class Exchange:
     @torch.no_grad()
     def run(
         self,
-        read: Callable[[Piece], Tensor],
+        read: Callable[[MatrixPiece], Tensor],
         function: Callable[[Tensor], Tensor],
-        write: Callable[[Piece, Tensor], None],
+        write: Callable[[MatrixPiece, Tensor], None],
         device: torch.device,
     ) -> None:
         """Replace every matrix by `function` of it: `read` returns a piece of this rank, `write` gets its result.
@@ -96,7 +96,7 @@ def _size(messages: Messages) -> int:
     return sum(_sizes(messages))
 
 
-def _laid_out(messages: Messages, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+def _laid_out(messages: Messages, flat: Tensor) -> Iterator[tuple[MatrixPiece, Tensor]]:
     """Every piece with its elements in `flat`, where the messages follow one another."""
     begin = 0
     for message in messages:

@@ -45,7 +45,7 @@ class Matrix:
 
     @property
     def scale(self) -> float:
-        """Factor that gives an orthogonal matrix the RMS of AdamW's updates, about 0.2 (arXiv:2502.16982 section 2.2)."""
+        """Factor that gives an orthogonal matrix the RMS of AdamW's updates, about 0.2 (arXiv:2502.16982, 2.2)."""
         return 0.2 * max(self.rows, self.columns) ** 0.5
 
 

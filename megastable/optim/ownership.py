@@ -22,7 +22,7 @@ LIMIT = (
 )  # elements that a rank sends or receives at a time, unless one matrix has more: 128 MiB in bf16
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """Elements of a matrix on a rank of the stage; see `matrices.Part`. counted: False for a replica that another rank
     sends: this rank only gets the result."""
 
@@ -41,9 +41,9 @@ class Round:
     message."""
 
     matrices: tuple[tuple[Matrix, ...], ...]
-    pieces: dict[Matrix, tuple[Piece, ...]]
+    pieces: dict[Matrix, tuple[MatrixPiece, ...]]
 
-    def message(self, holder: int, owner: int, *, back: bool) -> list[Piece]:
+    def message(self, holder: int, owner: int, *, back: bool) -> list[MatrixPiece]:
         """The pieces that `holder` sends to `owner`, or gets `back` from it, in order."""
         return [
             piece
@@ -80,7 +80,7 @@ def plan(held: Sequence[Sequence[Fragment]], tensor: int, limit: int = LIMIT) ->
     ]
 
 
-def owners(pieces: dict[Matrix, tuple[Piece, ...]], ranks: int) -> dict[Matrix, int]:
+def owners(pieces: dict[Matrix, tuple[MatrixPiece, ...]], ranks: int) -> dict[Matrix, int]:
     """The owner of every matrix: the largest first, each to the rank that holds most of it, as long as that rank stays
     within its fair share of the operations; otherwise to the one with the least work.
 
@@ -98,15 +98,15 @@ def owners(pieces: dict[Matrix, tuple[Piece, ...]], ranks: int) -> dict[Matrix, 
     return found
 
 
-def _pieces(held: Sequence[Sequence[Fragment]], tensor: int) -> dict[Matrix, tuple[Piece, ...]]:
+def _pieces(held: Sequence[Sequence[Fragment]], tensor: int) -> dict[Matrix, tuple[MatrixPiece, ...]]:
     """All pieces by matrix, sorted by shard and start."""
-    found: dict[Matrix, list[Piece]] = defaultdict(list)
+    found: dict[Matrix, list[MatrixPiece]] = defaultdict(list)
     for rank, fragments in enumerate(held):
         for fragment in fragments:
             if is_orthogonalized(fragment.name, fragment.shape):
                 for part in parts(fragment, tensor, rank % tensor):
                     at = part.shard, part.start, part.offset, part.numel
-                    found[part.matrix].append(Piece(rank, part.matrix, *at, fragment.counted))
+                    found[part.matrix].append(MatrixPiece(rank, part.matrix, *at, fragment.counted))
     for matrix, pieces in found.items():
         pieces.sort(key=lambda p: (p.shard, p.start, p.rank))
         counted = [p for p in pieces if p.counted]
@@ -121,7 +121,7 @@ def _pieces(held: Sequence[Sequence[Fragment]], tensor: int) -> dict[Matrix, tup
 
 
 def _batches(
-    pieces: dict[Matrix, tuple[Piece, ...]], owner: dict[Matrix, int], limit: int
+    pieces: dict[Matrix, tuple[MatrixPiece, ...]], owner: dict[Matrix, int], limit: int
 ) -> list[list[Matrix]]:
     """The matrices by round, every owner's largest ones first."""
     turn: dict[Matrix, int] = {}

@@ -15,13 +15,14 @@ from torch import Tensor
 from megastable.parallel.fragments import Fragment
 
 
-def clip_factors(highest: Tensor, kv_heads: int, threshold: float) -> tuple[Tensor, Tensor]:
-    """Factors of query heads [..., heads] and key heads [..., kv_heads], fp32; highest: of all query heads [..., heads].
+def over(highest: Tensor, threshold: float) -> Tensor:
+    """Which heads to clip. A largest logit that is not finite is no measurement: its head is left alone."""
+    return torch.isfinite(highest) & (highest > threshold)
 
-    A head whose largest logit is not finite is left alone: its step was no measurement.
-    """
-    over = torch.isfinite(highest) & (highest > threshold)
-    wanted = torch.where(over, threshold / highest, 1.0)
+
+def clip_factors(highest: Tensor, kv_heads: int, threshold: float) -> tuple[Tensor, Tensor]:
+    """Factors of query heads [..., heads] and key heads [..., kv_heads], fp32. highest: [..., heads], largest logits."""
+    wanted = torch.where(over(highest, threshold), threshold / highest, 1.0)
     groups = wanted.unflatten(-1, (kv_heads, -1))
     keys = groups.amin(-1).sqrt()
     return (groups / keys.unsqueeze(-1)).flatten(-2), keys

@@ -13,7 +13,7 @@ from torch import Tensor
 from megastable.optim.exchange import Exchange
 from megastable.optim.matrices import Matrix, is_orthogonalized, matrices
 from megastable.optim.newton_schulz import orthogonalized
-from megastable.optim.ownership import Piece, Round, owners, plan
+from megastable.optim.ownership import MatrixPiece, Round, owners, plan
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import Placement, shard
 from tests.distributed import run_ranks
@@ -109,7 +109,7 @@ def test_no_owner_gets_more_than_its_share_and_one_matrix(
     pieces = {}
     for i, (rows, columns) in enumerate(sizes):
         matrix = Matrix(f"blocks.{i}.w", None, 0, 0, rows, columns)
-        pieces[matrix] = (Piece(held[i], matrix, 0, 0, 0, matrix.numel, counted=True),)
+        pieces[matrix] = (MatrixPiece(held[i], matrix, 0, 0, 0, matrix.numel, counted=True),)
     found = owners(pieces, ranks)
     assert found.keys() == pieces.keys()
     work = [sum(m.flops for m in pieces if found[m] == rank) for rank in range(ranks)]
@@ -118,9 +118,9 @@ def test_no_owner_gets_more_than_its_share_and_one_matrix(
 
 def test_a_matrix_stays_where_it_lies_if_that_is_fair() -> None:
     alike = [Matrix(f"blocks.{i}.w", None, 0, 0, 8, 8) for i in range(6)]
-    pieces = {m: (Piece(i // 2, m, 0, 0, 0, 64, counted=True),) for i, m in enumerate(alike)}
+    pieces = {m: (MatrixPiece(i // 2, m, 0, 0, 0, 64, counted=True),) for i, m in enumerate(alike)}
     assert list(owners(pieces, 3).values()) == [0, 0, 1, 1, 2, 2]
-    crowded = {m: (Piece(0, m, 0, 0, 0, 64, counted=True),) for m in alike}
+    crowded = {m: (MatrixPiece(0, m, 0, 0, 0, 64, counted=True),) for m in alike}
     assert sorted(owners(crowded, 3).values()) == [0, 0, 1, 1, 2, 2]
 
 
@@ -165,10 +165,10 @@ def exchanged(data: int, tensor: int) -> list[dict[str, Any]]:
         )
         rounds: list[Round] = plan(held, tensor, limit)
 
-        def read(piece: Piece, buffer: Tensor = buffer) -> Tensor:
+        def read(piece: MatrixPiece, buffer: Tensor = buffer) -> Tensor:
             return buffer[piece.offset : piece.offset + piece.numel]
 
-        def write(piece: Piece, result: Tensor, buffer: Tensor = buffer) -> None:
+        def write(piece: MatrixPiece, result: Tensor, buffer: Tensor = buffer) -> None:
             buffer[piece.offset : piece.offset + piece.numel] = result
 
         Exchange(rounds, rank, None, dtype).run(read, orthogonalized, write, buffer.device)
