@@ -21,7 +21,7 @@ def over(highest: Tensor, threshold: float) -> Tensor:
 
 
 def clip_factors(highest: Tensor, kv_heads: int, threshold: float) -> tuple[Tensor, Tensor]:
-    """Factors of query heads [..., heads] and key heads [..., kv_heads], fp32. highest: [..., heads], largest logits."""
+    """Factors of query heads [..., heads] and key heads [..., kv_heads], from largest logits [..., heads]. fp32."""
     wanted = torch.where(over(highest, threshold), threshold / highest, 1.0)
     groups = wanted.unflatten(-1, (kv_heads, -1))
     keys = groups.amin(-1).sqrt()

@@ -73,7 +73,7 @@ class Muon(Rule):
 
 
 class MuonClip(Muon):
-    """Muon, and then QK-clip at a logit of 1."""
+    """Muon, and then QK-clip at a logit of 1.45."""
 
     def __init__(self, w: dict[str, Tensor]) -> None:
         super().__init__(w)
@@ -82,9 +82,9 @@ class MuonClip(Muon):
 
     def step(self, grads: dict[str, Tensor], lr: float) -> float:
         total = super().step(grads, lr)
-        self.clipped.append({at for at, logit in self.highest.items() if logit > 1})
+        self.clipped.append({at for at, logit in self.highest.items() if logit > 1.45})
         for layer in {layer for layer, _ in self.highest}:
-            gamma = [min(1.0, 1 / self.highest[layer, head]) for head in range(4)]
+            gamma = [min(1.0, 1.45 / self.highest[layer, head]) for head in range(4)]
             for name in ("weight", "bias"):
                 of = f"blocks.{layer}.attention.qkv.{name}"
                 if of not in self.master:
