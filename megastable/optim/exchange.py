@@ -40,20 +40,19 @@ class Exchange:
     @torch.no_grad()
     def run(
         self,
-        read: Callable[[MatrixPiece], Tensor],
+        read: Callable[[MatrixPiece, Tensor], None],
         function: Callable[[Tensor], Tensor],
         write: Callable[[MatrixPiece, Tensor], None],
         device: torch.device,
     ) -> None:
-        """Replace every matrix by `function` of it: `read` returns a piece of this rank, `write` gets its result.
+        """Replace every matrix by `function` of it: `read` fills in a piece of this rank, `write` gets its result.
 
-        function: [rows, columns] -> the same shape, in `dtype`. Pieces are flat; those read may have any dtype.
-        Collective.
+        function: [rows, columns] -> the same shape. Pieces are flat; everything is in `dtype`. Collective.
         """
         for held in self._rounds:
             given = torch.empty(_size(held.sent), dtype=self.dtype, device=device)
             for piece, to in _laid_out(held.sent, given):
-                to.copy_(read(piece))
+                read(piece, to)
             got = self._exchanged(given, held.sent, held.received)
             del given
             shards = {m: got.new_empty(n, m.numel // n) for m, n in held.matrices}

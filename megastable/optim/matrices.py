@@ -9,14 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megastable.parallel.fragments import Fragment
-    from megastable.parallel.sharding import Placement
+from typing import Protocol
 
 ITERATIONS = 5  # of Newton-Schulz
 BY_ADAMW = ("embedding.weight", "head.weight")  # of one row per token: no linear map of activations
+
+
+class Located(Protocol):
+    """The part of a `Placement` that counts here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dim(self) -> int | None: ...
+    @property
+    def sections(self) -> tuple[int, ...]: ...
+
+
+class Held(Protocol):
+    """The part of a `Fragment` that counts here."""
+
+    @property
+    def placement(self) -> Located: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def counted(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +78,7 @@ def is_orthogonalized(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and name not in BY_ADAMW
 
 
-def matrices(placement: Placement, shape: Sequence[int]) -> list[Matrix]:
+def matrices(placement: Located, shape: Sequence[int]) -> list[Matrix]:
     """The matrices of a whole parameter of `shape` [rows, columns], in order."""
     rows, columns = shape
     name, dim = placement.name, placement.dim
@@ -83,7 +107,7 @@ class Part:
     numel: int
 
 
-def parts(fragment: Fragment, tensor: int, tensor_rank: int) -> Iterator[Part]:
+def parts(fragment: Held, tensor: int, tensor_rank: int) -> Iterator[Part]:
     """A fragment's elements by matrix. tensor: ranks of the tensor group, of which `tensor_rank` holds the fragment.
 
     Raises ValueError for several matrices side by side in shards of columns, which no layer has.

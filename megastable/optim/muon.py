@@ -85,32 +85,31 @@ class Muon(PieceOptimizer):
     def _muon(self, master: Tensor, names: Sequence[str], pieces: Sequence[Piece]) -> None:
         """Update the pieces in a flat buffer. Collective over the stage."""
         held = {piece.name: piece for piece in pieces if piece.name in names}
-        for piece in held.values():
-            momentum = piece.group["momentum"]
-            for part in _chunks(piece):
-                piece.state["exp_avg"][part].mul_(momentum).add_(piece.gradient[part] * (1 - momentum))
 
-        def within(of: MatrixPiece) -> tuple[Piece, slice]:
-            piece = held[of.matrix.name]
-            begin = of.offset - piece.fragment.offset
-            return piece, slice(begin, begin + of.numel)
-
-        def read(of: MatrixPiece) -> Tensor:
-            piece, part = within(of)
+        def read(of: MatrixPiece, to: Tensor) -> None:
+            piece, begin = _within(of, held)
             momentum = piece.group["momentum"]
-            return (piece.gradient[part] * (1 - momentum)).add_(piece.state["exp_avg"][part] * momentum)
+            for part, target in zip(_chunks(piece, begin, of.numel), to.split(_chunk(to)), strict=True):
+                fresh = piece.gradient[part] * (1 - momentum)
+                average = piece.state["exp_avg"][part].mul_(momentum).add_(fresh)
+                target.copy_(fresh.add_(average * momentum))
 
         def write(of: MatrixPiece, result: Tensor) -> None:
-            piece, part = within(of)
-            change = (piece.weight[part] * piece.group["weight_decay"]).add_(result.float() * of.matrix.scale)
-            self.move(piece, change.mul_(-piece.group["lr"]), part)
+            piece, begin = _within(of, held)
+            for part, given in zip(
+                _chunks(piece, begin, of.numel), result.split(_chunk(result)), strict=True
+            ):
+                change = (piece.weight[part] * piece.group["weight_decay"]).add_(
+                    given.float() * of.matrix.scale
+                )
+                self.move(piece, change.mul_(-piece.group["lr"]), part)
 
         self._exchanges[master].run(read, orthogonalized, write, master.device)
 
     def _adamw(self, piece: Piece, step: int) -> None:
         group, (beta1, beta2) = piece.group, piece.group["betas"]
         unbias1, unbias2 = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-        for part in _chunks(piece):
+        for part in _chunks(piece, 0, piece.fragment.numel):
             g, m, v = piece.gradient[part], piece.state["exp_avg"][part], piece.state["exp_avg_sq"][part]
             m.mul_(beta1).add_(g * (1 - beta1))
             v.mul_(beta2).add_((g * g).mul_(1 - beta2))
@@ -120,7 +119,17 @@ class Muon(PieceOptimizer):
             self.move(piece, change.mul_(-group["lr"]), part)
 
 
-def _chunks(piece: Piece) -> Iterator[slice]:
-    """Slices of a piece whose intermediate results fit in a cache."""
-    size = CHUNKS.get(piece.weight.device.type, CHUNKS["cuda"])
-    return (slice(begin, begin + size) for begin in range(0, piece.fragment.numel, size))
+def _within(of: MatrixPiece, held: Mapping[str, Piece]) -> tuple[Piece, int]:
+    """The piece of the parameter in which a matrix's piece lies, and where it begins there."""
+    piece = held[of.matrix.name]
+    return piece, of.offset - piece.fragment.offset
+
+
+def _chunk(x: Tensor) -> int:
+    return CHUNKS.get(x.device.type, CHUNKS["cuda"])
+
+
+def _chunks(piece: Piece, begin: int, numel: int) -> Iterator[slice]:
+    """Slices of `numel` elements of a piece whose intermediate results fit in a cache."""
+    size, end = _chunk(piece.weight), begin + numel
+    return (slice(at, min(at + size, end)) for at in range(begin, end, size))

@@ -22,10 +22,13 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steepest at zero
 def orthogonalized(x: Tensor) -> Tensor:
     """About U V^T of x = U S V^T, in the dtype of x (fp32 or bf16); zero if x is zero. x: [rows, columns], finite."""
     tall = x.shape[0] > x.shape[1]
-    # fp64: squares of small gradients underflow in fp32.
-    norm = torch.linalg.vector_norm(x, dtype=torch.float64)
-    x = (x / torch.where(norm > 0, norm, 1.0)).to(x.dtype)
     x = x.t().contiguous() if tall else x
+    low, high = torch.aminmax(x)
+    _, exponent = torch.frexp(torch.maximum(high, -low).float())
+    # By a power of two, which rounds nothing: the squares of small gradients would underflow.
+    x = x * torch.exp2(-exponent.float().clamp_min(-126))
+    norm = torch.linalg.vector_norm(x)
+    x = x / torch.where(norm > 0, norm, 1.0)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = mm(x, x.t())

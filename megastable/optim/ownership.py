@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from megastable.optim.matrices import Matrix, is_orthogonalized, parts
-
-if TYPE_CHECKING:
-    from megastable.parallel.fragments import Fragment
+from megastable.optim.matrices import Held, Matrix, is_orthogonalized, parts
 
 LIMIT = (
     1 << 26
@@ -62,7 +59,7 @@ class Round:
         return sum(piece.numel for message in messages for piece in message)
 
 
-def plan(held: Sequence[Sequence[Fragment]], tensor: int, limit: int = LIMIT) -> list[Round]:
+def plan(held: Sequence[Sequence[Held]], tensor: int, limit: int = LIMIT) -> list[Round]:
     """The rounds of one flat buffer. held: the fragments in it of every rank of the stage, rank = data rank x tensor +
     tensor rank.
 
@@ -98,12 +95,12 @@ def owners(pieces: dict[Matrix, tuple[MatrixPiece, ...]], ranks: int) -> dict[Ma
     return found
 
 
-def _pieces(held: Sequence[Sequence[Fragment]], tensor: int) -> dict[Matrix, tuple[MatrixPiece, ...]]:
+def _pieces(held: Sequence[Sequence[Held]], tensor: int) -> dict[Matrix, tuple[MatrixPiece, ...]]:
     """All pieces by matrix, sorted by shard and start."""
     found: dict[Matrix, list[MatrixPiece]] = defaultdict(list)
     for rank, fragments in enumerate(held):
         for fragment in fragments:
-            if is_orthogonalized(fragment.name, fragment.shape):
+            if is_orthogonalized(fragment.placement.name, fragment.shape):
                 for part in parts(fragment, tensor, rank % tensor):
                     at = part.shard, part.start, part.offset, part.numel
                     found[part.matrix].append(MatrixPiece(rank, part.matrix, *at, fragment.counted))

@@ -165,8 +165,8 @@ def exchanged(data: int, tensor: int) -> list[dict[str, Any]]:
         )
         rounds: list[Round] = plan(held, tensor, limit)
 
-        def read(piece: MatrixPiece, buffer: Tensor = buffer) -> Tensor:
-            return buffer[piece.offset : piece.offset + piece.numel]
+        def read(piece: MatrixPiece, to: Tensor, buffer: Tensor = buffer) -> None:
+            to.copy_(buffer[piece.offset : piece.offset + piece.numel])
 
         def write(piece: MatrixPiece, result: Tensor, buffer: Tensor = buffer) -> None:
             buffer[piece.offset : piece.offset + piece.numel] = result

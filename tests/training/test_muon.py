@@ -23,7 +23,7 @@ THERE: tuple[int, dict[str, Any]] = (3, {"zero": 3})
 
 def at(corpus: Path, run: Path, parallel: dict[str, Any]) -> RunConfig:
     batch = {"steps": END, "global_batch": 12, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
-    optimizer = {"name": "muon", "momentum": 0.95, "qk_clip": 0.2, "lr": 3e-3}
+    optimizer = {"name": "muon", "momentum": 0.95, "qk_clip": 0.06, "lr": 3e-3}
     return tiny(
         corpus, run, parallel=parallel, train=batch, precision={"kind": "fp32"}, checkpoint={"interval": STOP},
         schedule={"warmup_steps": 2, "total_steps": END}, optimizer=optimizer,
