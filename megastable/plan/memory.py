@@ -21,11 +21,22 @@ from megastable.config import deepspeed_json
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears
+from megastable.optim.ownership import LIMIT
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.activations import FP32, PlannedKernels
 from megastable.plan.items import BACK, PASSES, PHASES, STEP, WAITING, Device, Footprint, Host, Item, Phase
-from megastable.plan.volume import Stage, bounds, element, parameters, round_up, stage_of, tied_piece
+from megastable.plan.stage_matrices import stage_matrices
+from megastable.plan.volume import (
+    Stage,
+    bounds,
+    element,
+    parameter_groups,
+    parameters,
+    round_up,
+    stage_of,
+    tied_piece,
+)
 
 # Copied from model/ and optim/, which need torch; on a CPU only.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
@@ -104,12 +115,12 @@ def _footprint(
         *_fp8_weights(config, held, first, kernels, min(layout.pipeline - stage, steps)),
         *_ends(config, held),
         *_stages(config, layout, stage, held, steps),
-        *_scratch(config, held, groups, kernels, device),
+        *_scratch(config, layout, held, groups, kernels, device),
     ]
     if held.last:
         items += _logits(config, kernels, elements, device)
     found = tuple(item for item in items if item.bytes)
-    return Footprint(stage, found, _host(config, groups, layout, device))
+    return Footprint(stage, found, _host(config, held, groups, layout, device))
 
 
 def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
@@ -136,8 +147,8 @@ def _zero_section(name: str, stage: int) -> dict[str, Any]:
 
 
 def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
-    """Elements of the optimizer's groups (matrices, norms) on a rank before ZeRO partitions them, padded for that."""
-    groups = [group for group in parameters(config.model, held, config.parallel.tensor) if group]
+    """Elements of the optimizer's groups on a rank before ZeRO partitions them, padded for that."""
+    groups = [group.sizes for group in parameter_groups(config, held)]
     if config.parallel.zero == 3:
         counted = (Counter(group).items() for group in groups)
         return [sum(round_up(n, layout.data) * times for n, times in group) for group in counted]
@@ -157,7 +168,11 @@ def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]
     made: tuple[Phase, ...] = (*STEP, "optimizer")
     yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
     yield Item("master", "fp32 master weights", own * FP32, made)
-    yield Item("moments", "Adam's moments", 2 * own * moment)
+    kept = sum(
+        group // layout.data * of.moments
+        for group, of in zip(groups, parameter_groups(config, held), strict=True)
+    )
+    yield Item("moments", "moments", kept * moment)
     if _sums(config):
         yield Item("gradients", "fp32 sums of gradients", whole * FP32, made)
     elif config.parallel.zero == 3:
@@ -364,7 +379,12 @@ def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: i
 
 
 def _scratch(
-    config: RunConfig, held: Stage, groups: Sequence[int], kernels: PlannedKernels, device: Device
+    config: RunConfig,
+    layout: Layout,
+    held: Stage,
+    groups: Sequence[int],
+    kernels: PlannedKernels,
+    device: Device,
 ) -> Iterable[Item]:
     """Tables and temporary buffers."""
     m, z = config.model, activations.sizes(config)
@@ -382,6 +402,8 @@ def _scratch(
     if config.optimizer.moments == "bf16" and not kernels.compile:
         size = min(UPDATE_CHUNK[device], max(groups))
         yield Item("buffers", "the update's intermediate results", 5 * size * FP32, ("update",))
+    if config.optimizer.name == "muon":
+        yield from _orthogonalized(config, layout, held)
     if kernels.attention == "blocked":
         rows = min(activations.ROWS, z.length)
         fit = z.heads * z.samples * rows * z.length
@@ -391,9 +413,25 @@ def _scratch(
         yield Item("buffers", "scores of a block", scores * (FP32 + z.e * (1 + unkept)))
 
 
-def _host(config: RunConfig, groups: Sequence[int], layout: Layout, device: Device) -> Host:
+def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[Item]:
+    """Muon: messages of a round, on both sides, the matrices that this rank owns, and intermediate results of the
+    largest one."""
+    e = 2 if config.precision.kind == "bf16" else FP32
+    all_of = stage_matrices(config.model, held.blocks)
+    largest = max(m.numel for m in all_of)
+    here = max(min(sum(m.numel for m in all_of) // (config.parallel.tensor * layout.data), LIMIT), largest)
+    yield Item("buffers", "matrices exchanged", 2 * here * e, ("update",))
+    square = max(min(m.rows, m.columns) for m in all_of) ** 2
+    yield Item("buffers", "a matrix orthogonalized", (3 * largest + 2 * square) * e, ("update",))
+
+
+def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout, device: Device) -> Host:
     moment = 2 if config.optimizer.moments == "bf16" else FP32
-    sizes = [n // layout.data * width for n in groups for width in (FP32, moment, moment)]
+    sizes = [
+        n // layout.data * width
+        for n, of in zip(groups, parameter_groups(config, held), strict=True)
+        for width in (FP32, *[moment] * of.moments)
+    ]
     state = sum(taken(size, device == "cuda") for size in sizes)
     kept = config.stability.snapshots
     copy = state if config.checkpoint.asynchronous else 0

@@ -11,12 +11,15 @@ MLP, V rows of the vocabulary, t tensor ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
-from megastable.plan.volume import Stage, element, parameters
+from megastable.optim.matrices import ITERATIONS
+from megastable.plan.stage_matrices import busiest_flops, stage_matrices
+from megastable.plan.volume import Stage, element, parameter_groups, parameters
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
 PRODUCT, EIGHT, ATTENTION = "product", "product in FP8", "attention"
@@ -214,12 +217,30 @@ def held_parameters(config: RunConfig, held: Stage) -> int:
 
 
 def update(config: RunConfig, held: Stage, data: int) -> Operation:
-    """Norm, clipping, AdamW and the weights in compute precision, for this rank's partition."""
-    n = held_parameters(config, held) / data
-    moments = 16 if config.optimizer.moments == "fp32" else 8
+    """Norm, clipping, the optimizer and the weights in compute precision, for this rank's partition."""
+    moment = 8 if config.optimizer.moments == "fp32" else 4  # read and written
     # Gradient: averaged (8), squared (4), clipped (8), read (4). Master: read and written (8), copied (4 and a weight).
-    each = (8 if data > 1 else 0) + 4 + 8 + 4 + 8 + moments + 4 + element(config)
-    return Operation("update", STREAM, 0, n * each, kernels=20)
+    each = (8 if data > 1 else 0) + 4 + 8 + 4 + 8 + 4 + element(config)
+    size = sum(sum(group.sizes) * (each + group.moments * moment) for group in parameter_groups(config, held))
+    return Operation("update", STREAM, 0, size / data, kernels=20)
+
+
+def orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | None:
+    """Newton-Schulz on the matrices that the busiest rank of a stage owns."""
+    if config.optimizer.name != "muon":
+        return None
+    all_of = stage_matrices(config.model, held.blocks)
+    flops = busiest_flops(config.model, held.blocks, config.parallel.tensor * data)
+    e = 2 if config.precision.kind == "bf16" else 4
+    mean = sum(m.numel for m in all_of) / len(all_of)
+    each = sum(m.flops for m in all_of) / len(all_of)
+    passes = (
+        ITERATIONS * 6 * mean * e
+    )  # of a matrix of mean size: it is read twice and written, as is its square
+    return Operation(
+        "orthogonalization", PRODUCT, flops, flops / each * passes,
+        shortest=min(min(m.rows, m.columns) for m in all_of), kernels=math.ceil(flops / each * 3 * ITERATIONS),
+    )  # fmt: skip
 
 
 def _at(operation: Operation, when: str, times: int) -> Operation:
