@@ -13,6 +13,7 @@ import typer
 
 from megastable.base.errors import FAILED, ConfigError
 from megastable.commands.app import App
+from megastable.commands.bench_training import add_training
 from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
@@ -482,3 +483,6 @@ def data(
     for table in tables(hunted):
         _console(as_json).print(table)
     put_json(asdict(hunted) | {"machine": machine(torch.device("cpu"))}, as_json, output)
+
+
+add_training(app)

@@ -1,0 +1,79 @@
+"""The commands of `megastable bench` that train whole runs and compare them."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megastable.commands.app import App
+from megastable.commands.checkout import find_beside
+from megastable.commands.options import Json, JsonFile, Overrides, put_json
+
+
+def tuned(
+    overrides: Overrides = None,
+    candidates: Annotated[
+        list[str] | None, typer.Option("--of", help="Overrides of one candidate, spaces between; repeatable")
+    ] = None,
+    rates: Annotated[
+        list[float] | None, typer.Option("--rate", help="A learning rate to try for each of them; repeatable")
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of each at its best rate, after the one that tunes it")
+    ] = 3,
+    recipe_path: Annotated[Path, typer.Option("--recipe", help="Model, data and length of every run")] = Path(
+        "launch/recipes/quickstart.yaml"
+    ),
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one core each")] = 2,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Steps that recipes need to reach a loss, each tuned over the same number of learning rates. Trains for real."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from megastable.base.progress_bar import bar
+    from megastable.config import recipe
+
+    find_beside("benchmarks")
+    from benchmarks.tuned import compare, spread, target_of
+
+    chosen, tried = (
+        candidates or ["optimizer.name=adamw", "optimizer.name=muon"],
+        sorted(rates or [1e-3, 2e-3, 4e-3]),
+    )
+    for candidate in chosen:  # mistakes show before hours of training
+        recipe.load(recipe_path, [*(overrides or []), *candidate.split()])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        bar("training", len(chosen) * (len(tried) + seeds), unit="runs") as progress,
+    ):
+        found = compare(
+            recipe_path, chosen, tried, range(1, seeds + 2), overrides or [], Path(folder), jobs, progress
+        )
+    target = target_of(found[0])
+    table = Table("candidate", "best rate", "final loss", "validation", f"steps to {target:.3f}", "s a step")
+    for one in found:
+        steps = len(one.measured[0].losses)
+        table.add_row(
+            one.overrides or "the recipe", f"{one.rate:g} of {len(tried)}",
+            spread([run.final for run in one.measured]), spread([run.validation for run in one.measured]),
+            ", ".join("never" if n is None else str(n) for n in one.steps_to(target)) + f" of {steps}",
+            f"{sum(run.seconds for run in one.measured) / steps / len(one.measured):.3f}",
+        )  # fmt: skip
+    Console(quiet=as_json).print(table)
+    put_json({"target": target, "candidates": [asdict(one) for one in found]}, as_json, output)
+
+
+def add_training(app: App) -> None:
+    """Add them to `megastable bench`."""
+    app.add(
+        examples="""
+        megastable bench tuned --of optimizer.name=adamw --of optimizer.name=muon --rate 1e-3 --rate 2e-3 --rate 4e-3
+        megastable bench tuned --of "" --of optimizer.clipping=zclip --rate 2e-3 --seeds 5 train.steps=300
+        """
+    )(tuned)
