@@ -1,4 +1,4 @@
-"""The matrices of a pipeline stage that Muon orthogonalizes, and their exchange, without an engine. Pure; without torch.
+"""The matrices of a pipeline stage that Muon orthogonalizes, and their exchange. Pure; without torch or an engine.
 
 Names, shapes and the order of the fused weights are those of model/; the pieces are cut as DeepSpeed 0.19.8 cuts them.
 """
