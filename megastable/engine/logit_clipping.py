@@ -37,22 +37,29 @@ class LogitClipping:
         heads = model.heads // (layout.tensor * layout.context)
         first = (topology.tensor_rank * layout.context + topology.context_rank) * heads
         self._mine = slice(first, first + heads)
-        self._highest = torch.empty(model.layers, model.heads, device=device)
+        # By layer. Tensors of their own: compiled blocks share one graph, which takes them as inputs.
+        self._highest: dict[int, Tensor] = {}
         for block in module.modules():
             if isinstance(block, Block):
-                block.attention.highest = self._highest[int(block.name.rpartition(".")[2]), self._mine]
+                block.attention.highest = torch.empty(heads, device=device)
+                self._highest[int(block.name.rpartition(".")[2])] = block.attention.highest
+        self._table = torch.empty(model.layers, model.heads, device=device)
         self.begin()
 
     def begin(self) -> None:
         """Before a step."""
-        self._highest.fill_(-math.inf)
+        for highest in self._highest.values():
+            highest.fill_(-math.inf)
 
     def measured(self) -> Tensor:
         """The largest logits of the step, fp32 [layers, heads] on the CPU. Collective over the world."""
+        self._table.fill_(-math.inf)
+        for layer, highest in self._highest.items():
+            self._table[layer, self._mine] = highest
         # Libraries differ in the maximum of a NaN and a number.
-        highest = self._highest.nan_to_num(math.inf, math.inf, -math.inf)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        return highest.cpu()
+        self._table.nan_to_num_(math.inf, math.inf, -math.inf)
+        dist.all_reduce(self._table, op=dist.ReduceOp.MAX)
+        return self._table.to("cpu", copy=True)
 
     def after_update(
         self, highest: Tensor, inner: torch.optim.Optimizer, flat: FlatState

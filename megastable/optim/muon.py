@@ -80,11 +80,11 @@ class Muon(PieceOptimizer):
         # Also where this rank has no piece: it may own matrices.
         for group in self.param_groups:
             for master in group["params"] if group["orthogonalize"] else ():
-                self._muon(master, [f.name for f in self._fragments[master]], pieces)
+                here = {f.name for f in self._fragments[master]}
+                self._muon(master, {piece.name: piece for piece in pieces if piece.name in here})
 
-    def _muon(self, master: Tensor, names: Sequence[str], pieces: Sequence[Piece]) -> None:
-        """Update the pieces in a flat buffer. Collective over the stage."""
-        held = {piece.name: piece for piece in pieces if piece.name in names}
+    def _muon(self, master: Tensor, held: Mapping[str, Piece]) -> None:
+        """Update a flat buffer; held: its pieces by name. Collective over the stage."""
 
         def read(of: MatrixPiece, to: Tensor) -> None:
             piece, begin = _within(of, held)

@@ -118,8 +118,9 @@ def test_no_owner_gets_more_than_its_share_and_one_matrix(
 
 def test_a_matrix_stays_where_it_lies_if_that_is_fair() -> None:
     alike = [Matrix(f"blocks.{i}.w", None, 0, 0, 8, 8) for i in range(6)]
-    pieces = {m: (MatrixPiece(i // 2, m, 0, 0, 0, 64, counted=True),) for i, m in enumerate(alike)}
-    assert list(owners(pieces, 3).values()) == [0, 0, 1, 1, 2, 2]
+    holders = [2, 0, 1, 2, 1, 0]
+    pieces = {m: (MatrixPiece(r, m, 0, 0, 0, 64, counted=True),) for r, m in zip(holders, alike, strict=True)}
+    assert list(owners(pieces, 3).values()) == holders
     crowded = {m: (MatrixPiece(0, m, 0, 0, 0, 64, counted=True),) for m in alike}
     assert sorted(owners(crowded, 3).values()) == [0, 0, 1, 1, 2, 2]
 

@@ -27,9 +27,12 @@ def test_every_head_is_scaled_by_its_own_factor(highest: list[float], kv: int) -
         assert (queries == 1).all() and (keys == 1).all()  # nothing is rounded
 
 
-def test_many_heads_share_the_change() -> None:
+def test_queries_and_keys_share_the_change() -> None:
     queries, keys = clip_factors(torch.tensor([400.0, 1.0]), 2, 100.0)
     assert queries.tolist() == keys.tolist() == [0.5, 1.0]
+    # A shared key head takes as much as the query head that is clipped most; the other is to keep its logits.
+    queries, keys = clip_factors(torch.tensor([400.0, 1.0]), 1, 100.0)
+    assert queries.tolist() == [0.5, 2.0] and keys.tolist() == [0.5]
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
