@@ -129,8 +129,12 @@ def count(config: RunConfig, world: int, zero: dict[str, Any], warm: int = 2) ->
 
 def _kinds(engine: Any) -> dict[str, str]:
     """The purpose of each group of this rank, by name."""
+    from megastable.optim.pieces import PieceOptimizer
+
     t = engine.topology
     groups = {"tensor": [t.tensor_group], "data": [t.data_group], "context": [t.context_group]}
+    inner = engine.optimizer.optimizer
+    groups["stage"] = [inner.at.stage_group] if isinstance(inner, PieceOptimizer) else []
     if t.layout.pipeline > 1:
         grid = engine.ds.grid
         groups["tensor"].append(grid.get_slice_parallel_group())

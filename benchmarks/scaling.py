@@ -49,7 +49,7 @@ class Case:
     apart: bool = False
     zero: dict[str, Any] = field(default_factory=dict)  # overrides for DeepSpeed's section zero_optimization
     elements: int = 3000  # logits of a chunk
-    clipping: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
@@ -59,7 +59,7 @@ class Case:
                 "parallel": self.parallel,
                 "train": {"global_batch": self.global_batch, "micro_batch": self.micro_batch},
                 "precision": {"kind": self.precision},
-                "optimizer": {"clip": 1e6, "clipping": self.clipping},  # no worker is above it
+                "optimizer": self.optimizer,
                 "kernels": {"attention": "reference", "loss": self.loss, "compile": False},
                 "data": {"keep_documents_apart": self.apart},
             }
@@ -69,6 +69,8 @@ class Case:
 TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
 SP2 = TP2 | {"sequence": True}
 OLMO2 = {"qk_norm": "full", "norms": "after"}
+MUON: dict[str, Any] = {"name": "muon"}
+CLIP: dict[str, Any] = {"clip": 1e6}  # no worker is above it
 LAYOUTS = {
     "TP2": Case(2, TP2),
     "TP2 reference loss": Case(2, TP2, loss="reference"),
@@ -111,10 +113,20 @@ LAYOUTS = {
     "TP2+SPxPP2 tied full": Case(4, SP2 | PP2 | {"recompute": "full"}, {"tied": True}, apart=True),
     "PP2xDP2 fp32": Case(4, PP2, precision="fp32"),
     "TP2xPP2xDP2": Case(8, TP2 | PP2),
-    "DP2 clipped by value": Case(2, clipping={"kind": "value", "threshold": 1.0}),
-    "DP2 ZeRO 3 AdaGC": Case(2, {"zero": 3}, clipping={"kind": "adagc"}),
-    "TP2xPP2 AGC": Case(4, TP2 | PP2, clipping={"kind": "agc"}),
-    "DP4xCP2 by worker": Case(4, {"context": 2}, clipping={"kind": "worker"}),
+    "DP2 clipped by value": Case(2, optimizer=CLIP | {"clipping": {"kind": "value", "threshold": 1.0}}),
+    "DP2 ZeRO 3 AdaGC": Case(2, {"zero": 3}, optimizer=CLIP | {"clipping": {"kind": "adagc"}}),
+    "TP2xPP2 AGC": Case(4, TP2 | PP2, optimizer=CLIP | {"clipping": {"kind": "agc"}}),
+    "DP4xCP2 by worker": Case(4, {"context": 2}, optimizer=CLIP | {"clipping": {"kind": "worker"}}),
+    "Muon TP2": Case(2, TP2, optimizer=MUON),
+    "Muon DP3": Case(3, global_batch=6, micro_batch=1, optimizer=MUON),
+    "Muon DP2 ZeRO 2": Case(2, {"zero": 2}, optimizer=MUON),
+    "Muon DP3 ZeRO 3 fp32": Case(
+        3, {"zero": 3}, precision="fp32", global_batch=6, micro_batch=1, optimizer=MUON
+    ),
+    "Muon PP2xDP3 tied": Case(
+        6, PP2, {"tied": True, "layers": 5}, global_batch=6, micro_batch=1, optimizer=MUON
+    ),
+    "Muon TP2xPP2xDP2 QK-clip": Case(8, TP2 | PP2, {"qk_norm": False}, optimizer=MUON | {"qk_clip": 100.0}),
 }
 
 
@@ -171,15 +183,16 @@ def measure(names: Sequence[str] = (), say: Callable[[str], None] = lambda _: No
     return Found(held, machine(torch.device("cpu")))
 
 
-def expected(case: Case, stage: int, data_rank: int = 0) -> dict[Message, int]:
+def expected(case: Case, stage: int, data_rank: int = 0, tensor_rank: int = 0) -> dict[Message, int]:
     """The messages of a rank of `stage` by the formulas."""
     config = case.config
     data = deepspeed_json.data_parallel(config, case.world)
     zero = deepspeed_json.build(config, case.world)["zero_optimization"] | case.zero
     cut = volume.bounds(config)
     terms = volume.step(
-        config, data, stage, cut, case.loss, elements=case.elements, zero=zero, data_rank=data_rank
-    )
+        config, data, stage, cut, case.loss, elements=case.elements, zero=zero, data_rank=data_rank,
+        tensor_rank=tensor_rank,
+    )  # fmt: skip
     found: Counter[Message] = Counter()
     for term in terms:
         found[term.group, term.collective, term.bytes] += term.calls
@@ -192,7 +205,7 @@ def compare(name: str, case: Case, ranks: Sequence[Counted]) -> Held:
     p, config = case.config.parallel, case.config
     layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(config, case.world), p.context)
     for rank, counted in enumerate(ranks):
-        wanted = expected(case, counted.stage, layout.coordinates(rank)[1])
+        wanted = expected(case, *layout.coordinates(rank))
         for message in sorted(counted.messages.keys() | wanted.keys()):
             n, m = counted.messages.get(message, 0), wanted.get(message, 0)
             if n != m:

@@ -59,8 +59,11 @@ def rope(x: Tensor, position: Tensor, rate: Tensor) -> Tensor:
     return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).to(x.dtype)
 
 
-def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-    """tokens [b, s] -> fp32 [b, s, vocabulary]."""
+def logits(
+    w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor | None = None,
+    highest: dict[tuple[int, int], float] | None = None,
+) -> Tensor:  # fmt: skip
+    """tokens [b, s] -> fp32 [b, s, vocabulary]. highest: raised by the attention logits, by (layer, head)."""
     b, s = tokens.shape
     mask = torch.ones(s, s, dtype=torch.bool).tril().expand(b, s, s)
     position = torch.arange(s).expand(b, s)
@@ -93,9 +96,10 @@ def logits(w: dict[str, Tensor], shape: Shape, tokens: Tensor, segments: Tensor 
         for j in range(h):
             group = j // (h // k)
             score = q[:, j].float() @ key[:, group].float().transpose(1, 2) / math.sqrt(d)
-            heads.append(
-                (torch.softmax(score.masked_fill(~mask, -math.inf), -1) @ v[:, group].float()).to(x.dtype)
-            )
+            score = score.masked_fill(~mask, -math.inf)
+            if highest is not None:
+                highest[i, j] = max(highest.get((i, j), -math.inf), float(score.detach().max()))
+            heads.append((torch.softmax(score, -1) @ v[:, group].float()).to(x.dtype))
         y = torch.cat(heads, -1) @ w[p + "attention.out.weight"].T
         x = x + (norm(y, w[p + "attention_norm.weight"], shape.eps) if shape.norms_after else y)
         y = x if shape.norms_after else norm(x, w[p + "mlp_norm.weight"], shape.eps)
@@ -157,7 +161,8 @@ class AdamW:
 
 
 class Rule(Protocol):
-    """An optimizer over whole tensors. w: fp32 weights by name."""
+    """An optimizer over whole tensors. w: fp32 weights by name. It may have `highest`: a dictionary of the largest
+    attention logits of the step, by (layer, head)."""
 
     w: dict[str, Tensor]
 
@@ -184,7 +189,8 @@ def train(
         loss = 0.0
         for part in torch.arange(len(tokens)).chunk(micro_batches):
             leaves = {k: v.detach().clone().requires_grad_() for k, v in optimizer.w.items()}
-            out = logits(leaves, shape, tokens[part], None if segments is None else segments[part])
+            apart, highest = None if segments is None else segments[part], getattr(optimizer, "highest", None)
+            out = logits(leaves, shape, tokens[part], apart, highest)
             objective, ce = losses(out, labels[part], shape.z)
             loss += float(ce) / micro_batches
             for name, g in zip(leaves, torch.autograd.grad(objective, list(leaves.values())), strict=True):

@@ -13,7 +13,7 @@ import typer
 
 from megastable.base.errors import FAILED, ConfigError
 from megastable.commands.app import App
-from megastable.commands.bench_training import add_training
+from megastable.commands.bench_training import add_training, alone
 from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
@@ -67,7 +67,7 @@ def stability(
 
     find_beside("benchmarks")
     config = recipe.load(recipe_path, overrides or [])  # mistakes show before the slow import of DeepSpeed
-    _alone()
+    alone()
     from benchmarks.costs import table
     from benchmarks.stability_cost import measure, steps_needed
     from megastable.base.progress_bar import bar
@@ -140,11 +140,6 @@ def noise(
     if planted:
         _console(as_json).print(late)
     put_json([*map(asdict, found), *map(asdict, seen)], as_json, output)
-
-
-def _alone() -> None:
-    """A process group of this process alone, if none is started."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 @app.add(
@@ -225,7 +220,7 @@ def attribution(
     if not given:
         raise ConfigError("--text: which text? One that no constant was chosen on")
     find_beside("benchmarks")
-    _alone()
+    alone()
     from benchmarks.attribution_errors import PLANTS, STATES, Found, measure, pooled
     from megastable.engine import distributed
 
@@ -316,7 +311,7 @@ def train(
     wanted = chosen_peers(peers or [], device)
     if folder:
         wanted = chosen_peers([*wanted, profiled], device)
-    _alone()
+    alone()
     begun = time.monotonic()
     from benchmarks import profiling, speed
     from benchmarks.train_speed import measure, steps_needed
@@ -440,7 +435,7 @@ def checkpoint(
     find_beside("benchmarks")
     named = recipes or [QUICKSTART, Path("launch/recipes/125m.yaml")]
     configs = {str(path): recipe.load(path, [*SHORT, *(overrides or [])]) for path in named}
-    _alone()
+    alone()
     from benchmarks.checkpoint_speed import measure_all
     from benchmarks.saves import facts, table
 

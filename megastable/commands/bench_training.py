@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
 
+from megastable.base.errors import ConfigError
 from megastable.commands.app import App
 from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
@@ -69,6 +72,63 @@ def tuned(
     put_json({"target": target, "candidates": [asdict(one) for one in found]}, as_json, output)
 
 
+def optimizers(
+    overrides: Overrides = None,
+    candidates: Annotated[
+        list[str] | None, typer.Option("--of", help="Overrides of one candidate, spaces between; repeatable")
+    ] = None,
+    recipe_path: Annotated[Path, typer.Option("--recipe", help="Model, batch and precision")] = Path(
+        "launch/recipes/quickstart.yaml"
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="Each does a step of every candidate")] = 5,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """What optimizers add to the time of a step, beside the first candidate. On random tokens, on one rank."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from megastable.base.progress_bar import bar
+    from megastable.config import recipe
+
+    find_beside("benchmarks")
+    chosen = candidates or ["optimizer.name=adamw", "optimizer.name=muon"]
+    configs = [(of, recipe.load(recipe_path, [*(overrides or []), *of.split()])) for of in chosen]
+    for _, config in configs:
+        if config.model.vocab_size is None:
+            raise ConfigError(
+                "model.vocab_size comes from a corpus, and none is opened: set model.vocab_size=..."
+            )
+    alone()
+    from benchmarks.optimizer_speed import measure, steps_needed
+    from megastable.engine import distributed
+
+    distributed.start_distributed(configs[0][1].run.timeout, configs[0][1].run.deterministic)
+    with bar("measuring", steps_needed(len(configs), rounds), unit="steps") as progress:
+        found = measure(configs, rounds, progress)
+    distributed.stop_distributed()
+    table = Table(
+        "candidate", "s a step", "s an update", "step", "update", title=f"{found.tokens:,} tokens a step"
+    )
+    for one in found.times:
+        step, update = one.extra(found.times[0])
+        table.add_row(
+            one.name,
+            f"{median(one.steps):.3f}",
+            f"{median(one.updates):.3f}",
+            f"{step:+.1%}",
+            f"{update:+.1%}",
+        )
+    table.caption = "longer than the first, as shares of its step; medians"
+    Console(quiet=as_json).print(table)
+    put_json(asdict(found), as_json, output)
+
+
+def alone() -> None:
+    """A process group of this process alone, if none is started."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
 def add_training(app: App) -> None:
     """Add them to `megastable bench`."""
     app.add(
@@ -77,3 +137,10 @@ def add_training(app: App) -> None:
         megastable bench tuned --of "" --of optimizer.clipping=zclip --rate 2e-3 --seeds 5 train.steps=300
         """
     )(tuned)
+    app.add(
+        examples="""
+        megastable bench optimizers model.vocab_size=32000
+        megastable bench optimizers --recipe launch/recipes/125m.yaml --rounds 3 model.vocab_size=32000
+            train.global_batch=16 train.micro_batch=2
+        """
+    )(optimizers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def impossible(c: RunConfig) -> list[str]:
             f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "
             "change one of them"
         )
-    return bad + _impossible_optimizer(c.optimizer) + _impossible_clipping(c)
+    return bad + _impossible_optimizer(c.optimizer) + _impossible_clipping(c) + _impossible_qk_clip(c)
 
 
 def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
@@ -90,6 +91,17 @@ def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
     if o.adafactor.momentum >= 1:
         bad.append(f"optimizer.adafactor.momentum={o.adafactor.momentum:g}: must be below 1")
     return bad
+
+
+def _impossible_qk_clip(c: RunConfig) -> list[str]:
+    o, m = c.optimizer, c.model
+    if o.qk_clip is None or not m.qk_norm:
+        return []
+    return [
+        f"optimizer.qk_clip={o.qk_clip:g} with model.qk_norm={json.dumps(m.qk_norm)}: queries and keys are normed "
+        "after their weights, so scaling these has no effect, and the norm bounds the logits already; leave "
+        "optimizer.qk_clip out, or set model.qk_norm=false"
+    ]
 
 
 def _impossible_clipping(c: RunConfig) -> list[str]:

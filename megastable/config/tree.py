@@ -237,9 +237,11 @@ class ClippingConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer over fp32 master weights (docs/catalogue.md). Norms and biases have no weight decay."""
 
-    name: Literal["adamw", "stable_adamw", "spam", "stable_spam", "adafactor", "lamb", "sgd"] = "adamw"
+    name: Literal[
+        "adamw", "stable_adamw", "spam", "stable_spam", "adafactor", "lamb", "sgd", "muon"
+    ] = "adamw"  # fmt: skip
     """The rule: AdamW (arXiv:1711.05101), StableAdamW (arXiv:2304.13013), SPAM, Stable-SPAM, Adafactor, LAMB
-    (arXiv:1904.00962), SGD with momentum."""
+    (arXiv:1904.00962), SGD with momentum, Muon (arXiv:2502.16982) for the matrices of blocks and AdamW for the rest."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -254,8 +256,11 @@ class OptimizerConfig(Section):
     """What is clipped: a kind's name or a section."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of AdamW's moments; master weights are fp32 in any case."""
-    momentum: Fraction = 0.9
-    """`sgd`: decay rate of the momentum."""
+    momentum: Fraction | None = Field(default=None, examples=[0.95])
+    """Decay rate of the momentum; null: 0.9 for `sgd`, 0.95 for `muon`. Not of the others."""
+    qk_clip: PositiveFloat | None = Field(default=None, examples=[100.0])
+    """Largest attention logit of a head: after an update, scale down the query and key weights of heads that exceeded
+    it in the step (QK-clip, arXiv:2507.20534 section 2.1, with 100); null: never. Not with `model.qk_norm`."""
     spam: SpamConfig = SpamConfig()
     stable_spam: StableSpamConfig = StableSpamConfig()
     adafactor: AdafactorConfig = AdafactorConfig()

@@ -32,6 +32,7 @@ from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
 from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
+from megastable.engine.logit_clipping import LogitClipping
 from megastable.engine.worker_clipping import Worker
 from megastable.engine.zero import Bf16, wrapper
 from megastable.fp8.apply import apply
@@ -120,6 +121,10 @@ class Engine:
         self.zero = wrapper(self.optimizer, self.ds, topology, self.device)
         self.clipping = self._attach()
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
+        threshold = config.optimizer.qk_clip
+        self.qk_clip = (
+            LogitClipping(module, config.model, topology, threshold, self.device) if threshold else None
+        )
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
             patches.untimed(self.ds)
@@ -187,6 +192,8 @@ class Engine:
             self.counters_before = self.counters()
         self._judge, self._votes, self.measured = judge, votes, None
         self.loss.samples.clear()
+        if self.clipping is not None:
+            self.clipping.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self._computing():
@@ -279,7 +286,11 @@ class Engine:
         if isinstance(inner, PieceOptimizer):
             inner.sizes, inner.recording = [], self.measures_update
         self.kept = self._clip()
-        with self.zero.clipping_by(known):
+        with contextlib.ExitStack() as during:
+            during.enter_context(self.zero.clipping_by(known))
+            if self.qk_clip is not None:
+                step = self.qk_clip.after_update(self.qk_clip.measured(), inner, self.flat_state())
+                during.enter_context(patches.instead(inner, "step", step))
             self._update(lr_kwargs)
         self.applied = bool(self.ds.was_step_applied())
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.config.tree import ModelConfig
 from megastable.model.cores import CORES, Core
+from megastable.model.highest_logits import raise_highest
 from megastable.model.kernels import Kernels
 from megastable.model.memo import Latest
 from megastable.model.norm import RMSNorm, SplitRMSNorm
@@ -89,6 +90,7 @@ class Attention(nn.Module):
         self.q_norm = _head_norm(config, config.heads, tp, f"{name}.q_norm")
         self.k_norm = _head_norm(config, config.key_value_heads, tp, f"{name}.k_norm")
         self.out = RowParallelLinear(config.heads * d, config.hidden, tp, f"{name}.out")
+        self.highest: Tensor | None = None  # fp32 [q / c]: raised by the logits of training steps, if set
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, q, d], keys and values [s, b, k, d], normed, not yet rotated."""
@@ -124,6 +126,8 @@ class Attention(nn.Module):
     def between(self, qkv: Tensor, at: Places) -> Tensor:
         """From fused queries, keys and values [s, b, (q + 2 k) d] to the attention output [s, b, q d]."""
         q, k, v = self.rotated(qkv, at)
+        if self.highest is not None and torch.is_grad_enabled():
+            raise_highest(self.highest, q, k, at.segments)
         if self.recompute_core and torch.is_grad_enabled():
             # No dropout anywhere: there is no random state to save and restore.
             y = checkpoint(

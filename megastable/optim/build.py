@@ -12,6 +12,7 @@ from megastable.optim.adafactor import Adafactor
 from megastable.optim.adamw import AdamW, decay_groups
 from megastable.optim.fused import FusedAdamW
 from megastable.optim.lamb import Lamb
+from megastable.optim.muon import Muon, muon_groups
 from megastable.optim.pieces import PieceOptimizer
 from megastable.optim.sgd import SGD
 from megastable.optim.spam import Spam
@@ -19,7 +20,7 @@ from megastable.optim.stable_adamw import StableAdamW
 from megastable.optim.stable_spam import StableSpam
 
 OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
-    AdamW, FusedAdamW, StableAdamW, Spam, StableSpam, Adafactor, Lamb, SGD,
+    AdamW, FusedAdamW, StableAdamW, Spam, StableSpam, Adafactor, Lamb, SGD, Muon,
 )  # fmt: skip
 # Optimizers whose state means the same: exponential averages of gradients and of their squares. SPAM's begin anew at
 # some updates, and Stable-SPAM's are of scaled gradients.
@@ -33,7 +34,7 @@ def build(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.o
     groups = decay_groups(module.parameters(), config.weight_decay)
     common: dict[str, Any] = {"lr": config.lr}
     if config.name == "sgd":
-        return SGD(groups, **common, momentum=config.momentum)
+        return SGD(groups, **common, momentum=0.9 if config.momentum is None else config.momentum)
     if config.name == "adafactor":
         return Adafactor(groups, **common, **dict(config.adafactor))
     adam = common | {"betas": config.betas, "eps": config.eps}
@@ -45,6 +46,13 @@ def build(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.o
         return Spam(groups, **adam, **dict(config.spam))
     if config.name == "stable_spam":
         return StableSpam(groups, **adam, **dict(config.stable_spam))
+    if config.name == "muon":
+        computes = {p.dtype for p in module.parameters()}
+        dtype = torch.bfloat16 if torch.bfloat16 in computes else torch.float32
+        matrices = muon_groups(module.parameters(), config.weight_decay)
+        return Muon(
+            matrices, **adam, momentum=0.95 if config.momentum is None else config.momentum, dtype=dtype
+        )
     if config.moments == "bf16":
         return AdamW(groups, **adam, compiled=compiled)
     return FusedAdamW(groups, **adam)

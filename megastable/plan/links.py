@@ -79,6 +79,8 @@ def _stride(group: str, lay: Layout) -> tuple[int, int, Iterable[int]]:
             return t, c, (start + g * c * t for start in starts for g in range(lay.samples))
         case "data":
             return t, d, starts
+        case "stage":
+            return 1, t * d, range(0, lay.world, t * d)
         case "pipeline":
             return t * d, min(p, 2), range(max(p - 1, 1) * t * d)
         case "tied":

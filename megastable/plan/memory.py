@@ -21,12 +21,23 @@ from megastable.config import deepspeed_json
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears
+from megastable.optim.ownership import LIMIT
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.activations import FP32, PlannedKernels
 from megastable.plan.items import BACK, PASSES, PHASES, STEP, WAITING, Device, Footprint, Host, Item, Phase
+from megastable.plan.stage_matrices import stage_matrices
 from megastable.plan.updates import cost
-from megastable.plan.volume import Stage, bounds, element, parameters, round_up, stage_of, tied_piece
+from megastable.plan.volume import (
+    Stage,
+    bounds,
+    element,
+    parameter_groups,
+    parameters,
+    round_up,
+    stage_of,
+    tied_piece,
+)
 
 # Copied from model/ and optim/, which need torch; on a CPU only.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
@@ -105,12 +116,12 @@ def _footprint(
         *_fp8_weights(config, held, first, kernels, min(layout.pipeline - stage, steps)),
         *_ends(config, held),
         *_stages(config, layout, stage, held, steps),
-        *_scratch(config, held, groups, kernels, device),
+        *_scratch(config, layout, held, groups, kernels, device),
     ]
     if held.last:
         items += _logits(config, kernels, elements, device)
     found = tuple(item for item in items if item.bytes)
-    return Footprint(stage, found, _host(config, groups, layout, device))
+    return Footprint(stage, found, _host(config, held, groups, layout, device))
 
 
 def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
@@ -137,8 +148,8 @@ def _zero_section(name: str, stage: int) -> dict[str, Any]:
 
 
 def _flat(config: RunConfig, layout: Layout, held: Stage) -> list[int]:
-    """Elements of the optimizer's groups (matrices, norms) on a rank before ZeRO partitions them, padded for that."""
-    groups = [group for group in parameters(config.model, held, config.parallel.tensor) if group]
+    """Elements of the optimizer's groups on a rank before ZeRO partitions them, padded for that."""
+    groups = [group.sizes for group in parameter_groups(config, held)]
     if config.parallel.zero == 3:
         counted = (Counter(group).items() for group in groups)
         return [sum(round_up(n, layout.data) * times for n, times in group) for group in counted]
@@ -157,7 +168,7 @@ def _state(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[int]
     made: tuple[Phase, ...] = (*STEP, "optimizer")
     yield Item("weights", "weights that compute", (own if config.parallel.zero == 3 else whole) * e, PHASES)
     yield Item("master", "fp32 master weights", own * FP32, made)
-    yield Item("moments", "the optimizer's state", sum(_optimizer_state(config, groups, layout)))
+    yield Item("moments", "the optimizer's state", sum(_optimizer_state(config, held, groups, layout)))
     if _sums(config):
         yield Item("gradients", "fp32 sums of gradients", whole * FP32, made)
     elif config.parallel.zero == 3:
@@ -369,7 +380,12 @@ def _stages(config: RunConfig, layout: Layout, stage: int, held: Stage, steps: i
 
 
 def _scratch(
-    config: RunConfig, held: Stage, groups: Sequence[int], kernels: PlannedKernels, device: Device
+    config: RunConfig,
+    layout: Layout,
+    held: Stage,
+    groups: Sequence[int],
+    kernels: PlannedKernels,
+    device: Device,
 ) -> Iterable[Item]:
     """Tables and temporary buffers."""
     m, z = config.model, activations.sizes(config)
@@ -388,6 +404,8 @@ def _scratch(
     scratch = 5 if eager else cost(config.optimizer).scratch
     size = min(UPDATE_CHUNK[device], max(groups))
     yield Item("buffers", "the update's intermediate results", scratch * size * FP32, ("update",))
+    if config.optimizer.name == "muon":
+        yield from _orthogonalized(config, layout, held)
     if kernels.attention == "blocked":
         rows = min(activations.ROWS, z.length)
         fit = z.heads * z.samples * rows * z.length
@@ -397,15 +415,27 @@ def _scratch(
         yield Item("buffers", "scores of a block", scores * (FP32 + z.e * (1 + unkept)))
 
 
-def _optimizer_state(config: RunConfig, groups: Sequence[int], layout: Layout) -> Iterable[int]:
-    """Bytes of every tensor of the optimizer's state, fp32 masters left out, on this rank. Groups: matrices, vectors."""
-    of, width = cost(config.optimizer), 2 if config.optimizer.moments == "bf16" else FP32
-    for n, count in zip(groups, (of.matrices, of.vectors)):
-        yield from [n // layout.data * width] * count
+def _optimizer_state(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout) -> Iterable[int]:
+    """Bytes of every tensor of the optimizer's flat state, fp32 masters left out, on this rank."""
+    width = 2 if config.optimizer.moments == "bf16" else FP32
+    for n, of in zip(groups, parameter_groups(config, held), strict=True):
+        yield from [n // layout.data * width] * of.moments
 
 
-def _host(config: RunConfig, groups: Sequence[int], layout: Layout, device: Device) -> Host:
-    sizes = [n // layout.data * FP32 for n in groups] + list(_optimizer_state(config, groups, layout))
+def _orthogonalized(config: RunConfig, layout: Layout, held: Stage) -> Iterable[Item]:
+    """Muon: messages of a round, on both sides, the matrices that this rank owns, and intermediate results of the
+    largest one."""
+    e = 2 if config.precision.kind == "bf16" else FP32
+    all_of = stage_matrices(config.model, held.blocks)
+    largest = max(m.numel for m in all_of)
+    here = max(min(sum(m.numel for m in all_of) // (config.parallel.tensor * layout.data), LIMIT), largest)
+    yield Item("buffers", "matrices exchanged", 2 * here * e, ("update",))
+    square = max(min(m.rows, m.columns) for m in all_of) ** 2
+    yield Item("buffers", "a matrix orthogonalized", (3 * largest + 2 * square) * e, ("update",))
+
+
+def _host(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout, device: Device) -> Host:
+    sizes = [n // layout.data * FP32 for n in groups] + list(_optimizer_state(config, held, groups, layout))
     state = sum(taken(size, device == "cuda") for size in sizes)
     kept = config.stability.snapshots
     copy = state if config.checkpoint.asynchronous else 0

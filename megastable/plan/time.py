@@ -54,7 +54,8 @@ NAMES = {
 }  # fmt: skip
 COMPUTING = ("products", "attention", "memory", "casts", "recomputation")
 KINDS = (*COMPUTING, "tensor", "context", "pipeline", "bubble", "data", "update")
-LARGE = ("gradients", "weights", "tied embedding")  # sent once per step, or once per micro-batch
+# Sent once per step, or once per micro-batch.
+LARGE = ("gradients", "weights", "tied embedding", "momentum of matrices", "orthogonalized matrices")
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,10 @@ class _Prediction:
         lines.append(
             TimeShare(f"norm, clipping, {c.optimizer.name}", "update", self._seconds(update), because)
         )
+        matrices = work.orthogonalization(c, volume.stage_of(self.cut, dearest), self.layout.data)
+        if matrices is not None:
+            because = f"{matrices.flops / 1e12:.3g} TFLOP on the busiest rank"
+            lines.append(TimeShare("Newton-Schulz", "update", self._seconds(matrices), because))
         tokens = c.train.global_batch * c.model.sequence_length
         return StepTime(
             seconds=math.fsum(line.seconds for line in lines),
@@ -368,7 +373,7 @@ class _Prediction:
         """Communication once per step, or beside the micro-batches. computing: seconds of the whole step."""
         found: dict[str, list[volume.Term]] = defaultdict(list)
         for term in self._terms(stage):
-            if term.group in ("data", "tied", "world", "model"):
+            if term.group in ("data", "stage", "tied", "world", "model"):
                 found[term.what if term.what in LARGE else "norms, gate and the like"].append(term)
         zero, alone = self.config.parallel.zero, self.layout.pipeline == 1  # no overlap under a pipeline
         lines = []

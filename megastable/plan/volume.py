@@ -21,6 +21,8 @@ from typing import Any
 from megastable.config.tree import ModelConfig, ParallelConfig, RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
 from megastable.parallel.pipeline import partition
+from megastable.plan.stage_matrices import stage_matrices, stage_rounds
+from megastable.plan.updates import cost
 
 FP32, FP64, INT32 = 4, 8, 4
 
@@ -29,8 +31,8 @@ FP32, FP64, INT32 = 4, 8, 4
 class Term:
     """`calls` of one collective in a step, each with `bytes` given by this rank (for a receive: received).
 
-    group: "tensor", "context", "data", "pipeline" (all stages of one pipe), "model" (tensor x pipeline), "tied" (the
-    data ranks of the first and the last stage), "world".
+    group: "tensor", "context", "data", "stage" (tensor x data), "pipeline" (all stages of one pipe), "model" (tensor x
+    pipeline), "tied" (the data ranks of the first and the last stage), "world".
     """
 
     what: str
@@ -49,7 +51,7 @@ def members(config: RunConfig, data: int) -> dict[str, int]:
     t, p = config.parallel.tensor, config.parallel.pipeline
     c = config.parallel.context
     groups = {"tensor": t, "context": c, "data": data, "pipeline": p}
-    return groups | {"model": t * p, "tied": 2 * data, "world": t * p * data}
+    return groups | {"stage": t * data, "model": t * p, "tied": 2 * data, "world": t * p * data}
 
 
 def sent(term: Term, ranks: int) -> float:
@@ -117,6 +119,28 @@ def parameters(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int]
     )
 
 
+@dataclass(frozen=True)
+class ParameterGroup:
+    """A parameter group of the optimizer on one rank, before ZeRO partitions it: elements of every parameter.
+
+    moments: state tensors, each of as many elements.
+    """
+
+    sizes: list[int]
+    moments: int
+
+
+def parameter_groups(config: RunConfig, held: Stage) -> list[ParameterGroup]:
+    """The optimizer's groups, without empty ones; Muon's matrices are the first."""
+    matrices, norms = parameters(config.model, held, config.parallel.tensor)
+    of = cost(config.optimizer)
+    groups = [ParameterGroup(matrices, of.matrices), ParameterGroup(norms, of.vectors)]
+    if config.optimizer.name == "muon":
+        inner = len(matrices) - (held.first + held.last - (config.model.tied and held.first and held.last))
+        groups[:1] = [ParameterGroup(matrices[:inner], 1), ParameterGroup(matrices[inner:], 2)]
+    return [group for group in groups if group.sizes]
+
+
 def step(
     config: RunConfig,
     data: int,
@@ -128,22 +152,29 @@ def step(
     votes: int = 0,
     zero: Mapping[str, Any] | None = None,
     data_rank: int = 0,
+    tensor_rank: int | None = None,
 ) -> list[Term]:
     """All communication of a rank of pipeline stage `stage` in one training step that updates the weights.
 
     config: model.vocab_size must be known. data: data-parallel ranks. cut: of `bounds`. loss: "reference" or
     "chunked", in chunks of about `elements` logits. votes: of `Engine.train_step`. zero: the section zero_optimization
     of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding depends on it, and the
-    first rank sends most.
+    first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's matrices; None: its mean.
 
-    Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) fitted into one bucket of DeepSpeed, and
-    as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same bytes.
+    Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) and Muon's matrices fitted into one
+    bucket, and as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same
+    bytes.
     """
     held = stage_of(cut, stage)
     terms = [*_activations(config, data, held, loss, elements), *_context(config, data, held)]
     terms += _stages(config, data, held)
     terms += _tied(config, data, held, data_rank)
     terms += _zero(config, data, held, zero or {})
+    terms += _orthogonalized(config, data, held, None if tensor_rank is None else (data_rank, tensor_rank))
+    if config.optimizer.qk_clip is not None:
+        terms.append(
+            Term("QK-clip", "world", "all-reduce", FP32 * config.model.layers * config.model.heads, 1)
+        )
     # The gate's one sum: losses and squares of all samples, the norm and its validity, votes.
     terms.append(
         Term("the gate", "world", "all-reduce", FP64 * (2 * config.train.global_batch + 2 + votes), 1)
@@ -266,8 +297,9 @@ def tied_piece(config: RunConfig, data: int, held: Stage, data_rank: int = 0) ->
     """Elements of a tied embedding on one data rank, if two stages have it: it is their first matrix."""
     if not (config.model.tied and config.parallel.pipeline > 1 and (held.first or held.last)):
         return 0
-    matrices, _ = parameters(config.model, held, config.parallel.tensor)
-    size = round_up(sum(matrices), 2 * data) // data
+    # Muon has a group of its own for what it leaves to AdamW.
+    group = parameter_groups(config, held)[int(config.optimizer.name == "muon")]
+    size = round_up(sum(group.sizes), 2 * data) // data
     embedding = config.model.padded_vocab * config.model.hidden // config.parallel.tensor
     return min(max(embedding - data_rank * size, 0), size)
 
@@ -282,8 +314,7 @@ def _tied(config: RunConfig, data: int, held: Stage, data_rank: int) -> list[Ter
 def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
     """Data parallelism: gradients, weights, and DeepSpeed's checks before the update."""
     p, e, steps = config.parallel, element(config), accumulation(config, data)
-    matrices, norms = parameters(config.model, held, p.tensor)
-    groups = [group for group in (matrices, norms) if group]
+    groups = [group.sizes for group in parameter_groups(config, held)]
     if p.zero == 3:
         gradients = sum(round_up(n, data) for group in groups for n in group) * FP32
         return [
@@ -340,6 +371,23 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
             padded = round_up(sum(group), 2 * data) * FP32
             terms.append(Term("gradients of a worker", "context", "all-reduce", padded, 1))
     return terms
+
+
+def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, int] | None) -> list[Term]:
+    """Muon's two exchanges: momentum to the owners of the matrices, and results back. Bytes that a rank gives itself
+    count, so a matrix that stays where it lies costs less. rank: (data, tensor) rank; None: the mean of all."""
+    m, p = config.model, config.parallel
+    ranks = p.tensor * data
+    if config.optimizer.name != "muon" or ranks == 1:
+        return []
+    if rank is None:
+        given = [sum(matrix.numel for matrix in stage_matrices(m, held.blocks)) // ranks] * 2
+    else:
+        each, mine = stage_rounds(m, held.blocks, p.tensor, data, p.zero), rank[0] * p.tensor + rank[1]
+        given = [sum(of.given(mine, back=back) for of in each) for back in (False, True)]
+    e = 2 if config.precision.kind == "bf16" else FP32
+    names = "momentum of matrices", "orthogonalized matrices"
+    return [Term(what, "stage", "all-to-all", n * e, 1) for what, n in zip(names, given, strict=True)]
 
 
 def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:

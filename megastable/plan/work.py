@@ -11,13 +11,16 @@ MLP, V rows of the vocabulary, t tensor ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
+from megastable.optim.matrices import ITERATIONS
+from megastable.plan.stage_matrices import busiest_flops, stage_matrices
 from megastable.plan.updates import cost
-from megastable.plan.volume import Stage, element, parameters
+from megastable.plan.volume import Stage, element, parameter_groups, parameters
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
 PRODUCT, EIGHT, ATTENTION = "product", "product in FP8", "attention"
@@ -216,10 +219,33 @@ def held_parameters(config: RunConfig, held: Stage) -> int:
 
 def update(config: RunConfig, held: Stage, data: int) -> Operation:
     """Norm, clipping, the optimizer and the weights in compute precision, for this rank's partition."""
-    n = held_parameters(config, held) / data
+    of = cost(config.optimizer)
     # Gradient: averaged (8), squared (4), clipped (8). Master: copied (4 and a weight).
-    each = (8 if data > 1 else 0) + 4 + 8 + cost(config.optimizer).bytes + 4 + element(config)
-    return Operation("update", STREAM, 0, n * each, kernels=20)
+    each = (8 if data > 1 else 0) + 4 + 8 + of.bytes + 4 + element(config)
+    # Muon's matrices have one moment less, which is read and written.
+    size = sum(
+        sum(group.sizes) * (each - 8 * (config.optimizer.name == "muon" and group.moments == 1))
+        for group in parameter_groups(config, held)
+    )
+    return Operation("update", STREAM, 0, size / data, kernels=20)
+
+
+def orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | None:
+    """Newton-Schulz on the matrices that the busiest rank of a stage owns."""
+    if config.optimizer.name != "muon":
+        return None
+    all_of = stage_matrices(config.model, held.blocks)
+    flops = busiest_flops(config.model, held.blocks, config.parallel.tensor * data)
+    e = 2 if config.precision.kind == "bf16" else 4
+    mean = sum(m.numel for m in all_of) / len(all_of)
+    each = sum(m.flops for m in all_of) / len(all_of)
+    passes = (
+        ITERATIONS * 6 * mean * e
+    )  # of a matrix of mean size: it is read twice and written, as is its square
+    return Operation(
+        "orthogonalization", PRODUCT, flops, flops / each * passes,
+        shortest=min(min(m.rows, m.columns) for m in all_of), kernels=math.ceil(flops / each * 3 * ITERATIONS),
+    )  # fmt: skip
 
 
 def _at(operation: Operation, when: str, times: int) -> Operation:

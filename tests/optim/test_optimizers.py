@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.optim import rules, trained
-from tests.parallel.test_layouts import relative
+from tests.parallel.test_layouts import BIAS, QWEN2, relative
 
 # By name: the recipe's section, and the rule that it stands for.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -24,7 +24,10 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "adafactor-momentum": (
         {"name": "adafactor", "adafactor": {"momentum": 0.8}}, rules.AdafactorMomentum
     ),
+    "muon": ({"name": "muon", "momentum": 0.95}, rules.Muon),
+    "muon-clip": ({"name": "muon", "momentum": 0.95, "qk_clip": 1.45}, rules.MuonClip),
 }  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {"muon-clip": QWEN2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor": 2}),
@@ -42,13 +45,16 @@ KINDS = {"exp_avg": "m", "exp_avg_sq": "v"}
 @cache
 def ran(layout: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     world, options = LAYOUTS[layout]
-    recipes = {name: trained.recipe(section, **options) for name, (section, _) in OPTIMIZERS.items()}
+    recipes = {
+        name: trained.recipe(section, **options | {"model": options.get("model", {}) | MODELS.get(name, {})})
+        for name, (section, _) in OPTIMIZERS.items()
+    }
     return recipes, run_ranks(world, trained.train_rank, recipes, world)
 
 
 @cache
 def plainly(name: str, tied: bool, layers: int) -> Any:
-    model = trained.recipe({}, tied=tied, model={"layers": layers}).model
+    model = trained.recipe({}, tied=tied, model={"layers": layers} | MODELS.get(name, {})).model
     return trained.expected(model, OPTIMIZERS[name][1])
 
 
@@ -58,6 +64,8 @@ def test_ten_steps(layout: str, name: str) -> None:
     recipes, ranks = ran(layout)
     c = recipes[name]
     norms, rule = plainly(name, c.model.tied, c.model.layers)
+    if name == "muon-clip":
+        assert 0 < len(rule.clipped[0]) < 4 * c.model.layers
     for rank in ranks:
         assert rank[name]["norms"] == ranks[0][name]["norms"]
         assert rank[name]["norms"] == pytest.approx(norms, rel=1e-5)
@@ -68,7 +76,8 @@ def test_ten_steps(layout: str, name: str) -> None:
     got = trained.whole(ranks, name, "weight", c.parallel.tensor)
     assert got.keys() == rule.master.keys()
     for parameter, wanted in rule.master.items():
-        assert relative(got[parameter], wanted) < 1e-5, parameter
+        allowed = BIAS if parameter.endswith(".bias") else 1e-5
+        assert relative(got[parameter], wanted) < allowed, parameter
     for kind, attribute in KINDS.items():
         if kind in ranks[0][name]["state"] and name in HELD and kind in HELD[name]:
             state = trained.whole(ranks, name, kind, c.parallel.tensor)
@@ -91,4 +100,6 @@ HELD = {
     "spam": BOTH,
     "stable_spam": BOTH,
     "adafactor-momentum": ("exp_avg",),
+    "muon": ("exp_avg",),
+    "muon-clip": (),
 }

@@ -1,0 +1,135 @@
+"""Muon: momentum, orthogonalized, for the weight matrices of the blocks; AdamW for everything else.
+
+Jordan et al., Muon, 2024; as scaled up in Moonlight, arXiv:2502.16982 section 2.2: decoupled weight decay, and updates
+with the RMS of AdamW's, so that one learning rate serves both. The momentum is an average of gradients, as Adam's:
+Newton-Schulz takes no notice of its scale. Nesterov's form is what is orthogonalized.
+
+A matrix is orthogonalized as a whole by one rank of its pipeline stage (ownership.py), which gets its pieces and sends
+back those of the result (exchange.py): the result does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megastable.base.collectives import gathered
+from megastable.optim.exchange import Exchange
+from megastable.optim.matrices import is_orthogonalized
+from megastable.optim.newton_schulz import orthogonalized
+from megastable.optim.ownership import MatrixPiece, plan
+from megastable.optim.pieces import MOMENTS, Piece, PieceOptimizer, Surroundings
+from megastable.parallel.fragments import Fragment
+from megastable.parallel.sharding import placement_of, shape_of
+
+CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time: fits a CPU's cache, fills a GPU
+
+
+def muon_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups, without empty ones: matrices that are orthogonalized, other matrices, and norms and biases,
+    which do not decay."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": weight_decay, "orthogonalize": True},
+        {"params": [], "weight_decay": weight_decay, "orthogonalize": False},
+        {"params": [], "weight_decay": 0.0, "orthogonalize": False},
+    ]
+    for p in parameters:
+        shape = shape_of(p)
+        whole = is_orthogonalized(placement_of(p).name, shape)
+        groups[0 if whole else 1 if len(shape) > 1 else 2]["params"].append(p)
+    return [group for group in groups if group["params"]]
+
+
+class Muon(PieceOptimizer):
+    """w -= lr (0.2 sqrt(max(rows, columns)) NS(u) + decay w) with u = (1 - mu) g + mu m, m = mu m + (1 - mu) g.
+
+    "exp_avg" is the momentum m; groups that are not to "orthogonalize" have AdamW's moments. dtype: in which matrices
+    are sent and orthogonalized, bf16 or fp32.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, momentum: float, betas: tuple[float, float], eps: float,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__(params, lr=lr, momentum=momentum, betas=betas, eps=eps)
+        self.dtype = dtype
+        self._exchanges: dict[Tensor, Exchange] = {}
+
+    def kinds_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return MOMENTS[:1] if group["orthogonalize"] else MOMENTS
+
+    def attach(self, masters: Sequence[Tensor], fragments: Sequence[Fragment], at: Surroundings) -> None:
+        super().attach(masters, fragments, at)
+        alone = not dist.is_initialized()
+        held = [list(fragments)] if alone else gathered(list(fragments), at.stage_group)
+        rank = 0 if alone else dist.get_rank(at.stage_group)
+        self._exchanges = {}
+        for index, master in enumerate(masters):
+            rounds = plan([[f for f in of if f.group == index] for of in held], at.tensor[1])
+            self._exchanges[master] = Exchange(rounds, rank, at.stage_group, self.dtype)
+
+    def update(self, pieces: Sequence[Piece], step: int) -> None:
+        for piece in pieces:
+            if not piece.group["orthogonalize"]:
+                self._adamw(piece, step)
+        # Also where this rank has no piece: it may own matrices.
+        for group in self.param_groups:
+            for master in group["params"] if group["orthogonalize"] else ():
+                here = {f.name for f in self._fragments[master]}
+                self._muon(master, {piece.name: piece for piece in pieces if piece.name in here})
+
+    def _muon(self, master: Tensor, held: Mapping[str, Piece]) -> None:
+        """Update a flat buffer; held: its pieces by name. Collective over the stage."""
+
+        def read(of: MatrixPiece, to: Tensor) -> None:
+            piece, begin = _within(of, held)
+            momentum = piece.group["momentum"]
+            for part, target in zip(_chunks(piece, begin, of.numel), to.split(_chunk(to)), strict=True):
+                fresh = piece.gradient[part] * (1 - momentum)
+                average = piece.state["exp_avg"][part].mul_(momentum).add_(fresh)
+                target.copy_(fresh.add_(average * momentum))
+
+        def write(of: MatrixPiece, result: Tensor) -> None:
+            piece, begin = _within(of, held)
+            for part, given in zip(
+                _chunks(piece, begin, of.numel), result.split(_chunk(result)), strict=True
+            ):
+                change = (piece.weight[part] * piece.group["weight_decay"]).add_(
+                    given.float() * of.matrix.scale
+                )
+                self.move(piece, change.mul_(-piece.group["lr"]), part)
+
+        self._exchanges[master].run(read, orthogonalized, write, master.device)
+
+    def _adamw(self, piece: Piece, step: int) -> None:
+        group, (beta1, beta2) = piece.group, piece.group["betas"]
+        unbias1, unbias2 = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
+        for part in _chunks(piece, 0, piece.fragment.numel):
+            g, m, v = piece.gradient[part], piece.state["exp_avg"][part], piece.state["exp_avg_sq"][part]
+            m.mul_(beta1).add_(g * (1 - beta1))
+            v.mul_(beta2).add_((g * g).mul_(1 - beta2))
+            change = (m * unbias1).div_(v.sqrt().mul_(unbias2).add_(group["eps"]))
+            if group["weight_decay"]:
+                change.add_(piece.weight[part] * group["weight_decay"])
+            self.move(piece, change.mul_(-group["lr"]), part)
+
+
+def _within(of: MatrixPiece, held: Mapping[str, Piece]) -> tuple[Piece, int]:
+    """The piece of the parameter in which a matrix's piece lies, and where it begins there."""
+    piece = held[of.matrix.name]
+    return piece, of.offset - piece.fragment.offset
+
+
+def _chunk(x: Tensor) -> int:
+    return CHUNKS.get(x.device.type, CHUNKS["cuda"])
+
+
+def _chunks(piece: Piece, begin: int, numel: int) -> Iterator[slice]:
+    """Slices of `numel` elements of a piece whose intermediate results fit in a cache."""
+    size, end = _chunk(piece.weight), begin + numel
+    return (slice(at, min(at + size, end)) for at in range(begin, end, size))
