@@ -60,7 +60,9 @@ class Adafactor(PieceOptimizer):
             if not piece.group["matrices"]:
                 term = piece.gradient.square().add_(TINY).mul_(1 - decay)
                 piece.state["exp_avg_sq"].mul_(decay).add_(term)
-            squares += [(piece, torch.linalg.vector_norm(u).double().square()) for _, u in self._scaled(piece)]
+            squares += [
+                (piece, torch.linalg.vector_norm(u).double().square()) for _, u in self._scaled(piece)
+            ]
         sums = self.totals(squares, 1)[:, 0].tolist()
         for piece in pieces:
             whole, group = self.at.parameters[piece.name], piece.group

@@ -15,6 +15,7 @@ from megastable.optim import fused
 from megastable.optim.adamw import CHUNKS
 from megastable.optim.pieces import Piece, PieceOptimizer, UpdateSize
 
+
 def chunks(piece: Piece) -> Iterator[slice]:
     """The elements of a piece in parts to process at a time."""
     size = chunk_size(piece.weight)
@@ -33,9 +34,7 @@ class AdamPieces(PieceOptimizer):
     def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps)
 
-    def adamw(
-        self, piece: Piece, at: slice, rate: float, count: int, gradient: Tensor | None = None
-    ) -> None:
+    def adamw(self, piece: Piece, at: slice, rate: float, count: int, gradient: Tensor | None = None) -> None:
         """AdamW's update of a part of a piece, in place. count: of the updates that its averages see, this one
         included. gradient: of the part, in place of the piece's."""
         weight, group = piece.weight[at], piece.group

@@ -393,7 +393,7 @@ def _scratch(
 
 
 def _optimizer_state(config: RunConfig, groups: Sequence[int], layout: Layout) -> Iterable[int]:
-    """Bytes of every tensor of the optimizer's state, fp32 masters left out, on this rank. Groups: matrices, vectors."""
+    """Bytes of every tensor of the optimizer's state, without fp32 masters, on this rank. Groups: matrices, vectors."""
     of, width = cost(config.optimizer), 2 if config.optimizer.moments == "bf16" else FP32
     for n, count in zip(groups, (of.matrices, of.vectors)):
         yield from [n // layout.data * width] * count

@@ -242,7 +242,9 @@ class _Prediction:
         lines += self._data(dearest, sum(line.seconds for line in lines if line.kind in COMPUTING))
         update = work.update(c, volume.stage_of(self.cut, dearest), self.layout.data)
         because = f"{update.bytes / 1e9:.2f} GB of memory"
-        lines.append(TimeShare(f"norm, clipping, {c.optimizer.name}", "update", self._seconds(update), because))
+        lines.append(
+            TimeShare(f"norm, clipping, {c.optimizer.name}", "update", self._seconds(update), because)
+        )
         tokens = c.train.global_batch * c.model.sequence_length
         return StepTime(
             seconds=math.fsum(line.seconds for line in lines),

@@ -81,7 +81,8 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "stable-spam-max": ({"optimizer": {"stable_spam": {"max_decay": 1}}}, ("max_decay=1", "below 1")),
     "stable-spam-norms": (
-        {"optimizer": {"stable_spam": {"norm_decays": [0.7, 1]}}}, ("norm_decays=[0.7, 1.0]", "below 1"),
+        {"optimizer": {"stable_spam": {"norm_decays": [0.7, 1]}}},
+        ("norm_decays=[0.7, 1.0]", "below 1"),
     ),
     "adafactor-momentum": ({"optimizer": {"adafactor": {"momentum": 1}}}, ("momentum=1", "below 1")),
     "beta-2": ({"optimizer": {"betas": [0.9, 1.0]}}, ("optimizer.betas=[0.9, 1.0]", "below 1")),

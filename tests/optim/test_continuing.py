@@ -74,5 +74,7 @@ def test_twenty_updates_are_ten_and_ten(name: str, corpus: Path, tmp_path: Path)
         for key, tensor in before.shared.items():
             assert torch.equal(after.shared[key], tensor), key
     assert run_ranks(2, train, at("zero3", END, parallel={"zero": 3})) == [0, 0]
-    losses = [records.read(tmp_path / run / "steps").column("loss").to_pylist() for run in ("straight", "zero3")]
+    losses = [
+        records.read(tmp_path / run / "steps").column("loss").to_pylist() for run in ("straight", "zero3")
+    ]
     assert losses[1] == pytest.approx(losses[0][STOP:], rel=3e-3)
