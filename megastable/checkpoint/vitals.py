@@ -3,7 +3,8 @@
 Checksums verify the bytes that were written. They do not detect corruption before the write (in host memory, on the way
 to the disk) or an edit that also fixed the checksums. So a checkpoint also stores measurements taken on the device
 before anything is copied: norms and largest magnitudes of all weights and moments, and the losses of a few fixed
-samples. A start measures them again, before its first step. Two moments that average the same gradients must also be consistent.
+samples. A start measures them again, before its first step. Two moments that average the same gradients must also be
+consistent.
 """
 
 from __future__ import annotations

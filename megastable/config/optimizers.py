@@ -24,7 +24,7 @@ class StableSpamConfig(Section):
     interval: PositiveInt = 1000
     """Updates from one reset of the moments to the next. [updates]"""
     max_decay: Fraction = 0.999
-    """Decay rate of the average of a tensor's largest gradient element, above which elements are scaled down; below 1."""
+    """Decay rate of the average of a tensor's largest |gradient|, above which elements are scaled down; below 1."""
     norm_decays: tuple[Fraction, Fraction] = (0.7, 0.9)
     """Decay rates of the averages of a tensor's gradient norm and of its square; both below 1."""
 

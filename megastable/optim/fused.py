@@ -20,8 +20,8 @@ LANES = 16  # fp32 numbers of the widest vector, AVX-512; narrower ones divide i
 def update(
     tensors: Sequence[Tensor], step: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float
 ) -> None:
-    """AdamW's update of weight, gradient, first and second moment, flat fp32 [n], in place; an element's result does not
-    depend on its position. step: this update's number, 0-d fp32 on their device."""
+    """AdamW's update of weight, gradient, first and second moment, flat fp32 [n], in place; an element's result does
+    not depend on its position. step: this update's number, 0-d fp32 on their device."""
     rest = tensors[0].numel() % LANES if tensors[0].device.type == "cpu" else 0
     if rest < tensors[0].numel():
         _kernel([t[: t.numel() - rest] for t in tensors], step, lr, betas, eps, decay)

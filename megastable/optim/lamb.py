@@ -1,4 +1,4 @@
-"""LAMB (You et al., arXiv:1904.00962, algorithm 2): Adam's steps scaled to the size of each matrix, for large batches."""
+"""LAMB (You et al., arXiv:1904.00962, algorithm 2): Adam's steps scaled to the size of each matrix."""
 
 from __future__ import annotations
 

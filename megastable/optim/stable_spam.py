@@ -1,4 +1,4 @@
-"""Stable-SPAM (Huang et al., arXiv:2502.17055, algorithm 1): Adam on gradients whose spikes and norms are normalised."""
+"""Stable-SPAM (Huang et al., arXiv:2502.17055, algorithm 1): Adam on gradients with normalised spikes and norms."""
 
 from __future__ import annotations
 
@@ -40,18 +40,28 @@ class StableSpam(AdamPieces):
         self.interval, self.decays = interval, (max_decay, *norm_decays)
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
-        highest = self.maxima(((p, largest(p.gradient[at])) for p in pieces for at in chunks(p)), 1)[:, 0]
+        parts = [(piece, at) for piece in pieces for at in chunks(piece)]
+        peaks = [largest(piece.gradient[at]) for piece, at in parts]
+        owners = [piece for piece, _ in parts]
+        highest = self.maxima(zip(owners, peaks, strict=True), 1)[:, 0]
         averages, decays = self._averages(), highest.new_tensor(self.decays)
         unbias = 1 / (1 - decays**step)
         averages[:, 0].mul_(decays[0]).add_(highest * (1 - decays[0]))
         limits = averages[:, 0] * unbias[0]
         bounds = torch.stack([limits, torch.where(highest > limits, limits / highest, 1.0)], 1).tolist()
 
-        def seen(piece: Piece, at: slice) -> tuple[Piece, Tensor]:
-            norm = torch.linalg.vector_norm(clipped(piece.gradient[at], *self._of(piece, bounds)))
-            return piece, torch.stack([norm.double().square(), highest.new_tensor(at.stop - at.start)])
+        beyond = torch.stack(peaks).tolist() if peaks else []
 
-        squares, present = self.totals((seen(p, at) for p in pieces for at in chunks(p)), 2).unbind(1)
+        def clipped_part(index: int) -> Tensor:
+            (piece, at), (limit, scale) = parts[index], self._of(owners[index], bounds)
+            return clipped(piece.gradient[at], limit, scale) if beyond[index] > limit else piece.gradient[at]
+
+        def seen(index: int) -> tuple[Piece, Tensor]:
+            part = clipped_part(index)
+            square = torch.linalg.vector_norm(part).double().square()
+            return owners[index], torch.stack([square, square.new_tensor(part.numel())])
+
+        squares, present = self.totals(map(seen, range(len(parts))), 2).unbind(1)
         norms = squares.sqrt()
         averages[:, 1].mul_(decays[1]).add_(norms * (1 - decays[1]))
         averages[:, 2].mul_(decays[2]).add_(norms.square() * (1 - decays[2]))
@@ -64,12 +74,11 @@ class StableSpam(AdamPieces):
                 self.shared[f"{KIND}/{name}"] = row.clone()
 
         count = since_reset(step, self.interval)
-        for piece in pieces:
-            if count == 1:
-                forget(piece)
-            for at in chunks(piece):
-                gradient = clipped(piece.gradient[at], *self._of(piece, bounds)) * self._of(piece, scales)
-                self.adamw(piece, at, piece.group["lr"], count, gradient)
+        for piece in pieces if count == 1 else ():
+            forget(piece)
+        for index, (piece, at) in enumerate(parts):
+            gradient = clipped_part(index) * self._of(piece, scales)
+            self.adamw(piece, at, piece.group["lr"], count, gradient)
 
     def _averages(self) -> Tensor:
         """[parameters, 3], in their order; zeros before the first update."""
@@ -87,7 +96,5 @@ def largest(x: Tensor) -> Tensor:
 
 
 def clipped(gradient: Tensor, limit: float, scale: float) -> Tensor:
-    """Elements beyond `limit` times `scale`, the others as they are; a scale of 1 clips nothing."""
-    if scale == 1.0 or (gradient.device.type == "cpu" and float(largest(gradient)) <= limit):
-        return gradient
+    """Elements beyond `limit` times `scale`, the others as they are."""
     return torch.where(gradient.abs() > limit, gradient * scale, gradient)

@@ -47,9 +47,9 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     """Make the run directory `out` from DeepSpeed's checkpoint: `folder` with `latest`, or one global_step*/. Returns
     the checkpoint's folder.
 
-    run: the new run's recipe; its model must be the checkpoint's. Moments are imported if all weights have them and
-    the recipe's optimizer continues from Adam's; the data starts at 0, unless client_state holds a "cursor". Raises CheckpointError, ConfigError, DataError; then nothing
-    of `out` is left.
+    run: the new run's recipe; its model must be the checkpoint's. Moments are imported if all weights have them and the
+    recipe's optimizer continues from Adam's; the data starts at 0, unless client_state holds a "cursor". Raises
+    CheckpointError, ConfigError, DataError; then nothing of `out` is left.
     """
     refuse_existing(out)
     source = find(folder)
