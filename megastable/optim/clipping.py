@@ -100,8 +100,8 @@ class AdaGC(Clipping):
     """Clip each tensor to `threshold` times an average of its own clipped norms (AdaGC, arXiv:2502.11034, algorithm 1).
 
     In the first `warmup` updates all are clipped to a global norm of optimizer.clip, and the average is the smallest
-    norm of a tensor so far, but for zero, which would clip it forever. State: "adagc/norms", fp64 [parameters], 0 = none
-    yet, in the order of their names; "adagc/updates", fp64 [1], updates since clipping began.
+    norm of a tensor so far, but for zero, which would clip it forever. State: "adagc/norms", fp64 [parameters], 0 =
+    none yet, in the order of their names; "adagc/updates", fp64 [1], updates since clipping began.
     """
 
     names = ("adagc/norms", "adagc/updates")
