@@ -100,8 +100,8 @@ class AdaGC(Clipping):
     """Clip each tensor to `threshold` times an average of its own clipped norms (AdaGC, arXiv:2502.11034, algorithm 1).
 
     In the first `warmup` updates all are clipped to a global norm of optimizer.clip, and the average is the smallest
-    norm of a tensor so far. A norm of zero is no measurement: it neither counts nor clips. State: "adagc/norms", fp64
-    [parameters], 0 = none yet, in the order of their names; "adagc/updates", fp64, updates since clipping began.
+    norm of a tensor so far, but for zero, which would clip it forever. State: "adagc/norms", fp64 [parameters], 0 =
+    none yet, in the order of their names; "adagc/updates", fp64 [1], updates since clipping began.
     """
 
     names = ("adagc/norms", "adagc/updates")
@@ -119,7 +119,7 @@ class AdaGC(Clipping):
         if int(updates) < self.warmup:
             kept = _scaled(pieces, by_norm(norm, self.config.clip))
             clipped = now * kept
-            average = torch.minimum(norms, clipped)
+            average = torch.where(clipped == 0, norms, torch.minimum(norms, clipped))
         else:
             factors = allowed(now, self.threshold * norms, unless=norms == 0)
             for piece in pieces:
@@ -127,7 +127,7 @@ class AdaGC(Clipping):
             clipped = now * factors
             average = self.decay * norms + (1 - self.decay) * clipped
             kept = _left((now.square() - clipped.square()).sum(), norm)
-        norms.copy_(torch.where(norms == 0, clipped, torch.where(clipped == 0, norms, average)))
+        norms.copy_(torch.where(norms == 0, clipped, average))
         updates += 1
         return kept
 

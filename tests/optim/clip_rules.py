@@ -63,7 +63,7 @@ class AdaGC(Clip):
                 h = min(1.0 / whole, 1.0)
                 self.gamma[name] = min(self.gamma.get(name, math.inf), h * norm)
             else:
-                h = min(1.05 * self.gamma[name] / norm, 1.0)
+                h = min(1.05 * self.gamma[name] / norm, 1.0) if norm else 1.0
                 self.gamma[name] = 0.98 * self.gamma[name] + 0.02 * h * norm
             made[name] = g * h
         return made
