@@ -42,7 +42,7 @@ def shell(policy: Policy) -> Any:
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
     rewinding.config.stability.policy.swap_most = 0.5
-    rewinding.config.schedule.warmup_steps = 0
+    rewinding.config.schedule = ScheduleConfig(warmup_steps=0)
     rewinding.selection.return_value.share_without.return_value = 1.0
     rewinding.source.order.locate.return_value.corpus = [0]
     snapshot = rewinding.points.before_region.return_value

@@ -13,7 +13,7 @@ import torch
 from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.data.loader import documents_of
+from megastable.data.loader import segments_of
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, sample_entries
 from megastable.data.skips import Selection
@@ -265,7 +265,7 @@ def expected(corpus: Path) -> tuple[list[list[float]], list[float]]:
 
     def batch(positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         samples = source.samples(np.array(positions))
-        segments = documents_of(samples[:, :-1], source.eod) if c.data.keep_documents_apart else None
+        segments = segments_of(samples[:, :-1], source.eod) if c.data.keep_documents_apart else None
         return (
             torch.from_numpy(samples[:, :-1]), torch.from_numpy(samples[:, 1:]),
             None if segments is None else torch.from_numpy(segments),
