@@ -72,12 +72,12 @@ class LayoutState(BaseModel):
 class RunState(BaseModel):
     """State of a run: everything needed to continue besides weights, moments and RNG.
 
-    step: steps done, discarded ones included. updates, trained_tokens: the applied ones, and their tokens: the one or the
-    other determines the learning rate. cursor: the next data position. batch, piece: samples of the last step, and the
-    length of the pieces that its last sample was cut into, in tokens; 0 = unknown. adam_step: Adam's own count, 0 without moments. scaler: of fp16's loss. fp8: the history of
-    largest magnitudes for delayed scales, by layer. stability: the state of detector, policy and the open incident
-    (recovery/). mix: the share of each corpus in the last step. vitals: of the
-    state at this step, None if an older version saved it.
+    step: steps done, discarded ones included. updates, trained_tokens: of the applied ones: they determine the learning
+    rate. cursor: the next data position. batch, piece: of the last step: its samples, and the length of the pieces that
+    its last sample is cut into, in tokens; 0 = unknown. adam_step: Adam's own count, 0 without moments. scaler: of
+    fp16's loss. fp8: the history of largest magnitudes for delayed scales, by layer. stability: the state of detector,
+    policy and the open incident (recovery/). mix: the share of each corpus in the last step. vitals: of the state at
+    this step, None if an older version saved it.
     """
 
     # A loss may be nan: the default would write null, which cannot be read back as a number.

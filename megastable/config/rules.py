@@ -66,7 +66,7 @@ def impossible(c: RunConfig) -> list[str]:
             f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "
             "change one of them"
         )
-    bad += warmups.impossible(c)
+    bad += warmups.impossible(c.train, m.sequence_length)
     if c.optimizer.betas[0] >= 1 or c.optimizer.betas[1] >= 1:
         bad.append(f"optimizer.betas={list(c.optimizer.betas)}: both must be below 1")
     return bad

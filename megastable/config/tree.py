@@ -230,8 +230,8 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate: linear warm-up to `optimizer.lr`, then a decay to `floor`.
 
-    It counts applied updates, or with `warmup_tokens` their tokens: then all lengths are in tokens. With a batch warm-up
-    only the latter follows the data.
+    It counts applied updates, or with `warmup_tokens` their tokens, and then all lengths are in tokens: with a batch
+    warm-up the two are not the same.
     """
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -265,18 +265,26 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _one_clock(self) -> ScheduleConfig:
-        steps = [key for key in ("warmup_steps", "decay_steps", "total_steps") if getattr(self, key) is not None]
-        tokens = [key for key in ("warmup_tokens", "decay_tokens", "total_tokens") if getattr(self, key) is not None]
+        steps = [
+            key for key in ("warmup_steps", "decay_steps", "total_steps") if getattr(self, key) is not None
+        ]
+        tokens = [
+            key for key in ("warmup_tokens", "decay_tokens", "total_tokens") if getattr(self, key) is not None
+        ]
         if tokens and "warmup_tokens" not in tokens:
-            raise ValueError(f"{tokens[0]} counts tokens: give warmup_tokens in place of warmup_steps, 0 for none")
+            raise ValueError(
+                f"{tokens[0]} counts tokens: give warmup_tokens in place of warmup_steps, 0 for none"
+            )
         if tokens and steps:
             other = steps[0].replace("steps", "tokens")
             raise ValueError(
-                f"{steps[0]} counts steps and {tokens[0]} tokens: give {other} in place of {steps[0]}={getattr(self, steps[0])}"
-                f", or leave {' and '.join(tokens)} out"
+                f"{steps[0]} counts steps and {tokens[0]} tokens: give {other} in place of {steps[0]}, or leave "
+                f"{' and '.join(tokens)} out"
             )
         if not tokens and self.warmup_steps is None:
-            raise ValueError("the length of the warm-up is missing: give warmup_steps or warmup_tokens, 0 for none")
+            raise ValueError(
+                "the length of the warm-up is missing: give warmup_steps or warmup_tokens, 0 for none"
+            )
         return self
 
 
@@ -292,7 +300,9 @@ class TrainConfig(Section):
     """Batch of one forward pass on a rank. [samples]"""
     batch_warmup: BatchWarmup | None = Field(default=None, examples=[{"start": 8, "tokens": 1_000_000}])
     """A smaller global batch at the start of the run; null: none."""
-    sequence_warmup: SequenceWarmup | None = Field(default=None, examples=[{"start": 64, "tokens": 1_000_000}])
+    sequence_warmup: SequenceWarmup | None = Field(
+        default=None, examples=[{"start": 64, "tokens": 1_000_000}]
+    )
     """Shorter sequences at the start of the run; null: none."""
     eval_interval: NonNegativeInt = 200
     """Steps between evaluations; 0: only at the end. [steps]"""
@@ -443,12 +453,17 @@ class RunConfig(Section):
     @property
     def batches(self) -> Stages:
         """The global batch of the step that begins at a cursor. [samples]"""
-        return batches(self)
+        return batches(self.train.global_batch, self.train.batch_warmup, self.model.sequence_length)
 
     @property
     def pieces(self) -> Stages:
         """Length of the pieces that the sample at a position is cut into. [tokens]"""
-        return pieces(self)
+        return pieces(self.model.sequence_length, self.train.sequence_warmup)
+
+    @property
+    def tokens(self) -> int:
+        """Length of the run, if nothing is skipped. [tokens]"""
+        return self.batches.reach(0, self.train.steps) * self.model.sequence_length
 
     @property
     def segmented(self) -> bool:

@@ -21,7 +21,7 @@ from pydantic import Field, PositiveInt
 from megastable.config.section import Section
 
 if TYPE_CHECKING:
-    from megastable.config.tree import RunConfig
+    from megastable.config.tree import TrainConfig
 
 
 class BatchWarmup(Section):
@@ -88,47 +88,47 @@ class Stages:
         return count
 
 
-def batches(config: RunConfig) -> Stages:
+def batches(full: int, warmup: BatchWarmup | None, sequence_length: int) -> Stages:
     """The global batch of the step that begins at a cursor. [samples]"""
-    full, warmup = config.train.global_batch, config.train.batch_warmup
     if warmup is None:
         return Stages.constant(full)
     sizes = tuple(range(warmup.start, full + 1, warmup.increment or warmup.start))
-    grows, length = len(sizes) - 1, config.model.sequence_length
-    return Stages(tuple(-(-i * warmup.tokens // (grows * length)) for i in range(len(sizes))), sizes)
+    each = (len(sizes) - 1) * sequence_length
+    return Stages(tuple(-(-i * warmup.tokens // each) for i in range(len(sizes))), sizes)
 
 
-def pieces(config: RunConfig) -> Stages:
-    """The length of the pieces of the sample at a position. [tokens]"""
-    full, warmup = config.model.sequence_length, config.train.sequence_warmup
+def pieces(full: int, warmup: SequenceWarmup | None) -> Stages:
+    """The length of the pieces of the sample at a position, whose length is `full`. [tokens]"""
     if warmup is None:
         return Stages.constant(full)
     lengths = tuple(warmup.start << i for i in range((full // warmup.start).bit_length()))
-    paced = (full - warmup.start) * full
-    return Stages(tuple(-(-(n - warmup.start) * warmup.tokens // paced) for n in lengths), lengths)
+    each = (full - warmup.start) * full
+    return Stages(tuple(-(-(n - warmup.start) * warmup.tokens // each) for n in lengths), lengths)
 
 
-def impossible(config: RunConfig) -> list[str]:
+def impossible(train: TrainConfig, sequence_length: int) -> list[str]:
     """What is wrong with the warm-ups of a configuration, each with its remedy."""
-    t, full, bad = config.train, config.model.sequence_length, []
-    if (batch := t.batch_warmup) is not None:
+    bad, full = [], sequence_length
+    if (batch := train.batch_warmup) is not None:
         increment = batch.increment or batch.start
-        if batch.start >= t.global_batch or (t.global_batch - batch.start) % increment:
+        if batch.start >= train.global_batch or (train.global_batch - batch.start) % increment:
             bad.append(
-                f"train.batch_warmup: from start={batch.start} by {increment} the batch never is "
-                f"train.global_batch={t.global_batch}: choose a start below it, and an increment that divides the "
+                f"train.batch_warmup: from start={batch.start} by {increment} the batch never grows to "
+                f"train.global_batch={train.global_batch}: choose a start below it, and an increment that divides the "
                 "difference"
             )
-        elif batch.start % t.micro_batch or increment % t.micro_batch:
+        elif batch.start % train.micro_batch or increment % train.micro_batch:
             bad.append(
-                f"train.batch_warmup: train.micro_batch={t.micro_batch} does not divide start={batch.start} and the "
-                f"increment of {increment}: change one of them"
+                f"train.batch_warmup: train.micro_batch={train.micro_batch} does not divide start={batch.start} and "
+                f"the increment of {increment}: change one of them"
             )
-    if (sequence := t.sequence_warmup) is not None:
+    if (sequence := train.sequence_warmup) is not None:
         times, rest = divmod(full, sequence.start)
         if rest or times < 2 or times & (times - 1):
             halved = [str(full >> i) for i in range(1, 8) if full % (1 << i) == 0]
-            known = f"one of {', '.join(halved)}" if halved else "and a sequence length that can be halved"
+            known = (
+                f"one of {', '.join(halved)}" if halved else "another sequence length, which can be halved"
+            )
             bad.append(
                 f"train.sequence_warmup.start={sequence.start}: model.sequence_length={full} must be start times a "
                 f"power of 2: choose {known}"

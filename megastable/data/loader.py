@@ -68,9 +68,10 @@ class Loader:
 
     `cursor` is always the one after the last step handed out: the state to save. A thread prefetches up to `prefetch`
     steps; it calls nothing collective, and an error in it is raised by the `next()` of the step that it belongs to.
-    Call `close()`, or use it as a context manager. `global_batch`: of the step at a cursor, or of all. `pin_memory` puts
-    tokens, labels and segments into pinned memory. `part`: rank in, and size of, the context group that shares the
-    samples. `pieces`: length of the pieces that the sample at a position is cut into; None: samples are whole.
+    Call `close()`, or use it as a context manager. `global_batch`: of the step at a cursor, or of every step.
+    `pin_memory` puts tokens, labels and segments into pinned memory. `part`: rank in, and size of, the context group
+    that shares the samples. `pieces`: length of the pieces that the sample at a position is cut into; None: they are
+    whole.
     """
 
     def __init__(

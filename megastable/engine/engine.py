@@ -198,7 +198,7 @@ class Engine:
 
     def _accumulate(self, micro_batches: int) -> None:
         """Expect so many micro-batches in this step."""
-        # DeepSpeed finds the last one by the remainder of a count over all steps, of which another number may be passed.
+        # DeepSpeed recognizes the last one by the remainder of a count over all steps, which had other numbers of them.
         self.ds.micro_steps = 0
         if micro_batches == self.ds.gradient_accumulation_steps():
             return

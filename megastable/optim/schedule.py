@@ -48,12 +48,7 @@ def total(config: RunConfig) -> int:
     """Where the decay ends, in the schedule's unit: given, or the length of the run, if nothing is skipped."""
     if not config.schedule.by_tokens:
         return config.schedule.total_steps or config.train.steps
-    return config.schedule.total_tokens or tokens_of(config)
-
-
-def tokens_of(config: RunConfig) -> int:
-    """Tokens of a whole run, if nothing is skipped."""
-    return config.batches.reach(0, config.train.steps) * config.model.sequence_length
+    return config.schedule.total_tokens or config.tokens
 
 
 def rates(config: RunConfig) -> Iterator[float]:

@@ -42,7 +42,10 @@ class Origin:
         """state: that the process resumes from, of a checkpoint or a new run. changed: differences from the recipes of
         the last start and of the checkpoint, as "key: old -> new"."""
         self._run, self._config, self._log = run, config.checkpoint.vitals, log
-        self._verify, self._batch = config.stability.policy.verify_steps, state.batch or config.batches.at(state.cursor)
+        self._verify, self._batch = (
+            config.stability.policy.verify_steps,
+            state.batch or config.batches.at(state.cursor),
+        )
         self._other_measure, self._other_cause = (
             any(text.startswith(part) for text in changed for part in parts) for parts in (MEASURES, CAUSES)
         )

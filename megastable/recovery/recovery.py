@@ -178,7 +178,8 @@ class Recovery:
             # The same text in other pieces has another level of the loss.
             self._mixed = True
             self.log.emit(
-                LengthChanged(step=state.step + 1, position=batch.first, old=state.piece, new=batch.piece), say=True
+                LengthChanged(step=state.step + 1, position=batch.first, old=state.piece, new=batch.piece),
+                say=True,
             )
         if state.batch and (size := batch.positions.size) != state.batch:
             self.log.emit(

@@ -63,12 +63,12 @@ class StepRecord:
     """One step. Losses in nats per token, times in seconds, memory in GiB; None = not measured at this step.
 
     first_position, next_position: the data cursor before and after; the step trained on the positions between them
-    except `skipped`, ranges [first, end) concatenated. samples: of the step; piece: tokens that its last sample attends
-    over, the sequence length after a warm-up; None in records of older versions. finite: whether loss and gradients were. clipped: the update was
-    applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`. mfu_full and
-    mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction: of the steps
-    since it was last recorded. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. Other
-    values that may be None: see `probe.Statistics`.
+    except `skipped`, ranges [first, end) concatenated. samples: how many; piece: length of the pieces that its last
+    sample is cut into, in tokens; None in records of older versions. finite: whether loss and gradients were. clipped:
+    the update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
+    mfu_full and mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction:
+    of the steps since it was last recorded. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for
+    it. Other values that may be None: see `probe.Statistics`.
     """
 
     step: int

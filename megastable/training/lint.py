@@ -6,7 +6,7 @@ import math
 from itertools import islice
 
 from megastable.config.tree import RunConfig
-from megastable.optim.schedule import rates, tokens_of, warmup
+from megastable.optim.schedule import rates, warmup
 
 # Updates in which gradients keep one direction: Adam's change every weight by the whole rate.
 FIRST = 5
@@ -22,7 +22,7 @@ HIGHEST = 0.3  # the highest rate of that study, with QK-norm: nothing beyond it
 def lint(config: RunConfig) -> list[str]:
     """Warnings about the recipe of a new run, each with its reason and a remedy."""
     c, found = config, []
-    unit = "tokens" if c.schedule.by_tokens else "steps"
+    unit, updates = ("tokens", " updates") if c.schedule.by_tokens else ("steps", "")
     key, length = f"schedule.warmup_{unit}", warmup(c.schedule)
     first = list(islice(rates(c), FIRST))
     lr = sum(first) / len(first)
@@ -32,7 +32,7 @@ def lint(config: RunConfig) -> list[str]:
             f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {c.model.init_std:g} and a width "
             f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself (limit "
             f"{CHANGE:g}). Set a longer {key} (now {length}; 2 / (1 - beta2) = "
-            f"{2 / max(1 - c.optimizer.betas[1], 1e-9):.0f} steps is a rule of thumb, arXiv:1910.04209), or a lower "
+            f"{2 / max(1 - c.optimizer.betas[1], 1e-9):.0f}{updates} is a rule of thumb, arXiv:1910.04209), or a lower "
             "optimizer.lr"
         )
     if not c.model.qk_norm and c.optimizer.lr >= WITHOUT_QK_NORM:
@@ -50,7 +50,7 @@ def lint(config: RunConfig) -> list[str]:
             f"optimizer.lr x optimizer.weight_decay = {decay:g}: from 1 on decay turns the sign of every weight. Lower "
             "one of them"
         )
-    run = tokens_of(c) if c.schedule.by_tokens else c.train.steps
+    run = c.tokens if c.schedule.by_tokens else c.train.steps
     if length >= run:
         of = f"the {run} tokens of the run" if c.schedule.by_tokens else f"train.steps={run}"
         found.append(

@@ -144,7 +144,12 @@ class Start:
         return self._loader(source, Skips.of([]), 0, batch, None)
 
     def _loader(
-        self, source: Source, skips: Skips | Selection, cursor: int, batches: Stages | int, pieces: Stages | None
+        self,
+        source: Source,
+        skips: Skips | Selection,
+        cursor: int,
+        batches: Stages | int,
+        pieces: Stages | None,
     ) -> Loader:
         c, t, on_gpu = self.config, self.topology, self.engine.device.type == "cuda"
         return Loader(

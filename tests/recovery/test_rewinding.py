@@ -13,6 +13,7 @@ import torch
 from megastable.base.rng import rng_state
 from megastable.checkpoint import markers, store
 from megastable.config.stability import PolicyConfig, StabilityConfig
+from megastable.config.tree import ScheduleConfig
 from megastable.recovery import origin
 from megastable.recovery.origin import Origin
 from megastable.recovery.rewind_points import Points, RewindState

@@ -217,7 +217,7 @@ def measure(configs: list[tuple[RunConfig, bool]], world: int) -> list[dict[str,
             for _ in range(STEPS):
                 step()
             if measuring:
-                laboratory = Laboratory(c.stability.attribution, engine, loader, BATCH)
+                laboratory = Laboratory(c.stability.attribution, engine, loader)
                 found["before"], cursor = state(engine), loader.cursor
                 found["losses"] = [laboratory.losses(np.array(p, dtype=np.int64)) for p in ASKED]
                 found["norms"] = [laboratory.gradient_norm(np.array([p])) for p in ALONE]
