@@ -276,10 +276,10 @@ class ScheduleConfig(Section):
                 f"{tokens[0]} counts tokens: give warmup_tokens in place of warmup_steps, 0 for none"
             )
         if tokens and steps:
-            other = steps[0].replace("steps", "tokens")
+            given, other = steps[0], steps[0].replace("steps", "tokens")
             raise ValueError(
-                f"{steps[0]} counts steps and {tokens[0]} tokens: give {other} in place of {steps[0]}, or leave "
-                f"{' and '.join(tokens)} out"
+                f"{given} counts steps, and {' and '.join(tokens)} tokens: all of a schedule counts "
+                f"one or the other; set {given}=null" + ("" if other in tokens else f" and give {other}")
             )
         if not tokens and self.warmup_steps is None:
             raise ValueError(

@@ -1,0 +1,118 @@
+"""Runs in the middle of both warm-ups: the same steps and samples after a resume, a rewind, and in every layout."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.config.tree import RunConfig
+from megastable.run import records
+from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import BatchChanged, LengthChanged
+from megastable.run.events.training_events import Resumed
+from tests.conftest import LENGTH, tiny
+from tests.distributed import run_ranks
+from tests.training.test_resume import identical, train
+
+# Positions at which the batch grows: 16, 32; the length: 11, 32. A step of 4 samples has pieces of both lengths.
+BATCHES = {"start": 4, "increment": 4, "tokens": 32 * LENGTH}
+PIECES = {"start": 8, "tokens": 32 * LENGTH}
+SCHEDULE = {
+    "warmup_steps": None,
+    "total_steps": None,
+    "warmup_tokens": 20 * LENGTH,
+    "total_tokens": 100 * LENGTH,
+}
+STOP, END = 5, 8  # steps
+CURSORS = [0, 4, 8, 12, 16, 24, 32, 44, 56]  # before each step, and after the last one
+LENGTHS = [8, 8, 16, 16, 16, 16, 32, 32]  # of the pieces of each step's last sample
+COLUMNS = ("step", "first_position", "next_position", "samples", "piece", "lr")
+MEASURED = ("loss", "grad_norm", "z_loss", "worst_position")
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "zero1-dp2": (2, {}),
+    "zero2-dp2": (2, {"zero": 2}),
+    "zero3-dp2": (2, {"zero": 3}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2-dp2": (4, {"pipeline": 2}),
+    "tp2-sequence": (2, {"tensor": 2, "sequence": True}),
+    "context2": (2, {"context": 2}),
+}
+
+
+def at(
+    corpus: Path, run: Path, steps: int, parallel: dict[str, Any], kind: str = "bf16", **parts: Any
+) -> RunConfig:
+    train = {
+        "steps": steps, "global_batch": 12, "micro_batch": 1, "eval_samples": 8, "eval_interval": 3,
+        "batch_warmup": BATCHES, "sequence_warmup": PIECES,
+    }  # fmt: skip
+    return tiny(
+        corpus, run, parallel=parallel, train=train | parts.pop("train", {}), precision={"kind": kind},
+        schedule=parts.pop("schedule", SCHEDULE), checkpoint={"interval": STOP}, **parts,
+    )  # fmt: skip
+
+
+def told(run: Path, *columns: str) -> dict[str, list[Any]]:
+    table = records.read(run / "steps")
+    return {name: table.column(name).to_pylist() for name in columns}
+
+
+def as_the_data_says(run: Path) -> None:
+    """Cursors, samples and lengths of all steps."""
+    found = told(run, *COLUMNS)
+    assert found["step"] == list(range(1, END + 1))
+    assert [*found["first_position"], found["next_position"][-1]] == CURSORS
+    assert found["samples"] == [b - a for a, b in pairwise(CURSORS)]
+    assert found["piece"] == LENGTHS
+    peak, warmup = 3e-3, 20
+    for cursor, size, lr in zip(CURSORS, found["samples"], found["lr"], strict=False):
+        if cursor < warmup:
+            assert lr == pytest.approx(peak * min(1.0, (cursor + size) / warmup)), cursor
+        else:
+            assert 0.1 * peak < lr <= peak
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_resume_inside_of_both_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
+    world, parallel = LAYOUTS[name]
+    apart = {"keep_documents_apart": True, "corpora": [{"path": corpus}]} if name == "zero1-dp2" else None
+    parts = {} if apart is None else {"data": apart}
+    run_ranks(
+        world, train, at(corpus, tmp_path / "straight", END, parallel, **parts),
+        at(corpus, tmp_path / "stopped", STOP, parallel, **parts),
+    )  # fmt: skip
+    run_ranks(world, train, at(corpus, tmp_path / "stopped", END, parallel, **parts))
+    straight, stopped = (tmp_path / r / f"checkpoints/step-{END}" for r in ("straight", "stopped"))
+    assert identical(straight, stopped) == 3 * world
+    assert told(tmp_path / "straight", *COLUMNS, *MEASURED) == told(tmp_path / "stopped", *COLUMNS, *MEASURED)
+    as_the_data_says(tmp_path / "straight")
+    for run in (tmp_path / "straight", tmp_path / "stopped"):
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["tokens"] == CURSORS[-1] * LENGTH and summary["incidents"] == []
+        events = RunDirectory(run)
+        assert [(e.step, e.old, e.new) for e in events.events(BatchChanged)] == [(5, 4, 8), (7, 8, 12)]
+        assert [(e.step, e.old, e.new) for e in events.events(LengthChanged)] == [(3, 8, 16), (7, 16, 32)]
+    state = json.loads((stopped / "state.json").read_text())
+    assert state["trained_tokens"] == state["tokens"] == CURSORS[-1] * LENGTH
+
+
+@pytest.mark.parametrize("name", ["zero2-dp2", "pp2", "tp2-sequence"])
+def test_another_number_of_data_ranks_takes_the_same_steps(name: str, corpus: Path, tmp_path: Path) -> None:
+    """From one rank to others in the middle of both: the same samples, rates and losses."""
+    run_ranks(1, train, at(corpus, tmp_path / "straight", END, {}, "fp32"))
+    run_ranks(1, train, at(corpus, tmp_path / "moved", STOP, {}, "fp32"))
+    world, parallel = LAYOUTS[name]
+    run_ranks(world, train, at(corpus, tmp_path / "moved", END, parallel, "fp32"))
+    straight, moved = (told(tmp_path / run, *COLUMNS) for run in ("straight", "moved"))
+    assert straight == moved
+    as_the_data_says(tmp_path / "moved")
+    losses, others = (told(tmp_path / run, "loss", "grad_norm") for run in ("straight", "moved"))
+    assert others["loss"] == pytest.approx(losses["loss"], rel=1e-6)
+    assert others["grad_norm"] == pytest.approx(losses["grad_norm"], rel=1e-5)
+    assert [e.step for e in RunDirectory(tmp_path / "moved").events(Resumed)] == [STOP]
