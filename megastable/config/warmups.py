@@ -82,9 +82,11 @@ class Stages:
         """How many steps from `cursor` on are over at position `end`, if nothing is skipped."""
         count = 0
         for size, edge in self.from_position(cursor):
-            whole = max(0, (end - cursor) // size)
-            here = whole if edge is None else min(whole, max(0, -((cursor - edge) // size)))
-            cursor, count = cursor + here * size, count + here
+            fit = max(0, (end - cursor) // size)
+            begun = None if edge is None else max(0, -((cursor - edge) // size))
+            if begun is None or fit < begun:
+                return count + fit
+            cursor, count = cursor + begun * size, count + begun
         return count
 
 

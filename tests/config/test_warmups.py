@@ -96,7 +96,7 @@ def test_without_a_warmup_all_is_constant() -> None:
         ({"batch_warmup": {"start": 64, "tokens": 9}}, "start=64 by 64 the batch never grows to train.global_batch=64"),
         ({"batch_warmup": {"start": 24, "tokens": 9}}, "an increment that divides the difference"),
         ({"batch_warmup": {"start": 8, "increment": 16, "tokens": 9}}, "start=8 by 16 the batch never grows"),
-        ({"batch_warmup": {"start": 8, "tokens": 9}, "micro_batch": 16}, "train.micro_batch=16 does not divide start=8"),
+        ({"batch_warmup": {"start": 8, "tokens": 9}, "micro_batch": 16}, "micro_batch=16 does not divide start=8"),
         ({"batch_warmup": {"start": 8, "tokens": 0}}, "train.batch_warmup.tokens"),
         ({"sequence_warmup": {"start": 32, "tokens": 9}}, "choose one of 16, 8, 4, 2, 1"),
         ({"sequence_warmup": {"start": 12, "tokens": 9}}, "model.sequence_length=32 must be start times a power of 2"),

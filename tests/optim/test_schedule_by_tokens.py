@@ -65,7 +65,7 @@ def test_it_follows_the_tokens_whatever_the_batch(kind: str, warm: int, ramp: in
 
 
 def test_the_rate_rises_and_falls_once() -> None:
-    c = config(8, {"start": 2, "tokens": 900}, warmup_tokens=500, total_tokens=4000, kind="cosine")
+    c = config(8, {"start": 2, "tokens": 900}, warmup_tokens=500, total_tokens=4000, kind="cosine", steps=60)
     found = list(rates(c))
     top = found.index(max(found))
     assert all(a <= b for a, b in pairwise(found[: top + 1])) and all(
