@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
@@ -133,6 +133,9 @@ def test_every_position_is_trained_once_or_skipped(
 
 @settings(deadline=None, max_examples=60)
 @given(batch_stages(), skips, st.integers(0, 400), st.integers(0, 12))
+@example(
+    Stages((0, 24), (12, 24)), [(5, 20)], 0, 3
+)  # a skip carries the second step past the end of the first stage
 def test_what_is_ahead_is_what_will_be_read(stages: Stages, ranges: Ranges, cursor: int, steps: int) -> None:
     left = Skips.of(ranges)
     found = batches_ahead(left, stages, cursor, steps)

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from megastable.config.tree import RunConfig
+from megastable.data.plant import Planted, plant
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import BatchChanged, LengthChanged
 from megastable.run.events.training_events import Resumed
-from tests.conftest import LENGTH, tiny
+from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
+from tests.recovery.test_recovery import hit_and_told, incidents, recipe
 from tests.training.test_resume import identical, train
 
 # Positions at which the batch grows: 16, 32; the length: 11, 32. A step of 4 samples has pieces of both lengths.
@@ -116,3 +118,52 @@ def test_another_number_of_data_ranks_takes_the_same_steps(name: str, corpus: Pa
     assert others["loss"] == pytest.approx(losses["loss"], rel=1e-6)
     assert others["grad_norm"] == pytest.approx(losses["grad_norm"], rel=1e-5)
     assert [e.step for e in RunDirectory(tmp_path / "moved").events(Resumed)] == [STOP]
+
+
+# A rewind across the ends of both: from the steps of 8 whole samples back to those of 4 in pieces of 16.
+WHOLE = 120  # position: step 31, the first bad one
+GROWING: dict[str, Any] = {
+    "steps": 50, "batch_warmup": {"start": 4, "tokens": WHOLE * LENGTH},
+    "sequence_warmup": {"start": 8, "tokens": (WHOLE + 2) * LENGTH},
+}  # fmt: skip
+TOKENS = {
+    "warmup_steps": None,
+    "total_steps": None,
+    "warmup_tokens": 40 * LENGTH,
+    "total_tokens": 300 * LENGTH,
+}
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
+    """A corpus with 20 samples of noise, from step 31 on."""
+    folder = tmp_path_factory.mktemp("planted")
+    write_corpus(folder / "clean", ids=20)
+    (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
+    config = recipe(folder / "clean", folder / "run", train={**GROWING, "micro_batch": 2})
+    what, _ = plant(folder / "clean", folder / "bad", config, step=31, samples=20)
+    assert WHOLE <= what.positions[0][0] < WHOLE + 8
+    return folder / "bad", what
+
+
+@pytest.mark.parametrize("name", ["one", "pp2", "zero1-dp2", "zero2-dp2"])
+def test_a_rewind_over_the_ends_of_both_is_exact(
+    name: str, planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
+    """The run that hits bad data ends with the bytes of one that was told to skip it from the start."""
+    (world, parallel), (corpus, what) = LAYOUTS[name], planted
+    parts: dict[str, Any] = {
+        "train": {**GROWING, "micro_batch": 2},
+        "schedule": TOKENS,
+        "model": {"layers": 2},
+    }
+    hit, told_ = (recipe(corpus, tmp_path / run, **parts, parallel=parallel) for run in ("hit", "told"))
+    assert run_ranks(world, hit_and_told, hit, told_) == [((0, ""), (0, ""))] * world
+    (incident,) = incidents(tmp_path / "hit")
+    assert incident["cause"] == "data" and incident["outcome"] == "healed"
+    assert [tuple(r) for r in incident["positions"]] == what.positions
+    events = RunDirectory(tmp_path / "hit")
+    grown = [(e.step, e.old, e.new) for e in events.events(BatchChanged)]
+    assert grown == [(31, 4, 8)] * 2  # the second time after the rewind
+    assert identical(tmp_path / "hit/checkpoints/step-50", tmp_path / "told/checkpoints/step-50") >= 3
+    assert told(tmp_path / "hit", *COLUMNS, *MEASURED) == told(tmp_path / "told", *COLUMNS, *MEASURED)
