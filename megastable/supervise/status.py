@@ -270,10 +270,20 @@ class RunWatch:
             given = train.get("batch_warmup")
             warmup = None if given is None else BatchWarmup.model_validate(given)
             sizes = batches(int(train["global_batch"]), warmup, length)
+            if min(sizes.values) < 1:
+                raise ValueError(f"train.global_batch={train['global_batch']} is not a batch")
             self._recipe = _Recipe(stamp, whole(train["steps"]), sizes, length, limits)
         except FileNotFoundError:
             return
-        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            yaml.YAMLError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             what = "its supervise part" if isinstance(error, ValidationError) else "it"
             problems.append(f"{self.run.recipe}: {what} cannot be read: {str(error).splitlines()[0]}")
 

@@ -7,16 +7,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import ValidationError
 
+from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.plant import Planted, plant
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import BatchChanged, LengthChanged
 from megastable.run.events.training_events import Resumed
+from tests.checkpoint.states import state_of
 from tests.conftest import LENGTH, tiny, write_corpus
 from tests.distributed import run_ranks
+from tests.engine.test_gate import start_of
 from tests.recovery.test_recovery import hit_and_told, incidents, recipe
 from tests.training.test_resume import identical, train
 
@@ -118,6 +123,38 @@ def test_another_number_of_data_ranks_takes_the_same_steps(name: str, corpus: Pa
     assert others["loss"] == pytest.approx(losses["loss"], rel=1e-6)
     assert others["grad_norm"] == pytest.approx(losses["grad_norm"], rel=1e-5)
     assert [e.step for e in RunDirectory(tmp_path / "moved").events(Resumed)] == [STOP]
+
+
+def loaders(config: RunConfig) -> None:
+    start = start_of(config)
+    source, left = start.order.source, start.order.selection()
+    with start.loader(source, left, 30) as training, start.from_the_first(source, 8) as whole:
+        assert (training.batches, training.pieces) == (config.batches, config.pieces)
+        assert next(training).positions.size == 8 and training.batch == 12
+        assert all(b.segments is not None for b in training.read(np.array([31])))
+        assert all(b.segments is None for b in (*next(whole).micro_batches, *training.read(np.array([32]))))
+
+
+def test_only_what_is_trained_on_is_cut(corpus: Path, tmp_path: Path) -> None:
+    """Evaluation and probe samples are whole."""
+    run_ranks(1, loaders, at(corpus, tmp_path / "run", END, {}))
+
+
+def test_a_refused_update_does_not_move_a_schedule_by_tokens() -> None:
+    after = {"cursor": 8, "tokens": 128, "seconds": 1.0, "loss": 3.0, "mix": {}, "batch": 8, "piece": 16}
+    state = state_of(step=0, updates=0, cursor=0, tokens=0, trained_tokens=0)
+    refused = state.after(**after, applied=False)
+    applied = refused.after(**after | {"batch": 4, "tokens": 64}, applied=True)
+    assert (refused.trained_tokens, refused.tokens, refused.updates) == (0, 128, 0)
+    assert (applied.trained_tokens, applied.tokens, applied.updates) == (64, 192, 1)
+
+
+def test_an_older_checkpoint_has_the_tokens_of_its_updates() -> None:
+    told = state_of(step=10, updates=9, tokens=10 * 256).model_dump(mode="json", exclude={"trained_tokens"})
+    assert RunState.model_validate(told).trained_tokens == 9 * 256
+    assert RunState.model_validate(told | {"trained_tokens": 5}).trained_tokens == 5
+    with pytest.raises(ValidationError):
+        RunState.model_validate(told | {"updates": "many"})
 
 
 # A rewind across the ends of both: from the steps of 8 whole samples back to those of 4 in pieces of 16.
