@@ -131,7 +131,7 @@ class Loader:
     def read(self, positions: Int64s) -> list[MicroBatch]:
         """This rank's part of any positions, a multiple of micro_batch * data_size of them; the cursor does not
         move."""
-        lengths = self._lengths(positions)
+        lengths = lengths_at(self.pieces, positions)
         whole = bool((lengths == self.source.order.sequence_length).all())
         mine = np.arange(positions.size).reshape(-1, *self._mine_shape)[:, self._data_rank]
         return [self._micro_batch(positions[part], None if whole else lengths[part]) for part in mine]
@@ -172,11 +172,6 @@ class Loader:
         positions, end = skips.next_kept(first, self.batches.at(first))
         return Step(first, end, positions, self.read(positions), self.pieces.at(end - 1))
 
-    def _lengths(self, positions: Int64s) -> Int64s:
-        """Of the pieces of the samples at n positions, int64 [n]."""
-        stage = np.searchsorted(np.array(self.pieces.firsts), positions, side="right") - 1
-        return np.array(self.pieces.values)[stage]
-
     def _micro_batch(self, positions: Int64s, lengths: Int64s | None) -> MicroBatch:
         """lengths: of the pieces that the samples are cut into, int64 [b]; None: they are whole."""
         samples = self.source.samples(positions)
@@ -195,6 +190,11 @@ class Loader:
         """A tensor for the GPU, pinned: pinning takes time, which the thread has."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self.pin_memory else tensor
+
+
+def lengths_at(pieces: Stages, positions: Int64s) -> Int64s:
+    """Lengths of the pieces that the samples at n positions are cut into, int64 [n]."""
+    return np.array(pieces.values)[np.searchsorted(pieces.firsts, positions, side="right") - 1]
 
 
 def segments_of(tokens: Int64s, eod: int | None, lengths: Int64s | None = None) -> Int32s:

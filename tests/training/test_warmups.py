@@ -140,6 +140,31 @@ def test_only_what_is_trained_on_is_cut(corpus: Path, tmp_path: Path) -> None:
     run_ranks(1, loaders, at(corpus, tmp_path / "run", END, {}))
 
 
+def announced(config: RunConfig) -> list[int]:
+    """The steps at which the detector is told that the data changes."""
+    from megastable.stability.guard import Guard
+
+    judge, found = Guard.judge, list[int]()
+
+    def spy(self: Guard, signals: Any, oldest: int | None) -> Any:
+        if signals.mixed:
+            found.append(signals.step)
+        return judge(self, signals, oldest)
+
+    Guard.judge = spy  # type: ignore[method-assign]
+    train(config)
+    return found
+
+
+def test_the_detector_is_told_of_another_length_and_not_of_another_batch(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Also where a run goes on at that very step; the first step of a run changes nothing."""
+    run = tmp_path / "run"
+    assert run_ranks(1, announced, at(corpus, run, 2, {})) == [[]]
+    assert run_ranks(1, announced, at(corpus, run, END, {})) == [[3, 7]]
+
+
 def test_a_refused_update_does_not_move_a_schedule_by_tokens() -> None:
     after = {"cursor": 8, "tokens": 128, "seconds": 1.0, "loss": 3.0, "mix": {}, "batch": 8, "piece": 16}
     state = state_of(step=0, updates=0, cursor=0, tokens=0, trained_tokens=0)
