@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -390,7 +391,7 @@ def test_a_gradient_is_compared_with_those_of_its_own_corpus(
     norm: float, others: float, known: int, guilty: bool, budget: int
 ) -> None:
     """Sample 1003 is of the corpus 1, like every harmless one from 900 on; the others' gradients are 1."""
-    laboratory: Any = Laboratory(AttributionConfig(), None, None, 16)  # type: ignore[arg-type]
+    laboratory: Any = Laboratory(AttributionConfig(), None, SimpleNamespace(batch=16))  # type: ignore[arg-type]
     laboratory.corpora = lambda positions: ((positions >= 900) & (positions < 1000) | (positions == 1003)) * 1
     asked = list[int]()
 
