@@ -409,3 +409,22 @@ def test_a_gradient_is_compared_with_those_of_its_own_corpus(
     norms = np.array([gradient_norm(batch.positions)])
     found, _ = laboratory.by_gradient(GradientNorms(0.25, 1.0, [batch], norms, budget), harmless)
     assert found.tolist() == ([1003] if guilty else []) and len(asked) <= 1 + 12
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "unit", "size"),
+    [(8, 32, 8, 32), (1, 16, 4, 16), (24, 32, 8, 24), (12, 32, 8, 24), (32, 48, 8, 32), (5, 32, 8, 32)],
+)
+def test_copies_weigh_evenly_where_whole_micro_batches_allow_it(
+    count: int, batch: int, unit: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a batch warm-up is smaller than the batch where the run stands, and need not divide it."""
+    read: list[Any] = []
+    engine: Any = SimpleNamespace(measure=lambda _: SimpleNamespace(overflow=False, grad_norm=1.0))
+    laboratory = Laboratory(AttributionConfig(), engine, SimpleNamespace(batch=batch, unit=unit))  # type: ignore[arg-type]
+    monkeypatch.setattr(laboratory, "_read", read.append)
+    assert laboratory.gradient_norm(np.arange(count)) == 1.0
+    (positions,) = read
+    assert positions.size == size and not size % unit
+    times = np.bincount(positions, minlength=count)
+    assert times.min() == times.max() or count == 5
