@@ -200,7 +200,7 @@ def measure(
     tokenizer = load_tokenizer(config.data.corpora[0].path / info.file, info.eod)
     found = dict[str, Found]()
     with Loader(source, Skips.of([]), 0, BATCH, BATCH, 0, 1, config.data.keep_documents_apart) as loader:
-        laboratory = Remembering(settings, engine, loader, BATCH)
+        laboratory = Remembering(settings, engine, loader)
         history = list[Trained]()
         for state in STATES:
             while len(history) < state:

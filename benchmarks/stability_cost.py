@@ -108,8 +108,9 @@ def measure(
 
 def _loader(config: RunConfig, corpora: Corpora) -> Loader:
     return Loader(
-        corpora.train, Skips.of([]), 0, config.train.global_batch, config.train.micro_batch, 0, 1,
+        corpora.train, Skips.of([]), 0, config.batches, config.train.micro_batch, 0, 1,
         config.data.keep_documents_apart, config.data.prefetch, pin_memory=distributed.device().type == "cuda",
+        pieces=config.pieces,
     )  # fmt: skip
 
 
@@ -311,10 +312,11 @@ class Bench:
         self, batch: Step, measured: Measured, applied: bool, found: LayerStatistics | None = None
     ) -> None:
         """The work of train.py after a step."""
-        before, tokens = self.state, self.config.train.global_batch * self.config.model.sequence_length
+        before, samples = self.state, batch.positions.size
         s = before.after(
-            cursor=batch.next, tokens=tokens, seconds=1.0, loss=measured.loss, applied=applied, mix={}
-        )
+            cursor=batch.next, tokens=samples * self.config.model.sequence_length, seconds=1.0, loss=measured.loss,
+            applied=applied, mix={}, batch=samples, piece=batch.piece,
+        )  # fmt: skip
         if found is not None:
             self.recovery.indicators = found.indicators
         self.recovery.signs.after(s, found)

@@ -63,6 +63,10 @@ def resolve(config: RunConfig, micro_batches: int = MICRO_BATCHES) -> tuple[RunC
             "precision.kind=fp16: the others are trained without a loss scale; use bf16 or fp32"
         )
     notes, tree = [], config.model_dump()
+    for warmup in ("batch_warmup", "sequence_warmup"):
+        if tree["train"][warmup] is not None:
+            tree["train"][warmup] = None
+            notes.append(f"train.{warmup}=null: what is measured is the steady state")
     if config.model.vocab_size is None:
         size = SMALL if config.model.hidden <= SMALL_HIDDEN else LARGE
         tree["model"]["vocab_size"] = size

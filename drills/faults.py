@@ -47,9 +47,9 @@ def install(plan: Plan) -> None:
 
 
 def _mistake(fault: Fault) -> None:
-    def mistaken(schedule: ScheduleConfig, peak: float, total: int, updates: int) -> float:
-        wrong = fault.step - 1 <= updates < fault.step - 1 + fault.steps
-        return rate(schedule, peak, total, updates) * (fault.factor if wrong else 1.0)
+    def mistaken(schedule: ScheduleConfig, peak: float, total: int, done: int, next: int = 1) -> float:
+        wrong = fault.step - 1 <= done // next < fault.step - 1 + fault.steps
+        return rate(schedule, peak, total, done, next) * (fault.factor if wrong else 1.0)
 
     train.rate = mistaken  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ from megastable.base.errors import OK, STOPPED, MegastableError, SpaceError
 from megastable.base.hardware import peak_tflops
 from megastable.config.tree import RunConfig
 from megastable.model.kernels import DTYPES
-from megastable.optim.schedule import rate
+from megastable.optim.schedule import progress, rate, total
 from megastable.recovery.recovery import Recovery, StepOutcome
 from megastable.recovery.step_result import StepResult
 from megastable.run.events.training_events import Evaluated, Stopped, Training, Warned
@@ -97,19 +97,20 @@ class Trainer:
 
     def _all_steps(self) -> None:
         c, feed, recovery, recorder = self.config, self.feed, self.recovery, self.recorder
-        total = c.schedule.total_steps or c.train.steps
-        tokens = c.train.global_batch * c.model.sequence_length
+        end = total(c)
         gc.disable()
         while self.state.step < c.train.steps and not self.stopping:
             before = self.state
             self.heart.at(before)
             begin = time.perf_counter()
             batch = feed.next()
-            mix = feed.mix(batch)
+            mix, tokens = feed.mix(batch), batch.positions.size * c.model.sequence_length
 
             # Forward, backward, gate, update
-            recovery.begin(before, mix)
-            lr = recovery.rate(before.updates, rate(c.schedule, c.optimizer.lr, total, before.updates))
+            recovery.begin(before, mix, batch)
+            done = progress(c.schedule, before.updates, before.trained_tokens)
+            scheduled = rate(c.schedule, c.optimizer.lr, end, done, progress(c.schedule, 1, tokens))
+            lr = recovery.rate(before.updates, scheduled)
             recorder.begin(before)
             measured, applied = self.engine.train_step(
                 batch.micro_batches, lr, recovery.gate(before, lr), self._votes
@@ -126,23 +127,25 @@ class Trainer:
                 loss=measured.loss,
                 applied=applied,
                 mix=mix,
+                batch=batch.positions.size,
+                piece=batch.piece,
             )
-            done = StepResult(
+            result = StepResult(
                 batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept
             )
             self.heart.stepped(
                 loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
                 tokens_per_second=tokens / seconds,
             )  # fmt: skip
-            recorder.step(done)
+            recorder.step(result)
 
             # What the guard decided: mostly nothing, sometimes back to an earlier step
             incident = recovery.incident_log.incident
-            outcome = recovery.settle(done)
+            outcome = recovery.settle(result)
             if not outcome.rewound:
                 self.checkpoints.stepped(state.step, applied and recovery.calm, written, settled)
                 if self.checkpoints.ill is not None:
-                    outcome = self._leave(done)
+                    outcome = self._leave(result)
             if recovery.incident_log.incident is not incident:
                 recorder.flush()  # one was opened or closed: its report is written now
             if skip_votes:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 import xxhash
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, model_validator
 
 from megastable import __version__
 from megastable.base import durable
@@ -72,11 +72,12 @@ class LayoutState(BaseModel):
 class RunState(BaseModel):
     """State of a run: everything needed to continue besides weights, moments and RNG.
 
-    step: steps done, discarded ones included. updates: applied ones, which determine the learning rate. cursor: the
-    next data position. optimizer: its name; adam_step: its own count of updates, 0 without its state. scaler: of
-    fp16's loss. fp8: the history of largest magnitudes for delayed scales, by layer. stability: the state of detector,
-    policy and the open incident (recovery/). mix: the share of each corpus in the last step. vitals: of the state at
-    this step, None if an older version saved it.
+    step: steps done, discarded ones included. updates, trained_tokens: of the applied ones: they determine the learning
+    rate. cursor: the next data position. batch, piece: of the last step: its samples, and the length of the pieces that
+    its last sample is cut into, in tokens; 0 = unknown. optimizer: its name; adam_step: its own count of updates, 0
+    without its state. scaler: of fp16's loss. fp8: the history of largest magnitudes for delayed scales, by layer.
+    stability: the state of detector, policy and the open incident (recovery/). mix: the share of each corpus in the
+    last step. vitals: of the state at this step, None if an older version saved it.
     """
 
     # A loss may be nan: the default would write null, which cannot be read back as a number.
@@ -87,6 +88,9 @@ class RunState(BaseModel):
     updates: NonNegativeInt = 0
     cursor: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
+    trained_tokens: NonNegativeInt = 0
+    batch: NonNegativeInt = 0
+    piece: NonNegativeInt = 0
     seconds: float = 0.0
     discards_in_a_row: NonNegativeInt = 0
     optimizer: str = "adamw"
@@ -101,6 +105,17 @@ class RunState(BaseModel):
     mix: dict[str, float] = {}
     vitals: Vitals | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _before_it_was_counted(cls, given: Any) -> Any:
+        """A checkpoint of a version that did not count `trained_tokens`: its batch was constant."""
+        if not isinstance(given, dict) or "trained_tokens" in given:
+            return given
+        step, updates, tokens = (given.get(name, 0) for name in ("step", "updates", "tokens"))
+        if not all(isinstance(n, int) and n >= 0 for n in (step, updates, tokens)):
+            return given  # the fields report the mistake
+        return given | {"trained_tokens": tokens * updates // max(1, step)}
+
     @property
     def recent_loss(self) -> float | None:
         """The training loss reported for a run or checkpoint: the mean of the finite losses of its last steps (up to
@@ -110,13 +125,15 @@ class RunState(BaseModel):
     versions: dict[str, str] = {}
 
     def after(
-        self, *, cursor: int, tokens: int, seconds: float, loss: float, applied: bool, mix: dict[str, float]
-    ) -> RunState:
+        self, *, cursor: int, tokens: int, seconds: float, loss: float, applied: bool, mix: dict[str, float],
+        batch: int, piece: int,
+    ) -> RunState:  # fmt: skip
         """Where the run stands after one more step: of `tokens` tokens, in `seconds`, with a mean `loss` in nats per
-        token; applied: its update was not refused; cursor, mix: behind it, and of its last sample."""
+        token; applied: its update was not refused; cursor: behind it; mix: of its last sample; batch, piece: its."""
         return self.model_copy(update={
             "step": self.step + 1, "cursor": cursor, "tokens": self.tokens + tokens,
             "seconds": self.seconds + seconds, "updates": self.updates + applied, "mix": mix,
+            "trained_tokens": self.trained_tokens + tokens * applied, "batch": batch, "piece": piece,
             "discards_in_a_row": 0 if applied else self.discards_in_a_row + 1,
             "first_loss": loss if self.first_loss is None else self.first_loss,
             "recent_losses": [*self.recent_losses, loss][-20:],

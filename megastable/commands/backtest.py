@@ -97,7 +97,11 @@ def _read(source: Path) -> list[Recorded]:
         )
     # fp16 overflows are not judged: the loss scale is reduced.
     judged = [row for row in table if row["finite"] or row["loss_scale"] <= 1]
-    return [Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in judged]
+    # A change of length was announced to the detector like one of the data.
+    return [
+        Recorded(row["step"], row["loss"], row["grad_norm"], row["lr"], row["piece"] and str(row["piece"]))
+        for row in judged
+    ]
 
 
 def _show(source: Path, judged: list[BacktestDecision]) -> None:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
 
 app = App("What things cost, measured on this machine. Needs a checkout.")
-SHORT = ("train.global_batch=1", "train.micro_batch=1", "model.sequence_length=64")  # steps during a save
+SHORT = (  # steps during a save
+    "train.global_batch=1", "train.micro_batch=1", "model.sequence_length=64", "train.batch_warmup=null",
+    "train.sequence_warmup=null",
+)  # fmt: skip
 QUICKSTART = Path("launch/recipes/quickstart.yaml")
 
 

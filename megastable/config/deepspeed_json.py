@@ -64,7 +64,7 @@ REFUSED = {
     "elasticity": "DeepSpeed has removed it; a run goes on with another number of ranks when it is started again",
     "amp": "use precision.kind",
     "torch_autocast": "use precision.kind",
-    "curriculum_learning": "it changes the order of the data, which is a pure function here",
+    "curriculum_learning": "use train.sequence_warmup",
     "data_efficiency": "it changes the order of the data, which is a pure function here",
     "prescale_gradients": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
     "gradient_allreduce_op": "gradients are averaged over the data-parallel ranks, whatever it says",
@@ -107,11 +107,19 @@ def data_parallel(config: RunConfig, world: int) -> int:
             f"data-parallel ranks ({world} ranks / tensor {p.tensor} / pipeline {p.pipeline}{context}): change one of "
             "them"
         )
+    unit = t.micro_batch * groups
+    if odd := [size for size in config.batches.values if size % unit]:
+        sizes = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
+        raise ConfigError(
+            f"train.batch_warmup: batches of {sizes} occur, which are not multiples of train.micro_batch="
+            f"{t.micro_batch} x {groups} data-parallel ranks: make start and increment multiples of {unit}, or run on "
+            "fewer ranks until the warm-up is over"
+        )
     return data
 
 
 def accumulation(config: RunConfig, world: int) -> int:
-    """Micro-batches per step and rank."""
+    """Micro-batches per step and rank, after a batch warm-up."""
     samples = data_parallel(config, world) // config.parallel.context
     return config.train.global_batch // (config.train.micro_batch * samples)
 

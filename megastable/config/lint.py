@@ -87,9 +87,45 @@ def tokens(c: RunConfig) -> int:
     return c.train.global_batch * c.model.sequence_length
 
 
-def total_steps(c: RunConfig) -> int:
-    """Updates at which the decay ends."""
-    return c.schedule.total_steps or c.train.steps
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in the schedule's unit, "steps" or "tokens". decay: of wsd's final one, None if not given. setting: the
+    key that says how long the run is, with its value."""
+
+    unit: str
+    run: int
+    total: int
+    warmup: int
+    decay: int | None
+    setting: str
+
+
+def lengths(c: RunConfig) -> Lengths:
+    """The lengths of run and schedule."""
+    s = c.schedule
+    if s.by_tokens:
+        run = c.tokens
+        return Lengths(
+            "tokens",
+            run,
+            s.total_tokens or run,
+            s.warmup_tokens or 0,
+            s.decay_tokens,
+            f"{run} tokens of the run",
+        )
+    run = c.train.steps
+    return Lengths("steps", run, s.total_steps or run, s.warmup_steps, s.decay_steps, f"train.steps={run}")
+
+
+def first_rate(c: RunConfig) -> float:
+    """The mean rate of the first updates."""
+    warmup, done, cursor, rates = max(1, lengths(c).warmup), 0, 0, []
+    for _ in range(FIRST):
+        size = c.batches.at(cursor)
+        cursor += size
+        done += size * c.model.sequence_length if c.schedule.by_tokens else 1
+        rates.append(c.optimizer.lr * min(1.0, done / warmup))
+    return sum(rates) / FIRST
 
 
 # The schedule
@@ -97,14 +133,15 @@ def total_steps(c: RunConfig) -> int:
 
 def warmup_outlasts_run(c: RunConfig) -> Hint | None:
     """The peak rate is never reached."""
-    warmup, key, end = c.schedule.warmup_steps, "train.steps", c.train.steps
-    if c.schedule.kind != "constant" and total_steps(c) < end:
-        key, end = "schedule.total_steps", total_steps(c)
-    if warmup < end:
+    of = lengths(c)
+    end, setting = of.run, of.setting
+    if c.schedule.kind != "constant" and of.total < end:
+        end, setting = of.total, f"schedule.total_{of.unit}={of.total}"
+    if of.warmup < end:
         return None
     return Hint(
-        f"schedule.warmup_steps={warmup}",
-        f"not below {key}={end}, so the learning rate never reaches its peak or skips its decay",
+        f"schedule.warmup_{of.unit}={of.warmup}",
+        f"not below {setting}, so the learning rate never reaches its peak or skips its decay",
         f"375M tokens in {GPT3}; 2,000 steps in {LLAMA}",
         "a shorter warm-up, or more steps",
     )
@@ -112,28 +149,28 @@ def warmup_outlasts_run(c: RunConfig) -> Hint | None:
 
 def schedule_ends_early(c: RunConfig) -> Hint | None:
     """The run trains on at the lowest rate."""
-    total, steps = total_steps(c), c.train.steps
-    if c.schedule.kind == "constant" or total >= EARLY * steps:
+    of = lengths(c)
+    if c.schedule.kind == "constant" or of.total >= EARLY * of.run:
         return None
     return Hint(
-        f"schedule.total_steps={total}",
-        f"the last {steps - total} of train.steps={steps} have {c.schedule.floor:g} of the peak rate",
+        f"schedule.total_{of.unit}={of.total}",
+        f"the last {of.run - of.total} of {of.setting} have {c.schedule.floor:g} of the peak rate",
         f"the best schedule is as long as the run: {CHINCHILLA}",
-        f"schedule.total_steps=null or {steps}",
+        f"schedule.total_{of.unit}=null or {of.run}",
     )
 
 
 def schedule_outlasts_run(c: RunConfig) -> Hint | None:
     """The run ends at a high rate."""
-    total, steps = total_steps(c), c.train.steps
-    if c.schedule.kind == "constant" or total <= OUTLASTS * steps:
+    of = lengths(c)
+    if c.schedule.kind == "constant" or of.total <= OUTLASTS * of.run:
         return None
     return Hint(
-        f"schedule.total_steps={total}",
-        f"{total / steps:.2g} times train.steps={steps}: the run ends before the decay does, which costs loss beyond "
+        f"schedule.total_{of.unit}={of.total}",
+        f"{of.total / of.run:.2g} times {of.setting}: the run ends before the decay does, which costs loss beyond "
         f"{OUTLASTS:g} times",
         CHINCHILLA,
-        "schedule.total_steps=null, or kind=wsd and a decay later (megastable checkpoint branch)",
+        f"schedule.total_{of.unit}=null, or kind=wsd and a decay later (megastable checkpoint branch)",
     )
 
 
@@ -151,14 +188,15 @@ def no_decay(c: RunConfig) -> Hint | None:
 
 def no_constant_phase(c: RunConfig) -> Hint | None:
     """The final decay of `wsd` takes the whole run."""
-    s, room = c.schedule, total_steps(c) - c.schedule.warmup_steps
-    if s.kind != "wsd" or s.decay_steps is None or s.decay_steps <= room:
+    of = lengths(c)
+    room = of.total - of.warmup
+    if c.schedule.kind != "wsd" or of.decay is None or of.decay <= room:
         return None
     return Hint(
-        f"schedule.decay_steps={s.decay_steps}",
-        f"only {max(0, room)} steps follow the warm-up: the decay is shortened to them, and no rate is constant",
+        f"schedule.decay_{of.unit}={of.decay}",
+        f"only {max(0, room)} {of.unit} follow the warm-up: the decay is shortened to them, and no rate is constant",
         "a tenth of the run suffices: arXiv:2404.06395, section 4; a fifth at most: arXiv:2405.18392, section 3",
-        "a shorter schedule.decay_steps",
+        f"a shorter schedule.decay_{of.unit}",
     )
 
 
@@ -280,23 +318,24 @@ def no_evaluation(c: RunConfig) -> Hint | None:
 
 def first_updates(c: RunConfig) -> Hint | None:
     """The first updates are too large for the initial weights, or there is no warm-up."""
-    warmup, peak = c.schedule.warmup_steps, c.optimizer.lr
-    lr = sum(peak * min(1.0, (n + 1) / max(1, warmup)) for n in range(FIRST)) / FIRST
+    of, lr = lengths(c), first_rate(c)
+    setting = f"schedule.warmup_{of.unit}={of.warmup}"
     change = lr * math.sqrt(c.model.hidden) / (2 * c.model.init_std)
     thumb = 2 / max(1 - c.optimizer.betas[1], 1e-9)
-    remedy = f"schedule.warmup_steps={thumb:.0f} (2 / (1 - beta2), arXiv:1910.04209) or more"
+    enough = thumb * (c.batches.at(0) * c.model.sequence_length if c.schedule.by_tokens else 1)
+    remedy = f"schedule.warmup_{of.unit}={enough:.0f} (2 / (1 - beta2) updates, arXiv:1910.04209) or more"
     if change >= CHANGE:
         return Hint(
-            f"schedule.warmup_steps={warmup}",
+            setting,
             f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {c.model.init_std:g} and a width "
             f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself, limit {CHANGE:g}",
             "measured: docs/stability.md, a rate that is too high from the start",
             f"{remedy}, or a lower optimizer.lr",
         )
-    if warmup:
+    if of.warmup:
         return None
     return Hint(
-        "schedule.warmup_steps=0",
+        setting,
         "no warm-up: the second moment of the first updates is that of a few batches, and high rates diverge sooner",
         f"{PROXIES} 3.2.1",
         remedy,

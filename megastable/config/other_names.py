@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SAMPLES = "in steps: divide by train.global_batch"
+_TOKENS = "in tokens: multiply by model.sequence_length"
 _FRACTION = "in steps: multiply by train.steps"
 _PAIR = "one of a pair"
 _DEEPSPEED = "a setting of the file that it names"
@@ -62,13 +63,13 @@ MEGATRON = {
     "use_precision_aware_optimizer": "optimizer.moments; only the moments can be other than fp32",
     "lr_decay_style": "schedule.kind; wsd in small letters; no inverse-square-root",
     "lr_warmup_iters": "schedule.warmup_steps",
-    "lr_warmup_samples": f"schedule.warmup_steps; {_SAMPLES}",
+    "lr_warmup_samples": f"schedule.warmup_tokens; {_TOKENS}",
     "lr_warmup_fraction": "schedule.warmup_steps; in steps: multiply by schedule.total_steps",
     "lr_decay_iters": "schedule.total_steps",
-    "lr_decay_samples": f"schedule.total_steps; {_SAMPLES}",
+    "lr_decay_samples": f"schedule.total_tokens; {_TOKENS}",
     "lr_wsd_decay_iters": "schedule.decay_steps",
     "lr_wsd_decay_style": "schedule.decay; minus_sqrt is sqrt; no exponential",
-    "lr_wsd_decay_samples": f"schedule.decay_steps; {_SAMPLES}",
+    "lr_wsd_decay_samples": f"schedule.decay_tokens; {_TOKENS}",
     "min_lr": "schedule.floor; a share of the peak: divide by optimizer.lr",
     # train
     "train_iters": "train.steps",
@@ -76,6 +77,7 @@ MEGATRON = {
     "exit_interval": "train.steps; schedule.total_steps keeps the schedule as it is",
     "global_batch_size": "train.global_batch",
     "micro_batch_size": "train.micro_batch",
+    "rampup_batch_size": "train.batch_warmup; start, increment, tokens: its samples times model.sequence_length",
     "eval_interval": "train.eval_interval",
     "eval_iters": "train.eval_samples; in samples: multiply by train.global_batch",
     "seed": "run.seed",
@@ -170,7 +172,6 @@ MEGATRON_WITHOUT_KEY = {
     **dict.fromkeys(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _CONSTANT_DECAY),
     "lr_warmup_init": "warm-up begins at optimizer.lr / schedule.warmup_steps",
     "optimizer_cpu_offload": _OFFLOAD,
-    "rampup_batch_size": "the batch is constant: train.global_batch",
     "loss_scale": "the loss scale of fp16 is always dynamic: precision.initial_scale_power",
     "accumulate_allreduce_grads_in_fp32": "gradients are always summed in fp32",
     "fp8_amax_compute_algo": "delayed scales are always those of the largest magnitude in precision.fp8.history",

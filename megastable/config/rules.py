@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from megastable.config import warmups
+
 if TYPE_CHECKING:
     from megastable.config.tree import Fp8Config, OptimizerConfig, RunConfig
 
@@ -65,6 +67,7 @@ def impossible(c: RunConfig) -> list[str]:
             f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "
             "change one of them"
         )
+    bad += warmups.impossible(c.train, m.sequence_length)
     return bad + _impossible_optimizer(c.optimizer) + _impossible_clipping(c) + _impossible_qk_clip(c)
 
 

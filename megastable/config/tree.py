@@ -29,6 +29,7 @@ from megastable.config.rules import impossible
 from megastable.config.section import Fraction, Section
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
+from megastable.config.warmups import BatchWarmup, SequenceWarmup, Stages, batches, pieces
 
 
 class RopeScalingConfig(Section):
@@ -276,20 +277,66 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """The learning rate: linear warm-up to `optimizer.lr`, then a decay to `floor`."""
+    """The learning rate: linear warm-up to `optimizer.lr`, then a decay to `floor`.
+
+    It counts applied updates, or with `warmup_tokens` their tokens, and then all lengths are in tokens: with a batch
+    warm-up the two are not the same.
+    """
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the decay (`cosine`: arXiv:1608.03983; `wsd`, constant and then a final decay: arXiv:2404.06395)."""
-    warmup_steps: NonNegativeInt = 100
-    """Length of the warm-up. [steps]"""
+    warmup_steps: NonNegativeInt | None = 100
+    """Length of the warm-up; null with `warmup_tokens`. [steps]"""
+    warmup_tokens: NonNegativeInt | None = Field(default=None, examples=[1_000_000])
+    """Length of the warm-up, in place of `warmup_steps`; 0: none. [tokens]"""
     decay_steps: PositiveInt | None = Field(default=None, examples=[100])
     """`wsd`: length of the final decay; null: a tenth of the run. [steps]"""
+    decay_tokens: PositiveInt | None = Field(default=None, examples=[1_000_000])
+    """As `decay_steps`, with `warmup_tokens`. [tokens]"""
     decay: Literal["linear", "cosine", "sqrt"] = "linear"
     """`wsd`: shape of the final decay; `sqrt`: 1 - the root of the share done (arXiv:2405.18392, section 3)."""
     total_steps: PositiveInt | None = Field(default=None, examples=[1000])
     """Where the decay ends; null: `train.steps`. [steps]"""
+    total_tokens: PositiveInt | None = Field(default=None, examples=[10_000_000])
+    """As `total_steps`, with `warmup_tokens`. [tokens]"""
     floor: Fraction = 0.1
     """Learning rate at the end of the decay, as a share of `optimizer.lr`."""
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether it counts tokens of applied updates, not the updates."""
+        return self.warmup_tokens is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_in_place_of_steps(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("warmup_tokens") is not None:
+            return {"warmup_steps": None} | given
+        return given
+
+    @model_validator(mode="after")
+    def _one_clock(self) -> ScheduleConfig:
+        steps = [
+            key for key in ("warmup_steps", "decay_steps", "total_steps") if getattr(self, key) is not None
+        ]
+        tokens = [
+            key for key in ("warmup_tokens", "decay_tokens", "total_tokens") if getattr(self, key) is not None
+        ]
+        if tokens and "warmup_tokens" not in tokens:
+            raise ValueError(
+                f"{tokens[0]} counts tokens: give warmup_tokens in place of warmup_steps, 0 for none"
+            )
+        if tokens and steps:
+            given, other = steps[0], steps[0].replace("steps", "tokens")
+            raise ValueError(
+                f"{given} counts steps, and {' and '.join(tokens)} tokens: all of a schedule counts "
+                f"one or the other; set {given}=null" + ("" if other in tokens else f" and give {other}")
+            )
+        if not tokens and self.warmup_steps is None:
+            raise ValueError(
+                "the length of the warm-up is missing: give warmup_steps or warmup_tokens, 0 for none"
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -302,6 +349,12 @@ class TrainConfig(Section):
     """Batch of a step, over all ranks. [samples]"""
     micro_batch: PositiveInt = 1
     """Batch of one forward pass on a rank. [samples]"""
+    batch_warmup: BatchWarmup | None = Field(default=None, examples=[{"start": 8, "tokens": 1_000_000}])
+    """A smaller global batch at the start of the run; null: none."""
+    sequence_warmup: SequenceWarmup | None = Field(
+        default=None, examples=[{"start": 64, "tokens": 1_000_000}]
+    )
+    """Shorter sequences at the start of the run; null: none."""
     eval_interval: NonNegativeInt = 200
     """Steps between evaluations; 0: only at the end. [steps]"""
     eval_samples: NonNegativeInt = 256
@@ -447,6 +500,26 @@ class RunConfig(Section):
     supervise: SuperviseConfig = SuperviseConfig()
     deepspeed: str = "ds_configs/zero{zero}.json"
     """File of DeepSpeed's own settings; `{zero}` becomes `parallel.zero`."""
+
+    @property
+    def batches(self) -> Stages:
+        """The global batch of the step that begins at a cursor. [samples]"""
+        return batches(self.train.global_batch, self.train.batch_warmup, self.model.sequence_length)
+
+    @property
+    def pieces(self) -> Stages:
+        """Length of the pieces that the sample at a position is cut into. [tokens]"""
+        return pieces(self.model.sequence_length, self.train.sequence_warmup)
+
+    @property
+    def tokens(self) -> int:
+        """Length of the run, if nothing is skipped. [tokens]"""
+        return self.batches.reach(0, self.train.steps) * self.model.sequence_length
+
+    @property
+    def segmented(self) -> bool:
+        """Whether attention may be restricted to parts of a sample: documents, or the pieces of a warm-up."""
+        return self.data.keep_documents_apart or self.train.sequence_warmup is not None
 
     @model_validator(mode="before")
     @classmethod

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 
 from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
-from megastable.checkpoint.new_run import origin_of
+from megastable.checkpoint.new_run import OptimizerTensors, origin_of
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import recipe
-from megastable.config.tree import RunConfig, ScheduleConfig
+from megastable.config.tree import RunConfig
 from megastable.convert.reshaping import Made, ledgers_of, write_run_of
-from megastable.optim.schedule import rate
+from megastable.optim import schedule
 from megastable.stability.guard import GuardState
 from megastable.stability.learning_rate_limits import words
 from megastable.stability.policy import Policy
@@ -56,28 +56,28 @@ def decaying(
     if steps < 1:
         raise ConfigError(f"--decay-steps {steps}: at least one update is needed")
     old, peak = run.schedule, run.optimizer.lr
-    if state.updates < old.warmup_steps:
+    done = schedule.progress(old, state.updates, state.trained_tokens)
+    if done < schedule.warmup(old):
+        unit = "tokens" if old.by_tokens else "updates"
         raise ConfigError(
-            f"{where} is in the warm-up, of {old.warmup_steps} updates: the peak rate was not reached. Branch at a "
+            f"{where} is in the warm-up, of {schedule.warmup(old)} {unit}: the peak rate was not reached. Branch at a "
             "later checkpoint"
         )
-    present = _rate(old, peak, run.train.steps, state.updates)
+    present = schedule.rate(old, peak, schedule.total(run), done)
     if not math.isclose(present, peak, rel_tol=1e-9):
         raise ConfigError(
             f"{where} is past the constant phase of schedule.kind={old.kind}: the rate is {present:.3g}, the peak "
             f"{peak:.3g}. Branch at an earlier checkpoint; a run to branch from has schedule.kind=constant or wsd"
         )
     tree = run.model_dump(mode="json")
+    tokens = (run.batches.reach(state.cursor, steps) - state.cursor) * run.model.sequence_length
+    unit, last = ("tokens", tokens) if old.by_tokens else ("steps", steps)
     tree["schedule"] |= {
-        "kind": "wsd", "decay": kind, "decay_steps": steps, "total_steps": state.updates + steps,
+        "kind": "wsd", "decay": kind, f"decay_{unit}": last, f"total_{unit}": done + last,
         "floor": old.floor if floor is None else floor,
     }  # fmt: skip
     tree["train"]["steps"] = state.step + steps
     return recipe.validate(tree, f"branch at step {state.step}")
-
-
-def _rate(schedule: ScheduleConfig, peak: float, steps: int, updates: int) -> float:
-    return rate(schedule, peak, schedule.total_steps or steps, updates)
 
 
 def limits_of(run: RunConfig, state: store.RunState) -> tuple[str, ...]:
@@ -110,8 +110,9 @@ def branch(
     refuse_existing(out)
     whole, state, old = WholeState(checkpoint), store.read_state(checkpoint), run_of(checkpoint)
     run = decaying(old, state, steps, kind, floor)
+    held = OptimizerTensors(whole.kinds_of, whole.shared) if whole.stateful else None
     made = write_run_of(
-        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=len(whole.kinds) > 1,
+        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=held,
         origin=origin_of(checkpoint, how="branched", decay_steps=steps, decay=kind), watch=watch,
     )  # fmt: skip
     peak = run.optimizer.lr

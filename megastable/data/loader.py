@@ -1,8 +1,9 @@
 """Prefetching data loader: this data-parallel rank's part of the next global batch, read ahead in a thread.
 
-A global batch is the next `global_batch` positions that are not skipped. Reshaped to [accumulation,
-data_size, micro_batch], rank r takes [:, r]; so the order of the samples depends only on the cursor, the skips and
-the order, not on the number of ranks or the micro-batch size. The ranks of a context-parallel group count as one
+A global batch is the next positions that are not skipped; how many, and into pieces of which length samples are cut,
+depends on the position alone (config/warmups.py). Reshaped to [accumulation, data_size, micro_batch], rank r takes
+[:, r]; so the order of the samples depends only on the cursor, the skips and the order, not on the number of ranks or
+the micro-batch size. The ranks of a context-parallel group count as one
 here: they read the same samples, and each takes its part of the tokens.
 """
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from megastable.base.errors import ConfigError
+from megastable.config.warmups import Stages
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 
@@ -31,7 +33,8 @@ class MicroBatch:
     """b samples of s tokens for one forward pass; on the CPU.
 
     `tokens`, `labels`: int64 [b, s / context]. `positions`: int64 [b], absolute. `segments`: int32 [b, s], the ordinal
-    of each token's document within its sample, None if attention crosses documents.
+    of each token's segment within its sample: attention stays inside it, a document or a piece. None if samples are
+    whole; the same in all micro-batches of a step.
     """
 
     tokens: torch.Tensor
@@ -43,12 +46,14 @@ class MicroBatch:
 @dataclass(frozen=True, eq=False)
 class Step:
     """A global batch: the cursor before (`first`) and after it (`next`), all its positions, int64
-    [global_batch] in global order, and this rank's part of it."""
+    [global batch] in global order, and this rank's part of it. piece: length of the pieces that its last sample is cut
+    into."""
 
     first: int
     next: int
     positions: Int64s
     micro_batches: list[MicroBatch]
+    piece: int
 
     @property
     def skipped(self) -> list[int]:
@@ -63,8 +68,10 @@ class Loader:
 
     `cursor` is always the one after the last step handed out: the state to save. A thread prefetches up to `prefetch`
     steps; it calls nothing collective, and an error in it is raised by the `next()` of the step that it belongs to.
-    Call `close()`, or use it as a context manager. `pin_memory` puts tokens, labels and segments into pinned memory.
-    `part`: rank in, and size of, the context group that shares the samples.
+    Call `close()`, or use it as a context manager. `global_batch`: of the step at a cursor, or of every step.
+    `pin_memory` puts tokens, labels and segments into pinned memory. `part`: rank in, and size of, the context group
+    that shares the samples. `pieces`: length of the pieces that the sample at a position is cut into; None: they are
+    whole.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class Loader:
         source: Source,
         skips: Skips | Selection,
         cursor: int,
-        global_batch: int,
+        global_batch: Stages | int,
         micro_batch: int,
         data_rank: int,
         data_size: int,
@@ -80,10 +87,13 @@ class Loader:
         prefetch: int = 2,
         pin_memory: bool = False,
         part: tuple[int, int] = (0, 1),
+        pieces: Stages | None = None,
     ) -> None:
-        if min(global_batch, micro_batch, data_size) < 1 or global_batch % (micro_batch * data_size):
+        batches = Stages.constant(global_batch) if isinstance(global_batch, int) else global_batch
+        unit = micro_batch * data_size
+        if wrong := [n for n in batches.values if min(n, micro_batch, data_size) < 1 or n % unit]:
             raise ConfigError(
-                f"a global batch of {global_batch} cannot be cut into micro-batches of {micro_batch} on "
+                f"a global batch of {wrong[0]} cannot be cut into micro-batches of {micro_batch} on "
                 f"{data_size} data-parallel ranks: make it a multiple of their product"
             )
         if not 0 <= data_rank < data_size:
@@ -93,11 +103,10 @@ class Loader:
             raise ConfigError(f"part {rank} of {size} of sequences of {length} tokens")
         self._part = slice(rank * length // size, (rank + 1) * length // size)
         self.source, self.skips, self.cursor = source, skips, cursor
-        self.global_batch = global_batch
+        self.batches, self.pieces = batches, pieces or Stages.constant(length)
         self.keep_documents_apart = keep_documents_apart
         self.pin_memory = pin_memory
         self._mine_shape, self._data_rank = (data_size, micro_batch), data_rank
-        self._mine = np.arange(global_batch).reshape(-1, data_size, micro_batch)[:, data_rank]
         self._prefetch = max(prefetch, 1)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: deque[Future[Step]] = deque()
@@ -122,7 +131,15 @@ class Loader:
     def read(self, positions: Int64s) -> list[MicroBatch]:
         """This rank's part of any positions, a multiple of micro_batch * data_size of them; the cursor does not
         move."""
-        return self._read(positions.reshape(-1, *self._mine_shape)[:, self._data_rank])
+        lengths = lengths_at(self.pieces, positions)
+        whole = bool((lengths == self.source.order.sequence_length).all())
+        mine = np.arange(positions.size).reshape(-1, *self._mine_shape)[:, self._data_rank]
+        return [self._micro_batch(positions[part], None if whole else lengths[part]) for part in mine]
+
+    @property
+    def batch(self) -> int:
+        """The global batch of the next step."""
+        return self.batches.at(self.cursor)
 
     @property
     def unit(self) -> int:
@@ -152,17 +169,16 @@ class Loader:
     def _step(self, before: Future[Step] | int, skips: Skips | Selection) -> Step:
         """Read one step, in the thread: the step after `before` (done, or cancelled after this one), or at a cursor."""
         first = before if isinstance(before, int) else before.result().next
-        positions, end = skips.next_kept(first, self.global_batch)
-        return Step(first, end, positions, self._read(positions[self._mine]))
+        positions, end = skips.next_kept(first, self.batches.at(first))
+        return Step(first, end, positions, self.read(positions), self.pieces.at(end - 1))
 
-    def _read(self, positions: Int64s) -> list[MicroBatch]:
-        """This rank's part of a step, positions [accumulation, micro_batch]."""
-        return [self._micro_batch(part) for part in positions]
-
-    def _micro_batch(self, positions: Int64s) -> MicroBatch:
+    def _micro_batch(self, positions: Int64s, lengths: Int64s | None) -> MicroBatch:
+        """lengths: of the pieces that the samples are cut into, int64 [b]; None: they are whole."""
         samples = self.source.samples(positions)
         tokens, labels = (np.ascontiguousarray(x[:, self._part]) for x in (samples[:, :-1], samples[:, 1:]))
-        segments = documents_of(samples[:, :-1], self.source.eod) if self.keep_documents_apart else None
+        eod = self.source.eod if self.keep_documents_apart else None
+        cut = eod is not None or lengths is not None
+        segments = segments_of(samples[:, :-1], eod, lengths) if cut else None
         return MicroBatch(
             tokens=self._tensor(tokens),
             labels=self._tensor(labels),
@@ -176,11 +192,20 @@ class Loader:
         return tensor.pin_memory() if self.pin_memory else tensor
 
 
-def documents_of(tokens: Int64s, eod: int) -> Int32s:
-    """For tokens [b, s]: int32 [b, s], the ordinal of each token's document within its sample.
+def lengths_at(pieces: Stages, positions: Int64s) -> Int64s:
+    """Lengths of the pieces that the samples at n positions are cut into, int64 [n]."""
+    return np.array(pieces.values)[np.searchsorted(pieces.firsts, positions, side="right") - 1]
 
-    A document begins at the first token and after every `eod`.
+
+def segments_of(tokens: Int64s, eod: int | None, lengths: Int64s | None = None) -> Int32s:
+    """For tokens [b, s]: int32 [b, s], the ordinal of each token's segment within its sample.
+
+    A segment begins at the first token, after every `eod`, and at every multiple of a sample's length of pieces
+    (lengths: int64 [b]); None: not there.
     """
     begins = np.zeros(tokens.shape, dtype=bool)
-    begins[:, 1:] = tokens[:, :-1] == eod
+    if eod is not None:
+        begins[:, 1:] = tokens[:, :-1] == eod
+    if lengths is not None:
+        begins[:, 1:] |= np.arange(1, tokens.shape[1]) % lengths[:, None] == 0
     return np.cumsum(begins, axis=1, dtype=np.int32)

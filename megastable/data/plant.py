@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from megastable.base.errors import ConfigError, DataError
 from megastable.config.recipe import find
 from megastable.config.tree import CorpusConfig, RunConfig
+from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.documents import Document, documents_at
 from megastable.data.local_copy import staged_directory, write_file
@@ -102,31 +103,30 @@ def read_planted(directory: Path) -> Planted | None:
 
 
 def positions_of(
-    step: int, samples: int, global_batch: int, of_each: int | None = None, seed: int = 0
+    step: int, samples: int, batches: Stages, of_each: int | None = None, seed: int = 0
 ) -> list[Range]:
     """The positions of `samples` samples from step `step` on (steps count from 1), as ascending ranges [first, end).
 
     Without `of_each`, one range in the middle of whole batches: the first and the last batch hold clean samples too, so
     that naming the guilty samples takes more than naming the batch. With it, `of_each` samples of each step (the rest
-    in the last one), at places in the batch drawn with `seed`. Raises ConfigError for an `of_each` outside the batch.
+    in the last one), at places in the batch drawn with `seed`. Raises ConfigError for an `of_each` outside a batch.
     """
-    begin = (step - 1) * global_batch
+    begin = batches.reach(0, step - 1)
     if of_each is None:
-        batches = -(-(samples + 2) // global_batch)
-        first = begin + (batches * global_batch - samples) // 2
+        whole = next(n for n in range(1, samples + 3) if batches.reach(begin, n) - begin >= samples + 2)
+        first = begin + (batches.reach(begin, whole) - begin - samples) // 2
         return [(first, first + samples)]
-    if not 1 <= of_each <= global_batch:
+    size = batches.at(begin)
+    if not 1 <= of_each <= size:
         raise ConfigError(
-            f"{of_each} samples of each step: a step has {global_batch} (train.global_batch), choose 1 to "
-            f"{global_batch}"
+            f"{of_each} samples of each step: a step has {size} (train.global_batch), choose 1 to {size}"
         )
     random = np.random.default_rng((seed, 1))
-    places = [
-        begin
-        + number * global_batch
-        + random.permutation(global_batch)[: samples - number * of_each][:of_each]
-        for number in range(-(-samples // of_each))
-    ]
+    places = []
+    for number in range(-(-samples // of_each)):
+        chosen = random.permutation(batches.at(begin))[: samples - number * of_each][:of_each]
+        places.append(begin + chosen)
+        begin += batches.at(begin)
     return Skips.of_numbers(np.concatenate(places).astype(np.int64)).ranges
 
 
@@ -180,7 +180,7 @@ def plant(
         raise DataError(f"the output {output} is inside of the corpus {corpus}, which must not change")
     if corpora.vocab_size < 3:
         raise DataError(f"{corpus}: a vocabulary of {corpora.vocab_size} has no token to replace others with")
-    positions = positions_of(step, samples, config.train.global_batch, of_each, seed)
+    positions = positions_of(step, samples, config.batches, of_each, seed)
     (sequences,) = corpora.train.order.sequences
     if length < 2 or positions[-1][1] > sequences:
         raise DataError(

@@ -131,7 +131,7 @@ class Engine:
         self._update = patches.gated(self.ds, self._gate)
         self._judge: Judge | None = None
         self._votes: Callable[[], Sequence[float]] = tuple
-        self._probing = False
+        self._probing = self._segmented = False
         self.measures_update = False  # whether the coming update's size is measured, for `statistics`
         self._copies: list[Filled | torch.cuda.Event] = []
         self.probe = Probe(self.ds.module, topology, self.tp, self.device, self.fp8)
@@ -191,6 +191,8 @@ class Engine:
         if not self._probing:
             self.counters_before = self.counters()
         self._judge, self._votes, self.measured = judge, votes, None
+        self._accumulate(len(micro_batches))
+        self._pass_on(micro_batches)
         self.loss.samples.clear()
         if self.clipping is not None:
             self.clipping.begin()
@@ -213,6 +215,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Per-sample cross-entropy, fp64 [ranks x micro-batches], in the loader's order; no update."""
+        self._pass_on(micro_batches)
         self.loss.samples.clear()
         with self._computing():
             if self.topology.layout.pipeline > 1:
@@ -223,6 +226,24 @@ class Engine:
                 for micro_batch in micro_batches:
                     self.ds(*self._inputs(micro_batch))
         return self._collect(len(micro_batches), self.zero.scalar([]))[0]
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """Expect so many micro-batches in this step."""
+        # DeepSpeed recognizes the last one by the remainder of a count over all steps, which had other numbers of them.
+        self.ds.micro_steps = 0
+        if micro_batches == self.ds.gradient_accumulation_steps():
+            return
+        self.ds.set_train_batch_size(
+            micro_batches * self.config.train.micro_batch * self.topology.layout.data
+        )
+        self.optimizer.gradient_accumulation_steps = micro_batches
+
+    def _pass_on(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Let a pipeline agree anew on what its stages send if that changes: x, or (x, segments)."""
+        segmented = micro_batches[0].segments is not None
+        if segmented != self._segmented and self.topology.layout.pipeline > 1:
+            self.ds.reset_activation_shape()
+        self._segmented = segmented
 
     def _computing(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.fp8 is None else self.fp8.computing()

@@ -52,8 +52,9 @@ def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype
             return "Transformer Engine is not installed (bash launch/install.sh gpu)"
         if device.type != "cuda" or dtype is torch.float32:
             return "Transformer Engine computes on GPUs only, in bf16 and fp16"
-        if config.data.keep_documents_apart:
-            return "it does not keep documents apart as data.keep_documents_apart asks for"
+        if config.segmented:
+            key = "data.keep_documents_apart" if config.data.keep_documents_apart else "train.sequence_warmup"
+            return f"it does not keep parts of a sample apart as {key} asks for"
     return None
 
 

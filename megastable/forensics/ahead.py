@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megastable.base.text import plural
 from megastable.data.blends import GoneStream
+from megastable.data.coming import batches_ahead
 from megastable.data.documents import Document, DocumentPart, parts_by_position
 from megastable.data.manifest import Stream
 from megastable.data.shards import Shard
@@ -171,21 +172,20 @@ def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Ya
     return Yardstick.of(samples(), Lexicon.of(tokenizer, info.vocab_size, info.eod))
 
 
-def to_come(history: History, steps: int) -> tuple[int, Int64s]:
-    """The run's current step, and the positions that its next `steps` steps will read, by today's skips."""
+def to_come(history: History, steps: int) -> tuple[int, list[Int64s]]:
+    """The run's current step, and the positions that each of its next `steps` steps will read, by today's skips."""
     step, cursor = live_place(history)
     selection = history.selection(history.library())
-    positions, _ = selection.next_kept(cursor, steps * history.config.train.global_batch)
-    return step, positions
+    return step, batches_ahead(selection, history.config.batches, cursor, steps)
 
 
 def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
     """The parts of a run's next `steps` steps that look corrupt, the worst first."""
-    step, positions = to_come(history, steps)
-    library, batch = history.library(), history.config.train.global_batch
+    step, batches = to_come(history, steps)
+    library, positions = history.library(), np.concatenate(batches)
     lookout = Lookout(library)
     found = sorted(lookout.look(positions), key=lambda f: -f.score)
-    at = {position: step + 1 + index // batch for index, position in enumerate(positions.tolist())}
+    at = {position: number for number, batch in enumerate(batches, step + 1) for position in batch.tolist()}
     rows = [
         {
             "score": f.score, "kind": f.kind, "step": at[f.position], "position": f.position,

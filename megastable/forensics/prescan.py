@@ -25,6 +25,7 @@ from megastable.base.text import plural, ranges, visible
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.data.blends import Line, read_blends
+from megastable.data.coming import batches_ahead
 from megastable.data.order import Order
 from megastable.data.skip_ledger import SkipLedger, append_all, sample_entries
 from megastable.data.skips import Selection, ranges_of
@@ -63,13 +64,14 @@ class Scout:
     def look(self) -> bool:
         """Scan some of the coming samples; whether there was anything new. Raises MegastableError."""
         lookout, cursor = self._ready(), self._cursor()
-        order, batch = lookout.source.order, self.config.train.global_batch
+        order, batches = lookout.source.order, self.config.batches
         if not self.looked or cursor < self.begin:
             self.begin = self.looked = cursor  # the first look, or the run was rewound past it
             self._used = self._skipped_before()
         self.looked = max(self.looked, cursor)
         selection = self._left(order)
-        _, end = selection.next_kept(cursor, self.settings.steps * batch)
+        ahead = batches_ahead(selection, batches, cursor, self.settings.steps)
+        end = int(ahead[-1][-1]) + 1 if ahead else cursor
         if self.looked >= end:
             return False
         positions, after = selection.next_kept(self.looked, max(1, CHUNK // order.sequence_length))

@@ -154,12 +154,12 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
     for position, left_out in zip(past.tolist(), passed_over.tolist(), strict=True):
         if position not in met:
             found.append(row(position, state="skipped" if left_out else "not recorded"))
-    batch, furthest = history.config.train.global_batch, int(ahead.max(initial=cursor))
+    batches, furthest = history.config.batches, int(ahead.max(initial=cursor))
     named = selection.named_between(cursor, furthest)
     passed = selection.positions.union(Skips.of_numbers(named))
     for position, left_out in zip(ahead.tolist(), selection.mask(ahead).tolist(), strict=True):
         before = sum(b - a for a, b in passed.between(cursor, position))
-        when = step + 1 + (position - cursor - before) // batch
+        when = step + 1 + batches.steps(cursor, position - before)
         if left_out:
             found.append(row(position, state="skipped"))
         elif when <= history.config.train.steps:
@@ -169,8 +169,8 @@ def _rows(history: History, shelf: Shelf, shard: str, first: int, end: int) -> l
 
 def _horizon(history: History, selection: Selection, step: int, cursor: int) -> int:
     """A position beyond the recipe's remaining steps after `step`, with a tenth to spare for later skips."""
-    c = history.config.train
-    left = max(0, c.steps - step) * c.global_batch / selection.kept
+    steps = max(0, history.config.train.steps - step)
+    left = (history.config.batches.reach(cursor, steps) - cursor) / selection.kept
     end, before = cursor + int(1.1 * left), -1
     while end > before:
         before = end

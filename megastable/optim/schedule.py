@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the number of applied updates.
+"""Learning rate as a pure function of the applied updates: of their number, or of their tokens.
 
 Nothing is stepped or saved: a discarded update does not move the schedule, and a resumed or rewound run has the right
 rate by construction. Cosine: Loshchilov & Hutter, arXiv:1608.03983; WSD (warm-up, stable, decay): Hu et al.,
@@ -8,27 +8,59 @@ arXiv:2404.06395; its decay as 1 - sqrt: Hägele et al., arXiv:2405.18392.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from megastable.config.tree import ScheduleConfig
+from megastable.config.tree import RunConfig, ScheduleConfig
 
 
-def rate(schedule: ScheduleConfig, peak: float, total: int, updates: int) -> float:
-    """The learning rate of the update that follows `updates` applied ones.
+def rate(schedule: ScheduleConfig, peak: float, total: int, done: int, next: int = 1) -> float:
+    """The learning rate of the update that follows the applied ones.
 
-    peak: the rate after warm-up. total: updates at which the decay reaches the floor.
+    done: their number, or their tokens if the schedule counts tokens; next: what this update adds to it. peak: the rate
+    after warm-up. total: where the decay reaches the floor, in the same unit.
     """
-    if updates < schedule.warmup_steps:
-        return peak * (updates + 1) / schedule.warmup_steps
+    begin = warmup(schedule)
+    if done < begin:
+        return peak * min(1.0, (done + next) / begin)
     floor = peak * schedule.floor
     if schedule.kind == "constant":
         return peak
-    begin = schedule.warmup_steps
     if schedule.kind == "wsd":
-        begin = max(begin, total - (schedule.decay_steps or max(1, total // 10)))
-    done = min(1.0, max(0.0, (updates - begin) / max(1, total - begin)))
+        last = schedule.decay_tokens if schedule.by_tokens else schedule.decay_steps
+        begin = max(begin, total - (last or max(1, total // 10)))
+    over = min(1.0, max(0.0, (done - begin) / max(1, total - begin)))
     shape = schedule.decay if schedule.kind == "wsd" else schedule.kind
     if shape == "sqrt":
-        done = math.sqrt(done)
+        over = math.sqrt(over)
     if shape == "cosine":
-        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
-    return floor + (peak - floor) * (1 - done)
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * over))
+    return floor + (peak - floor) * (1 - over)
+
+
+def warmup(schedule: ScheduleConfig) -> int:
+    """Length of the warm-up, in updates or in their tokens."""
+    return (schedule.warmup_tokens if schedule.by_tokens else schedule.warmup_steps) or 0
+
+
+def progress(schedule: ScheduleConfig, updates: int, tokens: int) -> int:
+    """How far the schedule is, in its unit. tokens: of the applied updates."""
+    return tokens if schedule.by_tokens else updates
+
+
+def total(config: RunConfig) -> int:
+    """Where the decay ends, in the schedule's unit: given, or the length of the run, if nothing is skipped."""
+    if not config.schedule.by_tokens:
+        return config.schedule.total_steps or config.train.steps
+    return config.schedule.total_tokens or config.tokens
+
+
+def rates(config: RunConfig) -> Iterator[float]:
+    """The rate of every step of a run in which nothing is skipped or refused."""
+    schedule, end, batches, cursor = config.schedule, total(config), config.batches, 0
+    for step in range(config.train.steps):
+        size = batches.at(cursor)
+        done, tokens = cursor * config.model.sequence_length, size * config.model.sequence_length
+        yield rate(
+            schedule, config.optimizer.lr, end, progress(schedule, step, done), progress(schedule, 1, tokens)
+        )
+        cursor += size

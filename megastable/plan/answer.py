@@ -81,7 +81,7 @@ def answer(
         )
     if (price := config.supervise.gpu_hour_price) is not None:
         cluster = cluster.model_copy(update={"dollars_per_gpu_hour": price})
-    total = float(config.train.steps * config.train.global_batch * config.model.sequence_length)
+    total = float(config.tokens)
     total = total if tokens is None else _number(tokens)
     config, vocabulary = _with_vocabulary(config, recipe_path, vocab)
     notes = [vocabulary]

@@ -129,7 +129,7 @@ def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
     wanted, gpu = config.kernels, device == "cuda"
     best = "sdpa" if gpu or config.precision.kind == "fp16" else "blocked"
     attention: str = wanted.attention
-    te = gpu and config.precision.kind != "fp32" and not config.data.keep_documents_apart
+    te = gpu and config.precision.kind != "fp32" and not config.segmented
     if (
         attention == "auto"
         or (attention == "blocked" and best != "blocked")
@@ -278,12 +278,12 @@ def _activations(
         yield Item("activations", "features", z.N * z.h * z.e, ("loss",))
     yield Item("activations", "gradients on their way back", beside, ("backward",))
     yield Item("activations", "gradients on their way back", activations.extra(block) + stream, ("end",))
-    if config.data.keep_documents_apart:
+    if config.segmented:
         width = config.model.head_width
         places = z.samples * z.length * width * FP32
         # On a GPU FlexAttention has a block mask.
         mask = z.samples * z.length**2 if not kernels.gpu and kernels.attention != "blocked" else 0
-        yield Item("buffers", "places of tokens in documents", places + mask, PASSES)
+        yield Item("buffers", "places of tokens in segments", places + mask, PASSES)
 
 
 def _fp8_weights(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
-from math import isqrt
+from math import gcd, isqrt
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -185,7 +185,7 @@ def smallest(config: RunConfig, cluster: ClusterConfig) -> int:
     none, that of one replica."""
     p, t = config.parallel, config.train
     replica = p.tensor * p.pipeline * p.context
-    numbers = [replica * n for n in divisors(t.global_batch // t.micro_batch)]
+    numbers = [replica * n for n in divisors(gcd(*config.batches.values) // t.micro_batch)]
     return next((n for n in numbers if plan(config, n, cluster).fits), replica)
 
 
@@ -225,7 +225,7 @@ def other_batch(config: RunConfig, gpus: int, cluster: ClusterConfig) -> LayoutP
 
 def _factors(config: RunConfig, gpus: int) -> bool:
     """Whether this many GPUs can be divided into tensor and context ranks, samples of a step and stages at all."""
-    m, batch = config.model, config.train.global_batch
+    m, batch = config.model, gcd(*config.batches.values)
     shared = {heads * samples for heads in divisors(m.heads) for samples in divisors(batch)}
     return any(gpus % n == 0 and gpus // n <= m.layers for n in shared)
 
@@ -234,11 +234,11 @@ Axes = tuple[int, int, int, bool, int]  # tensor, pipeline, context, sequence, z
 
 
 def families(config: RunConfig, gpus: int) -> Iterator[tuple[Axes, tuple[int, ...]]]:
-    """Axes that config/tree.py allows, and the micro-batches that divide the global batch over them, ascending.
+    """Axes that config/tree.py allows, and the micro-batches that divide every global batch over them, ascending.
 
     Raises ConfigError for a DeepSpeed file that no ZeRO stage can use.
     """
-    m, batch = config.model, config.train.global_batch
+    m, batch = config.model, gcd(*config.batches.values)
     zeros = [zero for zero in ZERO if _zero_section(config.deepspeed, zero) is not None]
     if not zeros:  # raises with the file's problem
         deepspeed_json.build(RunConfig(deepspeed=config.deepspeed, parallel=ParallelConfig()), 1)

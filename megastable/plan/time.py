@@ -165,9 +165,12 @@ def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None
         raise ConfigError(
             f"the layout {layout} is not that of parallel.*: tensor, pipeline, context = {named}"
         )
-    if t.global_batch % (t.micro_batch * layout.samples):
+    if odd := [size for size in config.batches.values if size % (t.micro_batch * layout.samples)]:
+        size = f"train.global_batch={t.global_batch}"
+        if odd[-1] != t.global_batch:
+            size = f"train.batch_warmup: a batch of {odd[-1]}"
         raise ConfigError(
-            f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x "
+            f"{size} is not a multiple of train.micro_batch={t.micro_batch} x "
             f"{layout.samples} groups of data-parallel ranks: change one of them"
         )
     if config.model.vocab_size is None:

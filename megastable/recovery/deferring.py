@@ -27,7 +27,7 @@ class Deferring:
         self, config: RunConfig, run: RunDirectory, source: Source, selection: Callable[[], Selection]
     ) -> None:
         self.run, self.source, self.selection = run, source, selection
-        self.steps, self.batch = config.train.steps, config.train.global_batch
+        self.steps, self.batches = config.train.steps, config.batches
         self.verify_steps = config.stability.policy.verify_steps
         self.recur_steps = config.stability.policy.recur_steps
 
@@ -57,7 +57,7 @@ class Deferring:
 
     def step_of(self, position: int, step: int, begin: int) -> int:
         """Approximate step that reads a position, as if nothing in between were skipped. step, begin: as `defer`."""
-        return step + (position - begin) // self.batch
+        return step + self.batches.steps(begin, position)
 
     def _plan(self, left: Selection, positions: Int64s, step: int, begin: int, ahead: int) -> Deferral | None:
         """As `defer`, with all of `ahead`; None if fewer are left."""
@@ -72,10 +72,10 @@ class Deferring:
 
     def _room(self, left: Selection, end: int, step: int, begin: int) -> DeferralRoom:
         # Skips on the way only make the run get further.
-        last = max(end, begin + (self.steps - step + 1) * self.batch)
+        last = max(end, self.batches.reach(begin, self.steps - step + 1))
 
         def after(steps: int) -> int:
-            count = steps * self.batch
+            count = self.batches.reach(end, steps) - end
             try:
                 return min(last, left.next_kept(end, count)[1]) if count < last - end else last
             except DataError:  # nothing is left

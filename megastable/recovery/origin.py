@@ -28,8 +28,8 @@ Floats = npt.NDArray[np.float64]
 
 # Keys that change losses, so that they say nothing about the state; and keys that cause trouble right after a start. If
 # changed since the checkpoint, it is not blamed.
-MEASURES = ("precision", "data", "kernels", "deepspeed", "model")
-CAUSES = (*MEASURES, "optimizer", "schedule", "train.global_batch")
+MEASURES = ("precision", "data", "kernels", "deepspeed", "model", "train.sequence_warmup")
+CAUSES = (*MEASURES, "optimizer", "schedule", "train.global_batch", "train.batch_warmup")
 
 
 class Origin:
@@ -42,7 +42,10 @@ class Origin:
         """state: that the process resumes from, of a checkpoint or a new run. changed: differences from the recipes of
         the last start and of the checkpoint, as "key: old -> new"."""
         self._run, self._config, self._log = run, config.checkpoint.vitals, log
-        self._verify, self._batch = config.stability.policy.verify_steps, config.train.global_batch
+        self._verify, self._batch = (
+            config.stability.policy.verify_steps,
+            state.batch or config.batches.at(state.cursor),
+        )
         self._other_measure, self._other_cause = (
             any(text.startswith(part) for text in changed for part in parts) for parts in (MEASURES, CAUSES)
         )

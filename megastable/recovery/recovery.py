@@ -38,7 +38,7 @@ from megastable.recovery.snapshot_budget import NO_SNAPSHOTS
 from megastable.recovery.start_signs import StartSigns
 from megastable.recovery.step_result import StepResult
 from megastable.run.directory import RunDirectory
-from megastable.run.events.data_events import MixChanged, SkipsRefused
+from megastable.run.events.data_events import BatchChanged, LengthChanged, MixChanged, SkipsRefused
 from megastable.run.events.stability_events import (
     BaselineReset,
     FellBack,
@@ -109,7 +109,7 @@ class Recovery:
         self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
         self.signs = StartSigns(config, source, memory.signs, log)
         self.origin = Origin(run, config, state, changed, log)
-        laboratory = Laboratory(c.attribution, engine, loader, config.train.global_batch)
+        laboratory = Laboratory(c.attribution, engine, loader)
         room = budgeted(engine, c.snapshots, log) if self.acts else NO_SNAPSHOTS
         ring = Ring(engine, room.points, c.snapshots.interval)
         self.points = Points(c, engine, self.origin, ring, laboratory, log, room.aside)
@@ -166,14 +166,25 @@ class Recovery:
 
     # Before a step
 
-    def begin(self, state: RunState, mix: dict[str, float]) -> None:
-        """Prepare the step after `state`, with samples of the corpora in `mix`."""
+    def begin(self, state: RunState, mix: dict[str, float], batch: Step) -> None:
+        """Prepare the step after `state`, with the samples of `batch`, of the corpora in `mix`."""
         if state.mix and mix != state.mix:
             # The data mix changed on purpose: the detector accepts a new level of the loss as its effect. Also while an
             # incident is open, whose proof is then judged by the new level.
             self._mixed = True
             if self.settings.enabled:
                 self.log.emit(MixChanged(step=state.step + 1, old=state.mix, new=mix), say=True)
+        if state.piece and batch.piece != state.piece:
+            # The same text in other pieces has another level of the loss.
+            self._mixed = True
+            self.log.emit(
+                LengthChanged(step=state.step + 1, position=batch.first, old=state.piece, new=batch.piece),
+                say=True,
+            )
+        if state.batch and (size := batch.positions.size) != state.batch:
+            self.log.emit(
+                BatchChanged(step=state.step + 1, position=batch.first, old=state.batch, new=size), say=True
+            )
         self.choose_precision(state)
 
     def choose_precision(self, state: RunState) -> None:

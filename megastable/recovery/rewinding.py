@@ -14,6 +14,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine, Measured
+from megastable.optim.schedule import progress, warmup
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
@@ -112,7 +113,7 @@ class Rewinding:
         saved: RunState = snapshot.extra.state
         found = Examined(
             conclusion.odds, adjacent, self.rates.before(snapshot.step), rate,
-            warming=saved.updates < self.config.schedule.warmup_steps, beginning=suspect,
+            warming=self._warming(saved), beginning=suspect,
             guilty=tuple(conclusion.convicted),
         )  # fmt: skip
         conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
@@ -183,6 +184,11 @@ class Rewinding:
         may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - most
         remedy = self.guard.policy.remedy(found.cause, saved.updates, culprit, may_swap, examined)
         return _as_judged(found, remedy.cause), remedy
+
+    def _warming(self, saved: RunState) -> bool:
+        """Whether the rate is still rising in a state."""
+        schedule = self.config.schedule
+        return progress(schedule, saved.updates, saved.trained_tokens) < warmup(schedule)
 
     def _culprit(self, found: Conclusion) -> str | None:
         """The corpus of most guilty samples."""

@@ -79,8 +79,13 @@ def harmless(steps: Sequence[Trained], selection: Skips | Selection) -> tuple[In
 class Laboratory:
     """Measures samples on the current state of `engine`, reading them through `loader`."""
 
-    def __init__(self, config: AttributionConfig, engine: Engine, loader: Loader, batch: int) -> None:
-        self.config, self.engine, self.loader, self.batch = config, engine, loader, batch
+    def __init__(self, config: AttributionConfig, engine: Engine, loader: Loader) -> None:
+        self.config, self.engine, self.loader = config, engine, loader
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step where the run stands: those before had as many, or fewer during a batch warm-up."""
+        return self.loader.batch
 
     def losses(self, positions: Int64s) -> Floats:
         """Per-sample cross-entropy, fp64 [n], by forward passes alone, a global batch at a time.
@@ -97,9 +102,12 @@ class Laboratory:
     def gradient_norm(self, positions: Int64s) -> float:
         """Norm of the mean gradient of some samples, by a batch full of copies; nan if fp16 overflows.
 
-        positions: weighted evenly if their number divides the global batch. Raises DataError as `losses` does.
+        positions: weighted evenly if as many copies as the batch has room for are whole micro-batches on every rank.
+        Raises DataError as `losses` does.
         """
-        measured = self.engine.measure(self._read(np.resize(positions, self.batch)))
+        even = positions.size * max(1, self.batch // positions.size)
+        size = self.batch if even % self.loader.unit else even
+        measured = self.engine.measure(self._read(np.resize(positions, size)))
         return math.nan if measured.overflow else measured.grad_norm
 
     def corpora(self, positions: Int64s) -> Int64s:
@@ -255,7 +263,7 @@ class Leading(Laboratory):
     """The laboratory of rank 0 while it decides alone: makes the other ranks join every measurement (`led`)."""
 
     def __init__(self, of: Laboratory) -> None:
-        super().__init__(of.config, of.engine, of.loader, of.batch)
+        super().__init__(of.config, of.engine, of.loader)
         self._of = of
 
     def lead(self, work: Callable[[Laboratory], T]) -> T:

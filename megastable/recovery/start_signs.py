@@ -13,7 +13,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.source import Source
 from megastable.data.statistics import sample_entropy
 from megastable.engine.layer_stats import LayerStatistics
-from megastable.optim.schedule import rate
+from megastable.optim.schedule import rates
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.stability.signs import RECENT, Sign, Signs, SignsState, due
@@ -36,9 +36,7 @@ class StartSigns:
         self.settings = c.stability.signs
         self.enabled = c.stability.enabled and self.settings.enabled
         self.signs = Signs(self.settings, c.model.hidden, state)
-        total = c.schedule.total_steps or c.train.steps
-        rates = (rate(c.schedule, c.optimizer.lr, total, n) for n in range(c.train.steps))
-        self._due, self._rates = due(islice(rates, START), self.settings) if self.enabled else (0, 0.0)
+        self._due, self._rates = due(islice(rates(c), START), self.settings) if self.enabled else (0, 0.0)
         self._entropy: float | None = None
         self._refused = -START  # last step with a refused update
 

@@ -63,11 +63,12 @@ class StepRecord:
     """One step. Losses in nats per token, times in seconds, memory in GiB; None = not measured at this step.
 
     first_position, next_position: the data cursor before and after; the step trained on the positions between them
-    except `skipped`, ranges [first, end) concatenated. finite: whether loss and gradients were. clipped: the update was
-    applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`. mfu_full and
-    mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction: of the steps
-    since it was last recorded. norm_kept: the share of the gradient's norm that clipping left, None if the update was
-    refused. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. Other
+    except `skipped`, ranges [first, end) concatenated. samples: how many; piece: length of the pieces that its last
+    sample is cut into, in tokens; None in records of older versions. finite: whether loss and gradients were. clipped:
+    the update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
+    mfu_full and mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction:
+    of the steps since it was last recorded. norm_kept: the share of the gradient's norm that clipping left, None if the
+    update was refused. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. Other
     values that may be None: see `probe.Statistics`.
     """
 
@@ -105,6 +106,8 @@ class StepRecord:
     update_ratio: float | None = None
     attention_logit: float | None = None
     attention_entropy: float | None = None
+    samples: int | None = None
+    piece: int | None = None
     fp8: float | None = None
     fp8_saturation: float | None = None
     fp8_underflow: float | None = None
@@ -145,6 +148,7 @@ class LayerRecord:
 
 _ARROW = {
     "int": pa.int64(), "bool": pa.bool_(), "str": pa.string(), "float": pa.float32(), "float | None": pa.float32(),
+    "int | None": pa.int64(),
     "list[int]": pa.list_(pa.int64()), "list[float]": pa.list_(pa.float32()),
 }  # fmt: skip
 

@@ -64,7 +64,7 @@ def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, inci
     # innocent.
     before = ledger.without(incident, reason)
     left, _ = before.usable(run.skips, order, config.data.skip)
-    positions, _ = left.next_kept(cursor, config.train.global_batch)
+    positions, _ = left.next_kept(cursor, config.batches.at(cursor))
     entries = sample_entries(order, positions, reason, incident=incident, step=end.step)
     return FailedSamples(positions.tolist(), entries, len(ledger.table) - len(before.table) < len(entries))
 

@@ -22,6 +22,7 @@ from megastable.base import errors
 from megastable.base.errors import DataError
 from megastable.base.text import visible
 from megastable.config.supervise import SuperviseConfig
+from megastable.config.warmups import BatchWarmup, Stages, batches
 from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import NOTHING, real, whole
@@ -153,7 +154,8 @@ class _Recipe:
 
     stamp: tuple[int, int] | None = None
     steps: int | None = None
-    batch_tokens: int | None = None
+    batches: Stages | None = None
+    sequence_length: int | None = None
     limits: SuperviseConfig = field(default_factory=SuperviseConfig)
 
 
@@ -218,7 +220,9 @@ class RunWatch:
             tokens_per_second=self._speed(progress, rate),
             applied=applied if isinstance(applied, bool) else None,
             rate=rate,
-            eta=max(0, (steps or 0) - step) * (rate or 0.0) if goes_on else None,
+            eta=self._left(step, steps or 0, whole(progress.get("cursor"))) * (rate or 0.0)
+            if goes_on
+            else None,
             age=age,
             last_progress=last,
             began=s.began,
@@ -262,11 +266,24 @@ class RunWatch:
                 return
             config = yaml.safe_load(self.run.recipe.read_text(encoding="utf-8"))["config"]
             limits = SuperviseConfig.model_validate(config.get("supervise") or {})
-            tokens = config["train"]["global_batch"] * config["model"]["sequence_length"]
-            self._recipe = _Recipe(stamp, whole(config["train"]["steps"]), whole(tokens), limits)
+            train, length = config["train"], int(config["model"]["sequence_length"])
+            given = train.get("batch_warmup")
+            warmup = None if given is None else BatchWarmup.model_validate(given)
+            sizes = batches(int(train["global_batch"]), warmup, length)
+            if min(sizes.values) < 1:
+                raise ValueError(f"train.global_batch={train['global_batch']} is not a batch")
+            self._recipe = _Recipe(stamp, whole(train["steps"]), sizes, length, limits)
         except FileNotFoundError:
             return
-        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            yaml.YAMLError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             what = "its supervise part" if isinstance(error, ValidationError) else "it"
             problems.append(f"{self.run.recipe}: {what} cannot be read: {str(error).splitlines()[0]}")
 
@@ -313,8 +330,18 @@ class RunWatch:
     def _speed(self, progress: dict[str, Any], rate: float | None) -> float | None:
         """Tokens per second at the median rate: the last step may have been slower or faster."""
         told, seconds = _finite(progress.get("tokens_per_second")), _finite(progress.get("seconds"))
-        tokens = self._recipe.batch_tokens or (told or 0.0) * (seconds or 0.0)
+        tokens = (told or 0.0) * (seconds or 0.0)
+        sizes, cursor = self._recipe.batches, whole(progress.get("cursor"))
+        if sizes is not None and (cursor is not None or len(sizes.values) == 1):
+            tokens = sizes.at(cursor or 0) * (self._recipe.sequence_length or 0)
         return tokens / rate if tokens and rate else None
+
+    def _left(self, step: int, steps: int, cursor: int | None) -> float:
+        """The steps after `step`, counted in steps of the batch at the cursor: later ones may be larger."""
+        left, sizes = max(0, steps - step), self._recipe.batches
+        if sizes is None or cursor is None:
+            return left
+        return (sizes.reach(cursor, left) - cursor) / sizes.at(cursor)
 
 
 def _check(run: Path) -> None:

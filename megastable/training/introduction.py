@@ -24,8 +24,19 @@ def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak
         f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source}){_fp8(c, engine)}\n"
         f"{_clipping(c.optimizer)}\n"
         f"{_repeatable(c, engine)}\n"
-        f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step, run directory {run}"
+        f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step{_warmups(c)}, run directory {run}"
     )
+
+
+def _warmups(config: RunConfig) -> str:
+    told, t = "", config.train
+    if t.batch_warmup is not None:
+        told += f", from {t.batch_warmup.start} samples on over {t.batch_warmup.tokens:,} tokens"
+    if t.sequence_warmup is not None:
+        told += (
+            f", in pieces from {t.sequence_warmup.start} tokens on over {t.sequence_warmup.tokens:,} tokens"
+        )
+    return told
 
 
 def _fp8(config: RunConfig, engine: Engine) -> str:

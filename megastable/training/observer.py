@@ -44,7 +44,7 @@ class Observer:
             measured.losses.tolist(), batch.positions.tolist(), c.logging.worst_samples, c.train.micro_batch,
             self.layout.samples,
         )  # fmt: skip
-        per_second = c.train.global_batch * c.model.sequence_length / done.seconds
+        per_second = batch.positions.size * c.model.sequence_length / done.seconds
         flops = per_second / self.layout.world / (self.peak * 1e12)
         clipped = done.applied and done.kept < 1
         self._clips.append(clipped)
@@ -58,6 +58,8 @@ class Observer:
             first_position=batch.first,
             next_position=batch.next,
             skipped=batch.skipped,
+            samples=batch.positions.size,
+            piece=batch.piece,
             applied=done.applied,
             finite=measured.finite,
             clipped=clipped,

@@ -19,6 +19,7 @@ from megastable.checkpoint.vitals import Vitals
 from megastable.config import deepspeed_json
 from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
+from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora
 from megastable.data.loader import Loader
 from megastable.data.skips import Selection, Skips
@@ -134,20 +135,28 @@ class Start:
         """Changes that may explain trouble right after the start."""
         return [*self.changed, *(["data"] if self.order.anew else [])]
 
-    def loader(
-        self, source: Source, skips: Skips | Selection, cursor: int, batch: int | None = None
-    ) -> Loader:
-        """A loader of this rank's part of global batches; batch: of another size than the recipe's."""
-        c, t, on_gpu = self.config, self.topology, self.engine.device.type == "cuda"
-        return Loader(
-            source, skips, cursor, batch or c.train.global_batch, c.train.micro_batch, t.sample_rank,
-            self.layout.samples, c.data.keep_documents_apart, c.data.prefetch, pin_memory=on_gpu,
-            part=(t.context_rank, self.layout.context),
-        )  # fmt: skip
+    def loader(self, source: Source, skips: Skips | Selection, cursor: int) -> Loader:
+        """A loader of this rank's part of the global batches to train on."""
+        return self._loader(source, skips, cursor, self.config.batches, self.config.pieces)
 
     def from_the_first(self, source: Source, batch: int) -> Loader:
-        """A loader from the first sample of `source` on, in global batches of size `batch`."""
-        return self.loader(source, Skips.of([]), 0, batch)
+        """A loader from the first sample of `source` on, all of them whole, in global batches of size `batch`."""
+        return self._loader(source, Skips.of([]), 0, batch, None)
+
+    def _loader(
+        self,
+        source: Source,
+        skips: Skips | Selection,
+        cursor: int,
+        batches: Stages | int,
+        pieces: Stages | None,
+    ) -> Loader:
+        c, t, on_gpu = self.config, self.topology, self.engine.device.type == "cuda"
+        return Loader(
+            source, skips, cursor, batches, c.train.micro_batch, t.sample_rank, self.layout.samples,
+            c.data.keep_documents_apart, c.data.prefetch, pin_memory=on_gpu,
+            part=(t.context_rank, self.layout.context), pieces=pieces,
+        )  # fmt: skip
 
     def _probe_loader(self, corpora: Corpora) -> Loader:
         return self.from_the_first(corpora.train, self.config.train.micro_batch * self.layout.samples)

@@ -31,11 +31,18 @@ def holders(key: Key) -> list[Key]:
     return [holder for holder in above if holder is not None and holder.field.examples]
 
 
+# Keys that need another one beside them.
+BESIDE = {
+    "schedule.decay_tokens": ["schedule.warmup_tokens=0"],
+    "schedule.total_tokens": ["schedule.warmup_tokens=0"],
+}
+
+
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
 def test_the_example_is_valid_alone(key: Key) -> None:
     """But for the keys of a section that is not there by default: they follow the section's own example."""
     tree: dict[str, Any] = {}
-    examples = [*(holder.example for holder in holders(key)), key.example]
+    examples = [*BESIDE.get(key.path, ()), *(holder.example for holder in holders(key)), key.example]
     for example in examples:
         (written,) = shlex.split(example)
         override(tree, written)

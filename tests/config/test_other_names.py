@@ -89,8 +89,8 @@ def test_it_is_understood_wherever_it_stands(name: str) -> None:
         (
             ["train.lr_warmup_samples=9"],
             [
-                "train.lr_warmup_samples: unknown key; did you mean schedule.warmup_steps? (in steps: divide by "
-                "train.global_batch) e.g. schedule.warmup_steps=100"
+                "train.lr_warmup_samples: unknown key; did you mean schedule.warmup_tokens? (in tokens: "
+                "multiply by model.sequence_length) e.g. schedule.warmup_tokens=1000000"
             ],
         ),
         (

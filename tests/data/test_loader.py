@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
-from megastable.data.loader import Loader, Step, documents_of
+from megastable.data.loader import Loader, Step, segments_of
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, SkipEntry
@@ -253,7 +253,7 @@ def test_prefetch_changes_nothing(source: Source, prefetch: int) -> None:
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=12, max_size=12), min_size=1, max_size=3))
 def test_documents_against_a_naive_walk(tokens: list[list[int]]) -> None:
-    segments = documents_of(np.array(tokens), eod=0)
+    segments = segments_of(np.array(tokens), eod=0)
     assert segments.dtype == np.int32
     for row, found in zip(tokens, segments.tolist(), strict=True):
         segment = 0

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megastable.base.errors import ConfigError, DataError
 from megastable.config.recipe import load
 from megastable.config.tree import CorpusConfig, RunConfig
+from megastable.config.warmups import Stages
 from megastable.data.corpora import open_corpora
 from megastable.data.documents import documents_at
 from megastable.data.loader import Loader
@@ -157,7 +158,7 @@ def test_the_shuffled_tokens_of_another_corpus(clean: Path, tmp_path: Path, conf
 
 def test_the_quickstart_is_hit_in_steps_120_to_122() -> None:
     c = load("launch/recipes/quickstart.yaml")
-    ((first, end),) = positions_of(120, 40, c.train.global_batch)
+    ((first, end),) = positions_of(120, 40, c.batches)
     assert (first, end) == (1908, 1948)
     assert (first // 16 + 1, (end - 1) // 16 + 1) == (120, 122)
     assert c.train.steps > 122 + 50
@@ -165,7 +166,7 @@ def test_the_quickstart_is_hit_in_steps_120_to_122() -> None:
 
 @given(st.integers(1, 1000), st.integers(1, 500), st.integers(3, 200))
 def test_a_region_begins_and_ends_inside_of_batches(step: int, samples: int, batch: int) -> None:
-    ((first, end),) = positions_of(step, samples, batch)
+    ((first, end),) = positions_of(step, samples, Stages.constant(batch))
     assert end - first == samples
     assert first // batch == step - 1
     assert first % batch and end % batch
@@ -179,8 +180,8 @@ def test_so_many_samples_of_each_step(
     step: int, samples: int, batch: int, seed: int, data: st.DataObject
 ) -> None:
     of_each = data.draw(st.integers(1, batch))
-    ranges = positions_of(step, samples, batch, of_each, seed)
-    assert ranges == positions_of(step, samples, batch, of_each, seed)
+    ranges = positions_of(step, samples, Stages.constant(batch), of_each, seed)
+    assert ranges == positions_of(step, samples, Stages.constant(batch), of_each, seed)
     assert all(before[1] < after[0] for before, after in pairwise(ranges))
     found = [position for first, end in ranges for position in range(first, end)]
     assert len(found) == len(set(found)) == samples
@@ -191,7 +192,9 @@ def test_so_many_samples_of_each_step(
 
 
 def test_places_in_a_batch_are_drawn_anew_for_every_step_and_seed() -> None:
-    places = [[first % 16 for first, _ in positions_of(5, 20, 16, 1, seed)] for seed in (0, 1)]
+    places = [
+        [first % 16 for first, _ in positions_of(5, 20, Stages.constant(16), 1, seed)] for seed in (0, 1)
+    ]
     assert len(set(places[0])) > 5 and places[0] != places[1]
 
 
@@ -213,7 +216,7 @@ def test_any_text_goes_on_from_sample_to_sample_and_begins_again(
     planted, _ = plant(clean, folder / "planted", config, **where, kind="text", text=text)
     positions = [position for first, end in planted.positions for position in range(first, end)]
     assert len(positions) == planted.samples == samples_
-    assert planted.positions == positions_of(step, samples_, config.train.global_batch, of_each, seed)
+    assert planted.positions == positions_of(step, samples_, config.batches, of_each, seed)
     assert read_planted(folder / "planted") == planted
     assert plant(clean, folder / "planted", config, **where, kind="text", text=text) == (planted, True)
     verify_corpus(folder / "planted")

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megastable.config.tree import RunConfig
+from megastable.engine import kernel_choice
 from megastable.engine.kernel_choice import choose
+from megastable.plan.memory import kernels_on
 
 CPU = torch.device("cpu")
 
@@ -27,6 +29,26 @@ def test_what_is_best_without_a_word() -> None:
 def test_fp8_is_emulated_without_a_word() -> None:
     found = chosen(precision={"kind": "fp32", "fp8": "current"})
     assert found.fp8 == "emulated" and found.notes == () and "FP8 emulated" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("parts", "key"),
+    [
+        ({"data": {"keep_documents_apart": True}}, "data.keep_documents_apart"),
+        ({"train": {"sequence_warmup": {"start": 64, "tokens": 9}}}, "train.sequence_warmup"),
+    ],
+)
+def test_transformer_engine_keeps_no_parts_apart(
+    parts: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of documents or of pieces: another core is used."""
+    monkeypatch.setattr(kernel_choice, "find_spec", lambda name: object())
+    config = RunConfig.model_validate({"kernels": {"attention": "te"}} | parts)
+    reason = kernel_choice._no_attention("te", config, torch.device("cuda"), torch.bfloat16)
+    assert reason == f"it does not keep parts of a sample apart as {key} asks for"
+    plain = RunConfig.model_validate({"kernels": {"attention": "te"}})
+    assert kernel_choice._no_attention("te", plain, torch.device("cuda"), torch.bfloat16) is None
+    assert [kernels_on(c, "cuda").attention for c in (config, plain)] == ["sdpa", "te"]
 
 
 @pytest.mark.parametrize(

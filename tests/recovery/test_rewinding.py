@@ -13,6 +13,8 @@ import torch
 from megastable.base.rng import rng_state
 from megastable.checkpoint import markers, store
 from megastable.config.stability import PolicyConfig, StabilityConfig
+from megastable.config.tree import ScheduleConfig
+from megastable.config.warmups import Stages
 from megastable.recovery import origin
 from megastable.recovery.origin import Origin
 from megastable.recovery.rewind_points import Points, RewindState
@@ -43,7 +45,7 @@ def shell(policy: Policy) -> Any:
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
     rewinding.config.stability.policy.swap_most = 0.5
-    rewinding.config.schedule.warmup_steps = 0
+    rewinding.config.schedule = ScheduleConfig(warmup_steps=0)
     rewinding.selection.return_value.share_without.return_value = 1.0
     rewinding.source.order.locate.return_value.corpus = [0]
     snapshot = rewinding.points.before_region.return_value
@@ -160,7 +162,7 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     """The state that was resumed from, and the only later point, are not finite, or worse than the checkpoint says."""
     monkeypatch.setattr(origin, "first", lambda action: action())
     resumed, config, engine = state_of(step=20, cursor=160, recent_losses=[3.0] * 8), MagicMock(), MagicMock()
-    config.checkpoint.vitals.worse, config.train.global_batch = 0.1, 8
+    config.checkpoint.vitals.worse, config.batches = 0.1, Stages.constant(8)
     config.stability.policy.verify_steps = 60
     checkpoint = tmp_path / store.name_of(20)
     checkpoint.mkdir()

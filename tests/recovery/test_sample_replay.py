@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.data.loader import documents_of
+from megastable.data.loader import segments_of
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import Ledger, sample_entries
 from megastable.data.skips import Selection
@@ -217,7 +218,7 @@ def measure(configs: list[tuple[RunConfig, bool]], world: int) -> list[dict[str,
             for _ in range(STEPS):
                 step()
             if measuring:
-                laboratory = Laboratory(c.stability.attribution, engine, loader, BATCH)
+                laboratory = Laboratory(c.stability.attribution, engine, loader)
                 found["before"], cursor = state(engine), loader.cursor
                 found["losses"] = [laboratory.losses(np.array(p, dtype=np.int64)) for p in ASKED]
                 found["norms"] = [laboratory.gradient_norm(np.array([p])) for p in ALONE]
@@ -265,7 +266,7 @@ def expected(corpus: Path) -> tuple[list[list[float]], list[float]]:
 
     def batch(positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         samples = source.samples(np.array(positions))
-        segments = documents_of(samples[:, :-1], source.eod) if c.data.keep_documents_apart else None
+        segments = segments_of(samples[:, :-1], source.eod) if c.data.keep_documents_apart else None
         return (
             torch.from_numpy(samples[:, :-1]), torch.from_numpy(samples[:, 1:]),
             None if segments is None else torch.from_numpy(segments),
@@ -390,7 +391,7 @@ def test_a_gradient_is_compared_with_those_of_its_own_corpus(
     norm: float, others: float, known: int, guilty: bool, budget: int
 ) -> None:
     """Sample 1003 is of the corpus 1, like every harmless one from 900 on; the others' gradients are 1."""
-    laboratory: Any = Laboratory(AttributionConfig(), None, None, 16)  # type: ignore[arg-type]
+    laboratory: Any = Laboratory(AttributionConfig(), None, SimpleNamespace(batch=16))  # type: ignore[arg-type]
     laboratory.corpora = lambda positions: ((positions >= 900) & (positions < 1000) | (positions == 1003)) * 1
     asked = list[int]()
 
@@ -408,3 +409,22 @@ def test_a_gradient_is_compared_with_those_of_its_own_corpus(
     norms = np.array([gradient_norm(batch.positions)])
     found, _ = laboratory.by_gradient(GradientNorms(0.25, 1.0, [batch], norms, budget), harmless)
     assert found.tolist() == ([1003] if guilty else []) and len(asked) <= 1 + 12
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "unit", "size"),
+    [(8, 32, 8, 32), (1, 16, 4, 16), (24, 32, 8, 24), (12, 32, 8, 24), (32, 48, 8, 32), (5, 32, 8, 32)],
+)
+def test_copies_weigh_evenly_where_whole_micro_batches_allow_it(
+    count: int, batch: int, unit: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a batch warm-up is smaller than the batch where the run stands, and need not divide it."""
+    read: list[Any] = []
+    engine: Any = SimpleNamespace(measure=lambda _: SimpleNamespace(overflow=False, grad_norm=1.0))
+    laboratory = Laboratory(AttributionConfig(), engine, SimpleNamespace(batch=batch, unit=unit))  # type: ignore[arg-type]
+    monkeypatch.setattr(laboratory, "_read", read.append)
+    assert laboratory.gradient_norm(np.arange(count)) == 1.0
+    (positions,) = read
+    assert positions.size == size and not size % unit
+    times = np.bincount(positions, minlength=count)
+    assert times.min() == times.max() or count == 5

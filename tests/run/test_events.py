@@ -24,13 +24,13 @@ from megastable.run.events.training_events import Finished, Imported, Training, 
 from megastable.run.log import RunLog
 
 # In journals that there are: a name may come, none may go or change.
-NAMES = """alert baseline_anew baseline_reset blend_changed checkpoint checkpoint_failed checkpoint_healthy
-checkpoint_recovered checkpoint_rejected checkpoint_suspect clipping_anew config_changed discard_examined discarded
-ended evaluated exchanges_undone fell_back finished handover hang hook_failed imported incident launched located
-look_ahead_failed look_ahead_spent looked_ahead mix_changed moments_anew no_snapshots order_changed rate_cut
-rate_lifted rate_warmup records_lost reshaped restart resumed returned samples_dropped samples_examined skips_added
-skips_end skips_foreign skips_named skips_read skips_refused snapshot_rejected stability_state_dropped stopped
-supervisor training unstable warning would""".split()
+NAMES = """alert baseline_anew baseline_reset batch_changed blend_changed checkpoint checkpoint_failed
+checkpoint_healthy checkpoint_recovered checkpoint_rejected checkpoint_suspect clipping_anew config_changed
+discard_examined discarded ended evaluated exchanges_undone fell_back finished handover hang hook_failed imported
+incident launched length_changed located look_ahead_failed look_ahead_spent looked_ahead mix_changed moments_anew
+no_snapshots order_changed rate_cut rate_lifted rate_warmup records_lost reshaped restart resumed returned
+samples_dropped samples_examined skips_added skips_end skips_foreign skips_named skips_read skips_refused
+snapshot_rejected stability_state_dropped stopped supervisor training unstable warning would""".split()
 FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})
 WHAT = ["opened", "attributed", "released", "rewound", "restarted", "handed over", "closed", "over", "ended"]
 JSON = st.recursive(
@@ -152,6 +152,10 @@ def test_an_event_does_not_change() -> None:
           "positions": [[5, 8]], "next_epoch": [[1, 2]]},
          "step 9: incident 2: 4 skipped samples found innocent, to be read after all: it was the rate"),
         ({"event": "mix_changed", "step": 9, "old": {}, "new": {}}, "step 9: data mix changed"),
+        ({"event": "batch_changed", "step": 9, "position": 64, "old": 8, "new": 16},
+         "step 9: global batch of 16 samples from here on, 8 before"),
+        ({"event": "length_changed", "step": 9, "position": 64, "old": 32, "new": 64},
+         "step 9: sequences of 64 tokens from here on, 32 before"),
         ({"event": "baseline_reset", "step": 9, "reason": "it stays"}, "step 9: detector baseline reset: it stays"),
         ({"event": "rate_lifted", "step": 9, "reason": "200 steps"}, "step 9: a limit of the learning rate is"),
         ({"event": "rate_warmup", "step": 9, "begin": 0.1, "updates": 20},

@@ -331,6 +331,23 @@ def test_a_recipe_that_is_none_is_said(recipe: bytes, run: Path) -> None:
     assert s.steps is None and "recipe.yaml" in s.problems[0]
 
 
+def test_steps_of_a_batch_warmup_are_counted_by_their_samples(run: Path) -> None:
+    """At position 640 a step has 16 samples: 40 more steps have, and the last 10 have 64."""
+    warmup = {"start": 16, "increment": 48, "tokens": 1280 * 2048}
+    tree = {"train": {"steps": 90, "global_batch": 64, "batch_warmup": warmup}, "run": {"dir": run}}
+    config = RunConfig.model_validate(tree).model_dump(mode="json")
+    (run / "recipe.yaml").write_text(yaml.safe_dump({"config": config, "manifests": []}))
+    journal(run, TRAINING)
+    with alive(run, "trainer"):
+        progress(run, step=40, cursor=640, seconds=2.0)
+        s = look(run)
+    assert s.rate == 2.0 and s.tokens_per_second == 16 * 2048 / 2.0
+    assert s.eta == 2.0 * (40 + 10 * 64 / 16)
+    config["train"]["batch_warmup"]["start"] = 64  # by hand: no size is left to grow to
+    (run / "recipe.yaml").write_text(yaml.safe_dump({"config": config, "manifests": [1]}))
+    assert "recipe.yaml" in look(run).problems[0]
+
+
 def records(run: Path, first: int, losses: list[float], stamp: int) -> None:
     (run / "steps").mkdir(exist_ok=True)
     steps = list(range(first, first + len(losses)))

@@ -79,11 +79,12 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
         return merge(parts, naming.parts[name], held[name].shape[0])
 
     cursor = unpickle.number(state.client.get("cursor")) or 0
-    updates = state.adam_step or state.steps - state.skipped
+    updates = int(max(state.adam_step or state.steps - state.skipped, 0))
     at = state_of(
         run,
         step=state.steps,
-        updates=int(max(updates, 0)),
+        updates=updates,
+        trained_tokens=run.batches.reach(0, updates) * run.model.sequence_length,  # as if by this recipe
         cursor=int(max(cursor, 0)),
         adam_step=state.adam_step,
         scaler={"cur_scale": state.loss_scale} if run.precision.kind == "fp16" and state.loss_scale else {},

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel, load_plain
 from megastable.config.recipe import find
-from megastable.data.loader import documents_of
+from megastable.data.loader import lengths_at, segments_of
 from megastable.data.manifest import Manifest, TokenizerInfo
 from megastable.model.loss import cross_entropy
 from megastable.report.postmortem.sample_texts import Library
@@ -60,11 +60,18 @@ def losses_of(model: PlainModel, tokens: Tensor, segments: Tensor | None = None)
     return torch.cat(parts).view(tokens.shape[1] - 1, -1).t()
 
 
-def token_losses(model: PlainModel, tokens: Int64s, eod: int | None = None, batch: int = BATCH) -> Float32s:
+def token_losses(
+    model: PlainModel,
+    tokens: Int64s,
+    eod: int | None = None,
+    batch: int = BATCH,
+    lengths: Int64s | None = None,
+) -> Float32s:
     """Cross-entropy of each token after the first of its row: int64 [n, L + 1] -> float32 [n, L], nats.
 
     An id beyond the vocabulary has infinite loss, and is read as 0 by later tokens. eod: if a run kept documents
-    apart, attention ends there, as in training. batch: tokens of a forward pass.
+    apart, attention ends there, as in training. batch: tokens of a forward pass. lengths: of the pieces that the rows
+    are cut into, int64 [n]; None: they are whole.
     """
     found = np.empty((len(tokens), tokens.shape[1] - 1), np.float32)
     count = max(1, batch // max(found.shape[1], 1))
@@ -72,27 +79,29 @@ def token_losses(model: PlainModel, tokens: Int64s, eod: int | None = None, batc
     with torch.no_grad():
         for first in range(0, len(tokens), count):
             rows = tokens[first : first + count]
-            given, segments, strange = inputs(model, rows, eod)
+            cut = None if lengths is None else lengths[first : first + count]
+            given, segments, strange = inputs(model, rows, eod, cut)
             losses = losses_of(model, given, segments).cpu().numpy()
             found[first : first + count] = np.where(strange[:, 1:], np.inf, losses)
     return found
 
 
 def inputs(
-    model: PlainModel, tokens: Int64s, eod: int | None
+    model: PlainModel, tokens: Int64s, eod: int | None, lengths: Int64s | None = None
 ) -> tuple[Tensor, Tensor | None, npt.NDArray[np.bool_]]:
-    """(tokens, segments, which ids are beyond the vocabulary) of rows [b, s + 1], on the model's device."""
+    """(tokens, segments, which ids are beyond the vocabulary) of rows [b, s + 1], on the model's device. eod, lengths:
+    as in `token_losses`."""
     strange = (tokens < 0) | (tokens >= model.vocabulary)
     tokens = np.where(strange, 0, tokens)
-    segments = None
-    if model.run.data.keep_documents_apart and eod is not None:
-        segments = torch.from_numpy(documents_of(tokens[:, :-1], eod)).to(model.device)
+    segments, apart = None, eod if model.run.data.keep_documents_apart else None
+    if apart is not None or lengths is not None:
+        segments = torch.from_numpy(segments_of(tokens[:, :-1], apart, lengths)).to(model.device)
     return torch.from_numpy(tokens).to(model.device), segments, strange
 
 
 def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np.floating]]:
-    """Load a checkpoint; returns a function for the losses of samples: (library, positions int64 [n]) -> float32 [n,
-    L].
+    """Load a checkpoint; returns a function for the losses of samples, cut as the library's run read them: (library,
+    positions int64 [n]) -> float32 [n, L].
 
     It raises DataError for samples of another tokenizer, or longer than the model's training sequences.
     """
@@ -107,7 +116,9 @@ def losses_under(checkpoint: Path) -> Callable[[Library, Int64s], npt.NDArray[np
                 f"{model.checkpoint} was trained on sequences of {model.config.sequence_length} tokens, the samples "
                 f"have {length}: give a checkpoint that has read as many"
             )
-        return token_losses(model, library.source.samples(positions), library.source.eod)
+        lengths = lengths_at(library.pieces, positions)
+        cut = lengths if (lengths < length).any() else None
+        return token_losses(model, library.source.samples(positions), library.source.eod, lengths=cut)
 
     return losses
 

@@ -151,7 +151,7 @@ class Gatherer:
             self.problems.append(problem)
         found, problems = logs(run.directory.root, run.directory.logs.name, i.evidence)
         self.problems += problems
-        facts = self._facts()
+        facts = self._facts(rows)
         return Evidence(
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._closed_at() if i.outcome == "healed" else None,
@@ -178,7 +178,8 @@ class Gatherer:
 
     def cost(self) -> Cost:
         """The cost alone."""
-        return self._cost(self._facts(), self._try("the step records", self._rows, list[StepRow]()))
+        rows = self._try("the step records", self._rows, list[StepRow]())
+        return self._cost(self._facts(rows), rows)
 
     # From the journal
 
@@ -275,14 +276,16 @@ class Gatherer:
             values=[v for v in values if (v.before, v.during, v.after) != (None, None, None)],
         )  # fmt: skip
 
-    def _facts(self) -> RunFacts:
+    def _facts(self, rows: Sequence[StepRow]) -> RunFacts:
         c, root = self.config, self.run.directory.root
         name, world = root.resolve().name, self.journal.world(self.begin)
         if c is None:
             return RunFacts(name=name, directory=str(root), world=world)
+        onset = [row.first_position for row in rows if row.step == self.incident.onset]
+        batch = c.batches.at(onset[-1]) if onset else c.train.global_batch
         return RunFacts(
-            name=name, directory=str(root), world=world, steps=c.train.steps,
-            global_batch=c.train.global_batch, sequence_length=c.model.sequence_length, lr=c.optimizer.lr,
+            name=name, directory=str(root), world=world, steps=c.train.steps, global_batch=batch,
+            sequence_length=c.model.sequence_length, lr=c.optimizer.lr,
             cut_factor=c.stability.policy.cut_factor, corpora=tuple(str(corpus.path) for corpus in c.data.corpora),
             planted=tuple(self._try("planted.json", self._planted, list[str]())), price=c.supervise.gpu_hour_price,
             currency=c.supervise.currency,

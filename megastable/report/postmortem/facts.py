@@ -24,7 +24,8 @@ VERSION = 6  # of the derived files: a change rewrites all incidents
 
 
 class RunFacts(Facts):
-    """name: of the directory. world: ranks at the time. lr: the peak rate. price: of a GPU-hour, in `currency`."""
+    """name: of the directory. world: ranks at the time. global_batch: at the onset. lr: the peak rate. price: of a
+    GPU-hour, in `currency`."""
 
     name: str
     directory: str

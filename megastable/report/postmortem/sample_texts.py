@@ -110,6 +110,7 @@ class Library:
         """blends: the lines of blends.jsonl valid at the time."""
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, blends)
         self.source: Source = corpora.train
+        self.pieces = config.pieces  # that the samples are cut into
         info = corpora.manifests[0].tokenizer
         self.problem = ""
         self.tokenizer: Tokenizer | None = None

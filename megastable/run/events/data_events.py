@@ -55,6 +55,33 @@ class MixChanged(Event):
         return "data mix changed; another level of the loss is no incident"
 
 
+class BatchChanged(Event):
+    """The global batch of the step that begins at a position is another one than before: a batch warm-up, or another
+    recipe. old, new: samples."""
+
+    NAME = "batch_changed"
+    step: Whole
+    position: Whole
+    old: Whole
+    new: Whole
+
+    def words(self) -> str:
+        return f"global batch of {self.get('new')} samples from here on, {self.get('old')} before"
+
+
+class LengthChanged(Event):
+    """Samples are cut into pieces of another length from `step` on. old, new: tokens."""
+
+    NAME = "length_changed"
+    step: Whole
+    position: Whole
+    old: Whole
+    new: Whole
+
+    def words(self) -> str:
+        return f"sequences of {self.get('new')} tokens from here on, {self.get('old')} before"
+
+
 class LookedAhead(Event):
     """positions: of the skipped samples; kinds: how many of each; looked: the position scanned up to; documents: that
     they are part of; evidence: of the worst; budget_left: samples that may still be skipped."""

@@ -321,6 +321,25 @@ def test_samples_have_the_losses_of_training(run: Path, known: Path) -> None:
     assert np.abs(found - token_losses(exact, library.source.samples(positions))).mean() < 0.05
 
 
+def test_samples_of_a_sequence_warmup_are_cut_as_they_were_read(run: Path, known: Path) -> None:
+    """Each piece as a row of its own has the same losses."""
+    cut = {
+        "sequence_warmup": {"start": 8, "tokens": 3 * LENGTH}
+    }  # 8 tokens, then 16 from position 1 on, then all
+    of, library = losses_under(run), Library(tiny(known, run, train=cut))
+    positions = np.arange(6)
+    samples, model = library.source.samples(positions), losses_module.load(run)
+    whole = token_losses(model, samples)
+    found = of(library, positions)
+    assert library.pieces.values == (8, 16, 32) and library.pieces.firsts == (0, 1, 3)
+    for position, length in enumerate((8, 16, 16)):
+        pieces = [samples[position : position + 1, at : at + length + 1] for at in range(0, LENGTH, length)]
+        alone = np.concatenate([token_losses(model, piece)[0] for piece in pieces])
+        assert found[position] == pytest.approx(alone, rel=0.05, abs=0.05)
+        assert np.abs(found[position] - alone).max() < np.abs(found[position] - whole[position]).max()
+    assert found[3:] == pytest.approx(whole[3:], rel=0.05, abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"vocab_size": 200}, "has a vocabulary of 200 tokens, the samples one of 250"),

@@ -1,0 +1,138 @@
+"""Defines the warm-ups of batch size and sequence length: step functions of the data position. Pure.
+
+The cursor alone decides how many samples a step trains on, and a sample's position into pieces of which length it is
+cut. So a resumed or rewound run, one with other skips and one on other ranks trains on the same samples in the same
+steps. Position x sequence length = tokens seen.
+
+Batch size: as Megatron-LM's --rampup-batch-size. Sequence length: Li et al., arXiv:2108.06084, whose linear pacing is
+rounded down to halvings of the full length: all pieces of a sample are equally long, and there are few lengths, each of
+which is a change of the loss.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import Field, PositiveInt
+
+from megastable.config.section import Section
+
+if TYPE_CHECKING:
+    from megastable.config.tree import TrainConfig
+
+
+class BatchWarmup(Section):
+    """The global batch grows from `start` to `train.global_batch` in equal increments, spread evenly over the first
+    `tokens` of the run. `increment` divides the difference; every size that occurs is a multiple of `train.micro_batch`
+    x the data-parallel ranks that do not share samples."""
+
+    start: PositiveInt = Field(examples=[8])
+    """The first global batch. [samples]"""
+    tokens: PositiveInt = Field(examples=[1_000_000])
+    """Position from which the global batch is `train.global_batch`. [tokens]"""
+    increment: PositiveInt | None = Field(default=None, examples=[8])
+    """By how much it grows at a time; null: `start`. [samples]"""
+
+
+class SequenceWarmup(Section):
+    """Samples of the first `tokens` of the run are cut into pieces that do not attend to each other (arXiv:2108.06084):
+    `start` tokens long, then twice as long and so on, up to `model.sequence_length`, which is `start` times a power of
+    2. No token is lost, and tokens per step stay the same."""
+
+    start: PositiveInt = Field(examples=[64])
+    """Length of the first pieces. [tokens]"""
+    tokens: PositiveInt = Field(examples=[1_000_000])
+    """Position from which samples are whole. [tokens]"""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A step function of the data position: values[i] from position firsts[i] on; firsts ascend from 0."""
+
+    firsts: tuple[int, ...]
+    values: tuple[int, ...]
+
+    @classmethod
+    def constant(cls, value: int) -> Stages:
+        return cls((0,), (value,))
+
+    def at(self, position: int) -> int:
+        return self.values[bisect_right(self.firsts, position) - 1]
+
+    def from_position(self, position: int) -> Iterator[tuple[int, int | None]]:
+        """The value at `position`, and each one after it, with the position at which it ends; None for the last."""
+        ends = (*self.firsts[1:], None)
+        for value, end in zip(self.values, ends, strict=True):
+            if end is None or position < end:
+                yield value, end
+
+    # Of batch sizes
+
+    def reach(self, cursor: int, steps: int) -> int:
+        """The cursor after `steps` steps from `cursor` on, if nothing is skipped."""
+        for size, end in self.from_position(cursor):
+            here = steps if end is None else min(steps, max(0, -((cursor - end) // size)))
+            cursor, steps = cursor + here * size, steps - here
+        return cursor
+
+    def steps(self, cursor: int, end: int) -> int:
+        """How many steps from `cursor` on are over at position `end`, if nothing is skipped."""
+        count = 0
+        for size, edge in self.from_position(cursor):
+            fit = max(0, (end - cursor) // size)
+            begun = None if edge is None else max(0, -((cursor - edge) // size))
+            if begun is None or fit < begun:
+                return count + fit
+            cursor, count = cursor + begun * size, count + begun
+        return count
+
+
+def batches(full: int, warmup: BatchWarmup | None, sequence_length: int) -> Stages:
+    """The global batch of the step that begins at a cursor. [samples]"""
+    if warmup is None:
+        return Stages.constant(full)
+    sizes = tuple(range(warmup.start, full + 1, warmup.increment or warmup.start))
+    each = (len(sizes) - 1) * sequence_length
+    return Stages(tuple(-(-i * warmup.tokens // each) for i in range(len(sizes))), sizes)
+
+
+def pieces(full: int, warmup: SequenceWarmup | None) -> Stages:
+    """The length of the pieces of the sample at a position, whose length is `full`. [tokens]"""
+    if warmup is None:
+        return Stages.constant(full)
+    lengths = tuple(warmup.start << i for i in range((full // warmup.start).bit_length()))
+    each = (full - warmup.start) * full
+    return Stages(tuple(-(-(n - warmup.start) * warmup.tokens // each) for n in lengths), lengths)
+
+
+def impossible(train: TrainConfig, sequence_length: int) -> list[str]:
+    """What is wrong with the warm-ups of a configuration, each with its remedy."""
+    bad, full = [], sequence_length
+    if (batch := train.batch_warmup) is not None:
+        increment = batch.increment or batch.start
+        if batch.start >= train.global_batch or (train.global_batch - batch.start) % increment:
+            bad.append(
+                f"train.batch_warmup: from start={batch.start} by {increment} the batch never grows to "
+                f"train.global_batch={train.global_batch}: choose a start below it, and an increment that divides the "
+                "difference"
+            )
+        elif batch.start % train.micro_batch or increment % train.micro_batch:
+            bad.append(
+                f"train.batch_warmup: train.micro_batch={train.micro_batch} does not divide start={batch.start} and "
+                f"the increment of {increment}: change one of them"
+            )
+    if (sequence := train.sequence_warmup) is not None:
+        times, rest = divmod(full, sequence.start)
+        if rest or times < 2 or times & (times - 1):
+            halved = [str(full >> i) for i in range(1, 8) if full % (1 << i) == 0]
+            known = (
+                f"one of {', '.join(halved)}" if halved else "another sequence length, which can be halved"
+            )
+            bad.append(
+                f"train.sequence_warmup.start={sequence.start}: model.sequence_length={full} must be start times a "
+                f"power of 2: choose {known}"
+            )
+    return bad
