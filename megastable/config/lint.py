@@ -114,7 +114,9 @@ def lengths(c: RunConfig) -> Lengths:
             f"{run} tokens of the run",
         )
     run = c.train.steps
-    return Lengths("steps", run, s.total_steps or run, s.warmup_steps, s.decay_steps, f"train.steps={run}")
+    return Lengths(
+        "steps", run, s.total_steps or run, s.warmup_steps or 0, s.decay_steps, f"train.steps={run}"
+    )
 
 
 def first_rate(c: RunConfig) -> float:

@@ -194,8 +194,8 @@ class Engine:
         self._accumulate(len(micro_batches))
         self._pass_on(micro_batches)
         self.loss.samples.clear()
-        if self.clipping is not None:
-            self.clipping.begin()
+        if self.qk_clip is not None:
+            self.qk_clip.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self._computing():

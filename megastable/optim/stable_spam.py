@@ -53,7 +53,7 @@ class StableSpam(AdamPieces):
         beyond = torch.stack(peaks).tolist() if peaks else []
 
         def clipped_part(index: int) -> Tensor:
-            (piece, at), (limit, scale) = parts[index], self._of(owners[index], bounds)
+            (piece, at), (limit, scale) = parts[index], self._at(owners[index], bounds)
             return clipped(piece.gradient[at], limit, scale) if beyond[index] > limit else piece.gradient[at]
 
         def seen(index: int) -> tuple[Piece, Tensor]:
@@ -77,15 +77,15 @@ class StableSpam(AdamPieces):
         for piece in pieces if count == 1 else ():
             forget(piece)
         for index, (piece, at) in enumerate(parts):
-            gradient = clipped_part(index) * self._of(piece, scales)
+            gradient = clipped_part(index) * self._at(piece, scales)
             self.adamw(piece, at, piece.group["lr"], count, gradient)
 
     def _averages(self) -> Tensor:
         """[parameters, 3], in their order; zeros before the first update."""
-        zeros = self._table(3)[0]
+        zeros = torch.zeros(3, dtype=torch.float64, device=self._device)
         return torch.stack([self.shared.get(f"{KIND}/{name}", zeros) for name in sorted(self.at.parameters)])
 
-    def _of(self, piece: Piece, numbers: list[Any]) -> Any:
+    def _at(self, piece: Piece, numbers: list[Any]) -> Any:
         return numbers[self.at.parameters[piece.name].row]
 
 
