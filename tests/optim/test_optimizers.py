@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megastable.config.tree import RunConfig
 from tests.distributed import run_ranks
 from tests.optim import rules, trained
 from tests.parallel.test_layouts import BIAS, QWEN2, relative
@@ -62,7 +65,25 @@ def plainly(name: str, tied: bool, layers: int) -> Any:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps(layout: str, name: str) -> None:
     recipes, ranks = ran(layout)
-    c = recipes[name]
+    check(name, recipes[name], ranks)
+
+
+def test_zero_3_updates_some_parameters_at_a_time(tmp_path: Path) -> None:
+    """DeepSpeed calls the optimizer once for each of its groups."""
+    given = json.loads(Path("ds_configs/zero3.json").read_text())
+    given["zero_optimization"]["sub_group_size"] = 5000
+    (tmp_path / "groups.json").write_text(json.dumps(given))
+    recipes = {
+        name: trained.recipe(section, zero=3).model_copy(update={"deepspeed": str(tmp_path / "groups.json")})
+        for name, (section, _) in OPTIMIZERS.items()
+    }
+    ranks = run_ranks(2, trained.train_rank, recipes, 2)
+    for name, c in recipes.items():
+        check(name, c, ranks)
+
+
+def check(name: str, c: RunConfig, ranks: list[dict[str, Any]]) -> None:
+    """Weights, norms and state of all ranks against the plain rule."""
     norms, rule = plainly(name, c.model.tied, c.model.layers)
     if name == "muon-clip":
         assert 0 < len(rule.clipped[0]) < 4 * c.model.layers

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.whole import WholeState, run_of
-from megastable.config.tree import RunConfig
+from megastable.config.tree import OptimizerConfig, RunConfig
 from megastable.convert.foreign.deepspeed import find, import_deepspeed
 from megastable.convert.foreign.zero import ZeroState
 from megastable.convert.huggingface.names import table
@@ -379,6 +379,16 @@ def test_content_of_any_other_kind_is_an_error_that_says_where(
         said = str(folder)
         store.verify(made)
     assert str(folder) in said and made.exists() == (made.name != "run")
+
+
+def test_moments_that_the_optimizer_cannot_use_are_left_out(small: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = small / "1-bf16" / f"global_step{STEPS}"
+    for name, kinds in (("adafactor", ("weight",)), ("lamb", KINDS)):
+        run = recipe().model_copy(update={"optimizer": OptimizerConfig.model_validate({"name": name})})
+        made = import_deepspeed(folder, tmp_path / name, run, said.append)
+        assert WholeState(made).kinds == kinds
+    assert "without Adam's moments: adafactor cannot continue from them" in said[1]
 
 
 def test_without_moments_the_weights_come_alone(small: Path, tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""Updates of pieces, without ranks: an element's result at every place, rectangles of a matrix, clipped spikes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.config.tree import OptimizerConfig
+from megastable.optim import build, spam
+from megastable.optim.adafactor import bands
+from megastable.optim.fused import LANES
+from megastable.optim.pieces import PieceOptimizer, Surroundings, WholeParameter
+from megastable.parallel.fragments import Fragment
+from megastable.parallel.sharding import Placement
+
+ROWS, WIDTH = 13, 7
+N = ROWS * WIDTH
+NAMES = ["sgd", "stable_adamw", "spam", "stable_spam", "lamb", "adafactor"]
+
+
+def trained(name: str, before: int) -> list[Tensor]:
+    """Weight and flat state of a matrix after some updates, `before` elements from the beginning of its buffer."""
+    g = torch.Generator().manual_seed(0)
+    module = torch.nn.Linear(WIDTH, ROWS, bias=False)
+    settings = OptimizerConfig.model_validate({"name": name, "lr": 3e-3, "spam": {"threshold": 10.0}})
+    optimizer = build.build(module, settings, compiled=False)
+    assert isinstance(optimizer, PieceOptimizer)
+    flat = torch.zeros(before + N + 3)
+    flat[before : before + N] = torch.randn(N, generator=g)
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    optimizer.param_groups[0]["params"] = [flat]
+    piece = Fragment(
+        name="w", dim=None, sections=(), shape=(ROWS, WIDTH), group=0, offset=before, start=0, numel=N, counted=True
+    )  # fmt: skip
+    optimizer.attach([flat], [piece], Surroundings({"w": WholeParameter(Placement("w"), (ROWS, WIDTH), 0)}))
+    for _ in range(6):
+        flat.grad = torch.zeros_like(flat)
+        flat.grad[before : before + N] = torch.randn(N, generator=g) * 1e-2
+        optimizer.step()
+    state = [flat, *(t for t in optimizer.state[flat].values() if t.dim())]
+    return [t[before : before + N].clone() for t in state]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_element_is_updated_alike_at_every_place(name: str) -> None:
+    wanted = trained(name, 0)
+    for before in range(1, LANES + 1):
+        for x, y in zip(trained(name, before), wanted, strict=True):
+            assert torch.equal(x, y), before
+
+
+@pytest.mark.parametrize("size", [1, WIDTH, 3 * WIDTH + 1, N])
+def test_rectangles_cover_a_piece_once(size: int) -> None:
+    matrix = torch.arange(float(N)).view(ROWS, WIDTH)
+    for start in range(N):
+        for numel in (1, 5, 2 * WIDTH + 3, N - start):
+            if start + numel > N:
+                continue
+            piece = Fragment(
+                name="w", dim=None, sections=(), shape=(ROWS, WIDTH), group=0, offset=0, start=start, numel=numel,
+                counted=True,
+            )  # fmt: skip
+            flat, seen = matrix.flatten()[start : start + numel], torch.zeros(numel)
+            for band in bands(piece, size):
+                assert torch.equal(band.of(flat), matrix[band.rows, band.columns])
+                assert seen[band.at].numel() <= max(size, WIDTH)
+                seen[band.at] += 1
+            assert (seen == 1).all()
+
+
+def test_spikes_are_clipped_to_the_threshold() -> None:
+    gradient = torch.tensor([1.0, -1.0, 0.1, -0.1, 5.0, 0.0])
+    v = torch.tensor([0.01, 0.01, 0.01, 0.01, 0.0, 0.0])
+    bound = math.sqrt(0.04)
+    wanted = torch.tensor([bound, -bound, 0.1, -0.1, 5.0, 0.0])
+    torch.testing.assert_close(spam.clipped(gradient, v, 4.0), wanted)
+    assert torch.equal(spam.clipped(gradient[2:4], v[2:4], 4.0), gradient[2:4])
+
+
+def test_a_period_is_a_function_of_the_update() -> None:
+    assert [spam.since_reset(step, 3) for step in range(1, 8)] == [1, 2, 3, 1, 2, 3, 1]
+    assert [spam.warmed_up(count, 2) for count in (1, 2, 3)] == pytest.approx([0.5, 1.0, 1.0])
+    assert spam.warmed_up(1, 0) == 1.0
