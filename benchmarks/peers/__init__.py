@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megastable.base.errors import ConfigError
-from megastable.config.tree import OptimizerConfig, RunConfig
+from megastable.config.optimizers import OptimizerConfig
+from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.model import gpt
 from megastable.model.kernels import DTYPES

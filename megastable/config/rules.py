@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from megastable.config import warmups
 
 if TYPE_CHECKING:
-    from megastable.config.tree import Fp8Config, OptimizerConfig, RunConfig
+    from megastable.config.optimizers import OptimizerConfig
+    from megastable.config.tree import Fp8Config, RunConfig
 
 LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that FP8 can compute
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.config.tree import OptimizerConfig
+from megastable.config.optimizers import OptimizerConfig
 from megastable.engine.zero import Bf16
 from megastable.optim.clipping import Clipping, by_norm
 from megastable.optim.pieces import Piece

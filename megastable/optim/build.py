@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megastable.config.tree import OptimizerConfig
+from megastable.config.optimizers import OptimizerConfig
 from megastable.optim.adafactor import Adafactor
 from megastable.optim.adamw import AdamW, decay_groups
 from megastable.optim.fused import FusedAdamW

@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megastable.config.tree import OptimizerConfig
-from megastable.optim import tables
+from megastable.config.optimizers import OptimizerConfig
+from megastable.optim import parameter_sums
 from megastable.optim.pieces import Piece, WholeParameter
 from megastable.parallel.fragments import Fragment, rectangles, whole_index
 
@@ -93,7 +93,7 @@ class Value(Clipping):
             piece.gradient.clamp_(-most, most)
             if piece.fragment.counted:
                 removed += before - _squared(piece.gradient)
-        return _left(tables.summed(removed) / scale**2, norm)
+        return _left(parameter_sums.summed(removed) / scale**2, norm)
 
 
 class AdaGC(Clipping):
@@ -115,7 +115,7 @@ class AdaGC(Clipping):
             }
         norms, updates = (self.shared[name] for name in self.names)
         squares = ((p.fragment, _squared(p.gradient)) for p in pieces)
-        now = tables.totals(squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
+        now = parameter_sums.totals(squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
         if int(updates) < self.warmup:
             kept = _scaled(pieces, by_norm(norm, self.config.clip))
             clipped = now * kept
@@ -200,7 +200,7 @@ class AGC(Clipping):
             for total, values in zip(table, (gradient, weight), strict=True):
                 if piece.fragment.counted:
                     total.index_add_(0, rows, torch.linalg.vector_norm(values, dim=1).double().square())
-        gradients, weights = tables.summed(table).sqrt_()
+        gradients, weights = parameter_sums.summed(table).sqrt_()
         gradients /= scale
         factors = allowed(gradients, self.threshold * weights.clamp(min=self.LEAST))
         for _, rows, gradient, _ in found:

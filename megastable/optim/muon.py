@@ -5,7 +5,7 @@ with the RMS of AdamW's, so that one learning rate serves both. The momentum is 
 Newton-Schulz takes no notice of its scale. Nesterov's form is what is orthogonalized.
 
 A matrix is orthogonalized as a whole by one rank of its pipeline stage (ownership.py), which gets its pieces and sends
-back those of the result (exchange.py): the result does not depend on the layout.
+back those of the result (matrix_exchange.py): the result does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base.collectives import gathered
-from megastable.optim.exchange import Exchange
 from megastable.optim.matrices import is_orthogonalized
+from megastable.optim.matrix_exchange import Exchange
 from megastable.optim.newton_schulz import orthogonalized
 from megastable.optim.ownership import MatrixPiece, plan
 from megastable.optim.pieces import MOMENTS, Piece, PieceOptimizer, Surroundings

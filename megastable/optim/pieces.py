@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megastable.optim import tables
+from megastable.optim import parameter_sums
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import Placement
 
@@ -166,11 +166,11 @@ class PieceOptimizer(torch.optim.Optimizer):
 
         parts: of each piece its numbers, [width]; copies count once. All ranks get the same bits.
         """
-        return tables.totals(self._of(parts), width, self.at.parameters, self._device)
+        return parameter_sums.totals(self._of(parts), width, self.at.parameters, self._device)
 
     def maxima(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
         """The same with maxima of numbers that are not negative."""
-        return tables.maxima(self._of(parts), width, self.at.parameters, self._device)
+        return parameter_sums.maxima(self._of(parts), width, self.at.parameters, self._device)
 
     @staticmethod
     def _of(parts: Iterable[tuple[Piece, Tensor]]) -> Iterable[tuple[Fragment, Tensor]]:

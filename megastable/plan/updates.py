@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megastable.config.tree import OptimizerConfig
+from megastable.config.optimizers import OptimizerConfig
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megastable.base.deterministic import exact
+from megastable.config.optimizers import OptimizerConfig
 from megastable.config.rules import LINEARS
-from megastable.config.tree import OptimizerConfig, RunConfig
+from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.model.flops import parameters
 from megastable.model.sizes import in_fp8

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.config.tree import OptimizerConfig
+from megastable.config.optimizers import OptimizerConfig
 from megastable.optim import build, spam
 from megastable.optim.adafactor import bands
 from megastable.optim.fused import LANES

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.whole import WholeState, run_of
-from megastable.config.tree import OptimizerConfig, RunConfig
+from megastable.config.optimizers import OptimizerConfig
+from megastable.config.tree import RunConfig
 from megastable.convert.foreign.deepspeed import find, import_deepspeed
 from megastable.convert.foreign.zero import ZeroState
 from megastable.convert.huggingface.names import table

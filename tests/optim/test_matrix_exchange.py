@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastable.optim.exchange import Exchange
 from megastable.optim.matrices import Matrix, is_orthogonalized, matrices
+from megastable.optim.matrix_exchange import Exchange
 from megastable.optim.newton_schulz import orthogonalized
 from megastable.optim.ownership import MatrixPiece, Round, owners, plan
 from megastable.parallel.fragments import Fragment
