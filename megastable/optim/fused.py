@@ -35,8 +35,9 @@ def update(
 def _kernel(
     tensors: Sequence[Tensor], step: Tensor, lr: float, betas: tuple[float, float], eps: float, decay: float
 ) -> None:
+    w, g, m, v = tensors
     torch._fused_adamw_(
-        *([t] for t in tensors), [], [step], lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps,
+        [w], [g], [m], [v], [], [step], lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps,
         amsgrad=False, maximize=False,
     )  # fmt: skip
 
