@@ -46,7 +46,7 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
     def held(*given: Any) -> float:
         nonlocal cap, at, latest
         scheduled = real(*given)
-        if given[-1] < since:
+        if given[3] < since:
             return scheduled
         if scheduled > 2 * latest or latest > 2 * scheduled:
             cap, at = cap * min(1.0, latest / at), scheduled
