@@ -1,6 +1,6 @@
 """Deferral of samples that were part of an incident without being guilty: they are exchanged with later samples.
 
-Pure: which slots to exchange (matrix_exchange.py), as far from the incident as possible, best first:
+Pure: which slots to exchange (exchange.py), as far from the incident as possible, best first:
 
 1. in the same epoch of their corpus, at least `far` away: the instability is over by then;
 2. in the same epoch, as late as possible, but not `near`;

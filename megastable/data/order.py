@@ -7,7 +7,7 @@ tokens [i * L, i * L + L + 1).
 1. Positions are grouped into blocks. Every block gives each corpus the same number of slots, its quota: the
    largest-remainder rounding of weight * block. The slots are shuffled with the key (seed, block).
 2. The slots of a corpus, in the order of positions, hold its samples 0, 1, 2, ..., except those exchanged with later
-   ones (matrix_exchange.py). Sample k belongs to epoch k // n and has the number k % n in it.
+   ones (exchange.py). Sample k belongs to epoch k // n and has the number k % n in it.
 3. A bijection keyed by (seed, corpus name, epoch) turns that number into a sequence.
 
 So a corpus reads all its sequences once before any repeats. Nothing here depends on the length of the run, batch
