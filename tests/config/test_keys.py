@@ -16,6 +16,8 @@ from megastable.config.reference import meanings
 from megastable.config.tree import CorpusConfig, RunConfig
 
 KEYS = all_keys()
+# Settings that go against a default, and are refused with it, with the reason.
+COMPANIONS = {"optimizer.qk_clip": ["model.qk_norm=false"]}
 
 
 def value_at(tree: Any, path: str) -> Any:
@@ -35,6 +37,8 @@ def holders(key: Key) -> list[Key]:
 def test_the_example_is_valid_alone(key: Key) -> None:
     """But for the keys of a section that is not there by default: they follow the section's own example."""
     tree: dict[str, Any] = {}
+    for companion in COMPANIONS.get(key.path, ()):
+        override(tree, companion)
     examples = [*(holder.example for holder in holders(key)), key.example]
     for example in examples:
         (written,) = shlex.split(example)
