@@ -94,9 +94,9 @@ class _Timed:
         self._update, self._spent = self.engine._step, 0.0
         self.engine._step = self._timed  # type: ignore[method-assign,assignment]
 
-    def _timed(self, *args: Any) -> None:
+    def _timed(self, lr_kwargs: Any, known: Any) -> None:
         begin = self._now()
-        self._update(*args)
+        self._update(lr_kwargs, known)
         self._spent = self._now() - begin
 
     def step(self, batches: Sequence[MicroBatch], *, keep: bool) -> None:

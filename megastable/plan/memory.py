@@ -186,7 +186,7 @@ def _building(config: RunConfig, layout: Layout, held: Stage, groups: Sequence[i
         yield Item("weights", "a layer, whole", layer * e, ("layers",))
         yield Item("weights", "a parameter, whole", max(matrices) * e, ("optimizer",))
     elif not _sums(config):
-        copy = max(groups) // layout.data * FP32
+        copy = sum(groups) // layout.data * FP32
         yield Item("gradients", "the update's copy of this rank's part", copy, ("optimizer",))
 
 
