@@ -92,7 +92,7 @@ class _Timed:
         self.steps: list[float] = []
         self.updates: list[float] = []
         self._update, self._spent = self.engine._step, 0.0
-        self.engine._step = self._timed  # type: ignore[method-assign,assignment]
+        self.engine._step = self._timed  # type: ignore[method-assign]
 
     def _timed(self, lr_kwargs: Any, known: Any) -> None:
         begin = self._now()
