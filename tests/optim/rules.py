@@ -194,6 +194,7 @@ class Muon(Rule):
             self.v[name] = 0.95 * self.v[name] + 0.05 * g * g
             m, v = self.m[name] / (1 - 0.9**self.t), self.v[name] / (1 - 0.95**self.t)
             return lr * m / (v.sqrt() + 1e-8) + lr * decay * p
+        self.acted += 1
         self.m[name] = 0.95 * self.m[name] + 0.05 * g
         u = 0.95 * self.m[name] + 0.05 * g
         parts = [u]
