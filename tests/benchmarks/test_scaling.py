@@ -217,6 +217,8 @@ def test_nothing_is_missed() -> None:
         "PP2xDP3 tied",
         "TP2xPP2 AGC",
         "DP4xCP2 by worker",
+        "Muon DP3 ZeRO 3 fp32",
+        "Muon TP2xPP2xDP2 QK-clip",
     ],
 )
 def test_real_steps_say_what_the_formulas_say(name: str) -> None:
@@ -224,6 +226,22 @@ def test_real_steps_say_what_the_formulas_say(name: str) -> None:
     held = compare(name, case, run_ranks(case.world, count_joined, case))
     assert not held.differences and not held.missed
     assert sum(row.calls for row in held.rows) > 5
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_muon_exchanges_every_matrix_once(zero: int) -> None:
+    """There and back, in bf16; what is said of no rank in particular is the mean."""
+    case = Case(6, {"tensor": 2, "zero": zero}, global_batch=6, micro_batch=1, optimizer={"name": "muon"})
+    m = case.config.model
+    q, k = m.heads * m.head_width, m.key_value_heads * m.head_width
+    size = m.layers * m.hidden * (2 * q + 2 * k + 3 * m.ffn_width)
+
+    def stage(**options: Any) -> list[volume.Term]:
+        return [t for t in terms(case.config, 3, **options) if t.group == "stage"]
+
+    ranks = [stage(data_rank=d, tensor_rank=t) for d in range(3) for t in range(2)]
+    assert [sum(of[way].total for of in ranks) for way in (0, 1)] == [2 * size] * 2
+    assert [t.total for t in stage()] == [2 * (size // 6)] * 2
 
 
 def test_ranks_are_started_and_counted() -> None:
