@@ -74,7 +74,9 @@ def test_zero_3_updates_some_parameters_at_a_time(tmp_path: Path) -> None:
     given["zero_optimization"]["sub_group_size"] = 5000
     (tmp_path / "groups.json").write_text(json.dumps(given))
     recipes = {
-        name: trained.recipe(section, zero=3).model_copy(update={"deepspeed": str(tmp_path / "groups.json")})
+        name: trained.recipe(section, zero=3, model=MODELS.get(name, {})).model_copy(
+            update={"deepspeed": str(tmp_path / "groups.json")}
+        )
         for name, (section, _) in OPTIMIZERS.items()
     }
     ranks = run_ranks(2, trained.train_rank, recipes, 2)
