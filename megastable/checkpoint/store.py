@@ -129,7 +129,8 @@ class RunState(BaseModel):
         batch: int, piece: int,
     ) -> RunState:  # fmt: skip
         """Where the run stands after one more step: of `tokens` tokens, in `seconds`, with a mean `loss` in nats per
-        token; applied: its update was not refused; cursor: behind it; mix: of its last sample; batch, piece: its."""
+        token; applied: its update was not refused; cursor: behind it; mix: of its last sample; batch:
+        samples of the step; piece: length of the pieces of its last sample, in tokens."""
         return self.model_copy(update={
             "step": self.step + 1, "cursor": cursor, "tokens": self.tokens + tokens,
             "seconds": self.seconds + seconds, "updates": self.updates + applied, "mix": mix,

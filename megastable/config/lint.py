@@ -74,7 +74,7 @@ def compute(c: RunConfig) -> float:
     """Training compute without the embeddings, as DeepSeek LLM counts it (arXiv:2401.02954, section 3.2). [FLOP]"""
     m = c.model
     per_token = 6 * block_weights(m) + 12 * m.layers * m.heads * m.head_width * m.sequence_length
-    return float(per_token) * c.train.steps * tokens(c)
+    return float(per_token) * c.tokens
 
 
 def best_rate(c: RunConfig) -> float:
@@ -207,7 +207,7 @@ def no_constant_phase(c: RunConfig) -> Hint | None:
 
 def fp16_without_qk_norm(c: RunConfig) -> Hint | None:
     """Attention scores beyond the range of fp16."""
-    if c.precision.kind != "fp16" or c.model.qk_norm is not False:
+    if c.precision.kind != "fp16" or c.model.qk_norm is not False or c.optimizer.qk_clip is not None:
         return None
     return Hint(
         "model.qk_norm=false",
@@ -277,7 +277,7 @@ def decay_of_weights(c: RunConfig) -> Hint | None:
 def clipping(c: RunConfig) -> Hint | None:
     """One batch may move all weights."""
     clip = c.optimizer.clip
-    if 0 < clip <= MOST_CLIP:
+    if 0 < clip <= MOST_CLIP or c.optimizer.clipping.kind not in ("norm", "worker"):
         return None
     effect = (
         "gradients are not clipped" if clip == 0 else f"above {MOST_CLIP:g}, hardly any gradient is clipped"
@@ -323,16 +323,16 @@ def first_updates(c: RunConfig) -> Hint | None:
     of, lr = lengths(c), first_rate(c)
     setting = f"schedule.warmup_{of.unit}={of.warmup}"
     change = lr * math.sqrt(c.model.hidden) / (2 * c.model.init_std)
-    thumb = 2 / max(1 - c.optimizer.betas[1], 1e-9)
-    enough = thumb * (c.batches.at(0) * c.model.sequence_length if c.schedule.by_tokens else 1)
-    remedy = f"schedule.warmup_{of.unit}={enough:.0f} (2 / (1 - beta2) updates, arXiv:1910.04209) or more"
+    each = c.batches.at(0) * c.model.sequence_length if c.schedule.by_tokens else 1
+    thumb = math.ceil(each * 2 / max(1 - c.optimizer.betas[1], 1e-9))
     if change >= CHANGE:
         return Hint(
             setting,
             f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {c.model.init_std:g} and a width "
             f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself, limit {CHANGE:g}",
             "measured: docs/stability.md, a rate that is too high from the start",
-            f"{remedy}, or a lower optimizer.lr",
+            f"schedule.warmup_{of.unit}={max(thumb, math.ceil(of.warmup * change / CHANGE))} or more, or a lower "
+            "optimizer.lr",
         )
     if of.warmup:
         return None
@@ -340,7 +340,7 @@ def first_updates(c: RunConfig) -> Hint | None:
         setting,
         "no warm-up: the second moment of the first updates is that of a few batches, and high rates diverge sooner",
         f"{PROXIES} 3.2.1",
-        remedy,
+        f"schedule.warmup_{of.unit}={thumb} (2 / (1 - beta2) updates, arXiv:1910.04209) or more",
     )
 
 
@@ -360,13 +360,14 @@ def peak_rate(c: RunConfig) -> Hint | None:
 
 def rate_without_qk_norm(c: RunConfig) -> Hint | None:
     """Attention logits grow at high rates."""
-    if c.model.qk_norm is not False or c.optimizer.lr < WITHOUT_QK_NORM:
+    bounded = c.model.qk_norm is not False or c.optimizer.qk_clip is not None
+    if bounded or c.optimizer.lr < WITHOUT_QK_NORM:
         return None
     return Hint(
         "model.qk_norm=false",
         f"with optimizer.lr={c.optimizer.lr:g}, from {WITHOUT_QK_NORM:g} on, attention logits grow without bound",
         f"{PROXIES} 3.1.1",
-        "model.qk_norm=true, or a lower optimizer.lr",
+        "model.qk_norm=true, optimizer.qk_clip=100 or a lower optimizer.lr",
     )
 
 
@@ -386,7 +387,8 @@ def stale_second_moment(c: RunConfig) -> Hint | None:
 
 def epsilon(c: RunConfig) -> Hint | None:
     """Epsilon against the gradients: clipped to a norm g, those of n weights have a root mean square of g / sqrt(n)."""
-    largest = (c.optimizer.clip or 1.0) / math.sqrt(block_weights(c.model))
+    norm = c.optimizer.clip if c.optimizer.clip and c.optimizer.clipping.kind in ("norm", "worker") else 1.0
+    largest = norm / math.sqrt(block_weights(c.model))
     if c.optimizer.eps <= EPS_SHARE * largest:
         return None
     return Hint(
@@ -404,11 +406,11 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 # Rules whose thresholds are for a certain kind of update, with the optimizers that make it: of the size of the rate;
 # of about its size (Muon's is matched to AdamW's, arXiv:2502.16982); divided by the root of a second moment.
-ADAMS = frozenset({"adamw", "stable_adamw", "spam", "stable_spam"})
+RATE_SIZED = frozenset({"adamw", "stable_adamw", "spam", "stable_spam"})
 OF: tuple[tuple[Rule, frozenset[str]], ...] = (
-    (first_updates, ADAMS | {"adafactor"}),
-    (peak_rate, ADAMS | {"adafactor", "muon"}),
-    (rate_without_qk_norm, ADAMS | {"adafactor", "muon"}),
-    (stale_second_moment, ADAMS | {"lamb"}),
-    (epsilon, ADAMS | {"lamb"}),
+    (first_updates, RATE_SIZED | {"adafactor"}),
+    (peak_rate, RATE_SIZED | {"adafactor", "muon"}),
+    (rate_without_qk_norm, RATE_SIZED | {"adafactor", "muon"}),
+    (stale_second_moment, RATE_SIZED | {"lamb"}),
+    (epsilon, RATE_SIZED | {"lamb"}),
 )

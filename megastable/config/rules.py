@@ -81,6 +81,8 @@ def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
             f"optimizer.moments=bf16 with optimizer.name={o.name}: only adamw keeps its moments in bf16; leave "
             "optimizer.moments out"
         )
+    if o.momentum == 1:
+        bad.append("optimizer.momentum=1: must be below 1")
     if o.spam.warmup > o.spam.interval:
         bad.append(
             f"optimizer.spam.warmup={o.spam.warmup} is longer than optimizer.spam.interval={o.spam.interval}: the rate "

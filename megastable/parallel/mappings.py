@@ -42,8 +42,10 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def sum_and_scatter(whole: Tensor, part: Tensor, group: Any) -> None:
-    """Reduce-scatter: write to `part` the sum of this rank's slice of the flat `whole` of all ranks. The rest of
-    `whole` is undefined."""
+    """Reduce-scatter: write to `part` the sum of this rank's slice of the flat `whole` of all ranks.
+
+    Where `part` is a view of `whole`, the rest of `whole` stays as it was: engine/worker_clipping.py needs that.
+    """
     _scatter(part, whole, group=group)
 
 

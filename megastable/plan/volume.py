@@ -367,8 +367,8 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
     }
     terms = [Term("clipping", "world", "all-reduce", FP64 * numbers.get(kind, 0), int(kind in numbers))]
     if kind == "worker" and p.context > 1:
-        for group in filter(None, parameters(m, held, p.tensor)):
-            padded = round_up(sum(group), 2 * data) * FP32
+        for group in parameter_groups(config, held):
+            padded = round_up(sum(group.sizes), 2 * data) * FP32
             terms.append(Term("gradients of a worker", "context", "all-reduce", padded, 1))
     return terms
 

@@ -12,7 +12,8 @@ from megastable.engine.engine import Measured
 @dataclass(frozen=True)
 class StepResult:
     """From `before` to `state`; applied: the update was not refused; lr: its rate. It took `seconds`, of which the rank
-    waited `waited` for data. kept: the share of the gradient's norm that clipping left."""
+    waited `waited` for data. kept: the gradient's norm after clipping, as a share of that before; above 1 is possible
+    with `worker`."""
 
     batch: Step
     measured: Measured

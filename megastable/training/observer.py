@@ -46,7 +46,7 @@ class Observer:
         )  # fmt: skip
         per_second = batch.positions.size * c.model.sequence_length / done.seconds
         flops = per_second / self.layout.world / (self.peak * 1e12)
-        clipped = done.applied and done.kept < 1
+        clipped = done.applied and done.kept != 1
         self._clips.append(clipped)
         occasional: dict[str, Any] = {}
         if statistics is not None:

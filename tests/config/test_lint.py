@@ -207,4 +207,29 @@ def test_a_wider_model_bears_less() -> None:
 
 
 def test_the_rule_of_thumb_knows_beta2() -> None:
-    assert "warmup_steps=40 (2" in first(3e-3, 0)[0] and "warmup_steps=2000 (2" in first(3e-3, 0, 0.999)[0]
+    assert "Set schedule.warmup_steps=40 or" in first(3e-3, 0)[0]
+    assert "Set schedule.warmup_steps=2000 or" in first(3e-3, 0, 0.999)[0]
+
+
+def test_a_longer_warmup_is_asked_for_than_there_is() -> None:
+    (said,) = first(0.3, 60)
+    wanted = int(said.partition("Set schedule.warmup_steps=")[2].split()[0])
+    assert wanted > 60 and first(0.3, wanted) == []
+
+
+def test_what_bounds_the_logits_is_known() -> None:
+    free = {
+        "model": {"qk_norm": False},
+        "optimizer": {"lr": 2e-2, "qk_clip": 100.0},
+        "precision": {"kind": "fp16"},
+    }
+    assert not [
+        text for text in lint(RunConfig.model_validate(HEALTHY | free)) if text.startswith("model.qk_norm")
+    ]
+
+
+def test_other_clipping_is_not_called_none() -> None:
+    other = {"optimizer": {"clip": 0, "clipping": "agc"}}
+    assert not [
+        text for text in lint(RunConfig.model_validate(HEALTHY | other)) if text.startswith("optimizer.clip")
+    ]

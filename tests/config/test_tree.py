@@ -84,6 +84,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"optimizer": {"stable_spam": {"norm_decays": [0.7, 1]}}},
         ("norm_decays=[0.7, 1.0]", "below 1"),
     ),
+    "momentum": ({"optimizer": {"name": "muon", "momentum": 1}}, ("optimizer.momentum=1", "below 1")),
     "adafactor-momentum": ({"optimizer": {"adafactor": {"momentum": 1}}}, ("momentum=1", "below 1")),
     "beta-2": ({"optimizer": {"betas": [0.9, 1.0]}}, ("optimizer.betas=[0.9, 1.0]", "below 1")),
 }
