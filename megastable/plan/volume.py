@@ -324,9 +324,8 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
             Term("gradients", "data", "reduce-scatter", gradients, steps),
             *_checks(config, _updates(config, data, held, settings), FP64),
         ]
-    flat = [
-        round_up(sum(group), 2 * data) for group in groups
-    ]  # DeepSpeed pads to 4 bytes of bf16 on every rank
+    # DeepSpeed pads to 4 bytes of bf16 on every rank.
+    flat = [round_up(sum(group), 2 * data) for group in groups]
     # DeepSpeed also reduces over a group of one, but does not gather over it.
     weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
