@@ -117,6 +117,13 @@ LAYOUTS = {
     "DP2 ZeRO 3 AdaGC": Case(2, {"zero": 3}, optimizer=CLIP | {"clipping": {"kind": "adagc"}}),
     "TP2xPP2 AGC": Case(4, TP2 | PP2, optimizer=CLIP | {"clipping": {"kind": "agc"}}),
     "DP4xCP2 by worker": Case(4, {"context": 2}, optimizer=CLIP | {"clipping": {"kind": "worker"}}),
+    "StableAdamW DP2 ZeRO 2": Case(2, {"zero": 2}, optimizer={"name": "stable_adamw"}),
+    "LAMB PP2xDP2 tied": Case(4, PP2, {"tied": True}, optimizer={"name": "lamb"}),
+    "Stable-SPAM DP2 fp16": Case(2, precision="fp16", optimizer={"name": "stable_spam"}),
+    "Adafactor TP2xDP2 ZeRO 3": Case(4, TP2 | {"zero": 3}, optimizer={"name": "adafactor"}),
+    "Adafactor DP2 ZeRO 3 sub-groups": Case(
+        2, {"zero": 3}, zero={"sub_group_size": 4000}, optimizer={"name": "adafactor"}
+    ),
     "Muon TP2": Case(2, TP2, optimizer=MUON),
     "Muon DP3": Case(3, global_batch=6, micro_batch=1, optimizer=MUON),
     "Muon DP2 ZeRO 2": Case(2, {"zero": 2}, optimizer=MUON),

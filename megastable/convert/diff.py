@@ -67,16 +67,22 @@ class Difference:
         relative = self.distance.relative
         return math.inf if math.isnan(relative) else relative
 
+    def order(self) -> tuple[float, str, str]:
+        """Sort key of a list, the largest difference first."""
+        return -self.size, self.name, self.kind
+
 
 def distance(a: Tensor, b: Tensor) -> Distance | None:
-    """The distance of two fp32 tensors of one shape; None if all bytes are equal. Sums are in fp64, chunk by chunk."""
+    """The distance of two tensors of one shape, both fp32 or both fp64; None if all bytes are equal. Sums are in fp64,
+    chunk by chunk."""
     a, b = a.flatten(), b.flatten()
-    if torch.equal(a.view(torch.int32), b.view(torch.int32)):
+    bits = torch.int32 if a.dtype == torch.float32 else torch.int64
+    if torch.equal(a.view(bits), b.view(bits)):
         return None
     differing, largest = 0, 0.0
     squares = torch.zeros(4, dtype=torch.float64)  # of A, of B, their product, of B - A
     for x, y in zip(a.split(CHUNK), b.split(CHUNK)):
-        other = x.view(torch.int32) != y.view(torch.int32)
+        other = x.view(bits) != y.view(bits)
         differing += int(other.sum())
         x, y = x.double(), y.double()
         # Elements with equal bytes do not differ, not even infinities or NaNs.
@@ -110,7 +116,7 @@ def differences(a: Tensors, b: Tensors, watch: Callable[[int], None] = lambda _:
             outcome = "differs"
         found.append(Difference(name, kind, cast(Outcome, outcome), shape_a, shape_b, far))
         watch(math.prod(shape_a or shape_b or ()))
-    return sorted(found, key=lambda d: (-d.size, d.name, d.kind))
+    return sorted(found, key=Difference.order)
 
 
 def pairs(a: Tensors, b: Tensors) -> Iterator[tuple[str, str, Shape | None, Shape | None]]:

@@ -3,8 +3,8 @@
 A global batch is the next positions that are not skipped; how many, and into pieces of which length samples are cut,
 depends on the position alone (config/warmups.py). Reshaped to [accumulation, data_size, micro_batch], rank r takes
 [:, r]; so the order of the samples depends only on the cursor, the skips and the order, not on the number of ranks or
-the micro-batch size. The ranks of a context-parallel group count as one
-here: they read the same samples, and each takes its part of the tokens.
+the micro-batch size. The ranks of a context-parallel group count as one here: they read the same samples, and each
+takes its part of the tokens.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A global batch: the cursor before (`first`) and after it (`next`), all its positions, int64
-    [global batch] in global order, and this rank's part of it. piece: length of the pieces that its last sample is cut
-    into."""
+    """A global batch: the cursor before (`first`) and after it (`next`), all its positions, int64 [global batch] in
+    global order, and this rank's part of it. piece: length of the pieces that its last sample is cut into."""
 
     first: int
     next: int

@@ -102,8 +102,7 @@ class FlatState:
 
         It is derived from the state after it: w' = (1 - lr d) w - lr a with a = m_hat / (sqrt(v_hat) + eps) and decay d
         gives w - w' = lr (a + d w') / (1 - lr d). Moments rounded to bf16 after the update make an element wrong by up
-        to
-        1.2 %, in either direction.
+        to 1.2 %, in either direction.
         """
         of, state = self.settings[fragment.group], self.optimizer.state.get(self.masters[fragment.group], {})
         held = [self.piece(fragment, kind) for kind in KINDS]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from megastable.optim.adam_pieces import chunk_size
 from megastable.optim.pieces import Piece, PieceOptimizer
-from megastable.parallel.fragments import Fragment
-from megastable.parallel.sharding import Placement, shape_of, shard
+from megastable.parallel.fragments import Fragment, Rectangle, rectangles, whole_index
+from megastable.parallel.sharding import shape_of
 
 TINY = 1e-30  # the paper's first epsilon, added to squares of gradients
 ROWS, COLUMNS, PRESENT = "rows", "columns", "present"
@@ -105,11 +104,8 @@ class Adafactor(PieceOptimizer):
 
     def _indices(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Where this tensor rank's rows and columns lie in the whole matrix."""
-        shape, of = self.at.parameters[piece.name].shape, piece.fragment.placement
-        whole = [torch.arange(n, device=piece.weight.device) for n in shape]
-        if of.dim is not None:
-            whole[of.dim] = shard(whole[of.dim], Placement(of.name, 0, of.sections), *self.at.tensor)
-        return whole[0], whole[1]
+        rows, columns = (whole_index(piece.fragment, dim, *self.at.tensor) for dim in (0, 1))
+        return rows.to(piece.weight.device), columns.to(piece.weight.device)
 
     def _scaled(self, piece: Piece, factor: float = 1.0) -> Iterator[tuple[slice, Tensor]]:
         """g / sqrt(v) times `factor` of a piece, in parts, in new memory."""
@@ -121,34 +117,16 @@ class Adafactor(PieceOptimizer):
         by_row, by_column = (r / r.mean()).rsqrt_().mul_(factor)[rows, None], c.rsqrt()[None, columns]
         for band in bands(piece.fragment, chunk_size(piece.weight)):
             u = band.of(piece.gradient) * by_row[band.rows]
-            yield band.at, u.mul_(by_column[:, band.columns]).flatten()
+            yield band.part, u.mul_(by_column[:, band.columns]).flatten()
 
 
-@dataclass(frozen=True)
-class Band:
-    """A rectangle of a matrix: its elements in the piece, its rows and columns in the shard."""
-
-    at: slice
-    rows: slice
-    columns: slice
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Its elements of the piece's tensor, [rows, columns]."""
-        return flat[self.at].view(self.rows.stop - self.rows.start, -1)
-
-
-def bands(fragment: Fragment, size: int) -> Iterator[Band]:
-    """A piece of a matrix as rectangles: the rest of a row, whole rows, some `size` elements of them at a time, and the
-    beginning of a row."""
-    width, done = fragment.shape[1], 0
-    while done < fragment.numel:
-        row, column = divmod(fragment.start + done, width)
-        left = fragment.numel - done
-        if column or left < width:
-            rows, columns = 1, min(width - column, left)
-        else:
-            rows, columns = min(left // width, max(1, size // width)), width
-        yield Band(
-            slice(done, done + rows * columns), slice(row, row + rows), slice(column, column + columns)
-        )
-        done += rows * columns
+def bands(fragment: Fragment, size: int) -> Iterator[Rectangle]:
+    """The rectangles of a piece of a matrix, whole rows some `size` elements at a time."""
+    width = fragment.shape[1]
+    most = max(1, size // width)
+    for whole in rectangles(fragment):
+        for row in range(whole.rows.start, whole.rows.stop, most):
+            end = min(row + most, whole.rows.stop)
+            at = whole.part.start + (row - whole.rows.start) * width
+            part = slice(at, min(at + (end - row) * width, whole.part.stop))
+            yield Rectangle(part, slice(row, end), whole.columns)

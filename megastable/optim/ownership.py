@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from megastable.optim.matrices import Held, Matrix, is_orthogonalized, parts
 
-LIMIT = (
-    1 << 26
-)  # elements that a rank sends or receives at a time, unless one matrix has more: 128 MiB in bf16
+# Elements that a rank sends or receives at a time, unless one matrix has more: 128 MiB in bf16.
+LIMIT = 1 << 26
 
 
 class MatrixPiece(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megastable.parallel.fragments import Fragment
+from megastable.parallel.fragments import Fragment, rectangles
 
 
 def over(highest: Tensor, threshold: float) -> Tensor:
@@ -41,15 +41,6 @@ def row_factors(queries: Tensor, keys: Tensor, width: int, tensor: int, tensor_r
 def scale_rows(piece: Tensor, fragment: Fragment, factors: Tensor) -> None:
     """Multiply the rows of a parameter's shard by `factors` [rows], in place, in the `piece` that `fragment` describes:
     a flat range, which may begin and end inside a row."""
-    width = 1
-    for size in fragment.shape[1:]:
-        width *= size
-    first, at = divmod(fragment.start, width)
-    lead = min((width - at) % width, fragment.numel)  # of a row that began before the piece
-    whole, rest = divmod(fragment.numel - lead, width)
     factors = factors.to(piece.device)
-    row = first + (lead > 0)
-    piece[:lead].mul_(factors[first])
-    piece[lead : lead + whole * width].view(whole, width).mul_(factors[row : row + whole, None])
-    if rest:
-        piece[-rest:].mul_(factors[row + whole])
+    for part in rectangles(fragment):
+        part.of(piece).mul_(factors[part.rows, None])

@@ -53,9 +53,8 @@ def stage_rounds(model: ModelConfig, blocks: int, tensor: int, data: int, zero: 
     """The exchange of a stage, in one round. Under ZeRO 3 the cost grows with the number of ranks times matrices."""
     weights = list(_weights(model, blocks))
     sizes = [rows * columns // tensor for _, (rows, columns) in weights]
-    own = (
-        -(-sum(sizes) // (2 * data)) * 2
-    )  # ZeRO 1 and 2 cut all together, padded to 4 bytes of bf16 on every rank
+    # ZeRO 1 and 2 cut all together, padded to 4 bytes of bf16 on every rank.
+    own = -(-sum(sizes) // (2 * data)) * 2
     held: list[list[PlannedPiece]] = [[] for _ in range(data * tensor)]
     first = 0
     for (placed, (rows, columns)), size in zip(weights, sizes, strict=True):

@@ -25,6 +25,7 @@ from megastable.plan.stage_matrices import stage_matrices, stage_rounds
 from megastable.plan.updates import cost
 
 FP32, FP64, INT32 = 4, 8, 4
+SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpeed's default
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def step(
         Term("the gate", "world", "all-reduce", FP64 * (2 * config.train.global_batch + 2 + votes), 1)
     )
     terms += _clipping(config, data, held)
+    terms += _update_sums(config, data, held, zero or {})
     return [t for t in terms if t.calls]
 
 
@@ -320,11 +322,10 @@ def _zero(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]
         return [
             *_gathered(config, data, held, settings),
             Term("gradients", "data", "reduce-scatter", gradients, steps),
-            *_checks(config, len(groups), FP64),
+            *_checks(config, _updates(config, data, held, settings), FP64),
         ]
-    flat = [
-        round_up(sum(group), 2 * data) for group in groups
-    ]  # DeepSpeed pads to 4 bytes of bf16 on every rank
+    # DeepSpeed pads to 4 bytes of bf16 on every rank.
+    flat = [round_up(sum(group), 2 * data) for group in groups]
     # DeepSpeed also reduces over a group of one, but does not gather over it.
     weights = [Term("weights", "data", "all-gather", size // data * e, int(data > 1)) for size in flat]
     if p.zero == 1 and config.precision.kind == "bf16":
@@ -371,6 +372,39 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
             padded = round_up(sum(group.sizes), 2 * data) * FP32
             terms.append(Term("gradients of a worker", "context", "all-reduce", padded, 1))
     return terms
+
+
+def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
+    """What an optimizer sums over the ranks within an update: optim/stable_adamw.py, lamb.py, stable_spam.py,
+    adafactor.py. Tables of the whole model, also where a call updates a part of it."""
+    m, name = config.model, config.optimizer.name
+    matrices, vectors = parameters(m, Stage(m.layers, first=True, last=True), 1)
+    number = FP64 * (len(matrices) + len(vectors))  # one for every parameter
+    q, k, f = m.heads * m.head_width, m.key_value_heads * m.head_width, m.ffn_width
+    sides = m.layers * (2 * q + 2 * k + 3 * f + 4 * m.hidden)  # rows and columns of all matrices
+    sides += (1 if m.tied else 2) * (m.padded_vocab + m.hidden)
+    sizes = {
+        "stable_adamw": [number],
+        "lamb": [2 * number],
+        "stable_spam": [number, 2 * number],  # maxima, then sums
+        "adafactor": [FP32 * (sides + len(matrices)), number],
+    }
+    calls = _updates(config, data, held, settings)
+    return [Term(f"{name}'s update", "world", "all-reduce", size, calls) for size in sizes.get(name, [])]
+
+
+def _updates(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> int:
+    """How often ZeRO calls the optimizer in a step: for all parameters, for each group, or for each sub-group."""
+    groups = parameter_groups(config, held)
+    if config.parallel.zero == 3:
+        limit, calls = settings.get("sub_group_size", SUB_GROUP), 0
+        for group in groups:
+            size = limit  # the first parameter opens a sub-group
+            for n in group.sizes:
+                calls += size >= limit
+                size = (0 if size >= limit else size) + round_up(n, data) // data
+        return calls
+    return 1 if config.parallel.zero == 1 and config.precision.kind == "bf16" else len(groups)
 
 
 def _orthogonalized(config: RunConfig, data: int, held: Stage, rank: tuple[int, int] | None) -> list[Term]:

@@ -239,9 +239,8 @@ def orthogonalization(config: RunConfig, held: Stage, data: int) -> Operation | 
     e = 2 if config.precision.kind == "bf16" else 4
     mean = sum(m.numel for m in all_of) / len(all_of)
     each = sum(m.flops for m in all_of) / len(all_of)
-    passes = (
-        ITERATIONS * 6 * mean * e
-    )  # of a matrix of mean size: it is read twice and written, as is its square
+    # Of a matrix of mean size: it is read twice and written, as is its square.
+    passes = ITERATIONS * 6 * mean * e
     return Operation(
         "orthogonalization", PRODUCT, flops, flops / each * passes,
         shortest=min(min(m.rows, m.columns) for m in all_of), kernels=math.ceil(flops / each * 3 * ITERATIONS),

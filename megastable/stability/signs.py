@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict
 from megastable.config.stability import SignsConfig
 
 RECENT = 10  # losses whose median is compared with the unigram entropy
-ADVICE = "a lower optimizer.lr, or a longer schedule.warmup_steps, is likely to end lower"
+ADVICE = "a lower optimizer.lr, or a longer warm-up (schedule.warmup_steps or warmup_tokens), is likely to end lower"
 
 
 @dataclass(frozen=True)

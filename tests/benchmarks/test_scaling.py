@@ -217,6 +217,8 @@ def test_nothing_is_missed() -> None:
         "PP2xDP3 tied",
         "TP2xPP2 AGC",
         "DP4xCP2 by worker",
+        "Stable-SPAM DP2 fp16",
+        "Adafactor TP2xDP2 ZeRO 3",
         "Muon DP3 ZeRO 3 fp32",
         "Muon TP2xPP2xDP2 QK-clip",
     ],

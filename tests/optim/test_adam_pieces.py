@@ -66,8 +66,8 @@ def test_rectangles_cover_a_piece_once(size: int) -> None:
             flat, seen = matrix.flatten()[start : start + numel], torch.zeros(numel)
             for band in bands(piece, size):
                 assert torch.equal(band.of(flat), matrix[band.rows, band.columns])
-                assert seen[band.at].numel() <= max(size, WIDTH)
-                seen[band.at] += 1
+                assert seen[band.part].numel() <= max(size, WIDTH)
+                seen[band.part] += 1
             assert (seen == 1).all()
 
 

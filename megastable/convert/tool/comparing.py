@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megastable.base.progress_bar import bar
 from megastable.base.text import plural
 from megastable.checkpoint import store
@@ -15,7 +17,7 @@ from megastable.convert.tool.verifying import good
 from megastable.report.sheet import Column, Sheet
 
 # State fields that count as a difference; the others say how and when it was computed, and are only shown.
-WHERE = ("step", "updates", "cursor", "tokens", "adam_step")
+WHERE = ("step", "updates", "cursor", "tokens", "trained_tokens", "optimizer", "adam_step")
 
 COLUMNS = (
     Column("name", "tensor"),
@@ -43,6 +45,24 @@ class _Only:
         return tuple(kind for kind in self._whole.kinds_of(name) if kind in self.kinds)
 
 
+class _Shared:
+    """The optimizer's shared state as tensors of one kind, in fp64, which holds every number of it exactly."""
+
+    kinds = ("shared",)
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors, self.names = tensors, sorted(tensors)
+
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        return self.kinds
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str, kind: str) -> Tensor:
+        return self._tensors[name].double()
+
+
 def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool) -> tuple[Sheet, bool]:
     """The differences, and whether there are none. Both are verified first. everything: also list identical tensors.
 
@@ -54,6 +74,9 @@ def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool
     left, right = (_Only(whole, kinds) for whole in wholes)
     with bar("comparing", 4 * elements(left, right), silent) as watch:
         found = differences(left, right, lambda count: watch(4 * count))
+    if not weights_only:
+        shared = (_Shared(whole.shared) for whole in wholes)
+        found = sorted([*found, *differences(*shared)], key=Difference.order)
     states = [store.read_state(folder).model_dump() for folder in folders]
     fields = field_differences(*states)
     counted = [] if weights_only else [f for f in fields if f[0] in WHERE]

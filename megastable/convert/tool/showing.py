@@ -51,11 +51,19 @@ def show(path: Path, pattern: str | None = None) -> Shown:
     checkpoint = checkpoints_of(path)[0]
     contents, state, run = store.read_contents(checkpoint), store.read_state(checkpoint), run_of(checkpoint)
     whole = WholeState(checkpoint)
-    names = [name for name in whole.names if pattern is None or fnmatch.fnmatchcase(name, pattern)]
-    if not names:
+
+    def asked(name: str) -> bool:
+        return pattern is None or fnmatch.fnmatchcase(name, pattern)
+
+    rows = [row for name in filter(asked, whole.names) for row in _rows(whole, name)]
+    rows += [
+        {"name": name, "kind": "shared", "shape": list(tensor.shape), "elements": tensor.numel()}
+        for name, tensor in whole.shared.items()
+        if asked(name)
+    ]
+    if not rows:
         near = ", ".join(whole.names[:3])
         raise CheckpointError(f"{checkpoint}: no tensor is named like {pattern!r}; there are {near}, ...")
-    rows = [row for name in names for row in _rows(whole, name)]
     count = sum(math.prod(whole.shape(name)) for name in whole.names)
     health, pinned, doubts = (
         markers.healthy(checkpoint),

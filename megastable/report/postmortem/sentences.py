@@ -367,7 +367,8 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             goes_on = f"; this run tries {now:g} for a while" if cut else ""
             lower = f" (optimizer.lr, now {r.lr:g}{goes_on})"
         yield FollowUp(
-            text=f"Begin the next run of this size with a lower peak rate{lower}, or a longer schedule.warmup_steps."
+            text=f"Begin the next run of this size with a lower peak rate{lower}, or a longer warm-up "
+            "(schedule.warmup_steps or warmup_tokens)."
         )
         yield FollowUp(
             text="Try other thresholds on this very run before changing them.",
