@@ -37,7 +37,7 @@ def tuned(
 ) -> None:
     """Steps that recipes need to reach a loss, each tuned over the same number of learning rates. Trains for real."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
@@ -59,7 +59,14 @@ def tuned(
             recipe_path, chosen, tried, range(1, seeds + 2), overrides or [], Path(folder), jobs, progress
         )
     target = target_of(found[0])
-    table = Table("candidate", "best rate", "final loss", "validation", f"steps to {target:.3f}", "s a step")
+    table = Table(
+        Column("candidate", min_width=20),
+        "best rate",
+        "final loss",
+        "validation",
+        f"steps to {target:.3f}",
+        "s a step",
+    )
     for one in found:
         steps = len(one.measured[0].losses)
         table.add_row(

@@ -75,8 +75,8 @@ def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool
     with bar("comparing", 4 * elements(left, right), silent) as watch:
         found = differences(left, right, lambda count: watch(4 * count))
     if not weights_only:
-        shared = (_Shared(whole.shared) for whole in wholes)
-        found = sorted([*found, *differences(*shared)], key=Difference.order)
+        in_a, in_b = (_Shared(whole.shared) for whole in wholes)
+        found = sorted([*found, *differences(in_a, in_b)], key=Difference.order)
     states = [store.read_state(folder).model_dump() for folder in folders]
     fields = field_differences(*states)
     counted = [] if weights_only else [f for f in fields if f[0] in WHERE]
