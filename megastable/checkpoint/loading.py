@@ -47,8 +47,9 @@ def check_optimizer(checkpoint: Path, state: RunState, name: str) -> None:
     """Raises CheckpointError if the optimizer `name` cannot continue from the checkpoint's state."""
     if state.adam_step and not interchangeable(state.optimizer, name):
         raise CheckpointError(
-            f"{checkpoint} holds the state of optimizer.name={state.optimizer}, which {name} cannot continue: set it "
-            f"back, or begin with the weights alone: `megastable checkpoint export {checkpoint} NEW_RUN`"
+            f"{checkpoint} holds the state of optimizer.name={state.optimizer}, which {name} cannot continue. "
+            f"Set it back; or begin with the weights alone: `megastable checkpoint export {checkpoint} NEW_RUN`, then "
+            f"start NEW_RUN with optimizer.name={name}, and a warm-up of its own: its moments are fresh"
         )
 
 

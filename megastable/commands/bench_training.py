@@ -20,14 +20,16 @@ from megastable.commands.options import Json, JsonFile, Overrides, put_json
 def tuned(
     overrides: Overrides = None,
     candidates: Annotated[
-        list[str] | None, typer.Option("--of", help="Overrides of one candidate, spaces between; repeatable")
+        list[str] | None,
+        typer.Option(
+            "--of", help="Overrides of one candidate, spaces between; repeatable. Default: adamw and muon"
+        ),
     ] = None,
     rates: Annotated[
-        list[float] | None, typer.Option("--rate", help="A learning rate to try for each of them; repeatable")
+        list[float] | None,
+        typer.Option("--rate", help="A learning rate to try for each; repeatable. Default: 1, 2 and 4e-3"),
     ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Runs of each at its best rate, after the one that tunes it")
-    ] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Extra seeds of each at its best rate")] = 3,
     recipe_path: Annotated[Path, typer.Option("--recipe", help="Model, data and length of every run")] = Path(
         "launch/recipes/quickstart.yaml"
     ),
@@ -87,11 +89,11 @@ def optimizers(
     recipe_path: Annotated[Path, typer.Option("--recipe", help="Model, batch and precision")] = Path(
         "launch/recipes/quickstart.yaml"
     ),
-    rounds: Annotated[int, typer.Option(min=1, help="Each does a step of every candidate")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Each runs one step of every candidate")] = 5,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """What optimizers add to the time of a step, beside the first candidate. On random tokens, on one rank."""
+    """What optimizers add to the time of a step, compared with the first candidate. On random tokens, on one rank."""
     from rich.console import Console
     from rich.table import Table
 

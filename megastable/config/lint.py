@@ -149,6 +149,22 @@ def warmup_outlasts_run(c: RunConfig) -> Hint | None:
     )
 
 
+def data_warmup_outlasts_run(c: RunConfig) -> Hint | None:
+    """The full batch or the whole samples never come."""
+    for key, of in (("batch", c.train.batch_warmup), ("sequence", c.train.sequence_warmup)):
+        if of is not None and of.tokens >= c.tokens:
+            what = "batch is never full" if key == "batch" else "samples are never whole"
+            return Hint(
+                f"train.{key}_warmup.tokens={of.tokens}",
+                f"not below the {c.tokens} tokens of the run, so {what}",
+                f"the batch grows over the first 4-12 billion of 300 billion tokens in {GPT3}"
+                if key == "batch"
+                else "arXiv:2108.06084, section 4",
+                "a shorter warm-up, or more steps",
+            )
+    return None
+
+
 def schedule_ends_early(c: RunConfig) -> Hint | None:
     """The run trains on at the lowest rate."""
     of = lengths(c)
@@ -401,8 +417,9 @@ def epsilon(c: RunConfig) -> Hint | None:
 
 
 RULES: tuple[Rule, ...] = (
-    warmup_outlasts_run, schedule_ends_early, schedule_outlasts_run, no_decay, no_constant_phase,
-    fp16_without_qk_norm, no_z_loss, tied_and_large, decay_of_weights, clipping, no_checkpoints, no_evaluation,
+    warmup_outlasts_run, data_warmup_outlasts_run, schedule_ends_early, schedule_outlasts_run, no_decay,
+    no_constant_phase, fp16_without_qk_norm, no_z_loss, tied_and_large, decay_of_weights, clipping, no_checkpoints,
+    no_evaluation,
 )  # fmt: skip
 # Rules whose thresholds are for a certain kind of update, with the optimizers that make it: of the size of the rate;
 # of about its size (Muon's is matched to AdamW's, arXiv:2502.16982); divided by the root of a second moment.

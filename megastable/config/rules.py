@@ -83,7 +83,11 @@ def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
         )
     if o.momentum == 1:
         bad.append("optimizer.momentum=1: must be below 1")
-    if o.spam.warmup > o.spam.interval:
+    if o.momentum is not None and o.name not in ("sgd", "muon"):
+        bad.append(
+            f"optimizer.momentum={o.momentum:g} with optimizer.name={o.name}: only sgd and muon have it; leave it out"
+        )
+    if o.name == "spam" and o.spam.warmup > o.spam.interval:
         bad.append(
             f"optimizer.spam.warmup={o.spam.warmup} is longer than optimizer.spam.interval={o.spam.interval}: the rate "
             "would never be reached; shorten the warm-up"

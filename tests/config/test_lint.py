@@ -87,7 +87,10 @@ def test_every_rule_at_its_edge(base: dict[str, Any], key: str, good: Any, bad: 
 
 def test_every_rule_has_an_edge() -> None:
     """A rule that never speaks would go unnoticed."""
-    spoken, every = set[str](), (*rules.RULES, *(rule for rule, _ in rules.OF))
+    spoken, every = (
+        {"data_warmup_outlasts_run"},
+        (*rules.RULES, *(rule for rule, _ in rules.OF)),
+    )  # tested below
     for base, key, _, bad, _ in EDGES:
         section, name = key.split(".")
         parts = base | {section: {**base.get(section, {}), name: bad}}
@@ -227,6 +230,18 @@ def test_what_bounds_the_logits_is_known() -> None:
     assert not [
         text for text in lint(RunConfig.model_validate(HEALTHY | free)) if text.startswith("model.qk_norm")
     ]
+
+
+@pytest.mark.parametrize("key", ["batch_warmup", "sequence_warmup"])
+def test_a_warmup_of_the_data_as_long_as_the_run(key: str) -> None:
+    def said(tokens: int) -> list[str]:
+        train = HEALTHY["train"] | {key: {"start": 32, "tokens": tokens}}
+        return lint(RunConfig.model_validate(HEALTHY | {"train": train}))
+
+    run = RunConfig.model_validate(HEALTHY).tokens
+    assert said(run // 4) == []
+    (told,) = said(run)
+    assert f"train.{key}.tokens={run}: not below the" in told and "arXiv:" in told
 
 
 def test_other_clipping_is_not_called_none() -> None:

@@ -76,7 +76,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("optimizer.moments=bf16", "optimizer.name=lamb", "leave optimizer.moments out"),
     ),
     "spam-warmup": (
-        {"optimizer": {"spam": {"interval": 100}}},
+        {"optimizer": {"name": "spam", "spam": {"interval": 100}}},
         ("optimizer.spam.warmup=150", "optimizer.spam.interval=100", "shorten"),
     ),
     "stable-spam-max": ({"optimizer": {"stable_spam": {"max_decay": 1}}}, ("max_decay=1", "below 1")),
@@ -84,6 +84,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"optimizer": {"stable_spam": {"norm_decays": [0.7, 1]}}},
         ("norm_decays=[0.7, 1.0]", "below 1"),
     ),
+    "momentum-of-adamw": ({"optimizer": {"momentum": 0.9}}, ("only sgd and muon", "optimizer.momentum=0.9")),
     "momentum": ({"optimizer": {"name": "muon", "momentum": 1}}, ("optimizer.momentum=1", "below 1")),
     "adafactor-momentum": ({"optimizer": {"adafactor": {"momentum": 1}}}, ("momentum=1", "below 1")),
     "beta-2": ({"optimizer": {"betas": [0.9, 1.0]}}, ("optimizer.betas=[0.9, 1.0]", "below 1")),

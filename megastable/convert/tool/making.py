@@ -89,7 +89,7 @@ def text_of(made: Made) -> str:
     """The result, what it lacks, and how to continue it."""
     lines = [f"{made.checkpoint}: step {made.step}, {made.layout}"]
     if not made.optimizer:
-        lines.append("Without Adam's moments: training continues with fresh ones.")
+        lines.append("Without the optimizer's state: training continues with fresh moments.")
     if made.ledgers is None:
         lines.append(
             "The checkpoint was not in its run: copy skips.jsonl and blends.jsonl, if the run had them, "
