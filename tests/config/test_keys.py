@@ -33,6 +33,7 @@ def holders(key: Key) -> list[Key]:
 
 # Keys that need another one beside them.
 BESIDE = {
+    "optimizer.momentum": ["optimizer.name=muon"],
     "optimizer.qk_clip": ["model.qk_norm=false"],
     "schedule.decay_tokens": ["schedule.warmup_tokens=0"],
     "schedule.total_tokens": ["schedule.warmup_tokens=0"],
