@@ -21,6 +21,10 @@ from tests.parallel.test_gradients import Pieces, joined, pieces
 from tests.parallel.test_layouts import mine, relative
 from tests.patience import PATIENCE
 
+# QK-clip's rule needs the logits as well: tests/engine/test_logit_clipping.py.
+NAMES = [name for name in OPTIMIZERS if name != "muon-clip"]
+# Of the weights; Muon: of their change. In bf16 it orthogonalizes in bf16, its rule in fp32: 0.7 % of ten updates.
+CLOSE, MUON_CLOSE = 2e-6, 0.02
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2": (4, {"tensor": 2}),
     "pp2-dp2-tied": (4, {"pipeline": 2, "tied": True}),
@@ -70,15 +74,12 @@ def _train(c: RunConfig, world: int) -> dict[str, Any]:
 @cache
 def ran(layout: str) -> list[dict[str, Any]]:
     world, options = LAYOUTS[layout]
-    recipes = {
-        name: trained.recipe(section, precision="bf16", **options)
-        for name, (section, _) in OPTIMIZERS.items()
-    }
+    recipes = {name: trained.recipe(OPTIMIZERS[name][0], precision="bf16", **options) for name in NAMES}
     return run_ranks(world, train_rank, recipes, world)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_updates_of_fp32_masters(layout: str, name: str) -> None:
     ranks = [rank[name] for rank in ran(layout)]
     placements: dict[str, Placement] = {n: p for rank in ranks for n, p in rank["placements"].items()}
@@ -95,5 +96,9 @@ def test_updates_of_fp32_masters(layout: str, name: str) -> None:
         rule.step(whole([rank["gradients"][step] for rank in ranks]), lr)
     after = whole([rank["after"] for rank in ranks])
     for parameter, wanted in rule.master.items():
-        assert not torch.equal(wanted, whole([rank["before"] for rank in ranks])[parameter])
-        assert relative(after[parameter], wanted) < 2e-6, parameter
+        before = whole([rank["before"] for rank in ranks])[parameter]
+        assert not torch.equal(wanted, before)
+        if name == "muon" and parameter.startswith("blocks.") and wanted.dim() > 1:
+            assert relative(after[parameter] - before, wanted - before) < MUON_CLOSE, parameter
+        else:
+            assert relative(after[parameter], wanted) < CLOSE, parameter
