@@ -18,6 +18,7 @@ from drills.scenarios import (
 from drills.thin import THIN
 from megastable.base.errors import ConfigError
 from megastable.config.stability import StabilityConfig
+from megastable.config.warmups import Stages
 from megastable.data.plant import positions_of
 from megastable.stability.actions import Cause
 
@@ -36,7 +37,7 @@ def test_each_plants_one_thing() -> None:
 def test_a_region_lasts_as_long_as_its_samples_are_read() -> None:
     for s in SCENARIOS:
         if s.region is not None:
-            ranges = positions_of(s.step, s.samples, GLOBAL_BATCH, s.of_each)
+            ranges = positions_of(s.step, s.samples, Stages.constant(GLOBAL_BATCH), s.of_each)
             first, last = ranges[0][0] // GLOBAL_BATCH + 1, (ranges[-1][1] - 1) // GLOBAL_BATCH + 1
             assert first == s.step and last <= s.step + s.steps - 1
             assert s.name == "three-epochs" or last == s.step + s.steps - 1

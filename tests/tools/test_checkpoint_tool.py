@@ -305,7 +305,7 @@ def test_branch_and_what_to_do_next(call: Callable[..., tuple[str, str]], tmp_pa
     run = RunConfig.model_validate(tree)
     held = numbers(run)
     checkpoint = write_run(
-        tmp_path / "run", run, state_of(layout), lambda *of: held[of], optimizer=True, origin={}
+        tmp_path / "run", run, state_of(layout), lambda *of: held[of], optimizer=ADAM, origin={}
     )
     text = call("branch", checkpoint, out, "--decay-steps", 20)[0]
     assert "goes on at 0.001 and falls to 0.0001 over 20 updates; the run ends at step 27" in text
