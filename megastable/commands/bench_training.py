@@ -16,15 +16,18 @@ from megastable.commands.app import App
 from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
+Candidates = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--of", help="Overrides of one candidate, spaces between; repeatable. Default: adamw and muon"
+    ),
+]
+DEFAULT = ["optimizer.name=adamw", "optimizer.name=muon"]
+
 
 def tuned(
     overrides: Overrides = None,
-    candidates: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--of", help="Overrides of one candidate, spaces between; repeatable. Default: adamw and muon"
-        ),
-    ] = None,
+    candidates: Candidates = None,
     rates: Annotated[
         list[float] | None,
         typer.Option("--rate", help="A learning rate to try for each; repeatable. Default: 1, 2 and 4e-3"),
@@ -47,10 +50,7 @@ def tuned(
     find_beside("benchmarks")
     from benchmarks.tuned import compare, spread, target_of
 
-    chosen, tried = (
-        candidates or ["optimizer.name=adamw", "optimizer.name=muon"],
-        sorted(rates or [1e-3, 2e-3, 4e-3]),
-    )
+    chosen, tried = candidates or DEFAULT, sorted(rates or [1e-3, 2e-3, 4e-3])
     for candidate in chosen:  # mistakes show before hours of training
         recipe.load(recipe_path, [*(overrides or []), *candidate.split()])
     with (
@@ -83,9 +83,7 @@ def tuned(
 
 def optimizers(
     overrides: Overrides = None,
-    candidates: Annotated[
-        list[str] | None, typer.Option("--of", help="Overrides of one candidate, spaces between; repeatable")
-    ] = None,
+    candidates: Candidates = None,
     recipe_path: Annotated[Path, typer.Option("--recipe", help="Model, batch and precision")] = Path(
         "launch/recipes/quickstart.yaml"
     ),
@@ -101,7 +99,7 @@ def optimizers(
     from megastable.config import recipe
 
     find_beside("benchmarks")
-    chosen = candidates or ["optimizer.name=adamw", "optimizer.name=muon"]
+    chosen = candidates or DEFAULT
     configs = [(of, recipe.load(recipe_path, [*(overrides or []), *of.split()])) for of in chosen]
     for _, config in configs:
         if config.model.vocab_size is None:

@@ -142,9 +142,9 @@ class Engine:
     def _attach(self) -> Clipping | None:
         """Tell the optimizer and the clipping what lies in the flat buffers; None if DeepSpeed clips. Collective."""
         inner, o = self.optimizer.optimizer, self.config.optimizer
+        self._flat = flat = self.flat_state()
         if not isinstance(inner, PieceOptimizer) and o.clipping.kind == "norm":
             return None
-        self._flat = flat = self.flat_state()
         t = self.topology
         tensor = t.tensor_rank, t.layout.tensor
         parameters = _whole(flat, t.layout.tensor)
@@ -310,7 +310,7 @@ class Engine:
         with contextlib.ExitStack() as during:
             during.enter_context(self.zero.clipping_by(known))
             if self.qk_clip is not None:
-                step = self.qk_clip.after_update(self.qk_clip.measured(), inner, self.flat_state())
+                step = self.qk_clip.after_update(self.qk_clip.measured(), inner, self._flat)
                 during.enter_context(patches.instead(inner, "step", step))
             self._update(lr_kwargs)
         self.applied = bool(self.ds.was_step_applied())

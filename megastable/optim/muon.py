@@ -10,7 +10,6 @@ back those of the result (matrix_exchange.py): the result does not depend on the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base.collectives import gathered
+from megastable.optim.adam_pieces import AdamPieces, chunk_size, chunks
 from megastable.optim.matrices import is_orthogonalized
 from megastable.optim.matrix_exchange import Exchange
 from megastable.optim.newton_schulz import orthogonalized
 from megastable.optim.ownership import MatrixPiece, plan
-from megastable.optim.pieces import MOMENTS, Piece, PieceOptimizer, Surroundings
+from megastable.optim.pieces import MOMENTS, Piece, Surroundings
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import placement_of, shape_of
-
-CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time: fits a CPU's cache, fills a GPU
 
 
 def muon_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
@@ -45,7 +43,7 @@ def muon_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[
     return [group for group in groups if group["params"]]
 
 
-class Muon(PieceOptimizer):
+class Muon(AdamPieces):
     """w -= lr (0.2 sqrt(max(rows, columns)) NS(u) + decay w) with u = (1 - mu) g + mu m, m = mu m + (1 - mu) g.
 
     "exp_avg" is the momentum m; groups that are not to "orthogonalize" have AdamW's moments. dtype: in which matrices
@@ -56,8 +54,8 @@ class Muon(PieceOptimizer):
         self, params: Iterable[Any], *, lr: float, momentum: float, betas: tuple[float, float], eps: float,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        super().__init__(params, lr=lr, momentum=momentum, betas=betas, eps=eps)
-        self.dtype = dtype
+        super().__init__(params, lr=lr, betas=betas, eps=eps)
+        self.momentum, self.dtype = momentum, dtype
         self._exchanges: dict[Tensor, Exchange] = {}
 
     def kinds_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -76,7 +74,8 @@ class Muon(PieceOptimizer):
     def update(self, pieces: Sequence[Piece], step: int) -> None:
         for piece in pieces:
             if not piece.group["orthogonalize"]:
-                self._adamw(piece, step)
+                for at in chunks(piece):
+                    self.adamw(piece, at, piece.group["lr"], step)
         # Also where this rank has no piece: it may own matrices.
         for group in self.param_groups:
             for master in group["params"] if group["orthogonalize"] else ():
@@ -88,8 +87,8 @@ class Muon(PieceOptimizer):
 
         def read(of: MatrixPiece, to: Tensor) -> None:
             piece, begin = _within(of, held)
-            momentum = piece.group["momentum"]
-            for part, target in zip(_chunks(piece, begin, of.numel), to.split(_chunk(to)), strict=True):
+            momentum = self.momentum
+            for part, target in zip(_chunks(piece, begin, of.numel), to.split(chunk_size(to)), strict=True):
                 fresh = piece.gradient[part] * (1 - momentum)
                 average = piece.state["exp_avg"][part].mul_(momentum).add_(fresh)
                 target.copy_(fresh.add_(average * momentum))
@@ -97,7 +96,7 @@ class Muon(PieceOptimizer):
         def write(of: MatrixPiece, result: Tensor) -> None:
             piece, begin = _within(of, held)
             for part, given in zip(
-                _chunks(piece, begin, of.numel), result.split(_chunk(result)), strict=True
+                _chunks(piece, begin, of.numel), result.split(chunk_size(result)), strict=True
             ):
                 change = (piece.weight[part] * piece.group["weight_decay"]).add_(
                     given.float() * of.matrix.scale
@@ -106,18 +105,6 @@ class Muon(PieceOptimizer):
 
         self._exchanges[master].run(read, orthogonalized, write, master.device)
 
-    def _adamw(self, piece: Piece, step: int) -> None:
-        group, (beta1, beta2) = piece.group, piece.group["betas"]
-        unbias1, unbias2 = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-        for part in _chunks(piece, 0, piece.fragment.numel):
-            g, m, v = piece.gradient[part], piece.state["exp_avg"][part], piece.state["exp_avg_sq"][part]
-            m.mul_(beta1).add_(g * (1 - beta1))
-            v.mul_(beta2).add_((g * g).mul_(1 - beta2))
-            change = (m * unbias1).div_(v.sqrt().mul_(unbias2).add_(group["eps"]))
-            if group["weight_decay"]:
-                change.add_(piece.weight[part] * group["weight_decay"])
-            self.move(piece, change.mul_(-group["lr"]), part)
-
 
 def _within(of: MatrixPiece, held: Mapping[str, Piece]) -> tuple[Piece, int]:
     """The piece of the parameter in which a matrix's piece lies, and where it begins there."""
@@ -125,11 +112,7 @@ def _within(of: MatrixPiece, held: Mapping[str, Piece]) -> tuple[Piece, int]:
     return piece, of.offset - piece.fragment.offset
 
 
-def _chunk(x: Tensor) -> int:
-    return CHUNKS.get(x.device.type, CHUNKS["cuda"])
-
-
 def _chunks(piece: Piece, begin: int, numel: int) -> Iterator[slice]:
     """Slices of `numel` elements of a piece whose intermediate results fit in a cache."""
-    size, end = _chunk(piece.weight), begin + numel
+    size, end = chunk_size(piece.weight), begin + numel
     return (slice(at, min(at + size, end)) for at in range(begin, end, size))

@@ -30,7 +30,7 @@ _COSTS = {
     "lamb": UpdateCost(2, 2, 28 + 60, 3),  # the step, for its norm
     "adafactor": UpdateCost(0, 1, 84, 2),
     "sgd": UpdateCost(1, 1, 60, 2),
-    "muon": UpdateCost(2, 2, 28 + 40, 2),  # where it is AdamW; a matrix has one tensor of state
+    "muon": UpdateCost(2, 2, 28 + 40, 2),  # with a matrix's two tensors of state; it has one
 }
 
 
