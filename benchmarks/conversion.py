@@ -31,7 +31,8 @@ from megastable.checkpoint import store
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.whole import parameters
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.export import Dtype, to_hf
 from megastable.convert.huggingface.importing import from_hf
 from megastable.convert.huggingface.parity import compare

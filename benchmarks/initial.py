@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.model.init import ParameterPart, fill, threads_to_draw, whole_weight
 from megastable.parallel.sharding import Placement
 from megastable.parallel.topology import TensorParallel

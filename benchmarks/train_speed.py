@@ -36,7 +36,8 @@ from benchmarks.speed import Entry, Memory, Peak, Speed, Work, assess
 from megastable.base.errors import ConfigError
 from megastable.base.hardware import measured_tflops, nominal_tflops
 from megastable.config import deepspeed_json
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import distributed
 from megastable.model.flops import flops_per_token, parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,16 +25,34 @@ class Shape:
     theta: float = 10_000.0
     linear: float = 1.0  # positions are divided by it
     llama3: tuple[float, float, float, int] | None = None  # factor, low, high, original length
+    yarn: tuple[float, float, float, int, float] | None = (
+        None  # factor, slow, fast, original length, magnitude
+    )
     eps: float = 1e-5
     z: float = 1e-4
     qk_norm: bool | str = True  # "full": over all heads together
-    norms_after: bool = False
+    norms: str = "before"
+    mixed_share: float = 0.25
+    branch_steps: int = 4000
+    norm_scaling: bool = False
+    centered: bool = False  # norms multiply by 1 + weight
+    scale: float | None = None  # of attention logits
+    attention_cap: float | None = None
+    cap: float | None = None
+    window: int | None = None
+    full_every: int | None = None
+    gelu: bool = False
+    clamp: float | None = None
+    embedding_scale: float = 1.0
+    branch_scale: float = 1.0
+    logit_scale: float = 1.0
     tied: bool = False
+    updates: int = 0  # applied so far: `train` counts them
 
 
-def norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    y = x.float()
-    return (y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * w.float()).to(x.dtype)
+def norm(x: Tensor, w: Tensor, eps: float, centered: bool = False) -> Tensor:
+    y, w = x.float(), w.float() + 1 if centered else w.float()
+    return (y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * w).to(x.dtype)
 
 
 def rates(shape: Shape) -> Tensor:
@@ -43,6 +61,16 @@ def rates(shape: Shape) -> Tensor:
     found = []
     for i in range(half):
         rate = shape.theta ** (-i / half) / shape.linear
+        if shape.yarn is not None:
+            factor, slow, fast, length, _ = shape.yarn
+            # The index at which a pair turns so often in the original length: theta^(-i / half) length / 2 pi = turns.
+            at = [
+                half * math.log(length / (2 * math.pi * turns)) / math.log(shape.theta)
+                for turns in (fast, slow)
+            ]
+            first, last = max(math.floor(at[0]), 0), min(math.ceil(at[1]), 2 * half - 1)
+            share = min(max((i - first) / (last - first), 0.0), 1.0)  # of the divided frequency
+            rate = rate * (1 - share) + rate / factor * share
         if shape.llama3 is not None:
             factor, low, high, length = shape.llama3
             share = min(max((length * rate / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
@@ -51,12 +79,42 @@ def rates(shape: Shape) -> Tensor:
     return torch.tensor(found)
 
 
-def rope(x: Tensor, position: Tensor, rate: Tensor) -> Tensor:
+def rope(x: Tensor, position: Tensor, rate: Tensor, magnitude: float) -> Tensor:
     """x [b, h, s, d], position [b, s], rate [d / 2]."""
     half = x.shape[-1] // 2
     angle = position[:, None, :, None].float() * rate
     a, b = x[..., :half].float(), x[..., half:].float()
-    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).to(x.dtype)
+    turned = torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+    return (turned * magnitude).to(x.dtype)
+
+
+def capped(z: Tensor, cap: float | None) -> Tensor:
+    return z if cap is None else cap * torch.tanh(z / cap)
+
+
+def joined(
+    w: dict[str, Tensor], shape: Shape, i: int, which: str, x: Tensor, f: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The stream after a branch f, "attention" or "mlp", of block i."""
+    weight = w[f"blocks.{i}.{which}_norm.weight"]
+
+    def n(y: Tensor, of: Tensor = weight) -> Tensor:
+        return norm(y, of, shape.eps, shape.centered)
+
+    if shape.norms == "mixed":
+        post = i < round(shape.mixed_share * shape.layers)
+        return n(x + f(x)) if post else x + f(n(x))
+    if shape.norms == "deep":
+        return n((2 * shape.layers) ** 0.25 * x + f(x))
+    if shape.norms == "branch":
+        return n(x + min(1.0, shape.updates / shape.branch_steps) * f(x))
+    if shape.norms == "after":
+        return x + shape.branch_scale * n(f(x))
+    inner = n(x) / math.sqrt(i + 1) if shape.norm_scaling else n(x)
+    y = f(inner.to(x.dtype))
+    if shape.norms == "both":
+        y = n(y, w[f"blocks.{i}.{which}_post_norm.weight"])
+    return x + shape.branch_scale * y
 
 
 def logits(
@@ -75,40 +133,55 @@ def logits(
                 for row in segments
             ]
         )
-    x = w["embedding.weight"][tokens]
+    x = w["embedding.weight"][tokens] * shape.embedding_scale
     h, k, d = shape.heads, shape.kv_heads, shape.width
+    behind = torch.arange(s)[:, None] - torch.arange(s)
     for i in range(shape.layers):
         p = f"blocks.{i}."
-        y = x if shape.norms_after else norm(x, w[p + "attention_norm.weight"], shape.eps)
-        y = y @ w[p + "attention.qkv.weight"].T
-        if p + "attention.qkv.bias" in w:
-            y = y + w[p + "attention.qkv.bias"]
-        q, key, v = y.split([h * d, k * d, k * d], -1)
-        if shape.qk_norm == "full":
-            q = norm(q, w[p + "attention.q_norm.weight"], shape.eps)
-            key = norm(key, w[p + "attention.k_norm.weight"], shape.eps)
-        q, key, v = (t.reshape(b, s, -1, d).transpose(1, 2) for t in (q, key, v))
-        if shape.qk_norm is True:
-            q = norm(q, w[p + "attention.q_norm.weight"], shape.eps)
-            key = norm(key, w[p + "attention.k_norm.weight"], shape.eps)
-        q, key = rope(q, position, rates(shape)), rope(key, position, rates(shape))
-        heads = []
-        for j in range(h):
-            group = j // (h // k)
-            score = q[:, j].float() @ key[:, group].float().transpose(1, 2) / math.sqrt(d)
-            score = score.masked_fill(~mask, -math.inf)
-            if highest is not None:
-                highest[i, j] = max(highest.get((i, j), -math.inf), float(score.detach().max()))
-            heads.append((torch.softmax(score, -1) @ v[:, group].float()).to(x.dtype))
-        y = torch.cat(heads, -1) @ w[p + "attention.out.weight"].T
-        x = x + (norm(y, w[p + "attention_norm.weight"], shape.eps) if shape.norms_after else y)
-        y = x if shape.norms_after else norm(x, w[p + "mlp_norm.weight"], shape.eps)
-        gate, up = (y @ w[p + "mlp.gate_up.weight"].T).chunk(2, -1)
-        y = (gate * torch.sigmoid(gate) * up) @ w[p + "mlp.down.weight"].T
-        x = x + (norm(y, w[p + "mlp_norm.weight"], shape.eps) if shape.norms_after else y)
-    x = norm(x, w["final_norm.weight"], shape.eps)
+        near = shape.window is not None and not (shape.full_every and (i + 1) % shape.full_every == 0)
+        seen = mask & (behind < shape.window) if near else mask
+
+        def attention(y: Tensor, p: str = p, i: int = i, seen: Tensor = seen) -> Tensor:
+            y = y @ w[p + "attention.qkv.weight"].T
+            if p + "attention.qkv.bias" in w:
+                y = y + w[p + "attention.qkv.bias"]
+            q, key, v = y.split([h * d, k * d, k * d], -1)
+            if shape.qk_norm == "full":
+                q = norm(q, w[p + "attention.q_norm.weight"], shape.eps, shape.centered)
+                key = norm(key, w[p + "attention.k_norm.weight"], shape.eps, shape.centered)
+            q, key, v = (t.reshape(b, s, -1, d).transpose(1, 2) for t in (q, key, v))
+            if shape.qk_norm is True:
+                q = norm(q, w[p + "attention.q_norm.weight"], shape.eps, shape.centered)
+                key = norm(key, w[p + "attention.k_norm.weight"], shape.eps, shape.centered)
+            magnitude = shape.yarn[-1] if shape.yarn else 1.0
+            q, key = (rope(t, position, rates(shape), magnitude) for t in (q, key))
+            heads = []
+            for j in range(h):
+                group = j // (h // k)
+                score = q[:, j].float() @ key[:, group].float().transpose(1, 2)
+                score = (score * (shape.scale or 1 / math.sqrt(d))).masked_fill(~seen, -math.inf)
+                if highest is not None:
+                    highest[i, j] = max(highest.get((i, j), -math.inf), float(score.detach().max()))
+                score = capped(score, shape.attention_cap).masked_fill(~seen, -math.inf)
+                heads.append((torch.softmax(score, -1) @ v[:, group].float()).to(y.dtype))
+            return torch.cat(heads, -1) @ w[p + "attention.out.weight"].T
+
+        def mlp(y: Tensor, p: str = p) -> Tensor:
+            gate, up = (y @ w[p + "mlp.gate_up.weight"].T).chunk(2, -1)
+            if shape.clamp is not None:
+                gate, up = gate.clamp(max=shape.clamp), up.clamp(-shape.clamp, shape.clamp)
+            if shape.gelu:
+                inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+                gate = 0.5 * gate * (1 + torch.tanh(inner))
+            else:
+                gate = gate * torch.sigmoid(gate)
+            return (gate * up) @ w[p + "mlp.down.weight"].T
+
+        x = joined(w, shape, i, "attention", x, attention)
+        x = joined(w, shape, i, "mlp", x, mlp)
+    x = norm(x, w["final_norm.weight"], shape.eps, shape.centered) * shape.logit_scale
     head = w["embedding.weight"] if shape.tied else w["head.weight"]
-    return (x @ head.T).float()[..., : shape.vocabulary]
+    return capped((x @ head.T).float(), shape.cap)[..., : shape.vocabulary]
 
 
 def losses(out: Tensor, labels: Tensor, z: float) -> tuple[Tensor, Tensor]:
@@ -129,6 +202,7 @@ class AdamW:
     decay: float = 0.1
     clip: float = 1.0
     t: int = 0
+    scales: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # of lr, decay, eps, by name
     master: dict[str, Tensor] = field(default_factory=dict)
     m: dict[str, Tensor] = field(default_factory=dict)
     v: dict[str, Tensor] = field(default_factory=dict)
@@ -149,13 +223,14 @@ class AdamW:
         for name, g in grads.items():
             g = g * scale
             p = self.master[name]
-            if p.dim() > 1:
-                p.mul_(1 - lr * self.decay)
+            of_rate, of_decay, of_eps = self.scales.get(name, (1.0, 1.0 if p.dim() > 1 else 0.0, 1.0))
+            rate = lr * of_rate
+            p.mul_(1 - rate * self.decay * of_decay)
             self.m[name].mul_(self.beta1).add_(g, alpha=1 - self.beta1)
             self.v[name].mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
             mhat = self.m[name] / (1 - self.beta1**self.t)
             vhat = self.v[name] / (1 - self.beta2**self.t)
-            p.sub_(lr * mhat / (vhat.sqrt() + self.eps))
+            p.sub_(rate * mhat / (vhat.sqrt() + self.eps * of_eps))
             self.w[name] = p.to(self.w[name].dtype).clone()
         return total
 
@@ -183,6 +258,7 @@ def train(
     fp32: losses, gradient norms, and the optimizer, made by `rule`, with the final weights and moments.
     """
     optimizer = rule({k: v.clone() for k, v in w.items()})
+    shape = replace(shape)
     loss_history, norm_history = [], []
     for (tokens, labels, segments), lr in zip(batches, rates, strict=True):
         grads: dict[str, Tensor] = {}
@@ -197,4 +273,5 @@ def train(
                 grads[name] = grads.get(name, 0) + g.float() / micro_batches
         loss_history.append(loss)
         norm_history.append(optimizer.step(grads, lr))
+        shape.updates += 1
     return loss_history, norm_history, optimizer

@@ -93,7 +93,8 @@ def _model(task: Task) -> tuple[nn.Module, LossFunction]:
     """Our modules with our kernels. Their weights come from the same seed."""
     c = task.config
     chosen = choose(c, task.device)
-    loss = LossFunction(c.model.vocab_size or 0, c.model.z_loss, TensorParallel(), chosen.compile)
+    m = c.model
+    loss = LossFunction(m.vocab_size or 0, m.z_loss, TensorParallel(), chosen.compile, m.logit_softcap)
     module = gpt.GPT(c.model, TensorParallel(), c.parallel.recompute, c.run.seed, loss, kernels=chosen)
     return module.to(task.device, task.dtype), loss
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers import Contestant, Task, Unavailable, trained
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import WholeState, run_of
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.optim.build import interchangeable
 from megastable.parallel.fragments import Fragment
 

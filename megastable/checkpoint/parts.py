@@ -25,7 +25,7 @@ from megastable.checkpoint.pieces import (
     statistics_of,
 )
 from megastable.checkpoint.store import SAVING, Contents, RunState
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.parallel.fragments import Fragment
 
 log = logging.getLogger(__name__)

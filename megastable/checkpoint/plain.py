@@ -21,9 +21,9 @@ from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import recipe
-from megastable.config.tree import ModelConfig, RunConfig
-from megastable.model.gpt import GPT, Head, tied_head
-from megastable.parallel.layers import VocabParallelEmbedding
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
+from megastable.model.gpt import GPT, Head
 from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
 
@@ -65,13 +65,7 @@ class PlainModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., padded vocabulary] in the weights' dtype; columns from `vocabulary` on are padding."""
-        if self.gpt.tied:
-            embedding = self.gpt[0]
-            assert isinstance(embedding, VocabParallelEmbedding)
-            return tied_head(embedding, hidden)
-        logits = self.gpt[-1](hidden)
-        assert isinstance(logits, Tensor)
-        return logits
+        return self.gpt.logits(hidden)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         """tokens int64 [b, s] -> fp32 logits [b, s, vocabulary]."""

@@ -34,7 +34,8 @@ from megastable.checkpoint.parts import Files, put_in_place, write_head, write_p
 from megastable.checkpoint.staging import Sealed, Staging, upload
 from megastable.checkpoint.store import SAVING, RunState
 from megastable.config.checkpoint import CheckpointConfig
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS, SHARED, FlatState
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
 from megastable.parallel.fragments import Fragment

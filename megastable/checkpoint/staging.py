@@ -25,7 +25,7 @@ from megastable.checkpoint import store
 from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.parts import Files, put_in_place
 from megastable.checkpoint.store import RECIPE, STATE
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 
 CHUNK = 1 << 22  # bytes
 

@@ -32,7 +32,7 @@ from megastable.base.text import visible
 from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.pieces import FORMAT
 from megastable.checkpoint.vitals import Vitals
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.run import directory
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from megastable.checkpoint import shared_state, store
 from megastable.checkpoint.pieces import ShardPiece, entry_name, read_pieces
 from megastable.checkpoint.reader import Reader
 from megastable.config import recipe
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard

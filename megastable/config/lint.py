@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 
 # Updates in which gradients keep one direction: Adam's change every weight by the whole rate.
 FIRST = 5

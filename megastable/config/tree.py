@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -24,133 +23,13 @@ from pydantic import (
 )
 
 from megastable.config.checkpoint import CheckpointConfig
+from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.rules import impossible
 from megastable.config.section import Fraction, Section
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.warmups import BatchWarmup, SequenceWarmup, Stages, batches, pieces
-
-
-class RopeScalingConfig(Section):
-    """Rotary embeddings for texts longer than those a model was first trained on (model/rope.py).
-
-    `linear` divides every frequency by `factor` (arXiv:2306.15595) and has no other key. `llama3` (Llama 3.1,
-    arXiv:2407.21783) needs `original_length`: it divides frequencies with fewer than `low_freq_factor` turns in that
-    many positions, keeps those with more than `high_freq_factor`, and blends the ones between.
-    """
-
-    kind: Literal["linear", "llama3"] = Field(examples=["llama3"])
-    """The method."""
-    factor: float = Field(ge=1.0, examples=[8.0])
-    """How much longer the texts are."""
-    original_length: PositiveInt | None = Field(default=None, examples=[8192])
-    """Sequence length before it was scaled; `llama3` needs it. [tokens]"""
-    low_freq_factor: PositiveFloat = 1.0
-    """`llama3`: frequencies with fewer turns are divided. [turns]"""
-    high_freq_factor: PositiveFloat = 4.0
-    """`llama3`: frequencies with more turns are kept. [turns]"""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RopeScalingConfig:
-        own = (self.original_length, self.low_freq_factor, self.high_freq_factor)
-        if self.kind == "linear" and own != (None, 1.0, 4.0):
-            raise ValueError("kind=linear has a factor, and nothing else: leave the other keys out")
-        if self.kind == "llama3" and self.original_length is None:
-            raise ValueError("kind=llama3 needs original_length, the length before it was scaled")
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor={self.low_freq_factor:g} must be below high_freq_factor={self.high_freq_factor:g}"
-            )
-        return self
-
-
-class ModelConfig(Section):
-    """The GPT: RMSNorm, rotary embeddings, SwiGLU, no biases except `qkv_bias`, no dropout. Sizes are those of the
-    whole model, whatever the parallel layout.
-
-    `kv_heads` divides `heads`; `heads` divides `hidden` unless `head_dim` is set; the width of a head is even.
-    """
-
-    layers: PositiveInt = 12
-    """Transformer blocks."""
-    hidden: PositiveInt = 768
-    """Width of the residual stream."""
-    heads: PositiveInt = 12
-    """Query heads."""
-    kv_heads: PositiveInt | None = Field(default=None, examples=[4])
-    """Key/value heads (grouped-query attention, arXiv:2305.13245); null: as many as `heads`."""
-    head_dim: PositiveInt | None = Field(default=None, examples=[64])
-    """Width of a head; null: `hidden` / `heads`."""
-    ffn: PositiveInt | None = Field(default=None, examples=[2048])
-    """Inner width of the SwiGLU (arXiv:2002.05202); null: 8/3 `hidden`, rounded up to a multiple of 128."""
-    sequence_length: PositiveInt = 2048
-    """Length of a training sample. [tokens]"""
-    vocab_size: PositiveInt | None = Field(default=None, examples=[50257])
-    """Vocabulary before padding; null: the tokenizer's. [tokens]"""
-    vocab_multiple: PositiveInt = 128
-    """The embedding is padded to a multiple of this, the same in every parallel layout. [rows]"""
-    max_positions: PositiveInt | None = Field(default=None, examples=[8192])
-    """For exports: positions that an imported model was made for, if more than `sequence_length`. [tokens]"""
-    rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary embeddings (arXiv:2104.09864)."""
-    rope_scaling: RopeScalingConfig | None = Field(
-        default=None, examples=[{"kind": "llama3", "factor": 8.0, "original_length": 8192}]
-    )
-    """Scaled rotary embeddings; null: not scaled."""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of the RMSNorms (arXiv:1910.07467)."""
-    qk_norm: Literal[True, False, "full"] = True
-    """RMSNorm of queries and keys (arXiv:2302.05442), of each head; `full`: over the width of all heads, as OLMo 2
-    (arXiv:2501.00656)."""
-    qkv_bias: bool = False
-    """Biases of queries, keys and values, as Qwen2 (arXiv:2407.10671)."""
-    norms: Literal["before", "after"] = "before"
-    """Norms before or after attention and MLP, inside the residual branch."""
-    tied: bool = False
-    """The output layer shares its weights with the embedding."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of the initial weights."""
-    z_loss: NonNegativeFloat = 1e-4
-    """Weight of mean(logsumexp(logits)²) in the loss (arXiv:2204.02311); 0: none."""
-
-    @property
-    def key_value_heads(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.hidden // self.heads
-
-    @property
-    def ffn_width(self) -> int:
-        return self.ffn or -(-8 * self.hidden // 3 // 128) * 128
-
-    @property
-    def longest(self) -> int:
-        """Positions that the model was made for, here or where it was imported from."""
-        return max(self.sequence_length, self.max_positions or 0)
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding; `vocab_size` must be known."""
-        assert self.vocab_size is not None, "the vocabulary size is taken from the corpus first"
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ModelConfig:
-        if self.heads % self.key_value_heads:
-            raise ValueError(
-                f"kv_heads={self.kv_heads} does not divide heads={self.heads}: every key/value head serves the "
-                "same number of query heads"
-            )
-        if self.head_dim is None and self.hidden % self.heads:
-            raise ValueError(
-                f"heads={self.heads} does not divide hidden={self.hidden}: set head_dim or change one"
-            )
-        if self.head_width % 2:
-            raise ValueError(f"head_dim={self.head_width} is odd: rotary embeddings need pairs")
-        return self
 
 
 class CorpusConfig(Section):

@@ -134,12 +134,12 @@ class _Pipeline(PipelineModule):
         make: gpt.Make,
     ) -> None:
         chunked, recompute = kernels.loss == "chunked", config.parallel.recompute
-        head = gpt.LateHead if chunked else gpt.Head
+        head, readout = gpt.LateHead if chunked else gpt.Head, gpt.Readout.of(config.model)
         self._layers = layers = gpt.layers(config.model, loss.tp, recompute, kernels, head, cp)
         specs: list[LayerSpec] = []
         for index, layer in enumerate(layers):
             if layer.tied:
-                forward = (gpt.features if chunked else gpt.tied_head) if index else None
+                forward = (readout.features if chunked else readout.tied_head) if index else None
                 specs.append(_TiedSpec(layer, make, forward))
             else:
                 specs.append(_Spec(layer, make))

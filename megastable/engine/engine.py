@@ -95,7 +95,8 @@ class Engine:
         layout, p = topology.layout, config.parallel
         self.tp = TensorParallel(topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence)
         self.cp = ContextParallel(topology.context_group, layout.context)
-        assert config.model.vocab_size is not None
+        m = config.model
+        assert m.vocab_size is not None
         self.kernels = choose(config, self.device)
         if others := strangers(self.kernels):
             raise shared(
@@ -104,7 +105,7 @@ class Engine:
                     "apart: install the same software on all hosts, or choose kernels that all of them have"
                 )
             )
-        self.loss = LossFunction(config.model.vocab_size, config.model.z_loss, self.tp, self.kernels.compile)
+        self.loss = LossFunction(m.vocab_size, m.z_loss, self.tp, self.kernels.compile, m.logit_softcap)
         with silence():
             module = build(config, ds_config, topology, self.kernels, self.loss, self.cp, self.device)
             staged = config.precision.fp8 is not None and layout.pipeline > 1

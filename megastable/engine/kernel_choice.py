@@ -23,6 +23,8 @@ def choose(config: RunConfig, device: torch.device) -> Kernels:
     compiled = wanted.compile
     dtype, on_gpu = DTYPES[config.precision.kind], device.type == "cuda"
     best = "blocked" if supported(device, dtype) else "sdpa"
+    if _no_attention(best, config, device, dtype):
+        best = "reference"
     if attention == "auto":
         attention = best
     elif reason := _no_attention(attention, config, device, dtype):
@@ -43,7 +45,12 @@ def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype
     """The reason why this core cannot be used."""
     if attention == "blocked" and not supported(device, dtype):
         return "it supports only CPUs, in fp32, and in bf16 where oneDNN has bf16 products"
+    capped = config.model.attention_softcap is not None
+    if attention == "sdpa" and capped and device.type != "cuda":
+        return "torch's kernels for CPUs do not cap logits, as model.attention_softcap asks for"
     if attention == "te":
+        if capped:
+            return "Transformer Engine does not cap logits, as model.attention_softcap asks for"
         fp8 = config.precision.fp8
         if fp8 is not None and fp8.recipe == "delayed":
             # It would register itself in Transformer Engine's global list, and its messages would disturb a pipeline's.

@@ -29,6 +29,7 @@ from megastable.engine.flatstate import CHUNK, FlatState
 from megastable.fp8.amax_history import SLOTS
 from megastable.fp8.controller import Fp8
 from megastable.model.gpt import Block
+from megastable.model.scores import FULL, Scores, softcap
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
 
@@ -156,7 +157,9 @@ class Probe:
         assert isinstance(block, Block)
         (stream,) = args
         segments = stream[1] if isinstance(stream, tuple) else None
-        for entropy, highest in attention_chunks(*block.queries_and_keys(stream), segments):
+        for entropy, highest in attention_chunks(
+            *block.queries_and_keys(stream), segments, block.attention.scores
+        ):
             self.tally.add(
                 block.name, "attention", entropy.sum(dtype=torch.float64), entropy.numel(), highest.amax()
             )
@@ -252,38 +255,42 @@ def _ratio(squares: float, of: float) -> float:
 
 @torch.no_grad()
 def attention_chunks(
-    q: Tensor, k: Tensor, segments: Tensor | None, scores: int = SCORES
+    q: Tensor, k: Tensor, segments: Tensor | None, scores: Scores = FULL, most: int = SCORES
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Entropy (nats) and largest logit of causal attention, both fp32 [b, k, q / k, c], for c queries at a time.
+    """Entropy (nats) and largest logit (before a cap) of attention, both fp32 [b, k, q / k, c], for c queries at a
+    time.
 
     q [b, q, s, d], k [b, k, s, d], after the rotation; segments [b, s]: attention stays inside documents. At most
-    `scores` scores, but at least those of one query of each head, are in memory at a time; those of keys after a
+    `most` scores, but at least those of one query of each head, are in memory at a time; those of keys after a
     chunk are not computed.
     """
     b, heads, s, _ = q.shape
     kv, groups = k.shape[1], heads // k.shape[1]
     # An eighth at most: a chunk's first query is compared with the keys of its last.
-    at_a_time = max(1, min(scores // (b * heads * s), -(-s // 8)))
+    at_a_time = max(1, min(most // (b * heads * s), -(-s // 8)))
     q, k = q.unflatten(1, (kv, groups)), k.float().transpose(-2, -1)
     index = torch.arange(s, device=q.device)
     for begin in range(0, s, at_a_time):
         end = min(begin + at_a_time, s)
-        refused = index[begin:end, None] < index[:end]
+        refused = ~scores.mask(index[begin:end], index[:end])
         if segments is not None:
             refused = refused | (segments[:, begin:end, None] != segments[:, None, :end])
             refused = refused[:, None, None]
-        yield _entropy(q[..., begin:end, :], k[..., :end], refused)
+        yield _entropy(q[..., begin:end, :], k[..., :end], refused, scores)
 
 
-def _entropy(q: Tensor, k: Tensor, refused: Tensor) -> tuple[Tensor, Tensor]:
+def _entropy(q: Tensor, k: Tensor, refused: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """One chunk: q [b, k, q / k, c, d], k fp32 [b, k, d, n], refused broadcastable to [b, k, q / k, c, n]. A function,
     so that its scores are freed before the next chunk's."""
-    rows = q.float().flatten(2, 3) / math.sqrt(q.shape[-1])
+    rows = q.float().flatten(2, 3) * scores.factor(q.shape[-1])
     logits = (rows @ k).unflatten(2, q.shape[2:4])
     # Finite, so that its product with a probability of zero is zero.
     logits.masked_fill_(refused, -1e30)
-    highest = logits.amax(-1)
-    logits -= highest.unsqueeze(-1)
+    highest = top = logits.amax(-1)
+    if scores.cap is not None:
+        logits = softcap(logits, scores.cap).masked_fill_(refused, -1e30)
+        top = logits.amax(-1)
+    logits -= top.unsqueeze(-1)
     weights = logits.exp()
     norm = weights.sum(-1)
     return norm.log() - weights.mul_(logits).sum(-1) / norm, highest

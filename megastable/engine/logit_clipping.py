@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.engine.flatstate import FlatState
 from megastable.model.gpt import Block
 from megastable.optim.qk_clip import clip_factors, over, row_factors, scale_rows

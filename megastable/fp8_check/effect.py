@@ -50,8 +50,8 @@ from megastable.fp8_check.advice import (
     advise,
     unstable,
 )
-from megastable.model.gpt import features
 from megastable.model.loss import LossFunction
+from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megastable.parallel.topology import TensorParallel
 
 PRODUCTS = ("y", "dx", "dw")
@@ -125,8 +125,10 @@ def _pass(model: PlainModel, batch: EvaluationBatch) -> _Passed:
     """Forward and backward of the training objective; hooks collect the gradients."""
     hidden = model.hidden(batch.tokens[:, :-1], batch.segments)
     head = model.gpt[0] if model.gpt.tied else model.gpt[-1]
-    objective = LossFunction(model.vocabulary, model.config.z_loss, TensorParallel())
-    objective(features(head, hidden), batch.tokens[:, 1:]).backward()  # type: ignore[arg-type]
+    c = model.config
+    objective = LossFunction(model.vocabulary, c.z_loss, TensorParallel(), cap=c.logit_softcap)
+    assert isinstance(head, ColumnParallelLinear | VocabParallelEmbedding)
+    objective(model.gpt.readout.features(head, hidden), batch.tokens[:, 1:]).backward()
     return _Passed(float(objective.samples[0][0].mean()), hidden.detach())
 
 

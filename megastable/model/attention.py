@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.model.cores import CORES, Core
 from megastable.model.highest_logits import raise_highest
 from megastable.model.kernels import Kernels
 from megastable.model.memo import Latest
 from megastable.model.norm import RMSNorm, SplitRMSNorm
 from megastable.model.rope import Rope, rope_table, rotate, rotation
+from megastable.model.scores import FULL, Scores
 from megastable.parallel.layers import ColumnParallelBias, ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import to_heads, to_tokens
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
@@ -29,20 +30,25 @@ from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 class Places(NamedTuple):
     """Positions and documents of the tokens of a micro-batch; the same for all layers.
 
-    cos, sin: fp32, broadcastable to [s, b, 1, d / 2]. segments [b, s] and what the core prepared from them, where
-    attention is restricted to documents.
+    cos, sin: fp32, broadcastable to [s, b, 1, d / 2]. segments [b, s] where attention is restricted to documents;
+    documents: what the core prepared. keys: of the samples' dropout, int64 [b], in training with dropout.
     """
 
     cos: Tensor
     sin: Tensor
     segments: Tensor | None = None
     documents: Any = None
+    keys: Tensor | None = None
 
 
 @Latest
-def _apart(segments: Tensor, rope: Rope, core: Core) -> Places:
-    cos, sin = rotation(segments, rope)
-    return Places(cos, sin, segments, core.prepare(segments))
+def _rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    return rotation(segments, rope)
+
+
+@Latest
+def _prepared(segments: Tensor, core: Core, scores: Scores) -> Any:
+    return core.prepare(segments, scores, segments.shape[1], segments.device)
 
 
 def _head_norm(
@@ -50,8 +56,10 @@ def _head_norm(
 ) -> RMSNorm | SplitRMSNorm | None:
     d = config.head_width
     if config.qk_norm == "full":
-        return SplitRMSNorm(heads * d, config.norm_eps, tp, name)
-    return RMSNorm(d, config.norm_eps, tp, name, partial=True) if config.qk_norm else None
+        return SplitRMSNorm(heads * d, config.norm_eps, tp, name, config.zero_centered_norms)
+    if not config.qk_norm:
+        return None
+    return RMSNorm(d, config.norm_eps, tp, name, partial=True, centered=config.zero_centered_norms)
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
@@ -65,6 +73,7 @@ class Attention(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape.
 
     With context parallelism x has this rank's tokens; at the core q, k and v have all tokens of this rank's heads.
+    scores: how the logits are made.
     """
 
     def __init__(
@@ -75,9 +84,10 @@ class Attention(nn.Module):
         recompute_core: bool,
         kernels: Kernels,
         cp: ContextParallel = WHOLE,
+        scores: Scores = FULL,
     ) -> None:
         super().__init__()
-        self.cp = cp
+        self.cp, self.scores = cp, scores
         d = self.width = config.head_width
         self.q_heads, self.k_heads = config.heads // tp.size, config.key_value_heads // tp.size
         self.rope = Rope.of(config)
@@ -106,9 +116,12 @@ class Attention(nn.Module):
     def places(self, length: int, segments: Tensor | None, device: torch.device) -> Places:
         """Positions for a micro-batch of samples of `length` tokens."""
         if segments is not None:
-            return _apart(segments, self.rope, self.core)
+            return Places(
+                *_rotation(segments, self.rope), segments, _prepared(segments, self.core, self.scores)
+            )
         cos, sin = rope_table(length, self.rope, device)
-        return Places(cos[:, None, None], sin[:, None, None])
+        documents = self.core.prepare(None, self.scores, length, device)
+        return Places(cos[:, None, None], sin[:, None, None], None, documents)
 
     def forward(
         self, x: Tensor, at: Places, between: Callable[[Tensor, Places], Tensor] | None = None
@@ -127,12 +140,19 @@ class Attention(nn.Module):
         """From fused queries, keys and values [s, b, (q + 2 k) d] to the attention output [s, b, q d]."""
         q, k, v = self.rotated(qkv, at)
         if self.highest is not None and torch.is_grad_enabled():
-            raise_highest(self.highest, q, k, at.segments)
+            raise_highest(self.highest, q, k, at.segments, self.scores)
         if self.recompute_core and torch.is_grad_enabled():
-            # No dropout anywhere: there is no random state to save and restore.
+            # No random numbers in here: there is no state to save and restore.
             y = checkpoint(
-                self.core.run, q, k, v, at.documents, use_reentrant=False, preserve_rng_state=False
+                self.core.run,
+                q,
+                k,
+                v,
+                at.documents,
+                self.scores,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
         else:
-            y = self.core.run(q, k, v, at.documents)
+            y = self.core.run(q, k, v, at.documents, self.scores)
         return to_tokens(y.permute(2, 0, 1, 3), self.cp).flatten(2)

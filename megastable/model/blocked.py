@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megastable.base import products
+from megastable.model.scores import FULL, Scores
 
 ROWS = 256  # queries of a block
 DOCUMENT_ROWS = 64  # the same with documents: every block also covers the document of its first query
@@ -65,15 +66,18 @@ class AttentionBlock:
 
 
 def blocks(
-    b: int, heads: int, groups: int, s: int, c: int, starts: list[list[int]] | None = None
-) -> Iterator[AttentionBlock]:
+    b: int, heads: int, groups: int, s: int, c: int, starts: list[list[int]] | None = None,
+    window: int | None = None,
+) -> Iterator[AttentionBlock]:  # fmt: skip
     """All blocks of c queries (the last ones may have fewer), by their queries. heads: key heads.
 
-    starts: by sample, the first token of the document of every c-th token; None where a sample is one document.
+    starts: by sample, the first token of the document of every c-th token; None where a sample is one document. window:
+    how many keys a query sees, its own included.
     """
     for row, first in enumerate(range(0, s, c)):
         end = min(first + c, s)
-        keys = [starts[i][row] // ALIGN * ALIGN if starts else 0 for i in range(b)]
+        oldest = 0 if window is None else max(first - window + 1, 0)
+        keys = [max(starts[i][row] if starts else 0, oldest) // ALIGN * ALIGN for i in range(b)]
         fit = max(1, ELEMENTS // ((end - first) * groups * (end - min(keys))))
         if fit >= heads:
             for b0 in range(0, b, fit // heads):
@@ -165,18 +169,25 @@ def _future(c: int) -> Tensor:
     return torch.full((c, c), -math.inf).triu_(1)[:, None]
 
 
+@functools.lru_cache(maxsize=64)
+def _past(c: int, keys: int, window: int) -> Tensor:
+    """Additive mask of c queries, the last c of `keys` tokens: -inf for keys before their window. [c, keys]"""
+    return torch.full((c, keys), -math.inf).tril_(keys - c - window)
+
+
 class _Call:
     """Shapes and scratch of one forward or backward, and views of its tensors by block."""
 
-    def __init__(self, q: Tensor, k: Tensor, segments: Tensor | None) -> None:
+    def __init__(self, q: Tensor, k: Tensor, segments: Tensor | None, scores: Scores) -> None:
         self.b, self.q, self.s, self.d = q.shape
         self.k = k.shape[1]
         self.g = self.q // self.k
-        self.scale = 1 / math.sqrt(self.d)
+        self.scale, self.cap, self.window = scores.factor(self.d), scores.cap, scores.window
         self.segments = segments
+        self.slopes = _scratch("slopes", torch.float32)
         c = min(ROWS if segments is None else DOCUMENT_ROWS, self.s)
         starts = None if segments is None else document_starts(segments, c)
-        self.blocks = blocks(self.b, self.k, self.g, self.s, c, starts)
+        self.blocks = blocks(self.b, self.k, self.g, self.s, c, starts, self.window)
         self.room, self.future = _scratch("scores", torch.float32), _future(c)
 
     def view(self, x: Tensor, at: AttentionBlock) -> Tensor:
@@ -197,12 +208,21 @@ class _Call:
         return x[at.b0 * self.k + at.k0 : (at.b1 - 1) * self.k + at.k1, at.key : at.end]
 
     def probabilities(self, at: AttentionBlock, q: Tensor, k: Tensor, out: Tensor) -> Tensor:
-        """softmax(q k^T * scale) over the visible keys, into `out` [n, r, keys]. q: [n, r, d], k: [n, keys, d]."""
+        """softmax(q k^T * scale) over the visible keys, into `out` [n, r, keys]. q: [n, r, d], k: [n, keys, d].
+
+        With a cap, `slopes` then holds the derivative of the capped logits by the others, fp32 [n, r, keys].
+        """
         shape = at.shape(self.g)
         scores = _scores(q, k, self.scale, self.room(shape))
+        if self.cap is not None:
+            scores.div_(self.cap).tanh_()
+            torch.mul(scores, scores, out=self.slopes(shape)).neg_().add_(1)
+            scores.mul_(self.cap)
         c = at.end - at.first
         seen = scores.view(at.b1 - at.b0, -1, c, self.g, shape[2])
         seen[..., -c:].add_(self.future[:c, :, :c])
+        if self.window is not None and at.end - at.key > self.window:
+            seen.add_(_past(c, at.end - at.key, self.window)[:, None])
         if self.segments is not None:
             of = self.segments[at.b0 : at.b1]
             other = of[:, at.first : at.end, None] != of[:, None, at.key : at.end]  # [b, c, keys]
@@ -216,9 +236,12 @@ def _like_stream(x: Tensor) -> Tensor:
     return x.new_empty(s, b, heads, d).permute(1, 2, 0, 3)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, room: int) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, room: int, scale: float | None, cap: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output [b, q, s, d], and `room` probabilities kept for the backward, flat (or none)."""
-    call = _Call(q, k, segments)
+    call = _Call(q, k, segments, Scores(scale, cap, window))
     keys, values = call.pairs(k), call.pairs(v)
     y = _like_stream(q)
     kept = q.new_empty(room)
@@ -248,10 +271,11 @@ def _upstream(dy: Tensor, y: Tensor) -> Tensor:
 
 
 def _backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, y: Tensor, kept: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, y: Tensor, kept: Tensor,
+    scale: float | None, cap: float | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, given that of y."""
-    call = _Call(q, k, segments)
+    call = _Call(q, k, segments, Scores(scale, cap, window))
     d = call.d
     keys, values = call.pairs(k), call.pairs(v)
     values = torch.cat([values, values.new_zeros(*values.shape[:2], EXTRA)], -1)
@@ -268,6 +292,8 @@ def _backward(
         up = _upstream(call.rows(dy, at), call.rows(y, at))
         call.part(dvalues, at).add_(torch.bmm(p.transpose(1, 2), up[..., :d]))
         ds = torch.bmm(up, call.part(values, at).transpose(1, 2), out=other(at.shape(call.g))).mul_(p)
+        if cap is not None:
+            ds.mul_(call.slopes(at.shape(call.g)))
         call.part(dkeys, at).add_(torch.bmm(ds.transpose(1, 2), rows))
         to = call.view(dq, at)
         to.copy_(torch.baddbmm(rows, ds, k_part, beta=0, alpha=call.scale).view(to.shape))
@@ -278,42 +304,49 @@ def _backward(
 
 # torch.compile treats both operators as opaque. Their schemas are written out: derived ones depend on how
 # annotations are written.
-_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor? segments"
+_ARGUMENTS, _SCORES = (
+    "Tensor q, Tensor k, Tensor v, Tensor? segments",
+    "float? scale, float? cap, int? window",
+)
 _op = torch.library.custom_op(
     "megastable::blocked_attention",
     _forward,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, int room) -> (Tensor, Tensor)",
+    schema=f"({_ARGUMENTS}, int room, {_SCORES}) -> (Tensor, Tensor)",
 )
 _backward_op = torch.library.custom_op(
     "megastable::blocked_attention_backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor dy, {_ARGUMENTS}, Tensor y, Tensor kept) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dy, {_ARGUMENTS}, Tensor y, Tensor kept, {_SCORES}) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, room: int) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, room: int, scale: float | None, cap: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _like_stream(q), q.new_empty(room)
 
 
 @_backward_op.register_fake
 def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, y: Tensor, kept: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, y: Tensor, kept: Tensor,
+    scale: float | None, cap: float | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _like_stream(q), _like_stream(k), _like_stream(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, segments, _ = inputs
+    q, k, v, segments, _, *ctx.scores = inputs
     ctx.save_for_backward(q, k, v, segments, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # no zeros for `kept`
 
 
 def _gradients(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return *_backward_op(dy, *ctx.saved_tensors), None, None
+    return *_backward_op(dy, *ctx.saved_tensors, *ctx.scores), *[None] * 5
 
 
 _op.register_autograd(_gradients, setup_context=_save)
@@ -327,19 +360,23 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        return *_backward(dy, *ctx.saved_tensors), None, None
+        return *_backward(dy, *ctx.saved_tensors, *ctx.scores), *[None] * 5
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
-    """Causal softmax(q k^T / sqrt(d)) v, inside documents. q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d].
+def blocked_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scores: Scores = FULL
+) -> Tensor:
+    """Causal softmax(q k^T * scale) v, inside documents. q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d].
 
-    segments: int [b, s], the document of every token, not decreasing along s; None: a sample is one document. The
-    cost depends on the lengths of the documents, not of the sequence. All of one dtype, fp32 or bf16, on a CPU (see
-    `supported`). The result is contiguous as [s, b, q, d].
+    documents: int [b, s], the document of every token, not decreasing along s; None: a sample is one document. The
+    cost depends on the lengths of the documents and the window, not of the sequence. All of one dtype, fp32 or bf16, on
+    a CPU (see `supported`). The result is contiguous as [s, b, q, d].
     """
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # Computed here: a compiled graph in the disk cache must depend on the value that it was compiled for.
-    room = kept_size(*q.shape) if keep else 0
+    # With a cap the backward needs the logits as well: both are computed again.
+    room = kept_size(*q.shape) if keep and scores.cap is None else 0
+    window = scores.window if scores.window and scores.window < q.shape[2] else None
     if torch.compiler.is_compiling():
-        return _op(q, k, v, segments, room)[0]
-    return _Eager.apply(q, k, v, segments, room)[0]
+        return _op(q, k, v, documents, room, scores.scale, scores.cap, window)[0]
+    return _Eager.apply(q, k, v, documents, room, scores.scale, scores.cap, window)[0]

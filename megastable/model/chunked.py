@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megastable.base import products
 from megastable.model import sizes
+from megastable.model.scores import softcap
 from megastable.parallel.topology import TensorParallel
 
 # Elementwise work on a chunk goes in blocks of this many logits, to stay in a CPU's cache.
@@ -35,6 +37,7 @@ def chunked_objective(
     tp: TensorParallel,
     compiled: bool = False,
     elements: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(objective, samples): mean(cross-entropy) + z_loss * mean(logsumexp^2), fp32, and fp32 [2, b] without a gradient:
     the means of cross-entropy and logsumexp^2 of every sample.
@@ -42,7 +45,8 @@ def chunked_objective(
     x: [s, b, h], whole on every rank of the tensor group (see `mappings.enter`); its gradient is this rank's part.
     weight: [padded vocabulary / tensor, h], this rank's rows. labels: [b, s], int64; a label that is no token makes the
     objective infinite. vocabulary: real size; padding rows take no part in products and get a zero gradient.
-    compiled: elementwise work goes through torch.compile. elements: logits at a time.
+    compiled: elementwise work goes through torch.compile. elements: logits at a time. cap: logits z become
+    cap tanh(z / cap), in fp32.
     """
     if elements is None:
         elements = sizes.elements_on(x.device.type)
@@ -51,7 +55,18 @@ def chunked_objective(
         torch.is_grad_enabled() and x.requires_grad,
         torch.is_grad_enabled() and weight.requires_grad,
     )
-    return _Chunked.apply(x, weight, labels, vocabulary, z_loss, tp, compiled, elements, grads)
+    objective = Objective(z_loss, tp, compiled, cap)
+    return _Chunked.apply(x, weight, labels, vocabulary, objective, elements, grads)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is computed of logits; see `chunked_objective`."""
+
+    z_loss: float
+    tp: TensorParallel
+    compiled: bool
+    cap: float | None
 
 
 class _Chunked(torch.autograd.Function):
@@ -62,14 +77,12 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         vocabulary: int,
-        z_loss: float,
-        tp: TensorParallel,
-        compiled: bool,
+        of: Objective,
         elements: int,
         grads: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         columns = weight.shape[0]
-        offset = tp.rank * columns
+        offset = of.tp.rank * columns
         rows = min(max(vocabulary - offset, 0), columns)
         real = weight[:rows]
         flat = x.reshape(-1, x.shape[-1])
@@ -90,7 +103,7 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, tokens, size):
             part = slice(start, start + size)
             logits = products.mm(flat[part], real.t(), out=buffer[: flat[part].shape[0]])
-            loss[part], lse[part] = _between(logits, local[part], z_loss, tp, compiled, any(grads))
+            loss[part], lse[part] = _between(logits, local[part], of, any(grads))
             gradient = logits  # overwritten in place
             if dx is not None:
                 products.mm(gradient, real, out=dx[part])
@@ -101,7 +114,7 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(dx, dw and dw.total)
         ctx.x_shape, ctx.weight_shape, ctx.weight_dtype = x.shape, weight.shape, weight.dtype
         ctx.mark_non_differentiable(samples)
-        return loss.mean() + z_loss * square.mean(), samples
+        return loss.mean() + of.z_loss * square.mean(), samples
 
     @staticmethod
     @once_differentiable
@@ -115,7 +128,7 @@ class _Chunked(torch.autograd.Function):
             _scaled(dw, factor, padded[: len(dw)])
             padded[len(dw) :] = 0.0
             dw = padded
-        return dx, dw, *[None] * 7
+        return dx, dw, *[None] * 5
 
 
 def _scaled(gradient: Tensor, factor: Tensor, out: Tensor) -> Tensor:
@@ -173,50 +186,54 @@ def _wide_products(x: Tensor) -> bool:
     )
 
 
-def _between(
-    logits: Tensor, local: Tensor, z_loss: float, tp: TensorParallel, compiled: bool, wanted: bool
-) -> Tensor:
+def _between(logits: Tensor, local: Tensor, of: Objective, wanted: bool) -> Tensor:
     """[2, tokens], fp32: cross-entropy and logsumexp. If `wanted`, the gradient of the sum over tokens of the objective
     takes the place of the logits [tokens, rows].
 
     local: [tokens], the column of the label, -1 for one of another rank.
     """
-    if compiled and logits.numel():
-        return _between_compiled(logits, local, z_loss, tp, wanted)
+    if of.compiled and logits.numel():
+        return _between_compiled(logits, local, of, wanted)
     step = len(logits)
-    if tp.size == 1 and not logits.is_cuda:
+    if of.tp.size == 1 and not logits.is_cuda:
         step = max(BLOCK // logits.shape[1], 1)
     # One buffer for all blocks: on a CPU, allocating a new tensor costs half as much as the softmax.
     scratch = torch.empty_like(logits[:step], dtype=torch.float32)
     parts = [
-        _block(logits[start : start + step], local[start : start + step], scratch, z_loss, tp, wanted)
+        _block(logits[start : start + step], local[start : start + step], scratch, of, wanted)
         for start in range(0, len(logits), step)
     ]
     return torch.cat(parts, 1)
 
 
-def _block(
-    logits: Tensor, local: Tensor, scratch: Tensor, z_loss: float, tp: TensorParallel, wanted: bool
-) -> Tensor:
+def _block(logits: Tensor, local: Tensor, scratch: Tensor, of: Objective, wanted: bool) -> Tensor:
     """`_between` for a block that fits in scratch [tokens, rows], fp32."""
     index, here = local.clamp(min=0).unsqueeze(-1), local >= 0
     own = logits.new_full((2, len(local)), -torch.inf, dtype=torch.float32)
     p = scratch[: len(logits)]
+    z = _capped(logits, of.cap)
     if logits.numel():
-        torch.softmax(logits, -1, dtype=torch.float32, out=p)
+        torch.softmax(z, -1, dtype=torch.float32, out=p)
         # The largest p is at least 1 / rows: its logarithm is exact, unlike that of any other.
-        own[0] = logits.amax(-1) - p.amax(-1).log()
-        own[1] = torch.where(here, logits.gather(-1, index).squeeze(-1), -torch.inf)
-    lse, target = _joined(own, tp)
+        own[0] = z.amax(-1) - p.amax(-1).log()
+        own[1] = torch.where(here, z.gather(-1, index).squeeze(-1), -torch.inf)
+    lse, target = _joined(own, of.tp)
     if wanted and logits.numel():
-        scale = _slope(lse, z_loss)
-        if tp.size > 1:
+        scale = _slope(lse, of.z_loss)
+        if of.tp.size > 1:
             scale = scale * (own[0] - lse).exp()
-        if tp.size > 1 or z_loss:
+        if of.tp.size > 1 or of.z_loss:
             p.mul_(scale.unsqueeze(-1))
         p.scatter_add_(-1, index, -here.float().unsqueeze(-1))
+        if of.cap is not None:
+            p.mul_(z.div_(of.cap).square_().neg_().add_(1))  # the derivative of the cap
         logits.copy_(p)
     return torch.stack((lse - target, lse))
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    """The logits; with a cap, the capped ones in fp32."""
+    return logits if cap is None else softcap(logits.float(), cap)
 
 
 def _slope(lse: Tensor, z_loss: float) -> Tensor:
@@ -237,24 +254,26 @@ def _joined(own: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     return lse.logsumexp(0), target.amax(0)
 
 
-def _statistics(logits: Tensor, local: Tensor) -> Tensor:
+def _statistics(logits: Tensor, local: Tensor, cap: float | None) -> Tensor:
     """As in `_block`, [2, tokens]: this rank's logsumexp and target logit."""
-    wide = logits.float()
+    wide = softcap(logits.float(), cap)
     highest = wide.amax(-1, keepdim=True)
     lse = highest.squeeze(-1) + (wide - highest).exp().sum(-1).log()
     target = wide.gather(-1, local.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.stack((lse, torch.where(local >= 0, target, -torch.inf)))
 
 
-def _gradient_(logits: Tensor, local: Tensor, lse: Tensor, z_loss: float) -> None:
-    p = (logits.float() - lse.unsqueeze(-1)).exp()
+def _gradient_(logits: Tensor, local: Tensor, lse: Tensor, z_loss: float, cap: float | None) -> None:
+    z = softcap(logits.float(), cap)
+    p = (z - lse.unsqueeze(-1)).exp()
     at_label = torch.arange(logits.shape[-1], device=logits.device) == local.unsqueeze(-1)
-    logits.copy_(p * _slope(lse, z_loss).unsqueeze(-1) - at_label.float())
+    gradient = p * _slope(lse, z_loss).unsqueeze(-1) - at_label.float()
+    logits.copy_(gradient if cap is None else gradient * (1 - (z / cap).square()))
 
 
-def _both_(logits: Tensor, local: Tensor, z_loss: float) -> Tensor:
-    own = _statistics(logits, local)
-    _gradient_(logits, local, own[0], z_loss)
+def _both_(logits: Tensor, local: Tensor, z_loss: float, cap: float | None) -> Tensor:
+    own = _statistics(logits, local, cap)
+    _gradient_(logits, local, own[0], z_loss, cap)
     return own
 
 
@@ -263,13 +282,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _between_compiled(
-    logits: Tensor, local: Tensor, z_loss: float, tp: TensorParallel, wanted: bool
-) -> Tensor:
-    if wanted and tp.size == 1:
-        lse, target = _compiled(_both_)(logits, local, z_loss)
+def _between_compiled(logits: Tensor, local: Tensor, of: Objective, wanted: bool) -> Tensor:
+    if wanted and of.tp.size == 1:
+        lse, target = _compiled(_both_)(logits, local, of.z_loss, of.cap)
     else:
-        lse, target = _joined(_compiled(_statistics)(logits, local), tp)
+        lse, target = _joined(_compiled(_statistics)(logits, local, of.cap), of.tp)
         if wanted:
-            _compiled(_gradient_)(logits, local, lse, z_loss)
+            _compiled(_gradient_)(logits, local, lse, of.z_loss, of.cap)
     return torch.stack((lse - target, lse))

@@ -1,17 +1,17 @@
-"""Attention cores: causal softmax(q k^T / sqrt(d)) v inside documents, as the plain reference and as fused kernels.
+"""Attention cores: causal softmax(q k^T * scale) v inside documents and windows, as the plain reference and as fused
+kernels.
 
 Shapes: q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d]; b micro-batch, q query heads, k key/value heads, s
-sequence, d head width. With attention restricted to documents a core also gets what it `prepare`d from segments, int32
-[b, s]: a token attends only to tokens of its own segment. GQA: Ainslie et al., arXiv:2305.13245.
+sequence, d head width. A core gets the `Scores` of its block, and what it `prepare`d from them and from segments, int32
+[b, s]: with those a token attends only to tokens of its own segment. GQA: Ainslie et al., arXiv:2305.13245.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,26 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from megastable.base.products import is_cast
 from megastable.model.blocked import blocked_attention
+from megastable.model.scores import FULL, Scores, softcap
+
+
+class Run(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Any, scores: Scores = FULL) -> Tensor:
+        """documents: what the core prepared."""
+        ...
+
+
+def _segments(segments: Tensor | None, scores: Scores, length: int, device: torch.device) -> Tensor | None:
+    return segments
 
 
 @dataclass(frozen=True)
 class Core:
-    """run(q, k, v, documents); documents: None, or prepare(segments), which is the same for all layers."""
+    """run(q, k, v, documents, scores); documents: prepare(segments or None, scores, length, device), the same for all
+    blocks with these scores."""
 
-    run: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-    prepare: Callable[[Tensor], Any] = lambda segments: segments
+    run: Run
+    prepare: Callable[[Tensor | None, Scores, int, torch.device], Any] = _segments
 
 
 # cuDNN's kernel is the fastest on Hopper; if it refuses, torch tries the next.
@@ -43,53 +55,100 @@ FUSED = [
 GROUPED = (torch.bfloat16, torch.float16)
 
 
-def document_mask(segments: Tensor) -> Tensor:
-    """Attention mask: bool [b, 1, s, s], causal and inside one document. segments: [b, s]."""
-    s = segments.shape[1]
-    causal = torch.ones(s, s, dtype=torch.bool, device=segments.device).tril()
-    return (causal & (segments[:, :, None] == segments[:, None, :])).unsqueeze(1)
-
-
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
-    """In plain fp32, scores and all."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
-    scores = q.float() @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+def attention_mask(
+    segments: Tensor | None, scores: Scores, length: int, device: torch.device
+) -> Tensor | None:
+    """bool [b or 1, 1, s, s]: causal, in the window and inside one document; None: causal, and nothing else."""
     if segments is None:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    else:
-        allowed = document_mask(segments)
-    return (scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v).to(q.dtype)
+        return None if scores.window is None else _mask(scores, length, device)
+    return _mask(scores, length, device) & (segments[:, :, None] == segments[:, None, :]).unsqueeze(1)
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMask | None) -> Tensor:
+@lru_cache(maxsize=4)
+def _mask(scores: Scores, length: int, device: torch.device) -> Tensor:
+    index = torch.arange(length, device=device)
+    return scores.mask(index, index)[None, None]
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: Scores = FULL
+) -> Tensor:
+    """In plain fp32, scores and all. documents: segments [b, s]."""
+    (groups, (length, d)) = q.shape[1] // k.shape[1], q.shape[2:]
+    k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
+    z = softcap(q.float() @ k.transpose(-2, -1) * scores.factor(d), scores.cap)
+    index = torch.arange(length, device=q.device)
+    allowed = scores.mask(index, index)
+    if documents is not None:
+        allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
+    return (z.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).to(q.dtype)
+
+
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMask | None, scores: Scores = FULL
+) -> Tensor:
     """torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU the result of `see`."""
+    scale = scores.scale
     groups, on_gpu = q.shape[1] // k.shape[1], q.device.type == "cuda"
     if isinstance(documents, BlockMask):
         # Compiled, or FlexAttention writes out all scores. Inside a compiled block it becomes a part of it.
         flex: Any = flex_attention if torch.compiler.is_compiling() else _flex()
-        return flex(q, k, v, block_mask=documents, enable_gqa=groups > 1)
+        modified = None if scores.cap is None else _capped(scores.cap)
+        return flex(q, k, v, block_mask=documents, enable_gqa=groups > 1, scale=scale, score_mod=modified)
+    assert scores.cap is None, "kernel_choice.choose takes another core where logits are capped"
     if groups > 1 and not (on_gpu and q.dtype in GROUPED):
         # For other dtypes torch would fall back to the unfused kernel, with its scores [b, q, s, s].
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     if not on_gpu:
         dtype = torch.float32 if is_cast(q) else q.dtype  # like all products on a CPU that would emulate bf16
         core = F.scaled_dot_product_attention
-        out = core(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=documents, is_causal=documents is None)
+        out = core(
+            q.to(dtype),
+            k.to(dtype),
+            v.to(dtype),
+            attn_mask=documents,
+            is_causal=documents is None,
+            scale=scale,
+        )
         return out.to(q.dtype)
     with sdpa_kernel(FUSED, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1, scale=scale)
 
 
-def see(segments: Tensor) -> BlockMask:
-    """The block mask of FlexAttention (arXiv:2412.05496): which blocks of queries attend to which blocks of keys."""
+def see(segments: Tensor | None, scores: Scores, length: int, device: torch.device) -> BlockMask | None:
+    """The block mask of FlexAttention (arXiv:2412.05496): which blocks of queries attend to which blocks of keys. None:
+    other kernels can do it."""
+    if segments is None:
+        return None if scores.cap is None and scores.window is None else _seen(scores.window, length, device)
+    window = length if scores.window is None else scores.window
 
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (segments[b, q] == segments[b, k])
+        return (q >= k) & (q - k < window) & (segments[b, q] == segments[b, k])
 
-    b, s = segments.shape
     # Once per micro-batch. Not compiled: the s x s mask exists for a moment, in bool.
-    return create_block_mask(inside, b, None, s, s, device=segments.device)
+    return create_block_mask(inside, len(segments), None, length, length, device=device)
+
+
+@lru_cache(maxsize=8)
+def _seen(window: int | None, length: int, device: torch.device) -> BlockMask:
+    reach = length if window is None else window
+
+    def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k < reach)
+
+    return create_block_mask(inside, None, None, length, length, device=device)
+
+
+@lru_cache(maxsize=4)
+def _capped(cap: float) -> Callable[..., Tensor]:
+    def modified(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh(score / cap) * cap
+
+    return modified
+
+
+def _sdpa_mask(segments: Tensor | None, scores: Scores, length: int, device: torch.device) -> Any:
+    return (see if device.type == "cuda" else attention_mask)(segments, scores, length, device)
 
 
 @lru_cache(maxsize=1)
@@ -98,27 +157,28 @@ def _flex() -> Callable[..., Any]:
 
 
 @torch.compiler.disable
-def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None) -> Tensor:
-    """Transformer Engine's kernels, which do not support segments."""
-    assert documents is None, "kernel_choice.choose takes another core where documents are kept apart"
-    core = _te_core(q.shape[1], k.shape[1], q.shape[-1])
+def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None, scores: Scores = FULL) -> Tensor:
+    """Transformer Engine's kernels, which support neither segments nor caps."""
+    assert documents is None and scores.cap is None, "kernel_choice.choose takes another core for these"
+    core = _te_core(q.shape[1], k.shape[1], q.shape[-1], scores)
     # It needs the sequence first, which is how q, k and v lie in memory.
     y = core(*(x.permute(2, 0, 1, 3) for x in (q, k, v)))
     return y.unflatten(-1, (q.shape[1], q.shape[-1])).permute(1, 2, 0, 3)
 
 
 @lru_cache(maxsize=8)
-def _te_core(heads: int, groups: int, width: int) -> Callable[..., Tensor]:
+def _te_core(heads: int, groups: int, width: int, scores: Scores) -> Callable[..., Tensor]:
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
-        heads, width, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal"
-    )
+        heads, width, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal",
+        softmax_scale=scores.factor(width), window_size=None if scores.window is None else (scores.window - 1, 0),
+    )  # fmt: skip
 
 
 CORES: dict[str, Core] = {
     "reference": Core(reference_attention),
-    "sdpa": Core(sdpa_attention, lambda segments: (see if segments.is_cuda else document_mask)(segments)),
+    "sdpa": Core(sdpa_attention, _sdpa_mask),
     "blocked": Core(blocked_attention),
     "te": Core(te_attention),
 }

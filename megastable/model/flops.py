@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 
 
 def parameters(c: ModelConfig) -> int:

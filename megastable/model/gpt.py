@@ -1,14 +1,14 @@
 """The GPT as a list of layers (embedding, blocks, final norm, head), used for one pipeline stage or many.
 
-Blocks of attention and SwiGLU, each with an RMSNorm before it (pre-LN) or after it (OLMo 2); no biases, except
-those of q, k and v with `qkv_bias`. Layers pass on x [s, b, hidden] (its sequence shard under sequence parallelism), or
-(x, segments) if attention is restricted to documents. Segments cover whole sequences, also where context parallelism
-gives a rank only a part of the tokens.
+Blocks of attention and SwiGLU with RMSNorms (residual.py); no biases, except those of q, k and v with `qkv_bias`.
+Layers pass on x [s, b, hidden] (its sequence shard under sequence parallelism); (x, segments) if attention is
+restricted to documents; (x, segments, keys) in training with dropout. Segments cover whole sequences, also where
+context parallelism gives a rank only a part of the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import call
@@ -18,43 +18,57 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
 from megastable.model.loss import Features, LossFunction, project
-from megastable.model.mlp import MLP, swiglu
+from megastable.model.mlp import MLP
 from megastable.model.norm import RMSNorm
+from megastable.model.residual import Residual
+from megastable.model.scores import Scores
 from megastable.model.sizes import layer_costs
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megastable.parallel.mappings import enter
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
-Stream = Tensor | tuple[Tensor, Tensor]  # x, or (x, segments)
+# x, (x, segments) or (x, segments, keys); in the last one, segments of one dimension mean none.
+Stream = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 Make = Callable[[Callable[[], nn.Module]], nn.Module]
 
 
-def _open(stream: Stream) -> tuple[Tensor, Tensor | None]:
-    return stream if isinstance(stream, tuple) else (stream, None)
+def _open(stream: Stream) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x, segments [b, s] and keys [b]."""
+    if not isinstance(stream, tuple):
+        return stream, None, None
+    x, segments, *keys = stream
+    return x, segments if segments.dim() > 1 else None, keys[0] if keys else None
 
 
-def _close(x: Tensor, segments: Tensor | None) -> Stream:
-    return x if segments is None else (x, segments)
+def _with(stream: Stream, x: Tensor) -> Stream:
+    """`stream` with x in place of its own."""
+    return (x, *stream[1:]) if isinstance(stream, tuple) else x
 
 
 class Embedding(VocabParallelEmbedding):
-    """Tokens [b, s], or (tokens, segments) -> x [s, b, hidden]."""
+    """Tokens [b, s], or a stream of them -> x [s, b, hidden] times `factor`."""
+
+    def __init__(
+        self, vocabulary: int, hidden: int, tp: TensorParallel, name: str, factor: float = 1.0
+    ) -> None:
+        super().__init__(vocabulary, hidden, tp, name)
+        self.factor = factor
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        tokens, segments = _open(inputs)
-        return _close(super().forward(tokens), segments)
+        x = super().forward(_open(inputs)[0])
+        return _with(inputs, x if self.factor == 1.0 else x * self.factor)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `norms` "after" x + norm(attention(x)), x + norm(mlp(x)).
+    """Attention, then MLP, each joined to the residual stream as `Residual` says.
 
-    The latter is the reordered norm of OLMo 2 (arXiv:2501.00656 section 3), as in Swin v2 (arXiv:2111.09883): it norms
-    what is added to the residual stream, not the stream. Both call the norms `attention_norm` and `mlp_norm`.
+    The norms are called `attention_norm` and `mlp_norm`, wherever they are; those after attention and MLP of
+    `norms=both` are `attention_post_norm` and `mlp_post_norm`.
     """
 
     def __init__(
@@ -70,13 +84,26 @@ class Block(nn.Module):
         self.name = name = f"blocks.{index}"
         core = recompute == "selective"
         self.recompute = recompute == "full"
-        self.norms_after = config.norms == "after"
-        self.attention_norm = RMSNorm(
-            config.hidden, config.norm_eps, tp, f"{name}.attention_norm", tp.sequence
+        self.residual = residual = Residual.of(config, index)
+        norm = partial(
+            RMSNorm,
+            config.hidden,
+            config.norm_eps,
+            tp,
+            partial=tp.sequence,
+            centered=config.zero_centered_norms,
         )
-        self.attention = Attention(config, tp, f"{name}.attention", core, kernels, cp)
-        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, tp, f"{name}.mlp_norm", tp.sequence)
+        self.attention_norm = norm(f"{name}.attention_norm", scale=residual.norm)
+        self.attention = Attention(
+            config, tp, f"{name}.attention", core, kernels, cp, Scores.of(config, index)
+        )
+        self.mlp_norm = norm(f"{name}.mlp_norm", scale=residual.norm)
         self.mlp = MLP(config, tp, f"{name}.mlp", core)
+        both = residual.placement == "both"
+        self.attention_post_norm = norm(f"{name}.attention_post_norm") if both else None
+        self.mlp_post_norm = norm(f"{name}.mlp_post_norm") if both else None
+        # Of `norms=branch`: see `set_updates`; None: full size. Not a buffer, which would become bf16.
+        self.grown: Tensor | None = None
         self._split = (tp.size if tp.sequence else 1) * cp.size
         self.in_halves = False  # for hooks on its modules; see `_halves`
         self._fast, self._kernels = self._block, kernels
@@ -92,23 +119,23 @@ class Block(nn.Module):
         between = torch.compile(self.attention.between, fullgraph=whole, dynamic=False)
         self._fast = lambda x, at: self.around(x, lambda y: self.attention(y, at, between))
         if isinstance(self.mlp, MLP):
-            self.mlp.activation = torch.compile(swiglu, fullgraph=whole, dynamic=False)
+            self.mlp.activation = torch.compile(self.mlp.activation, fullgraph=whole, dynamic=False)
 
     def forward(self, stream: Stream) -> Stream:
-        x, segments = _open(stream)
+        x, segments, _ = _open(stream)
         at = self._places(x, segments)
         run = self._halves if self.in_halves else self._fast
         again = (self.recompute or self.in_halves) and torch.is_grad_enabled()
-        return _close(_recomputed(run, x, at) if again else run(x, at), segments)
+        return _with(stream, _recomputed(run, x, at) if again else run(x, at))
 
     @torch.no_grad()
     def queries_and_keys(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """q [b, q, s, d] and k [b, k, s, d] at the attention core for `stream`. Computed separately from
         `forward`, which is unchanged. Collective over the tensor and the context group."""
-        x, segments = _open(stream)
+        x, segments, _ = _open(stream)
         at = self._places(x, segments)
         q, k, _ = self.attention.rotated(
-            self.attention.qkv(x if self.norms_after else self.attention_norm(x)), at
+            self.attention.qkv(self.attention_norm(x) if self.residual.norms_input else x), at
         )
         return q, k
 
@@ -128,12 +155,25 @@ class Block(nn.Module):
         return self._fed(self._attended(x, attend))
 
     def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        norm = self.attention_norm
-        return x + (norm(attend(x)) if self.norms_after else attend(norm(x)))
+        return self.residual.join(
+            x, attend, self.attention_norm, self.attention_post_norm, _as_it_is, self.grown
+        )
 
     def _fed(self, x: Tensor) -> Tensor:
-        norm = self.mlp_norm
-        return x + (norm(self.mlp(x)) if self.norms_after else self.mlp(norm(x)))
+        return self.residual.join(x, self.mlp, self.mlp_norm, self.mlp_post_norm, _as_it_is, self.grown)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def set_updates(module: nn.Module, config: ModelConfig, updates: int) -> None:
+    """Set the factor of the branches of `norms=branch` to min(1, t / T), t = updates applied so far."""
+    if config.norms == "branch":
+        for block in module.modules():
+            if isinstance(block, Block):
+                share, device = min(1.0, updates / config.branch_steps), block.attention_norm.weight.device
+                block.grown = torch.tensor(share, dtype=torch.float32, device=device)
 
 
 def _recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -149,30 +189,51 @@ class FinalNorm(RMSNorm):
         return super().forward(_open(stream)[0])
 
 
+@dataclass(frozen=True)
+class Readout:
+    """How logits are made of x and the head's weight. scale: their factor (muP); cap: see `loss.project`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Readout:
+        return cls(1 / config.width_ratio, config.logit_softcap)
+
+    def features(self, head: ColumnParallelLinear | VocabParallelEmbedding, x: Tensor) -> Features:
+        """Inputs of the logits, for a head or the embedding of a tied model: x inside the tensor-parallel region, and
+        the weight (a view: DeepSpeed's pipeline starts a backward pass by hooks on non-leaf tensors)."""
+        x = enter(x, head.tp)
+        return x if self.scale == 1.0 else x * self.scale, head.weight.view_as(head.weight)
+
+    def project(self, given: Features) -> Tensor:
+        return project(given, self.cap)
+
+    def tied_head(self, embedding: VocabParallelEmbedding, x: Tensor) -> Tensor:
+        """The head of a tied model: logits from the embedding's weight."""
+        return self.project(self.features(embedding, x))
+
+
 class Head(ColumnParallelLinear):
     """x [s, b, hidden] -> logits [s, b, padded vocabulary / tensor], or the result of `then` on the features."""
 
-    def forward(self, x: Tensor, then: Callable[[Features], Any] = project) -> Any:
+    def __init__(
+        self, inputs: int, sections: Sequence[int], tp: TensorParallel, name: str, readout: Readout
+    ) -> None:
+        super().__init__(inputs, sections, tp, name)
+        self.readout = readout
+
+    def forward(self, x: Tensor, then: Callable[[Features], Any] | None = None) -> Any:
         # Called in here, because ZeRO 3 releases the weight afterwards.
-        return then(features(self, x))
+        return (then or self.readout.project)(self.readout.features(self, x))
 
 
 class LateHead(Head):
     """The head of a pipeline whose loss does the projection, chunk by chunk: x -> features."""
 
-    def forward(self, x: Tensor, then: Callable[[Features], Any] = lambda given: given) -> Any:
-        return then(features(self, x))
-
-
-def features(head: ColumnParallelLinear | VocabParallelEmbedding, x: Tensor) -> Features:
-    """Inputs of the logits, for a head or the embedding of a tied model: x inside the tensor-parallel region, and the
-    weight (a view: DeepSpeed's pipeline starts a backward pass by hooks on non-leaf tensors)."""
-    return enter(x, head.tp), head.weight.view_as(head.weight)
-
-
-def tied_head(embedding: VocabParallelEmbedding, x: Tensor) -> Tensor:
-    """The head of a tied model: logits from the embedding's weight."""
-    return project(features(embedding, x))
+    def forward(self, x: Tensor, then: Callable[[Features], Any] | None = None) -> Any:
+        given = self.readout.features(self, x)
+        return given if then is None else then(given)
 
 
 @dataclass(frozen=True)
@@ -197,17 +258,20 @@ def layers(
     """The layers of the model in order. With `config.tied` the last one is the embedding again, used as head."""
     c, vocabulary = config, config.padded_vocab
     costs = [cost for cost, _ in layer_costs(c)]
-    embedding = partial(Embedding, vocabulary, c.hidden, tp, "embedding")
+    embedding = partial(Embedding, vocabulary, c.hidden, tp, "embedding", c.embedding_factor)
     return [
         Layer(embedding, cost=costs[0], tied=c.tied),
         *(
             Layer(partial(Block, c, tp, i, recompute, kernels, cp), cost=costs[1 + i], is_block=True)
             for i in range(c.layers)
         ),
-        Layer(partial(FinalNorm, c.hidden, c.norm_eps, tp, "final_norm", tp.sequence), cost=costs[-2]),
+        Layer(
+            partial(FinalNorm, c.hidden, c.norm_eps, tp, "final_norm", tp.sequence, c.zero_centered_norms),
+            cost=costs[-2],
+        ),
         Layer(embedding, cost=costs[-1], tied=True)
         if c.tied
-        else Layer(partial(head, c.hidden, (vocabulary,), tp, "head"), cost=costs[-1]),
+        else Layer(partial(head, c.hidden, (vocabulary,), tp, "head", Readout.of(c)), cost=costs[-1]),
     ]
 
 
@@ -235,7 +299,7 @@ class GPT(nn.Sequential):
         if seed is not None:
             initialise(self, config, tp, seed)
         self.loss = loss
-        self.tied = config.tied
+        self.tied, self.readout = config.tied, Readout.of(config)
         self.chunked = kernels.loss == "chunked"
 
     def forward(self, inputs: Stream, labels: Tensor | None = None) -> Tensor:
@@ -245,15 +309,19 @@ class GPT(nn.Sequential):
             x = module(x)
         loss = self.loss
         if labels is None:
-            return self._headed(x, project)
+            return self.logits(x)
         assert loss is not None
         if self.chunked:
             return self._headed(x, lambda given: loss(given, labels))
-        return loss(self._headed(x, project), labels)
+        return loss(self.logits(x), labels)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What the head makes of x [s, b, hidden]."""
+        return self._headed(x, self.readout.project)
 
     def _headed(self, x: Tensor, then: Callable[[Features], Tensor]) -> Tensor:
         head = self[-1]
-        return then(features(self._embedding, x)) if self.tied else head(x, then)
+        return then(self.readout.features(self._embedding, x)) if self.tied else head(x, then)
 
     @property
     def _embedding(self) -> VocabParallelEmbedding:

@@ -1,8 +1,8 @@
 """Initial weights as a pure function of seed and parameter name, independent of the layout.
 
-Normal with `init_std`; projections back into the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, section
-2.3); norms start at one, biases at zero. A rank draws the numbers of whole tensors in chunks and keeps its own: the
-same bytes under every tensor, pipeline and ZeRO layout, on any number of threads.
+Normal, by default with `init_std`; projections back into the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2,
+section 2.3); norms start at one, biases at zero. A rank draws the numbers of whole tensors in chunks and keeps its own:
+the same bytes under every tensor, pipeline and ZeRO layout, on any number of threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable.base.hardware import ranks_of_host
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.parallel.sharding import Placement, placement_of, shape_of, shard
 from megastable.parallel.topology import TensorParallel
 
@@ -33,24 +33,70 @@ def threads_to_draw() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), share))
 
 
-def _std_and_generator(placement: Placement, config: ModelConfig, seed: int) -> tuple[float, torch.Generator]:
-    """Standard deviation and generator of a matrix."""
-    into_residual = placement.name.endswith((".attention.out.weight", ".mlp.down.weight"))
-    std = config.init_std / math.sqrt(2 * config.layers) if into_residual else config.init_std
+def std_of(name: str, rows: int, columns: int, config: ModelConfig) -> float:
+    """Standard deviation of a whole initial matrix [rows, columns], outputs by inputs, before DeepNorm's factor.
+
+    Under muP (arXiv:2203.03466, table 8) that of the blocks' matrices falls with the root of the width.
+    """
+    if name == "embedding.weight":
+        return config.init_std
+    kinds = {
+        "normal": config.init_std, "fan_in": columns**-0.5, "xavier": math.sqrt(2 / (rows + columns)),
+        "small": math.sqrt(2 / (5 * config.hidden)),
+    }  # fmt: skip
+    std = kinds[config.init] / math.sqrt(config.width_ratio if name.startswith("blocks.") else 1.0)
+    if not name.endswith((".attention.out.weight", ".mlp.down.weight")) or config.residual_init == "same":
+        return std
+    if config.residual_init == "zero":
+        return 0.0
+    if config.norms == "deep":
+        return std
+    # A transfer over depths scales the branches themselves: the base's depth counts here.
+    return std / math.sqrt(2 * (config.layers / config.depth_ratio))
+
+
+def gains(placement: Placement, rows: int, config: ModelConfig) -> list[tuple[int, float]]:
+    """(rows, factor of the standard deviation) of the parts of a whole matrix of `rows`, from the top.
+
+    DeepNorm scales values, attention output and MLP by (8 layers)^(-1/4), not queries and keys (arXiv:2203.00555,
+    figure 2).
+    """
+    if config.norms != "deep" or not placement.name.startswith("blocks."):
+        return [(rows, 1.0)]
+    gain = (8 * config.layers) ** -0.25
+    if placement.name.endswith(".attention.qkv.weight"):
+        q, k, v = placement.sections
+        return [(q + k, 1.0), (v, gain)]
+    return [(rows, gain)]
+
+
+def _generator(placement: Placement, seed: int) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}/{placement.name}".encode(), digest_size=8).digest()
-    return std, torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def _of_vector(placement: Placement) -> float:
-    return 0.0 if placement.name.endswith(".bias") else 1.0
+def _of_vector(placement: Placement, config: ModelConfig) -> float:
+    return 0.0 if placement.name.endswith(".bias") or config.zero_centered_norms else 1.0
+
+
+def _gained(chunk: Tensor, first: int, parts: list[tuple[int, float]]) -> Tensor:
+    """Rows of a whole matrix, from `first` on, times the factors of `gains`; in place."""
+    begin = 0
+    for rows, factor in parts:
+        end = begin + rows
+        if factor != 1.0:
+            chunk[max(begin - first, 0) : max(end - first, 0)] *= factor
+        begin = end
+    return chunk
 
 
 def whole_weight(placement: Placement, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
     """The initial value, fp32, of the whole tensor: the plain reference of `fill`."""
     if len(shape) == 1:
-        return torch.full(shape, _of_vector(placement))
-    std, generator = _std_and_generator(placement, config, seed)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+        return torch.full(shape, _of_vector(placement, config))
+    std = std_of(placement.name, shape[0], shape[1], config)
+    drawn = torch.empty(shape).normal_(0.0, std, generator=_generator(placement, seed))
+    return _gained(drawn, 0, gains(placement, shape[0], config))
 
 
 @dataclass(frozen=True)
@@ -103,14 +149,15 @@ def _fill(part: ParameterPart, config: ModelConfig, tp: TensorParallel, seed: in
     size = max(math.prod(part.shape) - part.start, 0)  # elements of the shard left to fill
     into[size:] = 0
     if len(part.shape) == 1:
-        into[:size] = _of_vector(placement)
+        into[:size] = _of_vector(placement, config)
         return
     rows, columns = part.shape
     if placement.dim is not None:
         whole = sum(placement.sections)
         rows, columns = (whole, columns) if placement.dim == 0 else (rows, whole)
-    std, generator = _std_and_generator(placement, config, seed)
-    for first, chunk in _chunks(rows, columns, std, generator):
+    std, parts = std_of(placement.name, rows, columns, config), gains(placement, rows, config)
+    for first, chunk in _chunks(rows, columns, std, _generator(placement, seed)):
+        _gained(chunk, first, parts)
         for at, mine in _of_shard(chunk, first, placement, tp):
             begin = at * part.shape[1] - part.start  # of these rows in `into`
             low, high = max(-begin, 0), min(mine.numel(), len(into) - begin)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megastable.base.products import linear
 from megastable.model import sizes
 from megastable.model.chunked import chunked_objective
+from megastable.model.scores import softcap
 from megastable.parallel.topology import TensorParallel
 
 
@@ -72,14 +73,16 @@ def cross_entropy(
 Features = tuple[Tensor, Tensor]  # x [s, b, hidden] and the weight that makes logits of it
 
 
-def project(given: Features) -> Tensor:
-    """Logits [s, b, padded vocabulary / tensor]."""
-    return linear(*given)
+def project(given: Features, cap: float | None = None) -> Tensor:
+    """Logits [s, b, padded vocabulary / tensor], in fp32 if they are capped (Gemma 2, arXiv:2408.00118, section 2)."""
+    logits = linear(*given)
+    return logits if cap is None else softcap(logits.float(), cap)
 
 
 @torch.no_grad()
 def projected(given: Features) -> Iterator[Tensor]:
-    """Logits [n, padded vocabulary / tensor] of n tokens at a time, as few as `chunked_objective` holds in memory."""
+    """Logits before a cap, [n, padded vocabulary / tensor], of n tokens at a time, as few as `chunked_objective` holds
+    in memory."""
     x, weight = given[0].flatten(0, 1), given[1]
     for part in x.split(sizes.chunk_size(len(x), len(weight), sizes.elements_on(x.device.type))):
         yield linear(part, weight)
@@ -90,6 +93,7 @@ class LossFunction:
     """`(logits, labels) -> mean(cross-entropy) + z_loss * mean(logsumexp^2)`, for DeepSpeed and for us.
 
     Given features instead of logits it computes the same, chunk by chunk (chunked.py). compiled: with torch.compile.
+    cap: of the logits that it makes of features; those that it is given are capped already.
 
     Every call leaves the per-sample means in `samples`: a list of fp32 [2, b] (cross-entropy, logsumexp^2), one
     for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar.
@@ -99,13 +103,14 @@ class LossFunction:
     z_loss: float
     tp: TensorParallel
     compiled: bool = False
+    cap: float | None = None
     samples: list[Tensor] = field(default_factory=list)
 
     def __call__(self, given: Tensor | Features, labels: Tensor) -> Tensor:
         """Logits [s, b, v / tensor] or features; labels [b, s]."""
         if isinstance(given, tuple):
             objective, samples = chunked_objective(
-                *given, labels, self.vocabulary, self.z_loss, self.tp, self.compiled
+                *given, labels, self.vocabulary, self.z_loss, self.tp, self.compiled, cap=self.cap
             )
             self.samples.append(samples)
             return objective

@@ -1,4 +1,4 @@
-"""One-entry memo for values computed once per micro-batch and used by every layer."""
+"""Memo for values computed once per micro-batch and used by many layers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ T = TypeVar("T")
 
 
 class Latest(Generic[T]):
-    """`f` with a memo of its last result: a repeated call with the same tensor and the same other arguments is free.
+    """`f` with a memo of its results for the last tensor: a repeated call with the same other arguments is free.
 
-    One entry is enough: layers run one after the other on one micro-batch. The tensor must not be written to.
+    One tensor is enough: layers run one after the other on one micro-batch. It must not be written to. The other
+    arguments must be hashable.
     """
 
     def __init__(self, f: Callable[..., T]) -> None:
         self._f = f
-        self._kept: tuple[Tensor, tuple[Any, ...], T] | None = None
+        self._kept: tuple[Tensor, dict[tuple[Any, ...], T]] | None = None
 
     def __call__(self, tensor: Tensor, *rest: Any) -> T:
         kept = self._kept
-        if kept is None or kept[0] is not tensor or kept[1] != rest:
-            kept = self._kept = tensor, rest, self._f(tensor, *rest)
-        return kept[2]
+        if kept is None or kept[0] is not tensor:
+            kept = self._kept = tensor, {}
+        if rest not in kept[1]:
+            kept[1][rest] = self._f(tensor, *rest)
+        return kept[1][rest]

@@ -1,13 +1,16 @@
-"""SwiGLU (Shazeer, arXiv:2002.05202): down(silu(gate x) * up x), gate and up fused into one product."""
+"""SwiGLU (Shazeer, arXiv:2002.05202): down(silu(gate x) * up x), gate and up fused into one product; or GeGLU."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.topology import TensorParallel
 
@@ -18,6 +21,21 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gated(gate_up: Tensor, gelu: bool, clamp: float | None) -> Tensor:
+    """As `swiglu`, with GELU (tanh) in place of SiLU, and with the gate at most `clamp` and up within ± `clamp`."""
+    gate, up = gate_up.chunk(2, -1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+
+
+def activation_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """gate and up [..., 2 f] -> [..., f]."""
+    if config.activation == "silu" and config.swiglu_clamp is None:
+        return swiglu
+    return partial(gated, gelu=config.activation == "gelu", clamp=config.swiglu_clamp)
+
+
 class MLP(nn.Module):
     """x [s, b, hidden] (or its sequence shard) -> the same shape."""
 
@@ -25,14 +43,14 @@ class MLP(nn.Module):
         super().__init__()
         f = config.ffn_width
         self.recompute_core = recompute_core
-        self.activation = swiglu  # or a compiled version; see `Block.in_pieces`
+        self.activation = activation_of(config)  # or a compiled version; see `Block.in_pieces`
         self.gate_up = ColumnParallelLinear(config.hidden, (f, f), tp, f"{name}.gate_up")
         self.down = RowParallelLinear(f, config.hidden, tp, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up(x)
         if self.recompute_core and torch.is_grad_enabled():
-            # No dropout anywhere: there is no random state to save and restore.
+            # No random numbers in here: there is no state to save and restore.
             return self.down(
                 checkpoint(self.activation, gate_up, use_reentrant=False, preserve_rng_state=False)
             )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megastable.config.tree import ModelConfig, RopeScalingConfig
+from megastable.config.model import ModelConfig, RopeScalingConfig
 
 
 class Rope(NamedTuple):
@@ -33,6 +33,9 @@ def frequencies(rope: Rope, device: torch.device) -> Tensor:
     if scaling.kind == "linear":
         return plain / scaling.factor
     assert scaling.original_length is not None
+    if scaling.kind == "yarn":
+        kept = 1 - _yarn_ramp(rope, scaling, device)
+        return plain / scaling.factor * (1 - kept) + plain * kept
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / plain
     # 0: divided by the factor; 1: unchanged.
@@ -42,14 +45,38 @@ def frequencies(rope: Rope, device: torch.device) -> Tensor:
     return torch.where(wavelength < scaling.original_length / high, plain, divided)
 
 
+def _yarn_ramp(rope: Rope, scaling: RopeScalingConfig, device: torch.device) -> Tensor:
+    """0 for the frequencies that YaRN keeps, 1 for those that it divides, fp32 [width / 2] (arXiv:2309.00071, section
+    3.2; between whole numbers, as in its authors' code)."""
+    length = scaling.original_length
+    assert length is not None
+
+    def index(turns: float) -> float:
+        """Of the frequency, as a real number, that turns so often in the original length."""
+        return rope.width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(index(scaling.beta_fast)), 0)
+    high = min(math.ceil(index(scaling.beta_slow)), rope.width - 1)
+    at = torch.arange(rope.width // 2, dtype=torch.float32, device=device)
+    return ((at - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+
+
+def magnitude(scaling: RopeScalingConfig | None) -> float:
+    """Factor of rotated queries and keys (YaRN: arXiv:2309.00071, section 3.4)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+
+
 @lru_cache(maxsize=8)
 def rope_table(length: int, rope: Rope, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, each fp32 [length, width / 2].
+    """cos and sin, each fp32 [length, width / 2], times YaRN's factor.
 
     Kept outside the modules: a buffer would be cast to bf16 with them, which cannot tell positions above 256 apart.
     """
     angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies(rope, device)
-    return angle.cos(), angle.sin()
+    factor = magnitude(rope.scaling)
+    return (angle.cos(), angle.sin()) if factor == 1.0 else (angle.cos() * factor, angle.sin() * factor)
 
 
 def document_positions(segments: Tensor) -> Tensor:

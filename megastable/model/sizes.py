@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from megastable.config.model import ModelConfig
 from megastable.config.rules import LINEARS
-from megastable.config.tree import Fp8Config, ModelConfig, RunConfig
+from megastable.config.tree import Fp8Config, RunConfig
 
 # Logits at a time. Chunks must be long, so that adding up dW [rows, h] once per chunk costs little.
 CPU_ELEMENTS = 2**26

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.optim.matrices import Matrix, matrices
 from megastable.optim.ownership import Round, plan
 

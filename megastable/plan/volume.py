@@ -18,7 +18,8 @@ from functools import lru_cache
 from math import lcm
 from typing import Any
 
-from megastable.config.tree import ModelConfig, ParallelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import ParallelConfig, RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
 from megastable.parallel.pipeline import partition
 from megastable.plan.stage_matrices import stage_matrices, stage_rounds

@@ -17,8 +17,9 @@ import yaml
 
 from megastable.base import durable, jsonl
 from megastable.base.errors import ConfigError, DataError
+from megastable.config.model import ModelConfig
 from megastable.config.supervise import SECRETS, redacted
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.tree import RunConfig
 from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of_line
 from megastable.run.events.stability_events import Handover

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from megastable.config.model import ModelConfig
 from megastable.config.stability import StabilityConfig
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.tree import RunConfig
 
 
 def refused(**parts: Any) -> str:

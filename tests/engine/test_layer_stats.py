@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import INDICATORS, LayerStatistics, attention_chunks
 from megastable.model.gpt import GPT, Block
+from megastable.model.scores import Scores
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
@@ -192,17 +193,20 @@ def attention_of(block: Block, qkv: torch.Tensor, segments: torch.Tensor | None)
 
 
 def whole_attention(
-    q: torch.Tensor, k: torch.Tensor, segments: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entropy and largest logit, fp64 [b, q, s], straight from their definitions."""
+    q: torch.Tensor, k: torch.Tensor, segments: torch.Tensor | None, cap: float | None = None,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Entropy and largest logit before the cap, fp64 [b, q, s], straight from their definitions."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).double()
     scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k) / math.sqrt(q.shape[-1])
-    allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().expand_as(scores)
+    allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    allowed = (allowed if window is None else allowed.triu(1 - window)).expand_as(scores)
     if segments is not None:
         allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
-    scores = scores.masked_fill(~allowed, -math.inf)
-    p = scores.softmax(-1)
-    return -torch.xlogy(p, p).sum(-1), scores.amax(-1)
+    highest = scores.masked_fill(~allowed, -math.inf).amax(-1)
+    scores = scores if cap is None else cap * (scores / cap).tanh()
+    p = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+    return -torch.xlogy(p, p).sum(-1), highest
 
 
 def check(got: dict[str, Any], name: str, parts: dict[str, Any]) -> None:
@@ -341,19 +345,21 @@ def test_a_run_records_its_layers_and_draws_their_curves(corpus: Path, tmp_path:
 
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 2, 3, 17, 5))), apart=st.booleans(), scores=st.integers(1, 2000),
-    spread=st.sampled_from([0.0, 1.0, 100.0]), seed=st.integers(0, 99),
+    spread=st.sampled_from([0.0, 1.0, 100.0]), seed=st.integers(0, 99), cap=st.sampled_from([None, 0.5, 20.0]),
+    window=st.sampled_from([None, 1, 4]),
 )  # fmt: skip
 def test_attention_in_chunks_is_that_of_the_whole(
-    sizes: tuple[int, ...], apart: bool, scores: int, spread: float, seed: int
-) -> None:
+    sizes: tuple[int, ...], apart: bool, scores: int, spread: float, seed: int, cap: float | None,
+    window: int | None,
+) -> None:  # fmt: skip
     b, kv, groups, s, d = sizes
     g = torch.Generator().manual_seed(seed)
     q = spread * torch.randn(b, kv * groups, s, d, generator=g)
     k = torch.randn(b, kv, s, d, generator=g)
     segments = (torch.rand(b, s, generator=g) < 0.3).cumsum(1).int() if apart else None
-    parts = list(attention_chunks(q, k, segments, scores))
+    parts = list(attention_chunks(q, k, segments, Scores(cap=cap, window=window), scores))
     entropy, highest = (torch.cat(x, -1).flatten(1, 2) for x in zip(*parts, strict=True))
-    wanted, logits = whole_attention(q, k, segments)
+    wanted, logits = whole_attention(q, k, segments, cap, window)
     assert torch.allclose(entropy.double(), wanted, rtol=1e-4, atol=1e-4)
     assert torch.allclose(highest.double(), logits, rtol=1e-4, atol=1e-5)
     at_once = max(x.numel() for x, _ in parts) * s

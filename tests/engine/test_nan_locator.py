@@ -304,14 +304,14 @@ def fp16_cases(config: RunConfig) -> dict[str, Any]:
     bench = Bench(config)
     engine = bench.engine
     loss, call = type(engine.loss), type(engine.loss).__call__
-    features = gpt.features
+    features = gpt.Readout.features
 
     def large(*args: Any) -> Any:
         return tuple(1e4 * part for part in features(*args))
 
     answers = {
         "first stage": bench.locate(bench.forward_of_block(3, 0, name="blocks.0")),
-        "logits": bench.locate(replaced(gpt, "features", large)),
+        "logits": bench.locate(replaced(gpt.Readout, "features", large)),
         "loss": bench.locate(replaced(loss, "__call__", lambda self, *a: call(self, *a) * math.nan)),
     }
     # An overflow of its own; the replay runs at the scale of the step, not at the one that it was lowered to.

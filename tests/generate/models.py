@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from megastable.checkpoint.plain import PlainModel
-from megastable.config.tree import DataConfig, ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import DataConfig, RunConfig
 from megastable.model.gpt import GPT
 from megastable.parallel.topology import TensorParallel
 

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.model import cores
 from megastable.model.chunked import chunked_objective
 from megastable.model.cores import CORES, reference_attention
 from megastable.model.gpt import GPT
 from megastable.model.kernels import Kernels
 from megastable.model.loss import LossFunction, project
+from megastable.model.scores import FULL
 from megastable.parallel.topology import TensorParallel
 
 ATTENTION = [
@@ -78,7 +79,7 @@ def check_core(
 
     core = CORES[name]
     q, k, v = inputs
-    y = core.run(q, k, v, None if segments is None else core.prepare(segments))
+    y = core.run(q, k, v, core.prepare(segments, FULL, q.shape[2], gpu))
     got = [y, *torch.autograd.grad(y, inputs, upstream)]
     wide = q, k, v = [x.detach().float().requires_grad_() for x in inputs]
     right = reference_attention(q, k, v, segments)

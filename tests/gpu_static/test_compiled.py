@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.model import chunked
 from megastable.model.gpt import GPT, Block
 from megastable.model.kernels import Kernels
@@ -105,7 +105,7 @@ def test_the_loss_becomes_machine_code(codes: list[str], tmp_path: Path) -> None
     with fake.mode:
         logits = torch.empty(4096, 32_000, dtype=torch.bfloat16, device=fake.GPU)
         local = torch.empty(4096, dtype=torch.long, device=fake.GPU)
-        chunked._compiled(chunked._both_)(logits, local, 1e-4)
+        chunked._compiled(chunked._both_)(logits, local, 1e-4, None)
     assert len(machine_code(codes, tmp_path)) == kernels(codes) == 3
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megastable.base import products
 from megastable.model import blocked
 from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
+from megastable.model.scores import FULL, Scores
 
 CPU = torch.device("cpu")
 BF16 = pytest.mark.skipif(not supported(CPU, torch.bfloat16), reason="no exact bf16 products on this machine")
@@ -27,6 +28,7 @@ class Case(NamedTuple):
     v: Tensor
     dy: Tensor
     segments: Tensor | None
+    scores: Scores = FULL
 
 
 def case(
@@ -51,15 +53,19 @@ def case(
 def allowed(case: Case) -> Tensor:
     s = case.q.shape[2]
     causal = torch.ones(s, s, dtype=torch.bool).tril()
+    if case.scores.window is not None:
+        causal = causal.triu(1 - case.scores.window)
     if case.segments is None:
         return causal
     return (causal & (case.segments[:, :, None] == case.segments[:, None, :]))[:, None]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, of: Scores = FULL) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if of.scale is None else of.scale)
+    if of.cap is not None:
+        scores = of.cap * (scores / of.cap).tanh()
     return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
 
 
@@ -74,9 +80,11 @@ def results(case: Case, how: str) -> list[Tensor]:
     wide = torch.float64 if how == "exact" else case.q.dtype
     q, k, v = (t.detach().to(wide).requires_grad_() for t in case[:3])
     if how == "blocked":
-        y = blocked_attention(q, k, v, case.segments)
+        y = blocked_attention(q, k, v, case.segments, case.scores)
+    elif how == "exact":
+        y = plain(q, k, v, allowed(case), case.scores)
     else:
-        y = (plain if how == "exact" else fused)(q, k, v, allowed(case))
+        y = fused(q, k, v, allowed(case))
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), case.dy.to(wide))]
 
 
@@ -101,6 +109,12 @@ shapes = {
     "s": st.integers(1, 70),
     "d": st.sampled_from([8, 24, 32]),
     "documents": st.booleans(),
+    "scores": st.builds(
+        Scores,
+        st.sampled_from([None, 0.3]),
+        st.sampled_from([None, 1.0, 30.0]),
+        st.sampled_from([None, 1, 5, 13, 200]),
+    ),
 }
 
 
@@ -109,11 +123,11 @@ shapes = {
 @settings(max_examples=25)
 @given(**shapes)
 def test_fp32_equals_the_plain_softmax(
-    kept: int, b: int, k: int, groups: int, s: int, d: int, documents: bool
+    kept: int, b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: Scores
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "KEPT", kept)
-        inputs = case(b, k, groups, s, d, torch.float32, documents)
+        inputs = case(b, k, groups, s, d, torch.float32, documents)._replace(scores=scores)
         exact = results(inputs, "exact")
         for got, wanted in zip(results(inputs, "blocked"), exact, strict=True):
             assert got.dtype == torch.float32
@@ -125,9 +139,9 @@ def test_fp32_equals_the_plain_softmax(
 @settings(max_examples=25)
 @given(**shapes)
 def test_bf16_equals_the_plain_softmax_up_to_its_rounding(
-    b: int, k: int, groups: int, s: int, d: int, documents: bool
+    b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: Scores
 ) -> None:
-    inputs = case(b, k, groups, s, d, torch.bfloat16, documents)
+    inputs = case(b, k, groups, s, d, torch.bfloat16, documents)._replace(scores=scores)
     for got, wanted in zip(results(inputs, "blocked"), results(inputs, "exact"), strict=True):
         assert got.dtype == torch.bfloat16
         assert (got.double() - wanted).abs().max() <= 2**-6 * wanted.abs().max().clamp_min(1)
@@ -192,6 +206,22 @@ def test_blocks_cover_every_document_once(b: int, k: int, groups: int, s: int, s
             patch.setattr(blocked, "KEPT", 1000)
             room = kept_size(b, k * groups, s, 8)
         assert scores == room if starts is None else scores <= room
+
+
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=30)
+@given(s=st.integers(1, 80), window=st.integers(1, 90), apart=st.booleans())
+def test_blocks_cover_every_window_once_and_little_more(s: int, window: int, apart: bool) -> None:
+    segments = (torch.arange(s) // 20)[None].int()
+    wanted = torch.ones(s, s, dtype=torch.bool).tril().triu(1 - window)
+    if apart:
+        wanted = wanted & (segments[0][:, None] == segments[0])
+    seen = torch.zeros(s, s, dtype=torch.int)
+    for at in blocks(1, 2, 1, s, 8, document_starts(segments, 8) if apart else None, window):
+        if at.k0 == 0:
+            seen[at.first : at.end, at.key : at.end] += 1
+        assert at.end - at.key <= window + 8 + blocked.ALIGN
+    assert seen.max() == 1 and bool((seen > 0)[wanted].all())
 
 
 def test_a_document_costs_what_it_holds() -> None:
@@ -290,11 +320,13 @@ def test_compiles_to_one_graph_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
-def test_the_operator_keeps_the_rules_of_operators(documents: bool) -> None:
+@pytest.mark.parametrize("scores", [FULL, Scores(0.3, 2.0, 9)], ids=["plain", "capped window"])
+def test_the_operator_keeps_the_rules_of_operators(documents: bool, scores: Scores) -> None:
     """Schema, fake shapes and strides, gradients through AOT, with static and symbolic sizes: torch's own check."""
     inputs = case(2, 2, 2, 40, 16, torch.float32, documents)
     q, k, v = (t.detach().requires_grad_() for t in inputs[:3])
-    torch.library.opcheck(blocked._op, (q, k, v, inputs.segments, kept_size(*q.shape)))
+    room = 0 if scores.cap else kept_size(*q.shape)
+    torch.library.opcheck(blocked._op, (q, k, v, inputs.segments, room, *scores))
 
 
 def test_supported_is_said_of_cpus_only() -> None:

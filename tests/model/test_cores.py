@@ -12,12 +12,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
-from megastable.model.cores import CORES, document_mask, reference_attention, see
+from megastable.model import cores
+from megastable.model.cores import CORES, attention_mask, reference_attention, see
+from megastable.model.scores import FULL, Scores
 
 S, B, D = 11, 2, 8
 ON_A_CPU = ["reference", "sdpa", "blocked"]
 FAST = ON_A_CPU[1:]
 SEGMENTS = torch.tensor([[0] * 5 + [1] + [2] * 5, [0] * S])
+CPU = torch.device("cpu")
+SCORES = {
+    "plain": FULL, "scaled": Scores(scale=0.7), "capped": Scores(cap=0.8), "window": Scores(window=3),
+    "all": Scores(0.7, 0.8, 3), "window of one": Scores(window=1),
+}  # fmt: skip
 
 
 def qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -27,24 +34,29 @@ def qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[T
     ]
 
 
-def run(core: Callable[..., Tensor], tensors: list[Tensor], documents: Any) -> list[Tensor]:
+def run(core: Callable[..., Tensor], tensors: list[Tensor], documents: Any, scores: Scores) -> list[Tensor]:
     """The output and the three gradients."""
-    out = core(*tensors, documents)
+    out = core(*tensors, documents, scores)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
     return [out, *torch.autograd.grad(out, tensors, upstream)]
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_the_reference_is_softmax_over_what_may_be_seen(kv_heads: int, apart: bool) -> None:
-    q, k, v = qkv(4, kv_heads)
-    got = reference_attention(q, k, v, SEGMENTS if apart else None)
+@pytest.mark.parametrize("kind", SCORES)
+def test_the_reference_is_softmax_over_what_may_be_seen(kv_heads: int, apart: bool, kind: str) -> None:
+    (q, k, v), how = qkv(4, kv_heads), SCORES[kind]
+    got = reference_attention(q, k, v, SEGMENTS if apart else None, how)
     for b in range(B):
         for h in range(4):
             for i in range(S):
-                seen = [j for j in range(i + 1) if not apart or SEGMENTS[b, j] == SEGMENTS[b, i]]
+                first = max(i - how.window + 1, 0) if how.window else 0
+                seen = [j for j in range(first, i + 1) if not apart or SEGMENTS[b, j] == SEGMENTS[b, i]]
                 group = h // (4 // kv_heads)
-                scores = torch.stack([q[b, h, i] @ k[b, group, j] for j in seen]) / math.sqrt(D)
+                scores = torch.stack([q[b, h, i] @ k[b, group, j] for j in seen])
+                scores = scores / math.sqrt(D) if how.scale is None else scores * how.scale
+                if how.cap:
+                    scores = how.cap * (scores / how.cap).tanh()
                 wanted = scores.softmax(0) @ v[b, group, seen]
                 torch.testing.assert_close(got[b, h, i], wanted, rtol=1e-4, atol=1e-5)
 
@@ -53,15 +65,19 @@ def test_the_reference_is_softmax_over_what_may_be_seen(kv_heads: int, apart: bo
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SCORES)
 def test_fast_backends_equal_the_reference(
-    backend: str, kv_heads: int, apart: bool, dtype: torch.dtype
+    backend: str, kv_heads: int, apart: bool, dtype: torch.dtype, kind: str
 ) -> None:
-    core = CORES[backend]
+    core, scores = CORES[backend], SCORES[kind]
+    if backend == "sdpa" and scores.cap:
+        pytest.skip("refused: torch's kernels for CPUs do not cap logits")
     tensors = qkv(4, kv_heads, dtype)
     # bf16: the reference rounds only its results; a fused kernel rounds probabilities and sums of groups, too.
     tolerance = 1e-5 if dtype == torch.float32 else 4 * 2**-8
-    got = run(core.run, tensors, core.prepare(SEGMENTS) if apart else None)
-    close(got, run(reference_attention, tensors, SEGMENTS if apart else None), tolerance)
+    segments = SEGMENTS if apart else None
+    got = run(core.run, tensors, core.prepare(segments, scores, S, CPU), scores)
+    close(got, run(reference_attention, tensors, segments, scores), tolerance)
 
 
 def close(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
@@ -89,26 +105,41 @@ def test_no_gpu_is_asked_for_grouped_queries_in_fp32(
         CORES["sdpa"].run(q, kv, kv, None)
     ((q, k, how),) = asked
     grouped = kv_heads < 4 and dtype != torch.float32
-    assert how == {"is_causal": True, "enable_gqa": grouped}
+    assert how == {"is_causal": True, "enable_gqa": grouped, "scale": None}
     assert k.shape[1] == (kv_heads if grouped else 4) and (q.dtype, k.dtype) == (dtype, dtype)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_what_a_gpu_computes_for_documents_equals_the_reference(kv_heads: int) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("kind", SCORES)
+def test_what_a_gpu_computes_by_flex_attention_equals_the_reference(
+    kv_heads: int, apart: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FlexAttention written out, with the mask that its kernel gets on a GPU; forward: a CPU has no more of it."""
+    scores, segments = SCORES[kind], SEGMENTS if apart else None
     q, k, v = (t.detach() for t in qkv(4, kv_heads))
-    got = flex_attention(q, k, v, block_mask=see(SEGMENTS), enable_gqa=True)
-    close([got], [reference_attention(q, k, v, SEGMENTS)], 1e-5)
+    documents = see(segments, scores, S, CPU)
+    assert (documents is None) == (not apart and scores.cap is None and scores.window is None)
+    monkeypatch.setattr(cores, "_flex", lambda: flex_attention)
+    got = CORES["sdpa"].run(q, k, v, documents, scores)
+    close([got], [reference_attention(q, k, v, segments, scores)], 1e-5)
 
 
-def test_the_document_mask_is_causal_and_inside_one_document() -> None:
-    mask = document_mask(SEGMENTS)
-    assert mask.shape == (B, 1, S, S) and mask.dtype == torch.bool
-    for b in range(B):
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
+def test_the_mask_is_causal_in_the_window_and_inside_one_document(window: int | None, apart: bool) -> None:
+    mask = attention_mask(SEGMENTS if apart else None, Scores(window=window), S, CPU)
+    if mask is None:
+        assert not apart and window is None
+        return
+    assert mask.shape == (B if apart else 1, 1, S, S) and mask.dtype == torch.bool
+    for b in range(len(mask)):
         for i in range(S):
             for j in range(S):
-                assert mask[b, 0, i, j] == (j <= i and SEGMENTS[b, i] == SEGMENTS[b, j])
+                near = window is None or i - j < window
+                same = not apart or bool(SEGMENTS[b, i] == SEGMENTS[b, j])
+                assert mask[b, 0, i, j] == (j <= i and near and same)
 
 
 @pytest.mark.parametrize("backend", ON_A_CPU)

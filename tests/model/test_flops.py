@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.model.flops import flops_per_token, parameters
 from megastable.model.gpt import GPT
 from megastable.model.kernels import Kernels

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.model import init
 from megastable.model.gpt import GPT, layers
 from megastable.model.init import ParameterPart, fill, initialise, threads_to_draw, whole_weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.model.mlp import MLP, swiglu
 from megastable.parallel.topology import TensorParallel
 

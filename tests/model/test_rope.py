@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megastable.config.tree import RopeScalingConfig
+from megastable.config.model import RopeScalingConfig
 from megastable.model.rope import Rope, document_positions, frequencies, rope_table, rotate
 from tests import reference
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.engine.flatstate import KINDS, FlatState
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of, unshard

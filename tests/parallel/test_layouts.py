@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
@@ -18,6 +19,7 @@ from megastable.parallel.topology import TensorParallel, Topology
 from tests import reference
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
+from tests.shapes import shape_of
 
 # A step on first weights, one on moments of a single step, and two more: a fault shows in its step or in the next.
 VOCABULARY, LENGTH, BATCH, STEPS = 250, 32, 8, 4
@@ -119,13 +121,7 @@ def plain(model: ModelConfig, precision: str = "fp32") -> tuple[dict[str, torch.
     gpt = GPT(model, TensorParallel(), "none", SEED)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     weights = {placement_of(p).name: p.detach().to(dtype) for p in gpt.parameters()}
-    scaling = model.rope_scaling
-    assert scaling is None or scaling.original_length is not None
-    return weights, reference.Shape(
-        model.layers, 4, 2, 8, VOCABULARY,
-        tied=model.tied, qk_norm=model.qk_norm, norms_after=model.norms == "after",
-        llama3=scaling and (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length),
-    )  # fmt: skip
+    return weights, shape_of(model)
 
 
 @cache

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.tree import RunConfig
 from megastable.plan.volume import Stage, parameter_groups
 
 

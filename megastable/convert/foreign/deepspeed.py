@@ -21,7 +21,8 @@ from megastable.base.text import visible
 from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import Described, parameters
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.convert.foreign import unpickle
 from megastable.convert.foreign.begin import state_of, with_vocabulary
 from megastable.convert.foreign.zero import ZeroState

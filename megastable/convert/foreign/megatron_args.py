@@ -12,8 +12,9 @@ from typing import Any
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.text import visible
+from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable.config.other_names import MEGATRON, MEGATRON_WITHOUT_KEY
-from megastable.config.tree import ModelConfig, RopeScalingConfig, RunConfig
+from megastable.config.tree import RunConfig
 from megastable.convert.foreign.unpickle import number
 
 Args = Mapping[str, Any]

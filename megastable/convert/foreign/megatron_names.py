@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.parallel.sharding import Placement
 
 TOP = {

@@ -22,8 +22,9 @@ from megastable.checkpoint.files import TensorFile, hash_file
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
+from megastable.config.model import ModelConfig
 from megastable.config.recipe import find
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.card import card
 from megastable.convert.huggingface.folder import CONFIG
 from megastable.convert.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary

@@ -23,8 +23,9 @@ from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
 from megastable.checkpoint.plain import PlainModel
 from megastable.checkpoint.reader import Reader
+from megastable.config.model import ModelConfig
 from megastable.config.recipe import find
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.names import TensorRows, merge, table
 from megastable.convert.huggingface.settings import model_of
 from megastable.convert.huggingface.weight_files import INDEX, SINGLE

@@ -20,7 +20,7 @@ from megastable.base.durable import sync_directory
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint.target import refuse_existing
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
 from megastable.convert.huggingface.names import LLAMA, OLMO2, architecture_of

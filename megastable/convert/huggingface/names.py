@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megastable.base.errors import ConfigError
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 
 
 @dataclass(frozen=True)

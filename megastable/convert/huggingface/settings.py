@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megastable.base.errors import CheckpointError
-from megastable.config.tree import ModelConfig, RopeScalingConfig
+from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable.convert.huggingface.names import (
     LLAMA,
     MISTRAL,

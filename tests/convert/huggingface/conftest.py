@@ -14,7 +14,8 @@ from torch import Tensor
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.whole import parameters
-from megastable.config.tree import ModelConfig, RunConfig
+from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.tokenizer_export import MANY_LANGUAGES, real_text
 from megastable.data.manifest import adopt
 from megastable.data.shards import ShardWriter

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
 from megastable.checkpoint.whole import parameters
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 from megastable.convert.huggingface.names import ARCHITECTURES, architecture_of, merge, split, table
 from tests.convert.huggingface.conftest import random_weights
 

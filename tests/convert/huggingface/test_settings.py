@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import CheckpointError
-from megastable.config.tree import ModelConfig, RopeScalingConfig
+from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable.convert.huggingface.names import ARCHITECTURES, architecture_of
 from megastable.convert.huggingface.settings import KNOWN, model_of, settings_of
 
