@@ -79,7 +79,7 @@ def rates(shape: Shape) -> Tensor:
     return torch.tensor(found)
 
 
-def rope(x: Tensor, position: Tensor, rate: Tensor, magnitude: float) -> Tensor:
+def rope(x: Tensor, position: Tensor, rate: Tensor, magnitude: float = 1.0) -> Tensor:
     """x [b, h, s, d], position [b, s], rate [d / 2]."""
     half = x.shape[-1] // 2
     angle = position[:, None, :, None].float() * rate

@@ -83,7 +83,9 @@ def test_fast_backends_equal_the_reference(
 def close(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
     for mine, right in zip(got, wanted, strict=True):
         assert mine.dtype == right.dtype and mine.shape == right.shape
-        assert (mine.double() - right.double()).norm() / right.double().norm() < tolerance
+        # Of one key, the probability is 1 whatever its logit: the gradients of queries and keys are 0.
+        scale = right.double().norm().clamp_min(0.3 * float(wanted[0].double().norm()))
+        assert (mine.double() - right.double()).norm() / scale < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megastable.config.model import RopeScalingConfig
-from megastable.model.rope import Rope, document_positions, frequencies, rope_table, rotate
+from megastable.model.rope import Rope, document_positions, frequencies, magnitude, rope_table, rotate
 from tests import reference
 
 WIDTH, LENGTH, THETA = 16, 512, 10_000.0
@@ -85,6 +85,7 @@ def test_positions_restart_with_every_document(rows: list[list[int]]) -> None:
 
 
 LLAMA_31 = {"kind": "llama3", "factor": 8.0, "original_length": 8192}
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 4096}
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,13 @@ LLAMA_31 = {"kind": "llama3", "factor": 8.0, "original_length": 8192}
          {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 9.0,
           "original_max_position_embeddings": 100}),
         ({"kind": "linear", "factor": 3.0}, {"rope_type": "linear", "factor": 3.0}),
+        (YARN, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}),
+        (YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3, "original_length": 100},
+         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100, "beta_fast": 8.0,
+          "beta_slow": 2.0, "attention_factor": 1.3}),
         (None, {"rope_type": "default"}),
     ],
-    ids=["llama-3.1", "llama3", "linear", "none"],
+    ids=["llama-3.1", "llama3", "linear", "yarn", "yarn-2", "none"],
 )  # fmt: skip
 @pytest.mark.parametrize(("width", "theta"), [(128, 500_000.0), (64, 10_000.0), (16, 300.0)])
 def test_frequencies_are_those_of_transformers(
@@ -111,18 +116,25 @@ def test_frequencies_are_those_of_transformers(
         hidden_size=width, num_attention_heads=1, max_position_embeddings=131072, rope_theta=theta,
         rope_scaling=dict(theirs), rope_parameters=theirs | {"rope_theta": theta},
     )  # fmt: skip
-    found = frequencies(Rope(width, theta, scaling and RopeScalingConfig(**scaling)), CPU)
-    assert torch.equal(found, LlamaRotaryEmbedding(of).inv_freq)
+    rope = Rope(width, theta, scaling and RopeScalingConfig(**scaling))
+    turned = LlamaRotaryEmbedding(of)
+    assert torch.equal(frequencies(rope, CPU), turned.inv_freq)
+    assert magnitude(rope.scaling) == turned.attention_scaling
+    cos, _ = turned(torch.zeros(1), torch.arange(64)[None])
+    torch.testing.assert_close(rope_table(64, rope, CPU)[0], cos[0, :, : width // 2], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"kind": "yarn", "factor": 2.0}, "'linear' or 'llama3'"),
+        ({"kind": "dynamic", "factor": 2.0}, "'linear', 'llama3' or 'yarn'"),
+        ({"kind": "yarn", "factor": 2.0}, "needs original_length"),
+        (YARN | {"beta_slow": 40.0}, "beta_slow=40 must be below beta_fast=32"),
+        (YARN | {"low_freq_factor": 2.0}, "kind=yarn has no low_freq_factor"),
         ({"kind": "llama3", "factor": 8.0}, "needs original_length"),
         (LLAMA_31 | {"low_freq_factor": 4.0}, "low_freq_factor=4 must be below high_freq_factor=4"),
         (LLAMA_31 | {"factor": 0.5}, "greater than or equal to 1"),
-        (LLAMA_31 | {"kind": "linear"}, "has a factor, and nothing else"),
+        (LLAMA_31 | {"kind": "linear"}, "kind=linear has no original_length, only factor"),
         ({"kind": "linear"}, "factor"),
     ],
 )
