@@ -84,7 +84,7 @@ def close(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
     for mine, right in zip(got, wanted, strict=True):
         assert mine.dtype == right.dtype and mine.shape == right.shape
         # Of one key, the probability is 1 whatever its logit: the gradients of queries and keys are 0.
-        scale = right.double().norm().clamp_min(0.3 * float(wanted[0].double().norm()))
+        scale = right.double().norm().clamp_min(0.3 * float(wanted[0].detach().double().norm()))
         assert (mine.double() - right.double()).norm() / scale < tolerance
 
 
