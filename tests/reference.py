@@ -47,7 +47,13 @@ class Shape:
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     tied: bool = False
+    # With dropout: factors of [b, s, h] for samples of the batch and a place in the model, 0 or 1 / (1 - share).
+    kept: Callable[[Tensor, int, int, int], Tensor] | None = None
     updates: int = 0  # applied so far: `train` counts them
+    samples: Tensor = field(default_factory=lambda: torch.arange(0))  # of the batch, as `train` sets them
+
+    def drop(self, x: Tensor, place: int) -> Tensor:
+        return x if self.kept is None else x * self.kept(self.samples, *x.shape[1:], place)
 
 
 def norm(x: Tensor, w: Tensor, eps: float, centered: bool = False) -> Tensor:
@@ -101,20 +107,23 @@ def joined(
     def n(y: Tensor, of: Tensor = weight) -> Tensor:
         return norm(y, of, shape.eps, shape.centered)
 
+    def d(y: Tensor) -> Tensor:
+        return shape.drop(y, 1 + 2 * i + (which == "mlp"))
+
     if shape.norms == "mixed":
         post = i < round(shape.mixed_share * shape.layers)
-        return n(x + f(x)) if post else x + f(n(x))
+        return n(x + d(f(x))) if post else x + d(f(n(x)))
     if shape.norms == "deep":
-        return n((2 * shape.layers) ** 0.25 * x + f(x))
+        return n((2 * shape.layers) ** 0.25 * x + d(f(x)))
     if shape.norms == "branch":
-        return n(x + min(1.0, shape.updates / shape.branch_steps) * f(x))
+        return n(x + d(min(1.0, shape.updates / shape.branch_steps) * f(x)))
     if shape.norms == "after":
-        return x + shape.branch_scale * n(f(x))
+        return x + d(shape.branch_scale * n(f(x)))
     inner = n(x) / math.sqrt(i + 1) if shape.norm_scaling else n(x)
     y = f(inner.to(x.dtype))
     if shape.norms == "both":
         y = n(y, w[f"blocks.{i}.{which}_post_norm.weight"])
-    return x + shape.branch_scale * y
+    return x + d(shape.branch_scale * y)
 
 
 def logits(
@@ -133,7 +142,7 @@ def logits(
                 for row in segments
             ]
         )
-    x = w["embedding.weight"][tokens] * shape.embedding_scale
+    x = shape.drop(w["embedding.weight"][tokens] * shape.embedding_scale, 0)
     h, k, d = shape.heads, shape.kv_heads, shape.width
     behind = torch.arange(s)[:, None] - torch.arange(s)
     for i in range(shape.layers):
@@ -266,6 +275,7 @@ def train(
         for part in torch.arange(len(tokens)).chunk(micro_batches):
             leaves = {k: v.detach().clone().requires_grad_() for k, v in optimizer.w.items()}
             apart, highest = None if segments is None else segments[part], getattr(optimizer, "highest", None)
+            shape.samples = part
             out = logits(leaves, shape, tokens[part], apart, highest)
             objective, ce = losses(out, labels[part], shape.z)
             loss += float(ce) / micro_batches

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from megastable.config.model import ModelConfig
+from megastable.config.tree import RunConfig
 from tests.reference import Shape
 
 
-def shape_of(c: ModelConfig) -> Shape:
-    """Written out once more: no property of the configuration is used where the papers have a formula."""
+def shape_of(c: ModelConfig, seed: int = 0) -> Shape:
+    """Written out once more: no property of the configuration is used where the papers have a formula. seed: of the
+    run, for dropout; a sample's position is its number in the batch."""
     assert c.vocab_size is not None
     rope: dict[str, Any] = {}
     if (s := c.rope_scaling) is not None:
@@ -35,5 +42,37 @@ def shape_of(c: ModelConfig) -> Shape:
         attention_cap=c.attention_softcap, cap=c.logit_softcap, window=c.window, full_every=c.full_attention_every,
         gelu=c.activation == "gelu", clamp=c.swiglu_clamp,
         embedding_scale=math.sqrt(c.hidden) if c.embedding_scale == "sqrt_hidden" else c.embedding_scale,
-        branch_scale=branch, logit_scale=logits, tied=c.tied, **rope,
+        branch_scale=branch, logit_scale=logits, tied=c.tied,
+        kept=partial(kept, share=c.dropout, seed=seed) if c.dropout else None, **rope,
     )  # fmt: skip
+
+
+def kept(samples: Tensor, tokens: int, width: int, place: int, share: float, seed: int) -> Tensor:
+    """Factors of dropout, fp32 [b, s, h], by model/dropout.py's definition in unsigned 64-bit numbers."""
+
+    def mixed(x: Any) -> Any:
+        for factor in (0x7F51AFD7ED558CCD, 0x44CEB9FE1A85EC53):
+            x = (x ^ (x >> np.uint64(33))) * np.uint64(factor)
+        return x ^ (x >> np.uint64(33))
+
+    def numbers(n: int) -> Any:
+        return np.arange(n, dtype=np.uint64)
+
+    with np.errstate(over="ignore"):
+        keys = mixed(samples.numpy().astype(np.uint64) * np.uint64(0x5851F42D4C957F2D) + np.uint64(seed))
+        rows = keys[:, None] + numbers(tokens) * np.uint64(0x14057B7EF767814F)
+        rows = mixed(rows + np.uint64(place) * np.uint64(0x2545F4914F6CDD1D))
+        bits = mixed(rows[..., None] + numbers(width) * np.uint64(0x1E3779B97F4A7C15)) >> np.uint64(40)
+    return torch.from_numpy((bits >= round(share * 2**24)).astype(np.float32)) / (1 - share)
+
+
+def rates_of(c: RunConfig, weights: dict[str, Tensor]) -> dict[str, tuple[float, float, float]]:
+    """Factors of rate, decay and epsilon of every parameter, as `reference.AdamW` takes them."""
+    mup, found = c.model.mup, {}
+    wide = c.model.hidden / mup.base_width if mup else 1.0
+    deep = c.model.layers / mup.base_layers if mup and mup.base_layers else 1.0
+    for name, weight in weights.items():
+        decays = weight.dim() > 1 and (c.optimizer.decay_embeddings or name != "embedding.weight")
+        hidden = wide if weight.dim() > 1 and "blocks" in name else 1.0
+        found[name] = 1 / hidden, hidden if decays else 0.0, 1 / (wide * deep)
+    return found

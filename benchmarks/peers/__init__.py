@@ -21,7 +21,6 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.model import gpt
 from megastable.model.kernels import DTYPES
-from megastable.optim.adamw import decay_groups
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 
@@ -127,7 +126,10 @@ def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 
 
 def adamw_of(parameters: list[Any], config: OptimizerConfig) -> torch.optim.AdamW:
-    groups = decay_groups(parameters, config.weight_decay)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=RATE, betas=config.betas, eps=config.eps, fused=True
     )

@@ -41,6 +41,7 @@ def load(checkpoint: Path, state: RunState, engine: Any) -> None:
     if state.layout.precision == engine.config.precision.kind:
         engine.restore_scaler(state.scaler)
     engine.restore_fp8_history(state.fp8)
+    engine.updates = state.updates
 
 
 def check_optimizer(checkpoint: Path, state: RunState, name: str) -> None:

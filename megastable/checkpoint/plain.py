@@ -23,7 +23,7 @@ from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import recipe
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.model.gpt import GPT, Head
+from megastable.model.gpt import GPT, Head, set_updates
 from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
 
@@ -89,6 +89,7 @@ def load_plain(
     with torch.device("meta"):
         gpt = GPT(run.model, TensorParallel(), recompute="none", seed=0)
     _fill(gpt, run.model, path, dtype, torch.device(device))
+    set_updates(gpt, run.model, store.read_state(path).updates)
     model = PlainModel(gpt, run, path, store.read_contents(path).step, hash_file(path / store.MANIFEST).xxh3)
     return model.eval()
 

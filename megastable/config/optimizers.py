@@ -83,6 +83,8 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment. Not of `adafactor`, `sgd`."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay: each update shrinks the weights by this times the learning rate."""
+    decay_embeddings: bool = True
+    """Weight decay of the embedding as well; OLMo 2 has none (arXiv:2501.00656, section 3)."""
     clip: NonNegativeFloat = 1.0
     """Norm to clip to, where `clipping` uses it; 0: never."""
     clipping: ClippingConfig = Field(default=ClippingConfig(), examples=["adagc"])

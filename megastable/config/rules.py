@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from megastable.config.optimizers import OptimizerConfig
     from megastable.config.tree import Fp8Config, RunConfig
 
+ADAM_LIKE = (
+    "adamw",
+    "stable_adamw",
+    "spam",
+    "stable_spam",
+)  # an update of an element is about the learning rate
 LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that FP8 can compute
 
 
@@ -69,7 +75,17 @@ def impossible(c: RunConfig) -> list[str]:
             "change one of them"
         )
     bad += warmups.impossible(c.train, m.sequence_length)
-    return bad + _impossible_optimizer(c.optimizer) + _impossible_clipping(c) + _impossible_qk_clip(c)
+    bad += _impossible_optimizer(c.optimizer) + _impossible_clipping(c) + _impossible_qk_clip(c)
+    return bad + _impossible_mup(c)
+
+
+def _impossible_mup(c: RunConfig) -> list[str]:
+    if c.model.mup is None or c.optimizer.name in ADAM_LIKE:
+        return []
+    return [
+        f"model.mup with optimizer.name={c.optimizer.name}: its rates are those of Adam; use "
+        f"{', '.join(ADAM_LIKE)}, or leave model.mup out"
+    ]
 
 
 def _impossible_optimizer(o: OptimizerConfig) -> list[str]:

@@ -38,6 +38,7 @@ from megastable.engine.zero import Bf16, wrapper
 from megastable.fp8.apply import apply
 from megastable.fp8.controller import History
 from megastable.model import gpt
+from megastable.model.dropout import keys_of
 from megastable.model.loss import LossFunction
 from megastable.optim.build import build as build_optimizer
 from megastable.optim.build import shared_state
@@ -94,7 +95,7 @@ class Engine:
         self.device = device()
         layout, p = topology.layout, config.parallel
         self.tp = TensorParallel(topology.tensor_group, topology.tensor_rank, layout.tensor, p.sequence)
-        self.cp = ContextParallel(topology.context_group, layout.context)
+        self.cp = ContextParallel(topology.context_group, layout.context, topology.context_rank)
         m = config.model
         assert m.vocab_size is not None
         self.kernels = choose(config, self.device)
@@ -114,7 +115,7 @@ class Engine:
             with refusals(config.deepspeed):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
-                    optimizer=build_optimizer(module, config.optimizer, self.kernels.compile),
+                    optimizer=build_optimizer(module, config.optimizer, m, self.kernels.compile),
                     config=ds_config,
                     mpu=Mpu(topology) if layout.pipeline == 1 else None,
                     dist_init_required=False,
@@ -130,6 +131,7 @@ class Engine:
         if layout.pipeline > 1:
             patches.untimed(self.ds)
         self._update = patches.gated(self.ds, self._gate)
+        self.updates = 0
         self._judge: Judge | None = None
         self._votes: Callable[[], Sequence[float]] = tuple
         self._probing = self._segmented = False
@@ -198,7 +200,7 @@ class Engine:
         if self.qk_clip is not None:
             self.qk_clip.begin()
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         with self._computing():
             if self.topology.layout.pipeline > 1:
                 self.ds.train_batch(iter([self._inputs(m) for m in micro_batches]))
@@ -210,6 +212,8 @@ class Engine:
                     self.ds.step()
         if self.fp8 is not None:
             self.fp8.settle(self.applied)
+        if self.applied:
+            self.updates += 1
         assert self.measured is not None, "the step ended without reaching the gate"
         return self.measured, self.applied
 
@@ -240,7 +244,7 @@ class Engine:
         self.optimizer.gradient_accumulation_steps = micro_batches
 
     def _pass_on(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Let a pipeline agree anew on what its stages send if that changes: x, or (x, segments)."""
+        """Let a pipeline agree anew on what its stages send if that changes: with segments, or without."""
         segmented = micro_batches[0].segments is not None
         if segmented != self._segmented and self.topology.layout.pipeline > 1:
             self.ds.reset_activation_shape()
@@ -254,7 +258,11 @@ class Engine:
             return x.to(self.device, non_blocking=True)
 
         tokens, labels = move(batch.tokens), move(batch.labels)
-        return (tokens if batch.segments is None else (tokens, move(batch.segments))), labels
+        segments = None if batch.segments is None else move(batch.segments)
+        if self.config.model.dropout:
+            keys = move(keys_of(batch.positions, self.config.run.seed))
+            return (tokens, keys if segments is None else segments, keys), labels
+        return (tokens if segments is None else (tokens, segments)), labels
 
     def _collect(self, micro_batches: int, extra: Tensor) -> tuple[Tensor, Tensor, list[float]]:
         """One sum over the world: per-sample numbers of the last stage, and `extra` (fp64 [n]) of every rank. For a
@@ -334,6 +342,16 @@ class Engine:
         return self.clipping.clip(pieces, norm, scale)
 
     @property
+    def updates(self) -> int:
+        """Updates applied so far; set it when a state is loaded."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, number: int) -> None:
+        self._updates = number
+        gpt.set_updates(self.ds.module, self.config.model, number)
+
+    @property
     def _lowest_scale(self) -> float:
         return float(getattr(self.optimizer.loss_scaler, "min_scale", 0.0))
 
@@ -350,7 +368,8 @@ class Engine:
         counters, last = self.counters(), (self.measured, self.applied)
         self._probing = True
         try:
-            lr = self.optimizer.param_groups[0]["lr"]
+            group = self.optimizer.param_groups[0]
+            lr = group["lr"] / group.get("lr_scale", 1.0)
             measured, _ = self.train_step(micro_batches, lr, lambda _: False)
         finally:
             self._probing = False
@@ -420,17 +439,19 @@ class Engine:
                     state[key] = value.to(on, copy=True)
 
     def counters(self) -> dict[str, Any]:
-        """DeepSpeed's step counters, fp16's loss scaler, and the state of FP8's delayed scales."""
+        """DeepSpeed's step counters, fp16's loss scaler, the state of FP8's delayed scales, and `updates`."""
         return {
             "engine": {name: getattr(self.ds, name) for name in COUNTERS},
             "scaler": self.scaler,
             "fp8": self.fp8.state() if self.fp8 is not None else None,
+            "updates": self.updates,
         }
 
     def restore_counters(self, saved: dict[str, Any]) -> None:
         for name, value in saved["engine"].items():
             setattr(self.ds, name, value)
         self.restore_scaler(saved["scaler"])
+        self.updates = saved["updates"]
         if self.fp8 is not None:
             self.fp8.restore(saved["fp8"])
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
+from megastable.model.dropout import dropped
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
 from megastable.model.loss import Features, LossFunction, project
@@ -54,14 +55,25 @@ class Embedding(VocabParallelEmbedding):
     """Tokens [b, s], or a stream of them -> x [s, b, hidden] times `factor`."""
 
     def __init__(
-        self, vocabulary: int, hidden: int, tp: TensorParallel, name: str, factor: float = 1.0
-    ) -> None:
+        self, vocabulary: int, hidden: int, tp: TensorParallel, name: str, factor: float = 1.0,
+        cp: ContextParallel = WHOLE, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(vocabulary, hidden, tp, name)
-        self.factor = factor
+        self.factor, self.dropout, self.part = factor, dropout, _part(tp, cp)
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        x = super().forward(_open(inputs)[0])
-        return _with(inputs, x if self.factor == 1.0 else x * self.factor)
+        tokens, _, keys = _open(inputs)
+        x = super().forward(tokens)
+        if self.factor != 1.0:
+            x = x * self.factor
+        if self.training and keys is not None:
+            x = dropped(x, keys, self.dropout, 0, self.part * len(x))
+        return _with(inputs, x)
+
+
+def _part(tp: TensorParallel, cp: ContextParallel) -> int:
+    """Which part of the sequence this rank's shard of x is, of equal ones."""
+    return cp.rank * tp.size + tp.rank if tp.sequence else cp.rank
 
 
 class Block(nn.Module):
@@ -105,6 +117,7 @@ class Block(nn.Module):
         # Of `norms=branch`: see `set_updates`; None: full size. Not a buffer, which would become bf16.
         self.grown: Tensor | None = None
         self._split = (tp.size if tp.sequence else 1) * cp.size
+        self._index, self._dropout, self._part = index, config.dropout, _part(tp, cp)
         self.in_halves = False  # for hooks on its modules; see `_halves`
         self._fast, self._kernels = self._block, kernels
         if kernels.compile:
@@ -122,8 +135,10 @@ class Block(nn.Module):
             self.mlp.activation = torch.compile(self.mlp.activation, fullgraph=whole, dynamic=False)
 
     def forward(self, stream: Stream) -> Stream:
-        x, segments, _ = _open(stream)
+        x, segments, keys = _open(stream)
         at = self._places(x, segments)
+        if self.training and keys is not None:
+            at = at._replace(keys=keys)
         run = self._halves if self.in_halves else self._fast
         again = (self.recompute or self.in_halves) and torch.is_grad_enabled()
         return _with(stream, _recomputed(run, x, at) if again else run(x, at))
@@ -143,28 +158,38 @@ class Block(nn.Module):
         return self.attention.places(x.shape[0] * self._split, segments, x.device)
 
     def _block(self, x: Tensor, at: Places) -> Tensor:
-        return self.around(x, lambda y: self.attention(y, at))
+        return self.around(x, lambda y: self.attention(y, at), at.keys)
 
     def _halves(self, x: Tensor, at: Places) -> Tensor:
         """The block, not compiled, so that hooks on its modules run. As that saves twice the activations, it is
         recomputed in the backward pass, one half after the other."""
-        return _recomputed(self._fed, _recomputed(self._attended, x, lambda y: self.attention(y, at)))
+        half = _recomputed(self._attended, x, lambda y: self.attention(y, at), at.keys)
+        return _recomputed(self._fed, half, at.keys)
 
-    def around(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """The block with `attend` in place of its attention; `attend` maps x [s, b, hidden] to the same shape."""
-        return self._fed(self._attended(x, attend))
+    def around(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None = None) -> Tensor:
+        """The block with `attend` in place of its attention; `attend` maps x [s, b, hidden] to the same shape. keys:
+        of dropout, if there is any."""
+        return self._fed(self._attended(x, attend, keys), keys)
 
-    def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    def _dropped(self, x: Tensor, keys: Tensor | None, place: int) -> Tensor:
+        if keys is None:
+            return x
+        return dropped(x, keys, self._dropout, 1 + 2 * self._index + place, self._part * len(x))
+
+    def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None) -> Tensor:
         return self.residual.join(
-            x, attend, self.attention_norm, self.attention_post_norm, _as_it_is, self.grown
+            x,
+            attend,
+            self.attention_norm,
+            self.attention_post_norm,
+            lambda y: self._dropped(y, keys, 0),
+            self.grown,
         )
 
-    def _fed(self, x: Tensor) -> Tensor:
-        return self.residual.join(x, self.mlp, self.mlp_norm, self.mlp_post_norm, _as_it_is, self.grown)
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+    def _fed(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        return self.residual.join(
+            x, self.mlp, self.mlp_norm, self.mlp_post_norm, lambda y: self._dropped(y, keys, 1), self.grown
+        )
 
 
 def set_updates(module: nn.Module, config: ModelConfig, updates: int) -> None:
@@ -177,7 +202,7 @@ def set_updates(module: nn.Module, config: ModelConfig, updates: int) -> None:
 
 
 def _recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:
-    # No dropout anywhere: there is no random state to save and restore.
+    # Dropout hashes what it is given: there is no random state to save and restore.
     y: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
     return y
 
@@ -258,7 +283,7 @@ def layers(
     """The layers of the model in order. With `config.tied` the last one is the embedding again, used as head."""
     c, vocabulary = config, config.padded_vocab
     costs = [cost for cost, _ in layer_costs(c)]
-    embedding = partial(Embedding, vocabulary, c.hidden, tp, "embedding", c.embedding_factor)
+    embedding = partial(Embedding, vocabulary, c.hidden, tp, "embedding", c.embedding_factor, cp, c.dropout)
     return [
         Layer(embedding, cost=costs[0], tied=c.tied),
         *(

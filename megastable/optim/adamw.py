@@ -22,21 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastable.parallel.sharding import shape_of
-
 CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements at a time: fits a CPU's cache, fills a GPU
 HIGH = -0x10000  # the bits of fp32 that bf16 keeps, as an int32
 # Odd, with bits everywhere: the first two combine weight and gradient, the third mixes the result. Products wrap.
 OF_WEIGHT, OF_GRADIENT, SPREADING = 0x6C8E9CF5, 0x3C6EF373, 0x7FEB352D
-
-
-def decay_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups, either of which may be empty: matrices decay, norms and biases do not."""
-    held = list(parameters)
-    return [
-        {"params": [p for p in held if len(shape_of(p)) > 1], "weight_decay": weight_decay},
-        {"params": [p for p in held if len(shape_of(p)) <= 1], "weight_decay": 0.0},
-    ]
 
 
 class AdamW(torch.optim.Optimizer):

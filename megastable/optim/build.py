@@ -1,4 +1,4 @@
-"""Builds the optimizer that the recipe names, over groups with and without weight decay."""
+"""Builds the optimizer that the recipe names, over its groups of parameters."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.optim.adafactor import Adafactor
-from megastable.optim.adamw import AdamW, decay_groups
+from megastable.optim.adamw import AdamW
 from megastable.optim.fused import FusedAdamW
+from megastable.optim.groups import parameter_groups
 from megastable.optim.lamb import Lamb
-from megastable.optim.muon import Muon, muon_groups
+from megastable.optim.muon import Muon
 from megastable.optim.pieces import PieceOptimizer
 from megastable.optim.sgd import SGD
 from megastable.optim.spam import Spam
@@ -29,9 +31,11 @@ ADAMS = frozenset({"adamw", "stable_adamw", "lamb"})
 AVERAGES = ADAMS | {"spam", "stable_spam"}
 
 
-def build(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.optim.Optimizer:
+def build(
+    module: nn.Module, config: OptimizerConfig, model: ModelConfig, compiled: bool
+) -> torch.optim.Optimizer:
     """The optimizer over `module`'s parameters; compiled: AdamW with bf16 moments as one kernel."""
-    groups = decay_groups(module.parameters(), config.weight_decay)
+    groups = parameter_groups(module.parameters(), config, model)
     common: dict[str, Any] = {"lr": config.lr}
     if config.name == "sgd":
         return SGD(groups, **common, momentum=0.9 if config.momentum is None else config.momentum)
@@ -49,9 +53,8 @@ def build(module: nn.Module, config: OptimizerConfig, compiled: bool) -> torch.o
     if config.name == "muon":
         computes = {p.dtype for p in module.parameters()}
         dtype = torch.bfloat16 if torch.bfloat16 in computes else torch.float32
-        matrices = muon_groups(module.parameters(), config.weight_decay)
         return Muon(
-            matrices, **adam, momentum=0.95 if config.momentum is None else config.momentum, dtype=dtype
+            groups, **adam, momentum=0.95 if config.momentum is None else config.momentum, dtype=dtype
         )
     if config.moments == "bf16":
         return AdamW(groups, **adam, compiled=compiled)

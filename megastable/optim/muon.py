@@ -19,28 +19,11 @@ from torch import Tensor
 
 from megastable.base.collectives import gathered
 from megastable.optim.adam_pieces import AdamPieces, chunk_size, chunks
-from megastable.optim.matrices import is_orthogonalized
 from megastable.optim.matrix_exchange import Exchange
 from megastable.optim.newton_schulz import orthogonalized
 from megastable.optim.ownership import MatrixPiece, plan
 from megastable.optim.pieces import MOMENTS, Piece, Surroundings
 from megastable.parallel.fragments import Fragment
-from megastable.parallel.sharding import placement_of, shape_of
-
-
-def muon_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups, without empty ones: matrices that are orthogonalized, other matrices, and norms and biases,
-    which do not decay."""
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": weight_decay, "orthogonalize": True},
-        {"params": [], "weight_decay": weight_decay, "orthogonalize": False},
-        {"params": [], "weight_decay": 0.0, "orthogonalize": False},
-    ]
-    for p in parameters:
-        shape = shape_of(p)
-        whole = is_orthogonalized(placement_of(p).name, shape)
-        groups[0 if whole else 1 if len(shape) > 1 else 2]["params"].append(p)
-    return [group for group in groups if group["params"]]
 
 
 class Muon(AdamPieces):

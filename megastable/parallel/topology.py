@@ -73,6 +73,7 @@ class ContextParallel:
 
     group: Any = None
     size: int = 1
+    rank: int = 0
 
 
 WHOLE = ContextParallel()

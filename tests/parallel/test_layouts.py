@@ -121,7 +121,7 @@ def plain(model: ModelConfig, precision: str = "fp32") -> tuple[dict[str, torch.
     gpt = GPT(model, TensorParallel(), "none", SEED)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     weights = {placement_of(p).name: p.detach().to(dtype) for p in gpt.parameters()}
-    return weights, shape_of(model)
+    return weights, shape_of(model, SEED)
 
 
 @cache
