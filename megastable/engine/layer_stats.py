@@ -28,7 +28,7 @@ from megastable.base.collectives import gathered
 from megastable.engine.flatstate import CHUNK, FlatState
 from megastable.fp8.amax_history import SLOTS
 from megastable.fp8.controller import Fp8
-from megastable.model.gpt import Block
+from megastable.model.gpt import Block, open_stream
 from megastable.model.scores import FULL, Scores, softcap
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
@@ -156,7 +156,7 @@ class Probe:
         # Before the block, which then saves its own activations: the probe's tensors are freed by then.
         assert isinstance(block, Block)
         (stream,) = args
-        segments = stream[1] if isinstance(stream, tuple) else None
+        _, segments, _ = open_stream(stream)
         for entropy, highest in attention_chunks(
             *block.queries_and_keys(stream), segments, block.attention.scores
         ):
@@ -167,7 +167,7 @@ class Probe:
     def _after(self, block: nn.Module, _: Any, output: Any) -> None:
         assert isinstance(block, Block)
         if self._counts_activations:
-            x = output[0] if isinstance(output, tuple) else output
+            x, *_ = open_stream(output)
             self.tally.add_moments(block.name, "activation", x)
 
     def _quantized(self, layer: str, slot: str, saturated: Tensor, lost: Tensor, count: int) -> None:

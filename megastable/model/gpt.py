@@ -38,7 +38,7 @@ Stream = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 Make = Callable[[Callable[[], nn.Module]], nn.Module]
 
 
-def _open(stream: Stream) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def open_stream(stream: Stream) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x, segments [b, s] and keys [b]."""
     if not isinstance(stream, tuple):
         return stream, None, None
@@ -62,7 +62,7 @@ class Embedding(VocabParallelEmbedding):
         self.factor, self.dropout, self.part = factor, dropout, _part(tp, cp)
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        tokens, _, keys = _open(inputs)
+        tokens, _, keys = open_stream(inputs)
         x = super().forward(tokens)
         if self.factor != 1.0:
             x = x * self.factor
@@ -135,7 +135,7 @@ class Block(nn.Module):
             self.mlp.activation = torch.compile(self.mlp.activation, fullgraph=whole, dynamic=False)
 
     def forward(self, stream: Stream) -> Stream:
-        x, segments, keys = _open(stream)
+        x, segments, keys = open_stream(stream)
         at = self._places(x, segments)
         if self.training and keys is not None:
             at = at._replace(keys=keys)
@@ -147,7 +147,7 @@ class Block(nn.Module):
     def queries_and_keys(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """q [b, q, s, d] and k [b, k, s, d] at the attention core for `stream`. Computed separately from
         `forward`, which is unchanged. Collective over the tensor and the context group."""
-        x, segments, _ = _open(stream)
+        x, segments, _ = open_stream(stream)
         at = self._places(x, segments)
         q, k, _ = self.attention.rotated(
             self.attention.qkv(self.attention_norm(x) if self.residual.norms_input else x), at
@@ -211,7 +211,7 @@ class FinalNorm(RMSNorm):
     """The last norm; later layers need no segments."""
 
     def forward(self, stream: Stream) -> Tensor:
-        return super().forward(_open(stream)[0])
+        return super().forward(open_stream(stream)[0])
 
 
 @dataclass(frozen=True)

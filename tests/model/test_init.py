@@ -120,6 +120,81 @@ def test_standard_deviations() -> None:
         assert abs(float(w.mean())) < 5 * wanted / math.sqrt(w.numel()), name
 
 
+# Whole matrices of a model of width 256 (8 heads of 32, 4 of keys), MLP of 512, 256 rows of vocabulary, 4 blocks.
+@pytest.mark.parametrize(
+    ("changes", "qkv", "out", "gate_up", "down", "embedding", "head"),
+    [
+        ({}, 0.02, 0.02 / 8**0.5, 0.02, 0.02 / 8**0.5, 0.02, 0.02),
+        ({"residual_init": "same"}, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02),
+        ({"residual_init": "zero"}, 0.02, 0.0, 0.02, 0.0, 0.02, 0.02),
+        ({"init": "fan_in"}, 1 / 16, 1 / 16 / 8**0.5, 1 / 16, 512**-0.5 / 8**0.5, 0.02, 1 / 16),
+        (
+            {"init": "xavier", "residual_init": "same"},
+            (2 / 768) ** 0.5, (2 / 512) ** 0.5, (2 / 1280) ** 0.5, (2 / 768) ** 0.5, 0.02, (2 / 512) ** 0.5,
+        ),
+        ({"init": "small"}, *[(2 / 1280) ** 0.5, (2 / 1280 / 8) ** 0.5] * 2, 0.02, (2 / 1280) ** 0.5),
+        ({"mup": {"base_width": 64}}, 0.01, 0.01 / 8**0.5, 0.01, 0.01 / 8**0.5, 0.02, 0.02),
+        (
+            {"mup": {"base_width": 64, "base_layers": 2}}, 0.01, 0.01 / 4**0.5, 0.01, 0.01 / 4**0.5, 0.02, 0.02,
+        ),
+        ({"norms": "deep"}, None, 0.02 * 32**-0.25, 0.02 * 32**-0.25, 0.02 * 32**-0.25, 0.02, 0.02),
+    ],
+    ids=["normal", "same", "zero", "fan-in", "xavier", "small", "mup", "completep", "deep"],
+)  # fmt: skip
+def test_standard_deviations_of_every_choice(
+    changes: dict[str, Any],
+    qkv: float | None,
+    out: float,
+    gate_up: float,
+    down: float,
+    embedding: float,
+    head: float,
+) -> None:
+    c = config(layers=4, hidden=256, ffn=512, **changes)
+    made = {name: w for name, (w, _) in weights(c).items() if w.dim() > 1}
+    wanted = {
+        "attention.out": out,
+        "mlp.gate_up": gate_up,
+        "mlp.down": down,
+        "embedding": embedding,
+        "head": head,
+    }
+    if qkv is None:  # DeepNorm: values are scaled, queries and keys are not
+        for i in range(4):
+            whole = made.pop(f"blocks.{i}.attention.qkv.weight")
+            made |= {f"{i}.qk.weight": whole[:384], f"{i}.v.weight": whole[384:]}
+        wanted |= {"qk": 0.02, "v": 0.02 * 32**-0.25}
+    else:
+        wanted["attention.qkv"] = qkv
+    for name, w in made.items():
+        (std,) = (value for ending, value in wanted.items() if name.endswith(f"{ending}.weight"))
+        assert float(w.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * w.numel())), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("chunk", [100, 1 << 18])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norms": "deep", "init": "xavier"},
+        {"norms": "both", "zero_centered_norms": True},
+        {"mup": {"base_width": 16}},
+    ],
+    ids=["deep", "zero-centered", "mup"],
+)
+def test_shards_of_every_choice_are_slices_of_the_whole(
+    size: int, chunk: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepNorm's factor begins in the middle of a fused matrix, and of a chunk."""
+    c = config(**changes)
+    whole = {name: (whole_weight(p, tuple(w.shape), c, 1), p) for name, (w, p) in weights(c).items()}
+    monkeypatch.setattr(init, "CHUNK", chunk)
+    for rank in range(size):
+        for name, (w, placement) in weights(c, TensorParallel(rank=rank, size=size)).items():
+            assert torch.equal(w, shard(whole[name][0], placement, rank, size)), name
+            assert w.dim() > 1 or (w == (0.0 if c.zero_centered_norms else 1.0)).all()
+
+
 # Drawn in chunks, by threads
 
 
