@@ -1,0 +1,134 @@
+"""Runs trials, several at a time, each in a process of its own.
+
+The processes are forked from a server that has imported everything once: a trial starts in a second instead of six,
+and nothing of it is left for the next one. They end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+from megastable.base.errors import OK, UNSTABLE, ConfigError, DataError
+from megastable.study.trial import Trial, TrialResult
+
+TRAIN = "megastable.train"  # by name: it stands above all rooms
+# Beside it, what torch and DeepSpeed import on the first engine and step.
+PRELOAD = [
+    TRAIN, "torch._dynamo", "torch._inductor.compile_fx", "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.comm.mori", "numpy.ma", "rich._emoji_codes",
+]  # fmt: skip
+
+
+def usual_jobs() -> int:
+    """Trials at a time if nobody says: one for each GPU, or else for each core."""
+    import torch
+
+    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    return (0 if on_cpu else torch.cuda.device_count()) or len(os.sched_getaffinity(0))
+
+
+def run_trials(
+    recipe: Path, trials: Sequence[Trial], folder: Path, jobs: int,
+    done: Callable[[Trial, TrialResult], None],
+) -> None:  # fmt: skip
+    """Train all `trials`, `jobs` at a time, in run directories below `folder`, which are removed when they are done.
+
+    Raises DataError, with the end of its output, for a run that fails, whose directory is left; no process is.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error}") from None
+    waiting, slots = list(reversed(trials)), list(range(jobs))
+    running: dict[Any, tuple[Any, Trial, int]] = {}
+    try:
+        while waiting or running:
+            while waiting and slots:
+                trial, slot = waiting.pop(), slots.pop()
+                run = folder / trial.name
+                shutil.rmtree(run, ignore_errors=True)  # of a process that was killed
+                run.mkdir()
+                arguments = [str(recipe), *trial.overrides, f"run.dir={run}"]
+                process = context.Process(
+                    target=_train, args=(arguments, os.getcwd(), _environment(slot), run / "output.log")
+                )
+                process.start()
+                running[process.sentinel] = (process, trial, slot)
+            for sentinel in connection.wait(list(running)):
+                process, trial, slot = running.pop(sentinel)
+                process.join()
+                slots.append(slot)
+                run = folder / trial.name
+                # Without a guard, weights that are not finite may end a run by that code.
+                if process.exitcode not in (OK, UNSTABLE):
+                    raise DataError(_failure(trial, run, process.exitcode))
+                result = TrialResult.of(run)
+                shutil.rmtree(run)
+                done(trial, result)
+    finally:
+        for process, *_ in running.values():
+            process.kill()
+            process.join()
+
+
+def _environment(slot: int) -> dict[str, str]:
+    """Of a rank alone; on the GPU of its slot, if there are several."""
+    alone = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        import torch
+
+        gpus = [str(n) for n in range(torch.cuda.device_count())]
+    else:
+        gpus = [name for name in given.split(",") if name]
+    mine = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else {}
+    return dict(os.environ) | alone | mine
+
+
+def _train(arguments: list[str], directory: str, environment: dict[str, str], output: Path) -> None:
+    """Become a training process, as `python -m megastable.train` would."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.setpgid(0, 0)  # Ctrl-C on the terminal is for the study, which ends this process
+    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(
+        int(environment["OMP_NUM_THREADS"])
+    )  # the server may be an older one than this setting
+    import_module(TRAIN).main(arguments)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _failure(trial: Trial, run: Path, code: int | None) -> str:
+    log = run / "output.log"
+    try:
+        last = "\n".join(log.read_text(errors="replace").strip().splitlines()[-5:])
+    except OSError:
+        last = ""
+    given = " ".join(trial.overrides)
+    return f"trial {trial.name} ({given}) ended with code {code}:\n{last}\nall of it: {log}"
