@@ -88,10 +88,9 @@ class TrialResult:
         """Raises DataError for a file that is no result."""
         try:
             found: dict[str, Any] = json.loads(path.read_text())
-            losses = tuple(float(loss) for loss in found["losses"])
             return cls(
-                losses, *(float(found[key]) for key in ("first", "validation", "seconds")),
-                parameters=int(found["parameters"]),
+                tuple(float(loss) for loss in found["losses"]), float(found["first"]), float(found["validation"]),
+                float(found["seconds"]), int(found["parameters"]),
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
