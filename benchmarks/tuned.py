@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megastable.study.trial import QUIET, WINDOW, Trial, TrialResult
-from megastable.study.trial_pool import run_trials
+from megastable.study.workers import run_trials
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megastable.base.errors import ConfigError
+from megastable.base.errors import FAILED, ConfigError
 from megastable.commands.app import App
 from megastable.commands.options import Json, Overrides, Picture, Recipe, put_json
 
 if TYPE_CHECKING:
     from megastable.base.progress_bar import Bar
-    from megastable.study.trial import Trial, TrialResult
+    from megastable.study.trial import TrialResult
 
 app = App(
     "Train many small models: loss against learning rate, scale of activations over widths, seeds compared."
 )
-
-
-@app.callback()
-def study() -> None:
-    """Train many small models: loss against learning rate, scale of activations over widths, seeds compared."""
 
 
 WIDE = 140  # characters of a table that goes to a file
@@ -96,6 +91,7 @@ def lr_sensitivity(
     from megastable.study.interventions import interventions as named
     from megastable.study.lr_sensitivity import trends
     from megastable.study.study_directory import StudyDirectory, identity_of
+    from megastable.study.trial import TrialResult
 
     preset = lr_study.QUICK if quick else lr_study.FULL if full else lr_study.USUAL
     path = recipe.find(recipe_path)
@@ -113,8 +109,8 @@ def lr_sensitivity(
     size = "-quick" if quick else "-full" if full else ""
     folder = output or _usual_folder(f"lr-sensitivity-{path.stem}{size}{'-mup' if mup else ''}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with StudyDirectory.open(folder, identity_of("lr-sensitivity", config, grid.axes)) as study:
-        with bar("training", len(study.missing(grid.whole())), as_json, "runs") as progress:
+    with StudyDirectory.open(folder, identity_of("lr-sensitivity", config, grid.axes), TrialResult) as study:
+        with bar("training", len(study.missing(t.name for t in grid.whole())), as_json, "runs") as progress:
             curves = lr_study.run_grid(grid, study, jobs or _usual_jobs(), _watcher(progress), progress.more)
         about = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
         put_json(lr_display.tree(grid, curves, about), as_json, study.result)
@@ -125,12 +121,79 @@ def lr_sensitivity(
     )
 
 
+@app.add(
+    "coordinate-check",
+    examples="""
+    megastable study coordinate-check launch/recipes/quickstart.yaml data.corpora.0.path=data/stdlib
+    megastable study coordinate-check launch/recipes/quickstart.yaml --widths 256,512,1024,2048 --mup --seeds 3
+        data.corpora.0.path=data/stdlib
+    megastable study coordinate-check launch/recipes/quickstart.yaml --depths 2,4,8,16 data.corpora.0.path=data/stdlib
+    """,
+    more="Without warm-up, at the recipe's rate; batches are small ones unless overrides say otherwise. Exit codes: 0 "
+    f"flat, with --mup under muP; 1 not so; 2 bad input. {RESUMED}",
+)
+def coordinate_check(
+    recipe_path: Recipe,
+    overrides: Overrides = None,
+    widths: Annotated[
+        str | None, typer.Option(help="Of the model, commas between", show_default="128,256,512,1024")
+    ] = None,
+    depths: Annotated[
+        str | None, typer.Option(help="Numbers of blocks instead, at the recipe's width, commas between")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Updates; measured before each and after the last")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="Of weights and data; their geometric mean counts")] = 2,
+    mup: Annotated[
+        bool, typer.Option("--mup", help="Also by muP from the smallest one on, which then decides")
+    ] = False,
+    jobs: Jobs = None,
+    output: Output = None,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Does the scale of activations stay when the model gets wider, or deeper? Trains a few steps at each width."""
+    if widths and depths:
+        raise ConfigError("--widths and --depths exclude each other: one of them varies at a time")
+    from megastable.base.progress_bar import bar
+    from megastable.config import recipe
+    from megastable.study import coordinate_display as display
+    from megastable.study import coordinate_study as check
+    from megastable.study.coordinates import Coordinates
+    from megastable.study.study_directory import StudyDirectory, identity_of
+
+    path, common = recipe.find(recipe_path), check.common(overrides or [])
+    config = recipe.load(path, common)
+    sizes = _whole(depths, "--depths") if depths else _whole(widths or "128,256,512,1024", "--widths")
+    ways = (check.PLAIN, check.MUP) if mup else (check.PLAIN,)
+    grid = check.CoordinateGrid(
+        path, config, common, tuple(sizes), bool(depths), ways, steps, tuple(range(1, seeds + 1))
+    )
+    if len(sizes) < 2:
+        raise ConfigError("a slope needs two widths or depths at least")
+    grid.check()
+    folder = output or _usual_folder(
+        f"coordinates-{path.stem}{'-depth' if depths else ''}{'-mup' if mup else ''}"
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    identity = identity_of("coordinate-check", config, grid.axes) | {"steps": steps}
+    with StudyDirectory.open(folder, identity, Coordinates) as study:
+        with bar("measuring", len(study.missing(grid.every)), as_json, "models") as progress:
+            check.run_grid(grid, study, jobs or _usual_jobs(), lambda name, _: _done(progress, name))
+        found = check.scales(grid, study.results)
+        about = {"kind": "coordinate-check", "recipe": str(path), "common": list(common)}
+        put_json(display.tree(grid, study.results, found, about), as_json, study.result)
+        place, places = picture or folder / "picture.png", list(dict.fromkeys(one.place for one in found))
+        display.picture(grid, study.results, places, f"{path.name}: {steps} steps", place)
+    _show(as_json, display.table(grid, found), *display.verdict(grid, found), f"picture: {place}")
+    raise typer.Exit(0 if all(one.flat for one in found if one.way == ways[-1]) else FAILED)
+
+
 def _usual_folder(name: str) -> Path:
     return Path("runs/studies") / name
 
 
 def _usual_jobs() -> int:
-    from megastable.study.trial_pool import usual_jobs
+    from megastable.study.workers import usual_jobs
 
     return usual_jobs()
 
@@ -154,14 +217,17 @@ def _rates(text: str) -> list[float]:
     return found
 
 
-def _watcher(progress: Bar) -> Callable[[Trial, TrialResult], None]:
-    """Tells of every run that is done: a study's log says where it is without a terminal, too."""
-
-    def watch(trial: Trial, result: TrialResult) -> None:
-        progress()
-        progress.say(f"{trial.name}: loss {result.final:.3f}, {result.seconds:.0f} s")
+def _watcher(progress: Bar) -> Callable[[str, TrialResult], None]:
+    def watch(name: str, result: TrialResult) -> None:
+        _done(progress, f"{name}: loss {result.final:.3f}, {result.seconds:.0f} s")
 
     return watch
+
+
+def _done(progress: Bar, what: str) -> None:
+    """Tell of a run that is done: a study's log says where it is without a terminal, too."""
+    progress()
+    progress.say(what)
 
 
 def _show(as_json: bool, table: Any, *lines: str) -> None:

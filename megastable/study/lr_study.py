@@ -16,7 +16,7 @@ from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.study.lr_sensitivity import LrCurve, edges
 from megastable.study.model_shapes import at_width
-from megastable.study.study_directory import StudyDirectory
+from megastable.study.study_directory import StudyDirectory, run_missing
 from megastable.study.trial import QUIET, Trial, TrialResult
 
 MARGIN = 0.1  # nats per token above the best loss: usable
@@ -140,12 +140,12 @@ def schedule_of(config: RunConfig, steps: int) -> tuple[str, ...]:
 
 
 def run_grid(
-    grid: LrGrid, study: StudyDirectory, jobs: int, watch: Callable[[Trial, TrialResult], None],
+    grid: LrGrid, study: StudyDirectory[TrialResult], jobs: int, watch: Callable[[str, TrialResult], None],
     more: Callable[[int], None],
 ) -> list[LrCurve]:  # fmt: skip
     """Run what is missing, and return the curves. more: told of further trials, once the edges are known."""
-    curves = grid.curves(study.run(grid.path, grid.whole(), jobs, watch))
+    curves = grid.curves(run_missing(study, grid.path, grid.whole(), jobs, watch))
     beyond = grid.at_the_edges(curves)
-    more(len(study.missing(beyond)))
-    study.run(grid.path, beyond, jobs, watch)
+    more(len(study.missing(trial.name for trial in beyond)))
+    run_missing(study, grid.path, beyond, jobs, watch)
     return grid.curves(study.results)

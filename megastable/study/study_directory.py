@@ -1,7 +1,7 @@
 """The directory of a study: what it is a study of, and the results so far. It can be killed at any time and goes on.
 
-    with StudyDirectory.open(folder, identity) as study:
-        study.run(recipe, trials, jobs, watch)
+    with StudyDirectory.open(folder, identity, TrialResult) as study:
+        results = run_missing(study, recipe, trials, jobs, watch)
 
 `study.json` says what the results belong to, `trials/NAME.json` is a result, `runs/` has the unfinished runs, and a
 lock keeps a second process out.
@@ -10,10 +10,10 @@ lock keeps a second process out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError
@@ -21,24 +21,35 @@ from megastable.base.text import plural
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.study.trial import Trial, TrialResult
-from megastable.study.trial_pool import run_trials
+from megastable.study.workers import run_trials
 
 FORMAT = 1
 SHOWN = 5  # differences named in a refusal
 
 
-class StudyDirectory:
-    """results: by the trial's name."""
+class Result(Protocol):
+    """What a study keeps of one of its runs, in a file."""
+
+    def save(self, path: Path) -> None: ...
+    @classmethod
+    def load(cls, path: Path) -> Self: ...
+
+
+R = TypeVar("R", bound=Result)
+
+
+class StudyDirectory(Generic[R]):
+    """results: by the run's name."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.identity, self.trials, self.runs = root / "study.json", root / "trials", root / "runs"
         self.result = root / "result.json"
-        self.results: dict[str, TrialResult] = {}
+        self.results: dict[str, R] = {}
 
     @classmethod
     @contextmanager
-    def open(cls, root: Path, identity: Mapping[str, Any]) -> Iterator[StudyDirectory]:
+    def open(cls, root: Path, identity: Mapping[str, Any], kind: type[R]) -> Iterator[Self]:
         """Lock it, making it if need be, and read its results. Raises ConfigError if it is another study's, or another
         process works in it."""
         study = cls(root)
@@ -59,7 +70,7 @@ class StudyDirectory:
         with held:
             study._claim(identity)
             for path in sorted(study.trials.glob("*.json")):
-                study.results[path.stem] = TrialResult.load(path)
+                study.results[path.stem] = kind.load(path)
             yield study
 
     def _claim(self, identity: Mapping[str, Any]) -> None:
@@ -81,22 +92,29 @@ class StudyDirectory:
         except OSError as error:
             raise DataError(f"{self.identity} could not be written: {error}") from None
 
-    def missing(self, trials: Sequence[Trial]) -> list[Trial]:
+    def missing(self, names: Iterable[str]) -> list[str]:
         """Those without a result yet, each once."""
-        return [trial for name, trial in {t.name: t for t in trials}.items() if name not in self.results]
+        return [name for name in dict.fromkeys(names) if name not in self.results]
 
-    def run(
-        self, recipe: Path, trials: Sequence[Trial], jobs: int, watch: Callable[[Trial, TrialResult], None]
-    ) -> dict[str, TrialResult]:
-        """Run those of `trials` that are missing, and return the results of all. watch: told of each that is done."""
+    def keep(self, name: str, result: R) -> None:
+        """Raises DataError if it cannot be written."""
+        result.save(self.trials / f"{name}.json")
+        self.results[name] = result
 
-        def keep(trial: Trial, result: TrialResult) -> None:
-            result.save(self.trials / f"{trial.name}.json")
-            self.results[trial.name] = result
-            watch(trial, result)
 
-        run_trials(recipe, self.missing(trials), self.runs, jobs, keep)
-        return {trial.name: self.results[trial.name] for trial in trials}
+def run_missing(
+    study: StudyDirectory[TrialResult], recipe: Path, trials: Sequence[Trial], jobs: int,
+    watch: Callable[[str, TrialResult], None],
+) -> dict[str, TrialResult]:  # fmt: skip
+    """Run those of `trials` that are missing, and return the results of all. watch: told of each that is done."""
+    by_name = {trial.name: trial for trial in trials}
+
+    def done(trial: Trial, result: TrialResult) -> None:
+        study.keep(trial.name, result)
+        watch(trial.name, result)
+
+    run_trials(recipe, [by_name[name] for name in study.missing(by_name)], study.runs, jobs, done)
+    return {name: study.results[name] for name in by_name}
 
 
 def identity_of(

@@ -14,7 +14,7 @@ import pytest
 
 from megastable.base.errors import DataError
 from megastable.study.trial import QUIET, Trial, TrialResult
-from megastable.study.trial_pool import run_trials
+from megastable.study.workers import run_trials
 from tests.patience import PATIENCE
 
 FEW = (*QUIET, "train.steps=4")
@@ -50,7 +50,7 @@ def test_a_model_that_is_broken_from_the_start_is_no_result(tiny_recipe: Path, t
 
 def test_a_run_that_fails_names_its_output(tiny_recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"(?s)trial bad \(.*\) ended with code 2:.*no.* a prepared corpus.*bad/output\.log"
+        DataError, match=r"(?s)run bad ended with code 2:.*no.* a prepared corpus.*bad/output\.log"
     ) as told:
         results(tiny_recipe, tmp_path / "a", [Trial("bad", (*FEW, "data.corpora.0.path=none"))])
     log = str(told.value).rsplit(": ", 1)[1]
@@ -70,7 +70,7 @@ def test_runs_end_with_the_study(how: signal.Signals, tiny_recipe: Path, tmp_pat
     code = f"""
 from pathlib import Path
 from megastable.study.trial import *
-from megastable.study.trial_pool import run_trials
+from megastable.study.workers import run_trials
 if __name__ == "__main__":
     trials = [Trial(str(i), (*QUIET, "train.steps=1000000")) for i in range(2)]
     run_trials(Path({str(tiny_recipe)!r}), trials, Path({str(tmp_path / "a")!r}), 2, print)
