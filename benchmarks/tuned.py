@@ -7,43 +7,27 @@ smoothed by the mean of the last `WINDOW` steps. Real runs in processes of their
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-
-from megastable.base.errors import DataError
-from megastable.run import records
-
-WINDOW = 10
-QUIET = (
-    "train.eval_interval=0", "checkpoint.interval=0", "checkpoint.at_end=false", "logging.tensorboard=false",
-    "logging.layers_interval=0", "logging.norms_interval=0", "logging.peak_tflops=1", "stability.enabled=false",
-)  # fmt: skip
+from megastable.study.trial import QUIET, WINDOW, Trial, TrialResult
+from megastable.study.workers import run_trials
 
 
 @dataclass(frozen=True)
 class TunedRun:
-    """One run. losses: smoothed, of every step, nats per token; inf from the step on where it diverged. validation: at
-    the end."""
+    """One run of a candidate."""
 
     rate: float
     seed: int
-    losses: tuple[float, ...]
-    validation: float
-    seconds: float
+    result: TrialResult
 
     @property
     def final(self) -> float:
-        return self.losses[-1]
+        return self.result.final
 
 
 @dataclass(frozen=True)
@@ -59,22 +43,12 @@ class Tuned:
         return best(self.tuning).rate
 
     def steps_to(self, target: float) -> list[int | None]:
-        return [steps_to(run.losses, target) for run in self.measured]
+        return [steps_to(run.result.losses, target) for run in self.measured]
 
 
 def best(runs: Sequence[TunedRun]) -> TunedRun:
     """The run with the lowest final loss; of equal ones that with the lower rate."""
     return min(runs, key=lambda run: (run.final if math.isfinite(run.final) else math.inf, run.rate))
-
-
-def smoothed(losses: Sequence[float]) -> tuple[float, ...]:
-    """The mean of the last `WINDOW` losses at every step, of fewer at the start; inf from a non-finite one on."""
-    broken = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
-    sums = np.concatenate(([0.0], np.cumsum(losses[:broken])))
-    ends = np.arange(1, broken + 1)
-    begins = np.maximum(ends - WINDOW, 0)
-    means = (sums[ends] - sums[begins]) / (ends - begins)
-    return (*means.tolist(), *[math.inf] * (len(losses) - broken))
 
 
 def steps_to(losses: Sequence[float], target: float) -> int | None:
@@ -109,58 +83,28 @@ def compare(
     Raises DataError, with the end of its output, for a run that fails.
     """
 
-    def train(candidate: str, rate: float, seed: int) -> TunedRun:
-        run = folder / f"{candidates.index(candidate)}-{rate:g}-{seed}"
-        given = [
-            *QUIET,
-            *overrides,
-            *candidate.split(),
-            f"optimizer.lr={rate}",
-            f"run.seed={seed}",
-            f"run.dir={run}",
-        ]
-        found = _trained(recipe, given, run, rate, seed)
+    found: dict[str, TrialResult] = {}
+
+    def keep(trial: Trial, result: TrialResult) -> None:
+        found[trial.name] = result
         watch()
-        return found
 
-    with ThreadPoolExecutor(jobs) as pool:
-        tuning = {c: [pool.submit(train, c, rate, seeds[0]) for rate in rates] for c in candidates}
-        tuned = {c: tuple(run.result() for run in runs) for c, runs in tuning.items()}
-        measured = {
-            c: [pool.submit(train, c, best(runs).rate, s) for s in seeds[1:]] for c, runs in tuned.items()
-        }
-        return [Tuned(c, tuned[c], tuple(run.result() for run in measured[c])) for c in candidates]
+    def train(wanted: Sequence[tuple[str, float, int]]) -> list[TunedRun]:
+        """Runs of (candidate, rate, seed), in that order."""
+        trials = [
+            Trial(
+                f"{candidates.index(candidate)}-{rate:g}-{seed}",
+                (*QUIET, *overrides, *candidate.split(), f"optimizer.lr={rate!r}", f"run.seed={seed}"),
+            )
+            for candidate, rate, seed in wanted
+        ]
+        run_trials(recipe, trials, folder, jobs, keep)
+        return [
+            TunedRun(rate, seed, found[t.name]) for t, (_, rate, seed) in zip(trials, wanted, strict=True)
+        ]
 
-
-def _trained(recipe: Path, overrides: Sequence[str], run: Path, rate: float, seed: int) -> TunedRun:
-    """One run on one rank."""
-    command = [sys.executable, "-m", "megastable.train", str(recipe), *overrides]
-    alone = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | alone,
-    )
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
-        raise DataError(f"{' '.join(command)}: ended with code {done.returncode}:\n{last}")
-    table = records.read(run / "steps")
-    losses = table.column("loss").to_pylist()
-    validation = _summary(run).get("val_loss")
-    return TunedRun(
-        rate, seed, smoothed([math.nan if loss is None else loss for loss in losses]),
-        math.nan if validation is None else float(validation), float(sum(table.column("seconds").to_pylist())),
-    )  # fmt: skip
-
-
-def _summary(run: Path) -> dict[str, float | None]:
-    found: dict[str, float | None] = json.loads((run / "summary.json").read_text())
-    return found
+    tuning = train([(c, rate, seeds[0]) for c in candidates for rate in rates])
+    tuned = {c: tuple(tuning[i * len(rates) : (i + 1) * len(rates)]) for i, c in enumerate(candidates)}
+    measured = train([(c, best(tuned[c]).rate, seed) for c in candidates for seed in seeds[1:]])
+    more = len(seeds) - 1
+    return [Tuned(c, tuned[c], tuple(measured[i * more : (i + 1) * more])) for i, c in enumerate(candidates)]

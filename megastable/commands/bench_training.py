@@ -70,12 +70,12 @@ def tuned(
         "s a step",
     )
     for one in found:
-        steps = len(one.measured[0].losses)
+        steps = len(one.measured[0].result.losses)
         table.add_row(
             one.overrides or "the recipe", f"{one.rate:g} of {len(tried)}",
-            spread([run.final for run in one.measured]), spread([run.validation for run in one.measured]),
+            spread([run.final for run in one.measured]), spread([run.result.validation for run in one.measured]),
             ", ".join("never" if n is None else str(n) for n in one.steps_to(target)) + f" of {steps}",
-            f"{sum(run.seconds for run in one.measured) / steps / len(one.measured):.3f}",
+            f"{sum(run.result.seconds for run in one.measured) / steps / len(one.measured):.3f}",
         )  # fmt: skip
     Console(quiet=as_json).print(table)
     put_json({"target": target, "candidates": [asdict(one) for one in found]}, as_json, output)

@@ -35,6 +35,12 @@ Html = Annotated[Path | None, typer.Option("--html", help="Write a page: sort, s
 Plot = Annotated[
     Path | None, typer.Option("--plot", callback=_picture, help="Write a picture: .png, .svg or .pdf")
 ]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        "--picture", callback=_picture, help="Where to draw it. Default: picture.png in the directory"
+    ),
+]
 Rows = Annotated[int, typer.Option(min=0, help="Rows that the terminal shows")]
 Texts = Annotated[int, typer.Option(min=0, help="Rows whose text the terminal shows")]
 Recipe = Annotated[

@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "Memory, time and cost of a recipe on a cluster, and the layouts that would be faster.",
     "backtest": "Replay recorded losses through detector and policy: what would have been done, and when.",
     "fp8-check": "Would this model be stable in FP8, and which layers had better stay out of it?",
+    "study": "Train many small models: loss against learning rate, scale of activations over widths, seeds compared.",
     "bench": "What things cost, measured on this machine. Needs a checkout.",
     "drill": "Train with planted faults under each policy, and compare with a clean run. Needs a checkout.",
 }

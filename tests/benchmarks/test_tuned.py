@@ -8,19 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.tuned import WINDOW, Tuned, TunedRun, best, compare, smoothed, steps_to, target_of
+from benchmarks.tuned import Tuned, TunedRun, best, compare, steps_to, target_of
 from megastable.base.errors import DataError
+from megastable.study.trial import WINDOW, TrialResult
 from tests.conftest import tiny
 
 
 def run(rate: float, losses: tuple[float, ...], seed: int = 1) -> TunedRun:
-    return TunedRun(rate, seed, losses, losses[-1], 1.0)
-
-
-def test_smoothing_and_divergence() -> None:
-    means = smoothed([float(i) for i in range(20)])
-    assert means[0] == 0 and means[1] == 0.5 and means[19] == sum(range(10, 20)) / WINDOW
-    assert smoothed([1.0, math.nan, 1.0]) == (1.0, math.inf, math.inf)
+    return TunedRun(rate, seed, TrialResult(losses, losses[0], losses[-1], 1.0, 1))
 
 
 def test_the_best_rate_and_the_steps_to_a_loss() -> None:
@@ -47,7 +42,11 @@ def test_real_runs(tmp_path: Path, corpus: Path) -> None:
         tiny_recipe, names, [1e-4, 3e-3], [1, 2], ["train.steps=12"], tmp_path, 2, lambda: calls.append(1)
     )
     assert len(calls) == 6 and [len(one.tuning) for one in found] == [2, 2]
-    assert all(len(r.losses) == 12 and math.isfinite(r.validation) for one in found for r in one.measured)
+    assert all(
+        len(r.result.losses) == 12 and math.isfinite(r.result.validation)
+        for one in found
+        for r in one.measured
+    )
     assert found[0].rate == 3e-3 and found[0].measured[0].seed == 2
     with pytest.raises(DataError, match="unknown key"):
         compare(tiny_recipe, ["optimizer.nonsense=1"], [1e-3], [1], [], tmp_path / "b", 1, lambda: None)

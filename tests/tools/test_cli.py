@@ -147,7 +147,7 @@ def test_completion_installs_itself(tmp_path: Path) -> None:
 
 def test_the_scripts_stand_for_commands() -> None:
     scripts = [*sorted((ROOT / "tools").glob("*.py")), ROOT / "launch/supervise.py"]
-    assert len(scripts) == 12
+    assert len(scripts) == 13
     for script in scripts:
         text = script.read_text(encoding="utf-8")
         calls = [
@@ -185,6 +185,7 @@ MISSING = [
     "prune apply none o", "prune skip none none", "inspect step none 1", "inspect run none", "inspect scan none",
     "checkpoint verify none", "checkpoint list none", "checkpoint show none", "checkpoint diff none none",
     "checkpoint export none o", "convert to-hf none o", "convert to-gguf none o", "convert check none none",
+    "study lr-sensitivity none.yaml",
     "bench stability --recipe none.yaml", "bench scaling --recipe none.yaml", "drill --text none",
 ]  # fmt: skip
 

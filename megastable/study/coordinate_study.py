@@ -1,0 +1,169 @@
+"""A coordinate check over widths or depths: how the scale of activations grows with the model, with and without muP.
+
+The slope of log scale against log width is 0 for a parametrization under which models of all widths train alike
+(arXiv:2203.03466, appendix D.1), and likewise against log depth (CompleteP, arXiv:2505.01618).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megastable.config import recipe
+from megastable.config.tree import RunConfig
+from megastable.study.coordinates import OPEN, Coordinates, measure
+from megastable.study.lr_sensitivity import slope
+from megastable.study.model_shapes import at_depth, at_width
+from megastable.study.study_directory import StudyDirectory
+from megastable.study.trial import QUIET
+from megastable.study.workers import Work, run_all
+
+FLAT = 0.1  # the steepest slope that counts as flat
+# Small enough for a wide model on a CPU.
+SMALL = ("train.global_batch=8", "train.micro_batch=8", "model.sequence_length=64",
+         "train.batch_warmup=null", "train.sequence_warmup=null")  # fmt: skip
+PLAIN, MUP = "standard", "muP"
+
+
+@dataclass(frozen=True)
+class CoordinateGrid:
+    """sizes: the widths, or with `deep` the depths. ways: parametrizations, of PLAIN and MUP."""
+
+    path: Path
+    config: RunConfig
+    common: tuple[str, ...]
+    sizes: tuple[int, ...]
+    deep: bool
+    ways: tuple[str, ...]
+    steps: int
+    seeds: tuple[int, ...]
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """For the identity of the study."""
+        return {
+            "sizes": self.sizes,
+            "ways": self.ways,
+            "seeds": self.seeds,
+            "per": "depth" if self.deep else "width",
+        }
+
+    def name(self, way: str, size: int, seed: int) -> str:
+        return f"{way}-{'depth' if self.deep else 'width'}{size}-s{seed}"
+
+    def overrides(self, way: str, size: int, seed: int) -> tuple[str, ...]:
+        shape = at_depth(size) if self.deep else at_width(self.config.model, size)
+        return (*self.common, *shape, *(self.scaled if way == MUP else ()), f"run.seed={seed}")
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """muP from the smallest model on."""
+        smallest = min(self.sizes)
+        if self.deep:
+            return (f"model.mup.base_width={self.config.model.hidden}", f"model.mup.base_layers={smallest}")
+        return (f"model.mup.base_width={smallest}",)
+
+    @property
+    def every(self) -> dict[str, tuple[str, int, int]]:
+        """All models by name, the largest first, so that the last ones to end are small."""
+        sizes = sorted(self.sizes, reverse=True)
+        found = [(way, size, seed) for size in sizes for way in self.ways for seed in self.seeds]
+        return {self.name(*one): one for one in found}
+
+    def check(self) -> None:
+        """Raises ConfigError for a model that could not be built."""
+        for one in self.every.values():
+            recipe.load(self.path, self.overrides(*one))
+
+
+def common(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides of all models: small batches and open kernels, and then the user's."""
+    return (*QUIET, *OPEN, *SMALL, *overrides)
+
+
+def run_grid(
+    grid: CoordinateGrid, study: StudyDirectory[Coordinates], jobs: int,
+    watch: Callable[[str, Coordinates], None],
+) -> None:  # fmt: skip
+    """Measure the models that are missing in the study."""
+    file = "coordinates.json"
+    work = [
+        Work(name, measure, (str(grid.path), grid.overrides(*grid.every[name]), grid.steps, study.runs / name / file))
+        for name in study.missing(grid.every)
+    ]  # fmt: skip
+
+    def done(name: str, folder: Path) -> None:
+        result = Coordinates.load(folder / file)
+        study.keep(name, result)
+        watch(name, result)
+
+    run_all(work, study.runs, jobs, done)
+
+
+@dataclass(frozen=True)
+class PlaceScale:
+    """One place of the model. Slopes of log scale against log size: of the activations at initialization (first) and
+    after the last step (last), and of their change between (change). rms: after the last step, by size."""
+
+    way: str
+    place: str
+    first: float
+    last: float
+    change: float
+    rms: Mapping[int, float]
+    changes: Mapping[int, float]
+
+    @property
+    def flat(self) -> bool:
+        return abs(self.last) < FLAT and abs(self.change) < FLAT
+
+
+def scales(grid: CoordinateGrid, results: Mapping[str, Coordinates]) -> list[PlaceScale]:
+    """By parametrization, then by place."""
+    found = []
+    for way in grid.ways:
+        models = {
+            size: [named(results[grid.name(way, size, seed)], grid.deep) for seed in grid.seeds]
+            for size in sorted(grid.sizes)
+        }
+        for place in models[min(grid.sizes)][0].rms:
+            first = {size: geometric([m.rms[place][0] for m in of]) for size, of in models.items()}
+            last = {size: geometric([m.rms[place][-1] for m in of]) for size, of in models.items()}
+            changes = {size: geometric([m.change[place][-1] for m in of]) for size, of in models.items()}
+            found.append(
+                PlaceScale(way, place, exponent(first), exponent(last), exponent(changes), last, changes)
+            )
+    return found
+
+
+def named(found: Coordinates, deep: bool) -> Coordinates:
+    """Models of several depths share only their first and their last block."""
+    if not deep:
+        return found
+    numbers = [int(place.partition(".")[0]) for place in found.rms if place[0].isdigit()]
+    names = {
+        place: place if not place[0].isdigit() else f"{which}.{place.partition('.')[2]}"
+        for place in found.rms
+        for which, number in (("first", min(numbers)), ("last", max(numbers)))
+        if not place[0].isdigit() or place.startswith(f"{number}.")
+    }
+    return Coordinates(
+        {name: found.rms[place] for place, name in names.items()},
+        {name: found.change[place] for place, name in names.items()}, found.losses,
+    )  # fmt: skip
+
+
+def geometric(values: Sequence[float]) -> float:
+    """Mean; nan if a value is not a positive number."""
+    if not all(0 < value < math.inf for value in values):
+        return math.nan
+    return math.exp(fmean(map(math.log, values)))
+
+
+def exponent(by_size: Mapping[int, float]) -> float:
+    """k of value ~ size^k; nan if a value is."""
+    return slope([math.log(size) for size in by_size], [math.log(value) for value in by_size.values()])

@@ -1,0 +1,74 @@
+"""Interventions of a study: named changes of the recipe, switched on alone and together over a baseline without any.
+
+none                the baseline
+qk_norm             norm of queries and keys, as in the recipe, else per head; the baseline has none
+z_loss              the recipe's weight of the z-loss, else 1e-4; the baseline has none
+NAME=KEY=VALUE ...  the user's own: overrides, with spaces between; the baseline is the recipe without them
+A+B                 both
+all                 qk_norm, z_loss and all of the user's own
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megastable.base.errors import ConfigError
+from megastable.config.tree import ModelConfig
+
+NONE, ALL = "none", "all"
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Overrides of the recipe without and with it."""
+
+    off: tuple[str, ...]
+    on: tuple[str, ...]
+
+
+def usual(model: ModelConfig) -> dict[str, Switch]:
+    """Those that every recipe knows (arXiv:2309.14322, section 3.1)."""
+    norm = str(model.qk_norm or True).lower()
+    return {
+        "qk_norm": Switch(("model.qk_norm=false",), (f"model.qk_norm={norm}",)),
+        "z_loss": Switch(("model.z_loss=0",), (f"model.z_loss={model.z_loss or 1e-4}",)),
+    }
+
+
+def interventions(given: Sequence[str], model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Overrides by intervention, in the order given. given: names with commas between, or one definition each; see
+    above. Raises ConfigError."""
+    switches, wanted = usual(model), list[str]()
+    for text in given:
+        name, equals, overrides = text.partition("=")
+        if not equals:
+            wanted += [part.strip() for part in text.split(",")]
+            continue
+        if not NAME.fullmatch(name) or name in (NONE, ALL) or name in switches:
+            raise ConfigError(
+                f"--interventions {text!r}: {name!r} cannot be the name of a new one: take a word that is not yet used"
+            )
+        if not overrides.split() or not all("=" in one for one in overrides.split()):
+            raise ConfigError(
+                f"--interventions {text!r}: after the name come overrides, e.g. norms=model.norms=after"
+            )
+        switches[name] = Switch((), tuple(overrides.split()))
+        wanted.append(name)
+    named = [part for name in wanted for part in name.split("+") if part not in (NONE, ALL)]
+    if unknown := [name for name in named if name not in switches]:
+        raise ConfigError(
+            f"--interventions: there is no {unknown[0]!r}: take {', '.join((NONE, *switches, ALL))}, A+B for both, or "
+            "NAME=KEY=VALUE for another"
+        )
+    return {name: _overrides(name, switches) for name in dict.fromkeys(wanted)}
+
+
+def _overrides(name: str, switches: Mapping[str, Switch]) -> tuple[str, ...]:
+    on = [] if name == NONE else list(switches) if name == ALL else name.split("+")
+    if set(on) & {NONE, ALL}:
+        raise ConfigError(f"--interventions {name}: {NONE} and {ALL} stand alone")
+    off = [override for key, switch in switches.items() if key not in on for override in switch.off]
+    return (*off, *(override for key in on for override in switches[key].on))

@@ -1,0 +1,162 @@
+"""What a study's directory keeps, and whom it keeps out."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.base.errors import ConfigError, DataError
+from megastable.config import recipe
+from megastable.study.study_directory import StudyDirectory, differences, identity_of, run_missing
+from megastable.study.trial import QUIET, Trial, TrialResult
+from tests.conftest import write_corpus
+
+GRID = {"widths": [32, 64], "interventions": {"none": ["model.z_loss=0"]}, "seeds": [1]}
+IDENTITY = {
+    "kind": "lr",
+    "recipe": {"model": {"layers": 2}, "train": {"steps": 5}},
+    "corpora": ["x"],
+    "grid": GRID,
+}
+RESULT = TrialResult((5.0, 4.0), 6.0, math.inf, 1.0, 10)
+
+
+def other(change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    found = copy.deepcopy(IDENTITY)
+    change(found)
+    return found
+
+
+def test_results_are_found_again(tmp_path: Path) -> None:
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
+        RESULT.save(study.trials / "x.json")
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
+        assert study.results == {"x": RESULT}
+        assert study.missing("xyyz") == ["y", "z"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda i: i.update(kind="compare"), "kind: lr -> compare"),
+        (lambda i: i["recipe"]["model"].update(layers=3), "recipe.model.layers: 2 -> 3"),
+        (lambda i: i.update(corpora=["y"]), "corpora: .*x.* -> .*y"),
+        (lambda i: i["grid"].update(widths=[64, 128]), "grid.widths: 32 belong to it, and not to this one"),
+        (lambda i: i["grid"].update(seeds=[2]), "grid.seeds: 1 belong"),
+        (lambda i: i["grid"].update(interventions={"all": []}), "grid.interventions.none: .* -> None"),
+        (
+            lambda i: i["grid"].update(interventions={"none": ["a"]}),
+            r"grid.interventions.none: .* -> \['a'\]",
+        ),
+    ],
+)
+def test_another_study_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
+        pass
+    with (
+        pytest.raises(ConfigError, match=f"holds another study: {told}"),
+        StudyDirectory.open(tmp_path / "a", other(change), TrialResult),
+    ):
+        pass
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
+        pass  # and has changed nothing
+
+
+def test_a_study_may_grow(tmp_path: Path) -> None:
+    def change(i: dict[str, Any]) -> None:
+        i["grid"] = {
+            "widths": [16, 32, 64],
+            "interventions": {**GRID["interventions"], "all": []},
+            "seeds": [1, 2],
+        }  # type: ignore[dict-item]
+
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
+        pass
+    with StudyDirectory.open(tmp_path / "a", other(change), TrialResult):
+        pass
+    assert differences(IDENTITY, other(change)) == []
+    with (
+        pytest.raises(ConfigError, match="widths: 16"),
+        StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult),
+    ):
+        pass  # its results belong to the larger one
+
+
+def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
+    with (
+        StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult),
+        pytest.raises(ConfigError, match="another process works on this study"),
+        StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult),
+    ):
+        pass
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
+        pass
+
+
+def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("x")
+    with (
+        pytest.raises(ConfigError, match="not the directory of a study"),
+        StudyDirectory.open(tmp_path / "mine", IDENTITY, TrialResult),
+    ):
+        pass
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    (tmp_path / "file").write_text("x")
+    with (
+        pytest.raises(ConfigError, match="cannot be used"),
+        StudyDirectory.open(tmp_path / "file", IDENTITY, TrialResult),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["study.json", "trials/x.json"])
+def test_damaged_files_are_told(tmp_path: Path, name: str) -> None:
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
+        RESULT.save(study.trials / "x.json")
+    (tmp_path / "a" / name).write_text("{")
+    with pytest.raises(DataError, match=name), StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult):
+        pass
+
+
+def test_the_identity_follows_recipe_and_corpus(tiny_recipe: Path, corpus: Path, tmp_path: Path) -> None:
+    def identity(*overrides: str) -> dict[str, Any]:
+        return identity_of("lr", recipe.load(tiny_recipe, overrides), GRID)
+
+    first = identity()
+    assert differences(first, identity("run.seed=77", "run.dir=elsewhere")) == []  # the trials have their own
+    assert differences(first, identity("optimizer.betas=[0.9, 0.999]"))
+    mine = tmp_path / "corpus"
+    shutil.copytree(corpus, mine)
+    same = identity(f"data.corpora.0.path={mine}")
+    assert [text for text in differences(first, same) if text.startswith("corpora")] == []
+    shutil.rmtree(mine)
+    write_corpus(mine, seed=5)
+    changed = identity(f"data.corpora.0.path={mine}")
+    assert [text for text in differences(same, changed) if text.startswith("corpora")]
+
+
+def test_trials_run_and_results_are_kept(tiny_recipe: Path, tmp_path: Path) -> None:
+    few = (*QUIET, "train.steps=3")
+    trials = [Trial("a", few), Trial("b", (*few, "run.seed=2"))]
+    told: list[str] = []
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
+        found = run_missing(study, tiny_recipe, trials, 2, lambda name, result: told.append(name))
+        assert sorted(told) == ["a", "b"] == sorted(found) and not list(study.runs.iterdir())
+        assert found["a"].losses != found["b"].losses and found["a"].first > 5
+        assert (
+            len(found["a"].losses) == 3
+            and math.isfinite(found["a"].validation)
+            and found["a"].parameters > 1000
+        )
+    with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
+        again = run_missing(study, tiny_recipe, trials, 2, lambda name, result: told.append(name))
+    assert len(told) == 2 and again == found  # read, not run
