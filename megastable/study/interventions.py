@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megastable.base.errors import ConfigError
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 
 NONE, ALL = "none", "all"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

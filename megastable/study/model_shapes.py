@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import gcd
 
 from megastable.base.errors import ConfigError
-from megastable.config.tree import ModelConfig
+from megastable.config.model import ModelConfig
 
 MULTIPLE = 8  # of the inner width
 
