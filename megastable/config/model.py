@@ -62,7 +62,7 @@ class MupConfig(Section):
     depths as CompleteP (arXiv:2505.01618, table 1, alpha = 1).
 
     Initialisation, learning rate, decay and epsilon of every group, and the scales of attention, branches and logits
-    follow from the ratio of this model's sizes to those of the base, at which nothing changes.
+    follow from the ratio of this model's sizes to those of the base, at which all of them are as without it.
     """
 
     base_width: PositiveInt = Field(examples=[256])
@@ -71,6 +71,9 @@ class MupConfig(Section):
     """`model.layers` of that model; null: widths only, no transfer over depths."""
     base_head_dim: PositiveInt | None = Field(default=None, examples=[64])
     """Width of its heads; null: as here."""
+    zero_output: bool = True
+    """The output layer starts at zero, unless tied (arXiv:2203.03466, section D.2): what a random one adds to the
+    logits depends on the width."""
 
 
 class ModelConfig(Section):

@@ -40,6 +40,8 @@ def std_of(name: str, rows: int, columns: int, config: ModelConfig) -> float:
     """
     if name == "embedding.weight":
         return config.init_std
+    if name == "head.weight" and config.mup is not None and config.mup.zero_output:
+        return 0.0
     kinds = {
         "normal": config.init_std, "fan_in": columns**-0.5, "xavier": math.sqrt(2 / (rows + columns)),
         "small": math.sqrt(2 / (5 * config.hidden)),
