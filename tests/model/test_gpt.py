@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from megastable.config.model import ModelConfig
 from megastable.model import gpt
@@ -19,6 +20,7 @@ from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from tests import reference
+from tests.parallel.compiling import without_kernels
 from tests.shapes import shape_of
 
 VOCABULARY, LENGTH, BATCH, Z = 50, 24, 3, 0.01
@@ -272,3 +274,28 @@ def test_costs_spread_a_large_model_evenly() -> None:
     bounds = partition(costs, 8, [entry.is_block for entry in entries])
     stages = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
     assert max(stages) < 1.1 * sum(stages) / 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [({}, 1), ({"norm_scaling": True}, 2), ({"norms": "branch"}, 1), ({"norms": "mixed"}, 2), (GEMMA_2, 2)],
+    ids=["plain", "norm-scaling", "branch", "mixed", "gemma2"],
+)
+def test_blocks_are_compiled_once_for_every_kind(changes: dict[str, Any], kinds: int) -> None:
+    """Twelve blocks, more than torch would compile anew; a later step, with other numbers, compiles nothing. With
+    LayerNorm scaling the first block has no factor."""
+    c = config(layers=12, hidden=16, ffn=24, **changes)
+    tokens, labels, _ = batch()
+    wanted = gradients(build(c, kernels=Kernels("blocked")), tokens, labels)
+    torch._dynamo.reset()
+    counters.clear()
+    with without_kernels():
+        model = build(c, kernels=Kernels("blocked", compile=True))
+        for updates in (UPDATES + 1, UPDATES):
+            gpt.set_updates(model, c, updates)
+            loss, grads = gradients(model, tokens, labels)
+    assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"]
+    assert float(loss) == pytest.approx(float(wanted[0]), rel=1e-5)
+    for name, g in grads.items():
+        torch.testing.assert_close(g, wanted[1][name], rtol=1e-3, atol=1e-6)
+    torch._dynamo.reset()

@@ -134,6 +134,7 @@ def first_losses(model: ModelConfig, apart: bool, batch: int) -> list[float]:
     """Of every sample of the first batch, under the first weights."""
     weights, shape = plain(model)
     tokens, labels, segments = batches(apart, batch)[0]
+    shape.samples = torch.arange(len(tokens))
     out = reference.logits(weights, shape, tokens, segments)
     return [float(reference.losses(one, label, 0.0)[1]) for one, label in zip(out, labels, strict=True)]
 
@@ -178,6 +179,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tied-zero3": (2, {"tied": True, "zero": 3}),
     "documents-pp2": (2, {"pipeline": 2, "apart": True}),
     "documents-tp2-sequence": (2, {"tensor": 2, "sequence": True, "apart": True, "recompute": "full"}),
+    "documents-dropout-pp2": (2, {"pipeline": 2, "apart": True, "model": {"dropout": 0.2}}),
     "no-qk-norm-tp2": (2, {"tensor": 2, "model": {"qk_norm": False}}),
     "olmo2-tp2": (2, {"tensor": 2, "model": OLMO2}),
     "olmo2-sequence-tp2-pp2": (
