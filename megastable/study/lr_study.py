@@ -68,7 +68,7 @@ class LrGrid:
 
     def trial(self, intervention: str, width: int, rate: float, seed: int) -> Trial:
         return Trial(
-            f"{intervention}-w{width}-lr{rate:g}-s{seed}",
+            f"{intervention}-w{width}-lr{rate}-s{seed}",
             (
                 *self.common, *at_width(self.config.model, width), *self.interventions[intervention],
                 f"optimizer.lr={rate!r}", f"run.seed={seed}",
