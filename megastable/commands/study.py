@@ -188,6 +188,57 @@ def coordinate_check(
     raise typer.Exit(0 if all(one.flat for one in found if one.way == ways[-1]) else FAILED)
 
 
+@app.add(
+    examples="""
+    megastable study compare launch/recipes/quickstart.yaml --of "" --of model.qk_norm=false --seeds 5
+        data.corpora.0.path=data/stdlib
+    megastable study compare launch/recipes/quickstart.yaml --of optimizer.name=adamw
+        --of "optimizer.name=muon optimizer.lr=4e-3" train.steps=400 data.corpora.0.path=data/stdlib
+    """,
+    more=f"The length of the runs is the recipe's. bench tuned also looks for the rate of each. {RESUMED}",
+)
+def compare(
+    recipe_path: Recipe,
+    overrides: Overrides = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option("--of", help="Overrides of one, spaces between; repeatable; the first is compared with"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each")] = 3,
+    jobs: Jobs = None,
+    output: Output = None,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Do overrides make a difference? Several seeds of each, paired, with confidence intervals. Trains for real."""
+    chosen = tuple(" ".join(one.split()) for one in candidates or [])
+    if len(chosen) < 2 or len(set(chosen)) < len(chosen):
+        raise ConfigError('give two different candidates or more, e.g. --of "" --of model.qk_norm=false')
+    from megastable.base.progress_bar import bar
+    from megastable.config import recipe
+    from megastable.study import compare_display as display
+    from megastable.study.compare_study import CompareGrid, common
+    from megastable.study.compare_study import compare as compared
+    from megastable.study.study_directory import StudyDirectory, identity_of, run_missing
+    from megastable.study.trial import TrialResult
+
+    path, shared = recipe.find(recipe_path), common(overrides or [])
+    grid = CompareGrid(path, recipe.load(path, shared), shared, chosen, tuple(range(1, seeds + 1)))
+    grid.check()
+    folder = output or _usual_folder(f"compare-{path.stem}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with StudyDirectory.open(folder, identity_of("compare", grid.config, grid.axes), TrialResult) as study:
+        trials = grid.trials()
+        with bar("training", len(study.missing(t.name for t in trials)), as_json, "runs") as progress:
+            run_missing(study, path, trials, jobs or _usual_jobs(), _watcher(progress))
+        found = compared(grid, study.results)
+        about = {"kind": "compare", "recipe": str(path), "common": list(shared)}
+        put_json(display.tree(grid, found, about), as_json, study.result)
+        place = picture or folder / "picture.png"
+        display.picture(grid, found, f"{path.name}: {seeds} seeds", place)
+    _show(as_json, display.table(found), *display.in_words(found), f"picture: {place}")
+
+
 def _usual_folder(name: str) -> Path:
     return Path("runs/studies") / name
 

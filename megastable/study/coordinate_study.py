@@ -145,15 +145,15 @@ def named(found: Coordinates, deep: bool) -> Coordinates:
     if not deep:
         return found
     numbers = [int(place.partition(".")[0]) for place in found.rms if place[0].isdigit()]
-    names = {
-        place: place if not place[0].isdigit() else f"{which}.{place.partition('.')[2]}"
-        for place in found.rms
-        for which, number in (("first", min(numbers)), ("last", max(numbers)))
-        if not place[0].isdigit() or place.startswith(f"{number}.")
-    }
+    ends = (("first", min(numbers)), ("last", max(numbers)))
+    names: dict[str, str] = {}  # in the order of the model, a lone block as both
+    for place in found.rms:
+        number, _, part = place.partition(".")
+        ours = [f"{which}.{part}" for which, of in ends if number == str(of)] if part else [place]
+        names |= dict.fromkeys(ours, place)
     return Coordinates(
-        {name: found.rms[place] for place, name in names.items()},
-        {name: found.change[place] for place, name in names.items()}, found.losses,
+        {name: found.rms[place] for name, place in names.items()},
+        {name: found.change[place] for name, place in names.items()}, found.losses,
     )  # fmt: skip
 
 

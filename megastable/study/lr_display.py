@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megastable.base.text import plural
 from megastable.report.figures import save
 from megastable.study.lr_sensitivity import LrCurve, Trend, optimum, trends, usable
 from megastable.study.lr_study import LrGrid
@@ -51,10 +52,11 @@ def in_words(found: Sequence[Trend]) -> list[str]:
     for trend in found:
         if math.isnan(trend.sensitivity):
             continue
-        if math.isnan(trend.best_rate):
-            rate = "its best rates lie at the ends of the grid, or at one width only"
-        else:
-            rate = f"the best rate goes with width^{trend.best_rate:+.2f}"
+        rate = (
+            "the best rates lie at the ends of the grid: no trend"
+            if math.isnan(trend.best_rate)
+            else f"the best rate goes with width^{trend.best_rate:+.2f}, by {plural(trend.inside, 'width')}"
+        )
         told.append(
             f"{trend.intervention}: LR sensitivity {trend.sensitivity:+.3f} nat per doubling of the width; {rate}"
         )

@@ -144,11 +144,13 @@ class LrCurve:
 @dataclass(frozen=True)
 class Trend:
     """Over the widths of an intervention. sensitivity: change per doubling of the width, nats per token. best_rate: the
-    exponent k of best rate ~ width^k, of the best rates that lie inside their curves; nan of fewer than two."""
+    exponent k of best rate ~ width^k, of the `inside` best rates that lie inside their curves; nan of fewer than
+    two."""
 
     intervention: str
     sensitivity: float
     best_rate: float
+    inside: int
 
 
 def trends(curves: Sequence[LrCurve]) -> list[Trend]:
@@ -160,6 +162,6 @@ def trends(curves: Sequence[LrCurve]) -> list[Trend]:
         inside = [(w, math.log2(one.rate)) for w, one in optima if one.inside]
         found.append(Trend(
             name, slope(widths, [fmean(curve.sensitivities) for curve in mine]),
-            slope([w for w, _ in inside], [rate for _, rate in inside]) if inside else math.nan,
+            slope([w for w, _ in inside], [rate for _, rate in inside]) if inside else math.nan, len(inside),
         ))  # fmt: skip
     return found

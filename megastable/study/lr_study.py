@@ -38,7 +38,7 @@ class LrPreset:
 EVERY = ("none", "qk_norm", "z_loss", "all")
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # the paper's range
 # With the quickstart's recipe on two cores: minutes, a quarter of an hour, two hours.
-QUICK = LrPreset((64, 128, 256), (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), ("none", "all"), 1, 100, 16, 64)
+QUICK = LrPreset((64, 128, 256), RATES[:-1], ("none", "all"), 1, 100, 16, 64)
 USUAL = LrPreset((64, 128, 256), RATES, EVERY, 0, 300, 16, 64)
 FULL = LrPreset((64, 128, 256), RATES, EVERY, 2, 500, 16, 128)
 
@@ -68,7 +68,7 @@ class LrGrid:
 
     def trial(self, intervention: str, width: int, rate: float, seed: int) -> Trial:
         return Trial(
-            f"{intervention}-w{width}-lr{rate:g}-s{seed}",
+            f"{intervention}-w{width}-lr{rate}-s{seed}",
             (
                 *self.common, *at_width(self.config.model, width), *self.interventions[intervention],
                 f"optimizer.lr={rate!r}", f"run.seed={seed}",

@@ -55,12 +55,11 @@ class StudyDirectory(Generic[R]):
         study = cls(root)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            if not study.identity.exists() and any(p.name != ".lock" for p in root.iterdir()):
+            if not study.identity.exists() and any(not p.name.startswith(".") for p in root.iterdir()):
                 raise ConfigError(
                     f"{root} is not the directory of a study, nor empty: choose another --output"
                 )
             held = durable.hold(root / ".lock")
-            study.trials.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{root} cannot be used: {error}: choose another --output") from None
         if held is None:
@@ -89,8 +88,9 @@ class StudyDirectory(Generic[R]):
                 )
         try:
             durable.write_file(self.identity, (json.dumps(mine, indent=1) + "\n").encode())
+            self.trials.mkdir(exist_ok=True)
         except OSError as error:
-            raise DataError(f"{self.identity} could not be written: {error}") from None
+            raise DataError(f"{self.root} could not be written to: {error}") from None
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Those without a result yet, each once."""

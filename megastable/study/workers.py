@@ -17,7 +17,7 @@ from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
-from megastable.base.errors import OK, UNSTABLE, ConfigError, DataError, user_errors
+from megastable.base.errors import OK, UNSTABLE, DataError, user_errors
 from megastable.study.trial import Trial, TrialResult
 
 TRAIN = "megastable.train"  # by name: it stands above all rooms
@@ -73,19 +73,13 @@ def run_all(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made: {error}") from None
     waiting, slots = list(reversed(work)), list(range(jobs))
     running: dict[Any, tuple[Any, Work, int]] = {}
     try:
         while waiting or running:
             while waiting and slots:
                 one, slot = waiting.pop(), slots.pop()
-                mine = folder / one.name
-                shutil.rmtree(mine, ignore_errors=True)  # of a process that was killed
-                mine.mkdir()
+                mine = _made(folder / one.name)
                 process = context.Process(
                     target=_work, args=(one, os.getcwd(), _environment(slot), mine / "output.log")
                 )
@@ -104,6 +98,16 @@ def run_all(
         for process, *_ in running.values():
             process.kill()
             process.join()
+
+
+def _made(folder: Path) -> Path:
+    """A new folder, in place of what a process that was killed has left. Raises DataError."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be made: {error}: make room, start again") from None
+    return folder
 
 
 def _environment(slot: int) -> dict[str, str]:

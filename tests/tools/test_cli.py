@@ -185,7 +185,8 @@ MISSING = [
     "prune apply none o", "prune skip none none", "inspect step none 1", "inspect run none", "inspect scan none",
     "checkpoint verify none", "checkpoint list none", "checkpoint show none", "checkpoint diff none none",
     "checkpoint export none o", "convert to-hf none o", "convert to-gguf none o", "convert check none none",
-    "study lr-sensitivity none.yaml",
+    "study lr-sensitivity none.yaml", "study coordinate-check none.yaml",
+    "study compare none.yaml --of model.layers=1 --of model.layers=2",
     "bench stability --recipe none.yaml", "bench scaling --recipe none.yaml", "drill --text none",
 ]  # fmt: skip
 
