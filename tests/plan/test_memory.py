@@ -264,7 +264,7 @@ def test_what_is_restated_is_as_there() -> None:
     for length in (128, 256, 300, 1024, 8192):
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
         z = activations.sizes(config)
-        assert activations.probabilities(z) == blocked.kept_size(z.samples, z.heads, length, 64)
+        assert activations.probabilities(config, z) == blocked.kept_size(z.samples, z.heads, length, 64)
 
 
 # Muon has three groups: tests/plan/test_muon.py.
