@@ -89,6 +89,10 @@ class Case:
 
 TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
 SP2 = TP2 | {"sequence": True}
+GEMMA2 = {
+    "norms": "both", "zero_centered_norms": True, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 64,
+    "full_attention_every": 2, "activation": "gelu", "qk_norm": False,
+}  # fmt: skip
 LAYOUTS = {
     "one": Case(),
     "one, blocked attention": Case(kernels={"attention": "blocked"}),
@@ -105,6 +109,14 @@ LAYOUTS = {
     "one, all heads": Case(model={"kv_heads": None}),
     "one, no QK-norm": Case(model={"qk_norm": False}),
     "one, OLMo 2": Case(model={"qk_norm": "full", "norms": "after"}),
+    "one, Gemma 2": Case(model=GEMMA2, kernels={"attention": "blocked"}),
+    "one, Gemma 2, reference": Case(model=GEMMA2, kernels={"attention": "reference", "loss": "reference"}),
+    "one, Gemma 2, selective": Case(1, {"recompute": "selective"}, GEMMA2, kernels={"attention": "blocked"}),
+    "one, Gemma 2, compiled": Case(model=GEMMA2, kernels={"attention": "blocked", "compile": True}),
+    "one, window": Case(model={"window": 64}),
+    "one, DeepNorm": Case(model={"norms": "deep"}),
+    "one, clamped SwiGLU, fp32": Case(model={"swiglu_clamp": 7.0}, precision={"kind": "fp32"}),
+    "TP2+SP Gemma 2 full": Case(2, SP2 | {"recompute": "full"}, GEMMA2, kernels={"attention": "blocked"}),
     "one, documents apart": Case(apart=True),
     "one, selective": Case(parallel={"recompute": "selective"}),
     "one, full": Case(parallel={"recompute": "full"}),

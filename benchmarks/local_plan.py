@@ -29,7 +29,8 @@ from megastable.config.tree import RunConfig
 from megastable.engine.kernel_choice import choose
 from megastable.model.cores import CORES
 from megastable.model.kernels import DTYPES
-from megastable.model.mlp import swiglu
+from megastable.model.mlp import activation_of
+from megastable.model.scores import Scores
 from megastable.parallel.layout import Layout
 from megastable.plan import work
 from megastable.plan.cluster import ClusterConfig, Efficiency, Link, Peak
@@ -97,6 +98,7 @@ def _attention(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> floa
     """TFLOP/s of causal attention, forward and backward, counted as in `work.block`."""
     m, b = config.model, config.train.micro_batch
     core = CORES[choose(config, CPU).attention]
+    scores = Scores.of(m, 0)._replace(window=None)  # `work.attended` knows the windows
 
     def drawn(heads: int) -> Tensor:
         return (
@@ -108,14 +110,17 @@ def _attention(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> floa
 
     q, k, v = drawn(m.heads), drawn(m.key_value_heads), drawn(m.key_value_heads)
     g = drawn(m.heads).detach()
-    return 4 * 3.5 * z.attended / seconds_of(lambda: core.run(q, k, v, None).backward(g)) / 1e12
+    documents = core.prepare(None, scores, m.sequence_length, CPU)
+    seconds = seconds_of(lambda: core.run(q, k, v, documents, scores).backward(g))
+    return 4 * 3.5 * z.attended / seconds / 1e12
 
 
 def _memory(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> float:
     """TB/s of reads and writes: SwiGLU with its gradient, as in a block."""
     both = torch.randn(int(z.tokens), int(2 * z.ffn)).to(dtype).requires_grad_()
     g = torch.randn(int(z.tokens), int(z.ffn)).to(dtype)
-    run = torch.compile(swiglu) if choose(config, CPU).compile else swiglu
+    run = activation_of(config.model)
+    run = torch.compile(run) if choose(config, CPU).compile else run
     passes = 8 if choose(config, CPU).compile else 15
     return passes * z.tokens * z.ffn * z.e / seconds_of(lambda: run(both).backward(g)) / 1e12
 

@@ -69,6 +69,8 @@ class Case:
 TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
 SP2 = TP2 | {"sequence": True}
 OLMO2 = {"qk_norm": "full", "norms": "after"}
+GEMMA2 = {"norms": "both", "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 8}
+MIXED = {"norms": "mixed", "mixed_share": 0.25}  # the first of four blocks
 MUON: dict[str, Any] = {"name": "muon"}
 CLIP: dict[str, Any] = {"clip": 1e6}  # no worker is above it
 LAYOUTS = {
@@ -81,6 +83,8 @@ LAYOUTS = {
     "TP2+SP": Case(2, SP2),
     "TP2+SP full": Case(2, SP2 | {"recompute": "full"}),
     "TP2+SP OLMo 2": Case(2, SP2, OLMO2),
+    "TP2+SP Gemma 2 full": Case(2, SP2 | {"recompute": "full"}, GEMMA2),
+    "TP2 Mix-LN full": Case(2, TP2 | {"recompute": "full"}, MIXED),
     "TP4": Case(4, {"tensor": 4}),
     "PP2": Case(2, PP2),
     "PP2 apart": Case(2, PP2, apart=True),
@@ -98,6 +102,12 @@ LAYOUTS = {
     "DP2 ZeRO 3 OLMo 2 tied keeps nothing": Case(
         2, {"zero": 3, "recompute": "full"}, OLMO2 | {"tied": True}, zero=KEEP_NOTHING
     ),
+    "DP2 ZeRO 3 Gemma 2 full keeps nothing": Case(
+        2, {"zero": 3, "recompute": "full"}, GEMMA2, zero=KEEP_NOTHING
+    ),
+    "DP2 ZeRO 3 Mix-LN full keeps nothing": Case(
+        2, {"zero": 3, "recompute": "full"}, MIXED, zero=KEEP_NOTHING
+    ),
     "DP4 ZeRO 1": Case(4, micro_batch=1),
     "DP4 ZeRO 1 fp32, to the owner": Case(4, precision="fp32", zero=TO_OWNER),
     "DP4 ZeRO 2, to the owner": Case(4, {"zero": 2}, micro_batch=1, zero=TO_OWNER),
@@ -110,6 +120,7 @@ LAYOUTS = {
     "TP2xPP2": Case(4, TP2 | PP2),
     "PP2xDP3 tied": Case(6, PP2, {"tied": True, "layers": 5}, global_batch=6, micro_batch=1),
     "PP2xDP2 tied fp32": Case(4, PP2, {"tied": True}, precision="fp32"),
+    "TP2+SPxPP2 Mix-LN full": Case(4, SP2 | PP2 | {"recompute": "full"}, MIXED),
     "TP2+SPxPP2 tied full": Case(4, SP2 | PP2 | {"recompute": "full"}, {"tied": True}, apart=True),
     "PP2xDP2 fp32": Case(4, PP2, precision="fp32"),
     "TP2xPP2xDP2": Case(8, TP2 | PP2),

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable.base.errors import ConfigError
+from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
@@ -28,8 +29,27 @@ OURS = "megastable"
 RATE = 1e-6  # so that the weights hardly change, even in bf16
 
 
+# Keys of the model that every peer has, or that do not change its work: sizes, and how weights begin, which are given.
+COMMON = frozenset(
+    """layers hidden heads kv_heads head_dim ffn sequence_length vocab_size vocab_multiple max_positions rope_theta
+    norm_eps tied init init_std residual_init z_loss""".split()
+)
+
+
 class Unavailable(Exception):
     """The reason why a contestant cannot run here, for its table row."""
+
+
+def refuse_others(config: ModelConfig, has: Mapping[str, Collection[Any]]) -> None:
+    """Raise Unavailable for keys of the model that a peer lacks. has: the values that it knows of some keys; it has the
+    defaults of the others, except `COMMON`."""
+    lacking = [
+        f"model.{key}={getattr(config, key)}"
+        for key, field in ModelConfig.model_fields.items()
+        if key not in COMMON and getattr(config, key) not in has.get(key, [field.default])
+    ]
+    if lacking:
+        raise Unavailable(f"it is built here without {', '.join(lacking)}")
 
 
 @dataclass

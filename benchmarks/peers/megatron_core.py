@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import Contestant, Task, Unavailable, trained
+from benchmarks.peers import Contestant, Task, Unavailable, refuse_others, trained
 
 
 class _NoTracker:
@@ -54,10 +54,7 @@ def build(task: Task) -> Contestant:
     except ImportError as error:
         raise Unavailable(f"megatron.core is not installed ({error})") from None
     c, on_gpu = task.config.model, task.device.type == "cuda"
-    if c.qk_norm == "full" or c.norms == "after":
-        raise Unavailable(f"its GPTModel has no model.qk_norm={c.qk_norm} with model.norms={c.norms}")
-    if c.qkv_bias or c.rope_scaling:
-        raise Unavailable("it is built here without model.qkv_bias and model.rope_scaling")
+    refuse_others(c, {"qk_norm": (True, False)})
     engine = on_gpu and _has_transformer_engine()
     with warnings.catch_warnings(), _device(task):
         warnings.simplefilter("ignore")

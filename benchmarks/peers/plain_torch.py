@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peers import Contestant, Task, Unavailable, trained
+from benchmarks.peers import Contestant, Task, refuse_others, trained
 from megastable.config.model import ModelConfig
 
 
@@ -118,8 +118,7 @@ class PlainGPT(nn.Module):
 
 def build(task: Task) -> Contestant:
     """Compiled whole, unless the recipe says kernels.compile=false."""
-    if task.config.model.qkv_bias or task.config.model.rope_scaling:
-        raise Unavailable("it is written without model.qkv_bias and model.rope_scaling")
+    refuse_others(task.config.model, {"norms": ("before", "after"), "qk_norm": (True, False, "full")})
     compiled = task.config.kernels.compile is not False
     with torch.device("meta"):  # no weights are drawn only to be overwritten
         module = PlainGPT(task.config.model)

@@ -1,16 +1,18 @@
 """Lints a recipe: settings that are possible but known to be dangerous. Hints only; nothing is refused. Pure.
 
 A rule is a function of the configuration with its threshold: None, or what happens, where that is from and what to
-set. To add one, write the function and name it in `RULES`, or in `OF` if it holds for some optimizers only.
+set. To add one, write the function and name it in `RULES`, or in `OF` if it holds for some optimizers only; those about
+the model are in model_lint.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from megastable.config.model import ModelConfig
+from megastable.config import model_lint
+from megastable.config.hint import Hint, Rule
+from megastable.config.model_lint import PROXIES, block_weights, bounded_logits, matrix_std
 from megastable.config.tree import RunConfig
 
 # Updates in which gradients keep one direction: Adam's change every weight by the whole rate.
@@ -29,46 +31,20 @@ LONG_MEMORY = 0.99
 LARGE_BATCH = 500_000  # tokens of an update: the smallest batch of that table
 # Of the largest root mean square that clipping lets a gradient have.
 EPS_SHARE = 0.1
-SCALE = 1e9  # weights of the blocks from which a rule calls a model large
 MOST_DECAY = 0.5  # five times the 0.1 of GPT-3, Llama, OLMo 2
 MOST_CLIP = 10.0  # ten times the 1.0 of these
-TIED_LOGITS = 2.0  # standard deviation of the first logits: it adds half its square to the first loss, 2 nats
 EARLY = 0.98  # a schedule counts applied updates, and some steps may be refused
 OUTLASTS = 1.25  # a schedule longer than the run by this factor costs loss
 
 GPT3 = "GPT-3, arXiv:2005.14165, appendix B"
 LLAMA = "Llama, arXiv:2302.13971, section 2.3"
-PROXIES = "Wortsman et al., arXiv:2309.14322, section"
 CHINCHILLA = "Chinchilla, arXiv:2203.15556, appendix B"
-
-
-@dataclass(frozen=True)
-class Hint:
-    """setting: key=value. effect: what it does, with numbers. source: paper and section, or measurement. remedy: what
-    to set."""
-
-    setting: str
-    effect: str
-    source: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.setting}: {self.effect} ({self.source}). Set {self.remedy}"
-
-
-Rule = Callable[[RunConfig], Hint | None]
 
 
 def lint(config: RunConfig) -> list[str]:
     """Warnings about the recipe of a new run: key=value, what happens, source, remedy."""
     rules = [*RULES, *(rule for rule, names in OF if config.optimizer.name in names)]
     return [str(hint) for rule in rules if (hint := rule(config)) is not None]
-
-
-def block_weights(m: ModelConfig) -> int:
-    """Weights of all blocks, without embedding, output layer and vectors."""
-    attention = m.hidden * m.head_width * 2 * (m.heads + m.key_value_heads)
-    return m.layers * (attention + 3 * m.hidden * m.ffn_width)
 
 
 def compute(c: RunConfig) -> float:
@@ -219,49 +195,6 @@ def no_constant_phase(c: RunConfig) -> Hint | None:
     )
 
 
-# The model and its precision
-
-
-def fp16_without_qk_norm(c: RunConfig) -> Hint | None:
-    """Attention scores beyond the range of fp16."""
-    if c.precision.kind != "fp16" or c.model.qk_norm is not False or c.optimizer.qk_clip is not None:
-        return None
-    return Hint(
-        "model.qk_norm=false",
-        "with precision.kind=fp16 nothing bounds the attention scores, and beyond 65,504 they are infinite",
-        "GLM-130B, arXiv:2210.02414, section 3; ViT-22B, arXiv:2302.05442, section 2",
-        "model.qk_norm=true, or precision.kind=bf16",
-    )
-
-
-def no_z_loss(c: RunConfig) -> Hint | None:
-    """Output logits drift in bf16."""
-    weights = block_weights(c.model)
-    if c.model.z_loss or c.precision.kind != "bf16" or weights < SCALE:
-        return None
-    return Hint(
-        "model.z_loss=0",
-        f"with precision.kind=bf16 and {weights / 1e9:.2g}B weights in the blocks: logits may drift from zero, where "
-        "bf16 rounds coarsely",
-        f"PaLM, arXiv:2204.02311, section 5; {PROXIES} 3.1.2",
-        "model.z_loss=1e-4",
-    )
-
-
-def tied_and_large(c: RunConfig) -> Hint | None:
-    """The embedding is the output layer: its scale is that of the first logits."""
-    spread = c.model.init_std * math.sqrt(c.model.hidden)
-    if not c.model.tied or spread <= TIED_LOGITS:
-        return None
-    return Hint(
-        f"model.init_std={c.model.init_std:g}",
-        f"with model.tied=true and a width of {c.model.hidden} the first logits scatter by {spread:.2g}, which adds "
-        f"{spread**2 / 2:.2g} nats to the first loss",
-        "PaLM scales the logits of its tied embedding by 1 / sqrt(width): arXiv:2204.02311, section 5",
-        f"model.init_std={1 / math.sqrt(c.model.hidden):.1g} or less, or model.tied=false",
-    )
-
-
 # Safety nets
 
 
@@ -339,13 +272,14 @@ def first_updates(c: RunConfig) -> Hint | None:
     """The first updates are too large for the initial weights, or there is no warm-up."""
     of, lr = lengths(c), first_rate(c)
     setting = f"schedule.warmup_{of.unit}={of.warmup}"
-    change = lr * math.sqrt(c.model.hidden) / (2 * c.model.init_std)
+    std = matrix_std(c.model)
+    change = lr / c.model.width_ratio * math.sqrt(c.model.hidden) / (2 * std)
     each = c.batches.at(0) * c.model.sequence_length if c.schedule.by_tokens else 1
     thumb = math.ceil(each * 2 / max(1 - c.optimizer.betas[1], 1e-9))
     if change >= CHANGE:
         return Hint(
             setting,
-            f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {c.model.init_std:g} and a width "
+            f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {std:g} and a width "
             f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself, limit {CHANGE:g}",
             "measured: docs/stability.md, a rate that is too high from the start",
             f"schedule.warmup_{of.unit}={max(thumb, math.ceil(of.warmup * change / CHANGE))} or more, or a lower "
@@ -363,7 +297,7 @@ def first_updates(c: RunConfig) -> Hint | None:
 
 def peak_rate(c: RunConfig) -> Hint | None:
     """The peak rate against a scaling law."""
-    best = best_rate(c)
+    best = best_rate(c) * c.model.width_ratio  # by which muP divides the rate of the blocks' matrices
     if c.optimizer.lr <= ABOVE_LAW * best:
         return None
     return Hint(
@@ -377,8 +311,7 @@ def peak_rate(c: RunConfig) -> Hint | None:
 
 def rate_without_qk_norm(c: RunConfig) -> Hint | None:
     """Attention logits grow at high rates."""
-    bounded = c.model.qk_norm is not False or c.optimizer.qk_clip is not None
-    if bounded or c.optimizer.lr < WITHOUT_QK_NORM:
+    if bounded_logits(c) or c.optimizer.lr < WITHOUT_QK_NORM:
         return None
     return Hint(
         "model.qk_norm=false",
@@ -419,8 +352,7 @@ def epsilon(c: RunConfig) -> Hint | None:
 
 RULES: tuple[Rule, ...] = (
     warmup_outlasts_run, data_warmup_outlasts_run, schedule_ends_early, schedule_outlasts_run, no_decay,
-    no_constant_phase, fp16_without_qk_norm, no_z_loss, tied_and_large, decay_of_weights, clipping, no_checkpoints,
-    no_evaluation,
+    no_constant_phase, *model_lint.RULES, decay_of_weights, clipping, no_checkpoints, no_evaluation,
 )  # fmt: skip
 # Rules whose thresholds are for a certain kind of update, with the optimizers that make it: of the size of the rate;
 # of about its size (Muon's is matched to AdamW's, arXiv:2502.16982); divided by the root of a second moment.

@@ -110,14 +110,16 @@ def linears_of(block: Block, config: RunConfig) -> set[str]:
 def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
     """Replace those `linears` (of `config.LINEARS`) of a built block by modules of Transformer Engine.
 
-    A norm before a layer becomes a part of its module, which quantizes the norm's output directly; an MLP that
-    is in FP8 as a whole becomes one module, which saves for the backward pass what recompute=selective would save.
+    A norm before a layer becomes a part of its module, which quantizes the norm's output directly, unless the norm has
+    a further factor, which its modules lack. A SwiGLU that is in FP8 as a whole becomes one module, which saves for the
+    backward pass what recompute=selective would save.
     """
     found, attention, mlp = [], block.attention, block.mlp
     assert isinstance(mlp, MLP)
+    fused_norms = block.residual.norms_input and block.residual.norm == 1.0
 
     def take(linear: str, owner: nn.Module, norm: str) -> None:
-        before = not block.norms_after and linear in ("attention.qkv", "mlp.gate_up")
+        before = fused_norms and linear in ("attention.qkv", "mlp.gate_up")
         short = linear.rpartition(".")[2]
         module = _linear(getattr(owner, short), getattr(block, norm) if before else None)
         found.append(Fitted(module, (f"{block.name}.{linear}",), (module.weight,)))
@@ -128,7 +130,7 @@ def fit(block: Block, linears: Collection[str]) -> list[Fitted]:
     for linear in ("attention.qkv", "attention.out"):
         if linear in linears:
             take(linear, attention, "attention_norm")
-    if {"mlp.gate_up", "mlp.down"} <= set(linears) and not block.norms_after:
+    if {"mlp.gate_up", "mlp.down"} <= set(linears) and fused_norms and mlp.activation is swiglu:
         fused = _mlp(mlp, block.mlp_norm)
         layers = f"{block.name}.mlp.gate_up", f"{block.name}.mlp.down"
         found.append(Fitted(fused, layers, (fused.fc1_weight, fused.fc2_weight)))
@@ -159,7 +161,7 @@ def _linear(linear: ColumnParallelLinear | RowParallelLinear, norm: RMSNorm | No
         if norm is None:
             module = te.Linear(*whole, **told)
         else:
-            module = te.LayerNormLinear(*whole, eps=norm.eps, normalization="RMSNorm", **told)
+            module = te.LayerNormLinear(*whole, **_told_norm(norm), **told)
             _give_norm(module, norm)
     _give(module, "weight", linear.weight)
     return module
@@ -172,8 +174,8 @@ def _mlp(mlp: MLP, norm: RMSNorm) -> Any:
     tp, (hidden, width) = mlp.down.tp, shape_of(mlp.down.weight)
     with _quietly():
         module = te.LayerNormMLP(
-            hidden, width * tp.size, eps=norm.eps, normalization="RMSNorm", activation="swiglu",
-            set_parallel_mode=tp.size > 1, **_told(tp, mlp.down.weight),
+            hidden, width * tp.size, activation="swiglu", set_parallel_mode=tp.size > 1, **_told_norm(norm),
+            **_told(tp, mlp.down.weight),
         )  # fmt: skip
     _give_norm(module, norm)
     _give(module, "fc1_weight", mlp.gate_up.weight)
@@ -189,6 +191,10 @@ def _told(tp: TensorParallel, weight: Tensor) -> dict[str, Any]:
         "tp_group": tp.group if tp.size > 1 else None,
         "sequence_parallel": tp.sequence,
     }
+
+
+def _told_norm(norm: RMSNorm) -> dict[str, Any]:
+    return {"eps": norm.eps, "normalization": "RMSNorm", "zero_centered_gamma": norm.centered}
 
 
 @contextlib.contextmanager
@@ -264,6 +270,7 @@ class TransformerEngine(Metered):
         how = iter(quantizers(self._config, len(self.layers), self._meters))
         for one in self._fitted:
             inputs = partial(_normed, one.module) if hasattr(one.module, "layer_norm_weight") else _as_it_is
+            # `fit` makes one module of an MLP only if its activation is this one.
             watched = Watched(one.module, one.layers, one.weights, inputs, swiglu)
             show = partial(_show, record, one.layers)
             self._hooks.append(watch(watched, [next(how) for _ in one.layers], show))
@@ -315,7 +322,8 @@ def _normed(module: Any, x: Tensor) -> Tensor:
     """The operand of a module that includes an RMSNorm."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
-    return (wide * module.layer_norm_weight.float()).to(x.dtype)
+    weight = module.layer_norm_weight.float()
+    return (wide * (weight + 1.0 if module.zero_centered_gamma else weight)).to(x.dtype)
 
 
 def _show(

@@ -18,16 +18,25 @@ def elements_on(device: str) -> int:
     return CPU_ELEMENTS if device == "cpu" else GPU_ELEMENTS
 
 
-def block_cost(c: ModelConfig) -> float:
-    """Multiply-adds of a block per token, with causal attention (half of the scores)."""
+def keys_seen(length: int, window: int | None) -> float:
+    """Keys that a query of causal attention sees, in the mean over a sample of `length` tokens.
+
+    Of `length` queries the first ones see fewer than `window`: an area of length x window - window² / 2.
+    """
+    return length / 2 if window is None or window >= length else window - window**2 / (2 * length)
+
+
+def block_cost(c: ModelConfig, block: int) -> float:
+    """Multiply-adds of a block per token, with causal attention (half of the scores, or those of its window)."""
     width = c.head_width * (2 * c.heads + 2 * c.key_value_heads)
-    return c.hidden * width + 3 * c.hidden * c.ffn_width + c.sequence_length * c.heads * c.head_width
+    seen = keys_seen(c.sequence_length, c.window_of(block))
+    return c.hidden * width + 3 * c.hidden * c.ffn_width + 2 * seen * c.heads * c.head_width
 
 
 def layer_costs(c: ModelConfig) -> list[tuple[float, bool]]:
     """For every layer (embedding, blocks, final norm, head): its cost per token, in multiply-adds, and whether it is a
     block."""
-    blocks = [(block_cost(c), True)] * c.layers
+    blocks = [(block_cost(c, block), True) for block in range(c.layers)]
     return [(1.0, False), *blocks, (1.0, False), (float(c.hidden * c.padded_vocab), False)]
 
 

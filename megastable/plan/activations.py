@@ -149,10 +149,12 @@ def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> li
     else:
         swiglu = SavedOperation((Saved("gate and up", z.N * 2 * z.f, z.e),), 4 * z.e * z.N * z.f)
     mlp = [_linear("MLP input", z, z.N * z.h, z.N * 2 * z.f, z.h * 2 * z.f), swiglu]
+    clamp = not fused and m.swiglu_clamp is not None
     if not fused and not selective:
-        mlp.append(SavedOperation((Saved("silu", z.N * z.f, z.e),), 3 * z.e * z.N * z.f))
+        clamped = (Saved("clamped gate and up", z.N * 2 * z.f, z.e),) if clamp else ()
+        mlp.append(SavedOperation((*clamped, Saved("silu", z.N * z.f, z.e)), 3 * z.e * z.N * z.f))
     elif selective:
-        mlp.append(SavedOperation((), (4 if not fused else 3) * z.e * z.N * z.f))
+        mlp.append(SavedOperation((), (4 + 2 * clamp if not fused else 3) * z.e * z.N * z.f))
     if fused and selective:
         mlp.append(SavedOperation((), z.e * (2 * z.N * z.f + z.n * z.h)))  # the product, recomputed
     else:
@@ -161,9 +163,14 @@ def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> li
         _norm("attention norm", z, z.stream, z.n, fused),
         _norm("MLP norm", z, z.stream, z.n, fused),
     )
-    if m.norms == "after":
-        return [*attention, *first, *mlp, *second]
-    return [*first, *attention, *second, *mlp]
+    # Of `mixed` the last block: the others save the same, in another order.
+    placement = m.placement_of(m.layers - 1)
+    if placement == "both":
+        posts = [_norm(f"{name} post-norm", z, z.stream, z.n, fused) for name in ("attention", "MLP")]
+        return [*first, *attention, *posts[0], *second, *mlp, *posts[1]]
+    if placement == "before":
+        return [*first, *attention, *second, *mlp]
+    return [*attention, *first, *mlp, *second]
 
 
 def _norm(
@@ -216,7 +223,8 @@ def _repeats(config: RunConfig, kernels: PlannedKernels) -> bool:
     m, p = config.model, config.parallel
     kv = lcm(m.key_value_heads // p.tensor, p.context)
     grouped = kv < m.heads // p.tensor
-    on_gpu = kernels.gpu and (config.precision.kind != "fp32" or config.data.keep_documents_apart)
+    flex = config.data.keep_documents_apart or m.attention_softcap is not None or m.window is not None
+    on_gpu = kernels.gpu and (config.precision.kind != "fp32" or flex)
     return kernels.attention == "reference" or (kernels.attention == "sdpa" and grouped and not on_gpu)
 
 
@@ -224,25 +232,27 @@ def _core(config: RunConfig, z: ShapeSizes, kernels: PlannedKernels, selective: 
     keys = _keys(config, z)
     queries = Saved("rotated queries", z.N * z.q, z.e)
     scores = z.samples * z.heads * z.length**2
-    plain = kernels.attention == "reference"
+    plain, capped = kernels.attention == "reference", config.model.attention_softcap is not None
     if selective:
         # Inputs only: the rest is recomputed.
         again = 6 * z.e * z.N * z.q
         if plain:
-            again += 4 * scores * FP32
+            again += (4 + capped) * scores * FP32
         elif kernels.attention == "blocked":
-            again += probabilities(z) * z.e
+            again += probabilities(config, z) * z.e
         return [SavedOperation((queries, Saved("rotated keys", z.N * keys, z.e)), again)]
     if plain:
         wide = [Saved(f"{what} in fp32", z.N * z.q, FP32) for what in ("queries", "keys", "values")]
         mask = Saved("mask", z.length**2, 1)
-        return [SavedOperation((*wide, mask, Saved("attention weights", scores, FP32)), 3 * scores * FP32)]
+        tanh = [Saved("capped scores", scores, FP32)] if capped else []
+        saved = *wide, mask, *tanh, Saved("attention weights", scores, FP32)
+        return [SavedOperation(saved, 3 * scores * FP32)]
     if _repeats(config, kernels):
         given = [queries, Saved("keys, repeated", z.N * z.q, z.e), Saved("values, repeated", z.N * z.q, z.e)]
     else:
         given = [queries, Saved("rotated keys", z.N * keys, z.e)]
     if kernels.attention == "blocked":
-        given.append(Saved("attention weights", probabilities(z), z.e))
+        given.append(Saved("attention weights", probabilities(config, z), z.e))
     else:
         given.append(Saved("logsumexp", z.samples * z.heads * z.length, FP32))
     if config.parallel.context > 1:
@@ -256,8 +266,10 @@ def _out(z: ShapeSizes, config: RunConfig, kernels: PlannedKernels, selective: b
     return _linear("attention output", z, z.N * z.q, z.n * z.h, z.q * z.h)
 
 
-def probabilities(z: ShapeSizes) -> int:
-    """Number of probabilities kept by model/blocked.py's forward: `kept_size` there."""
+def probabilities(config: RunConfig, z: ShapeSizes) -> int:
+    """Number of probabilities kept by model/blocked.py's forward: `kept_size` there; none with a cap."""
+    if config.model.attention_softcap is not None:
+        return 0
     whole, rest = z.length // ROWS, z.length % ROWS
     each = ROWS * ROWS * whole * (whole + 1) // 2 + rest * z.length
     width = z.q * z.N // (z.samples * z.length * z.heads)
@@ -274,11 +286,12 @@ def watched(config: RunConfig) -> int:
     there += bool(m.qk_norm) * (q + z.e * z.N * z.k) + (c > 1) * 2 * z.e * z.N * (z.q + 2 * keys)
     at_a_time = max(1, min(SCORES // (z.samples * z.heads * z.length), -(-z.length // 8)))
     scores = z.samples * z.heads * at_a_time * z.length
+    copies = 2 if m.attention_softcap is None else 3
     return max(
         (wide + z.e) * z.stream,
         z.e * (z.stream + z.N * z.h + z.N * (z.q + 2 * z.k)),
         there + max(wide * z.N * z.q, q + wide * z.N * keys),
-        q + z.e * z.N * keys + FP32 * (z.N * keys * (z.e < FP32) + 2 * scores),
+        q + z.e * z.N * keys + FP32 * (z.N * keys * (z.e < FP32) + copies * scores),
     )
 
 

@@ -32,6 +32,7 @@ from megastable.plan.volume import (
     Stage,
     bounds,
     element,
+    first_block,
     parameter_groups,
     parameters,
     round_up,
@@ -42,6 +43,7 @@ from megastable.plan.volume import (
 # Copied from model/ and optim/, which need torch; on a CPU only.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
 CHUNK, FP8_CHUNK = 2**22, 2**20  # of flatstate.py and fp8/scale_factors.py
+ALIGN = 64  # of model/blocked.py
 
 
 def footprints(
@@ -103,11 +105,11 @@ def _footprint(
     elements: int | None,
     block: Sequence[activations.SavedOperation],
 ) -> Footprint:
-    held = stage_of(cut, stage)
+    held, first = stage_of(cut, stage), first_block(cut, stage)
     zero = _zero_section(config.deepspeed, config.parallel.zero) if zero is None else zero
     elements = elements or elements_on(device)
     steps = deepspeed_json.accumulation(config, layout.world)
-    groups, first = _flat(config, layout, held), max(cut[stage] - 1, 0)  # the first block
+    groups = _flat(config, layout, held)
     items = [
         *_state(config, layout, held, groups),
         *_exchanged(config, layout, held, groups, steps, zero),
@@ -127,14 +129,14 @@ def _footprint(
 def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
     """The result of `kernel_choice.choose` on such a device, if everything is installed there."""
     wanted, gpu = config.kernels, device == "cuda"
-    best = "sdpa" if gpu or config.precision.kind == "fp16" else "blocked"
+    capped = config.model.attention_softcap is not None
+    best = "sdpa" if gpu else "blocked"
+    if not gpu and config.precision.kind == "fp16":
+        best = "reference" if capped else "sdpa"
+    te = gpu and config.precision.kind != "fp32" and not config.segmented and not capped
+    possible = {"reference": True, "sdpa": gpu or not capped, "blocked": best == "blocked", "te": te}
     attention: str = wanted.attention
-    te = gpu and config.precision.kind != "fp32" and not config.segmented
-    if (
-        attention == "auto"
-        or (attention == "blocked" and best != "blocked")
-        or (attention == "te" and not te)
-    ):
+    if not possible.get(attention):  # "auto", too
         attention = best
     compiled = gpu if wanted.compile == "auto" else wanted.compile
     loss = "chunked" if wanted.loss == "auto" else wanted.loss
@@ -275,7 +277,8 @@ def _activations(
         # On the last stage one micro-batch is in flight.
         yield Item("activations", "final norm", activations.kept(final), WAITING)
         beside = max(activations.extra(final) + stream, beside - activations.kept(final))
-        yield Item("activations", "features", z.N * z.h * z.e, ("loss",))
+        scaled = config.model.width_ratio != 1.0  # the head's input is then another tensor
+        yield Item("activations", "features", z.N * z.h * z.e * (1 + scaled), ("loss",))
     yield Item("activations", "gradients on their way back", beside, ("backward",))
     yield Item("activations", "gradients on their way back", activations.extra(block) + stream, ("end",))
     if config.segmented:
@@ -284,6 +287,8 @@ def _activations(
         # On a GPU FlexAttention has a block mask.
         mask = z.samples * z.length**2 if not kernels.gpu and kernels.attention != "blocked" else 0
         yield Item("buffers", "places of tokens in segments", places + mask, PASSES)
+    if config.model.window is not None and not kernels.gpu and kernels.attention == "sdpa":
+        yield Item("buffers", "mask of the window", z.length**2)
 
 
 def _fp8_weights(
@@ -337,11 +342,13 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
     columns = m.padded_vocab // config.parallel.tensor
     weight, features = columns * z.h * z.e, z.N * z.h * z.e
     if kernels.loss == "reference":
-        logits = z.N * columns
+        logits, capped = z.N * columns, m.logit_softcap is not None
         yield Item("activations", "features, for the head", features, ("head",))
-        yield Item("logits", "logits", logits * z.e, ("loss",))
+        yield Item("logits", "logits", logits * (FP32 if capped else z.e), ("loss",))
+        yield Item("logits", "tanh of the logits, in fp32", logits * FP32 * capped, ("loss", "head"))
         yield Item("logits", "softmax in fp32", logits * FP32, ("loss", "head"))
-        yield Item("logits", "gradient of the logits", logits * (FP32 + z.e * (z.e < FP32)), ("head",))
+        narrow = z.e < FP32 and not capped  # logits with a cap, and their gradient, are fp32
+        yield Item("logits", "gradient of the logits", logits * (FP32 + z.e * narrow), ("head",))
         return
     size = chunk_size(z.N, columns, elements)
     many = size < z.N
@@ -353,7 +360,8 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
     rows = (
         size if device == "cuda" or config.parallel.tensor > 1 else min(size, max(LOSS_BLOCK // columns, 1))
     )
-    scratch = 0 if kernels.compile else rows * columns * FP32
+    capped = 3 * (m.logit_softcap is not None)  # in fp32: given, divided, their tanh
+    scratch = 0 if kernels.compile else rows * columns * FP32 * (1 + capped)
     yield Item("logits", "logits of a chunk", size * columns * z.e + scratch, ("loss",))
     yield Item("logits", "gradient of the head, summed", real * wide + part, ("loss",))
     yield Item("logits", "gradient of the features", features, ("loss",))
@@ -408,11 +416,13 @@ def _scratch(
         yield from _orthogonalized(config, layout, held)
     if kernels.attention == "blocked":
         rows = min(activations.ROWS, z.length)
-        fit = z.heads * z.samples * rows * z.length
+        windows = [m.window_of(block) or z.length for block in range(m.layers)]
+        fit = z.heads * z.samples * rows * min(z.length, max(windows) + rows + ALIGN)
         scores = min(SCORES, fit) if fit > SCORES else fit
         # Scores and their gradients; plus probabilities, if none are kept.
-        unkept = config.parallel.recompute != "none" or not activations.probabilities(z)
-        yield Item("buffers", "scores of a block", scores * (FP32 + z.e * (1 + unkept)))
+        unkept = config.parallel.recompute != "none" or not activations.probabilities(config, z)
+        slopes = FP32 * (m.attention_softcap is not None)
+        yield Item("buffers", "scores of a block", scores * (FP32 + slopes + z.e * (1 + unkept)))
 
 
 def _optimizer_state(config: RunConfig, held: Stage, groups: Sequence[int], layout: Layout) -> Iterable[int]:

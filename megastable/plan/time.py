@@ -18,7 +18,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
@@ -192,6 +192,13 @@ def _possible(config: RunConfig, layout: Layout, cluster: ClusterConfig) -> None
             raise ConfigError(f"precision.fp8: a GPU of {cluster.name} does not compute in it: leave it out")
 
 
+class BlockKind(NamedTuple):
+    """Blocks that take the same time. eight: their layers in FP8; like: the first block with their window and norms."""
+
+    eight: frozenset[str]
+    like: int
+
+
 class _Prediction:
     """Intermediate results of `step_time`."""
 
@@ -218,9 +225,10 @@ class _Prediction:
         if base is None:
             raise ConfigError(f"precision.kind=fp32: {cluster.name} does not say how fast it is: tflops.fp32")
         self.peak = base * 1e12
+        self._alike: dict[tuple[int | None, str], int] = {}  # the first block with a window and a place of norms
         self.held = [self._held(stage) for stage in range(config.parallel.pipeline)]
         self._said: dict[int, list[volume.Term]] = {}
-        self._blocks: dict[frozenset[str], list[tuple[Operation, float]]] = {}
+        self._blocks: dict[BlockKind, list[tuple[Operation, float]]] = {}
 
     def all(self) -> StepTime:
         c, stages = self.config, self.config.parallel.pipeline
@@ -268,35 +276,37 @@ class _Prediction:
 
     # Computing
 
-    def _held(self, stage: int) -> tuple[volume.Stage, tuple[tuple[frozenset[str], int], ...]]:
-        """The layers of a stage, and the number of its blocks by which layers are in FP8."""
+    def _held(self, stage: int) -> tuple[volume.Stage, tuple[tuple[BlockKind, int], ...]]:
+        """The layers of a stage, and the number of its blocks by kind."""
         held = volume.stage_of(self.cut, stage)
-        first = max(self.cut[stage] - 1, 0)  # the embedding precedes the first block
-        blocks = range(first, first + held.blocks)
-        if self.config.precision.fp8 is None:
-            return held, ((frozenset(), held.blocks),)
-        counted = Counter(fp8_linears(self.config, index) for index in blocks)
-        return held, tuple(sorted(counted.items(), key=lambda item: sorted(item[0])))
+        first = volume.first_block(self.cut, stage)
+        counted = Counter(self._kind(number) for number in range(first, first + held.blocks))
+        return held, tuple(sorted(counted.items(), key=lambda item: (sorted(item[0].eight), item[0].like)))
+
+    def _kind(self, number: int) -> BlockKind:
+        m = self.config.model
+        like = self._alike.setdefault((m.window_of(number), m.placement_of(number)), number)
+        return BlockKind(fp8_linears(self.config, number), like)
 
     def _operations(self, stage: int) -> Iterator[tuple[Operation, int, float]]:
         """The operations of one micro-batch: (operation, count, seconds of one)."""
         z, (held, counted) = self.sizes, self.held[stage]
-        for eight, blocks in counted:
-            for o, seconds in self._block(eight):
+        for kind, blocks in counted:
+            for o, seconds in self._block(kind):
                 yield o, o.times * blocks, seconds
         others = [*work.ends(self.config, z, held)]
         if not self.others.summing:
             others.append(work.accumulated(self.config, held, self.micro_batches))
         yield from ((o, o.times, self._seconds(o)) for o in others)
 
-    def _block(self, eight: frozenset[str]) -> list[tuple[Operation, float]]:
-        """The operations of one block with these layers in FP8, and the seconds of each; cached for all stages."""
-        if eight not in self._blocks:
-            found = [*work.block(self.config, self.sizes, eight, self.fused)]
+    def _block(self, kind: BlockKind) -> list[tuple[Operation, float]]:
+        """The operations of one block of this kind, and the seconds of each; cached for all stages."""
+        if kind not in self._blocks:
+            found = [*work.block(self.config, self.sizes, kind.eight, self.fused, kind.like)]
             if self.others.scores:
                 found.append(work.scores(self.config, self.sizes))
-            self._blocks[eight] = [(o, self._seconds(o)) for o in found]
-        return self._blocks[eight]
+            self._blocks[kind] = [(o, self._seconds(o)) for o in found]
+        return self._blocks[kind]
 
     def _seconds(self, o: Operation) -> float:
         """Seconds of one operation."""

@@ -103,12 +103,23 @@ def stage_of(cut: Sequence[int], stage: int) -> Stage:
     return Stage(cut[stage + 1] - cut[stage] - extra, stage == 0, stage == end)
 
 
+def first_block(cut: Sequence[int], stage: int) -> int:
+    """The number of the first block of a stage; the embedding precedes block 0."""
+    return max(cut[stage] - 1, 0)
+
+
+def needs_product(model: ModelConfig, block: int) -> bool:
+    """Whether the backward pass of a block needs the result of its last product: a norm that follows it does, the
+    residual sum does not."""
+    return model.placement_of(block) != "before"
+
+
 def parameters(model: ModelConfig, stage: Stage, tensor: int) -> tuple[list[int], list[int]]:
     """Elements of every matrix, and of every norm and bias, on one rank."""
     h, d, f = model.hidden, model.head_width, model.ffn_width
     q, k = model.heads * d, model.key_value_heads * d
     matrices = [h * (q + 2 * k) // tensor, q * h // tensor, 2 * f * h // tensor, f * h // tensor]
-    norms = [h, h]
+    norms = [h] * (4 if model.norms == "both" else 2)
     if model.qkv_bias:
         norms.append((q + 2 * k) // tensor)
     if model.qk_norm:
@@ -168,7 +179,8 @@ def step(
     bytes.
     """
     held = stage_of(cut, stage)
-    terms = [*_activations(config, data, held, loss, elements), *_context(config, data, held)]
+    terms = [*_activations(config, data, held, first_block(cut, stage), loss, elements)]
+    terms += _context(config, data, held)
     terms += _stages(config, data, held)
     terms += _tied(config, data, held, data_rank)
     terms += _zero(config, data, held, zero or {})
@@ -201,8 +213,10 @@ def element(config: RunConfig) -> int:
     return 4 if config.precision.kind == "fp32" else 2
 
 
-def _activations(config: RunConfig, data: int, held: Stage, loss: str, elements: int) -> list[Term]:
-    """Tensor parallelism, in every micro-batch."""
+def _activations(
+    config: RunConfig, data: int, held: Stage, first: int, loss: str, elements: int
+) -> list[Term]:
+    """Tensor parallelism, in every micro-batch. first: number of the first block."""
     m, p = config.model, config.parallel
     t, steps, blocks = p.tensor, accumulation(config, data), held.blocks
     if t == 1:
@@ -213,15 +227,16 @@ def _activations(config: RunConfig, data: int, held: Stage, loss: str, elements:
     full = p.recompute == "full"
     # Recomputation ends at the last tensor that the backward pass needs: without a norm behind it, the
     # block's last product is not reduced again.
-    again = 2 if m.norms == "after" else 1
+    again = sum(1 + needs_product(m, block) for block in range(first, first + blocks))
     # Two regions of a block (attention, MLP), each entered and left; the embedding is left only, the head entered only.
     entered, left = 2 * blocks + held.last, 2 * blocks + held.first
-    entered_again, left_again = (2 * blocks, again * blocks) if full else (0, 0)
+    entered_again, left_again = (2 * blocks, again) if full else (0, 0)
 
     def tensor(what: str, collective: str, size: int, calls: int) -> Term:
         return Term(what, "tensor", collective, size, calls * steps)
 
     if p.sequence:
+        norms = 4 if m.norms == "both" else 2
         terms = [
             tensor("activations, forward", "all-gather", part, entered),
             tensor("activations, forward", "reduce-scatter", whole, left),
@@ -230,7 +245,7 @@ def _activations(config: RunConfig, data: int, held: Stage, loss: str, elements:
             tensor("their gradients", "reduce-scatter", whole, entered),
             tensor("their gradients", "all-gather", part, left),
             # Every rank norms only its part of the tokens.
-            tensor("gradients of norms", "all-reduce", m.hidden * FP32, 2 * blocks + held.last),
+            tensor("gradients of norms", "all-reduce", m.hidden * FP32, norms * blocks + held.last),
         ]
     else:
         terms = [
@@ -444,8 +459,9 @@ def _gathered(config: RunConfig, data: int, held: Stage, settings: Mapping[str, 
     if p.recompute == "full":
         block = Stage(held.blocks, first=False, last=False)
         uses.update(round_up(n, data) // data * e for group in parameters(m, block, p.tensor) for n in group)
-        last = m.hidden if m.norms == "after" else m.ffn_width * m.hidden // p.tensor
-        uses[round_up(last, data) // data * e] -= held.blocks
+        for number in range(held.blocks):  # no pipeline under ZeRO 3: all of them
+            last = m.hidden if needs_product(m, number) else m.ffn_width * m.hidden // p.tensor
+            uses[round_up(last, data) // data * e] -= 1
     for counted in whole:
         for size, n in counted.items():
             uses[size] += 2 * n

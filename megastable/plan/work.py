@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
+from megastable.model.sizes import keys_seen
 from megastable.optim.matrices import ITERATIONS
 from megastable.plan.stage_matrices import busiest_flops, stage_matrices
 from megastable.plan.updates import cost
-from megastable.plan.volume import Stage, element, parameter_groups, parameters
+from megastable.plan.volume import Stage, element, needs_product, parameter_groups, parameters
 
 FORWARD, BACKWARD, AGAIN = "forward", "backward", "recomputed"
 PRODUCT, EIGHT, ATTENTION = "product", "product in FP8", "attention"
@@ -63,7 +64,7 @@ class WorkSizes:
 
 def sizes(config: RunConfig) -> WorkSizes:
     """Elements: query, key, ffn and vocabulary are this tensor rank's. attended: pairs of tokens times heads times d,
-    in a causal model."""
+    in a causal model without windows."""
     m, p = config.model, config.parallel
     tokens = m.sequence_length * config.train.micro_batch / p.context
     d = m.head_width
@@ -98,8 +99,10 @@ def linears(z: WorkSizes) -> dict[str, tuple[float, float]]:
 PASSES = {"current": 6.0, "delayed": 4.0, "block": 4.0}
 
 
-def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iterator[Operation]:
-    """One block and one micro-batch: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
+def block(
+    config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool, number: int = 0
+) -> Iterator[Operation]:
+    """Block `number` and one micro-batch: forward, recomputation and backward. eight: of `sizes.fp8_linears`."""
     p, fp8 = config.parallel, config.precision.fp8
     full, selective = p.recompute == "full", p.recompute == "selective"
     for name, (k, n) in linears(z).items():
@@ -112,8 +115,8 @@ def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iter
             width * (z.tokens * k + k * n) + z.e * z.tokens * n,
             shortest=min(z.tokens, k, n),
         )
-        # Recomputation ends before the block's last product: nothing in the backward pass needs its output.
-        again = full and (name != "mlp.down" or config.model.norms == "after")
+        # Recomputation ends before the block's last product if nothing in the backward pass needs its output.
+        again = full and (name != "mlp.down" or needs_product(config.model, number))
         passes = [(FORWARD, 1), (AGAIN, int(again)), (BACKWARD, 2)]
         yield from (_at(product, when, times) for when, times in passes if times)
         if in_eight and fp8 is not None:
@@ -124,7 +127,7 @@ def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iter
                 yield _at(cast, AGAIN, 1)
             yield Operation(f"{name}: gradient", CAST, 0, each * z.tokens * n, when=BACKWARD)
     # Two products of s x s; q, k, v and the result pass through memory.
-    core = Operation("attention", ATTENTION, 4 * z.attended, z.e * z.tokens * (2 * z.query + 2 * z.key))
+    core = Operation("attention", ATTENTION, 4 * attended(config, z, number), z.e * z.tokens * (2 * z.query + 2 * z.key))
     yield core
     if full or selective:
         yield _at(core, AGAIN, 1)
@@ -139,6 +142,12 @@ def block(config: RunConfig, z: WorkSizes, eight: Set[str], fused: bool) -> Iter
     yield from _elementwise(config, z, fused)
 
 
+def attended(config: RunConfig, z: WorkSizes, number: int) -> float:
+    """As `WorkSizes.attended`, in block `number`: with a window its queries see fewer keys."""
+    length = config.model.sequence_length
+    return z.attended * keys_seen(length, config.model.window_of(number)) / keys_seen(length, None)
+
+
 def scores(config: RunConfig, z: WorkSizes) -> Operation:
     """Additional cost of attention per block if [heads, s, s] is written out: product, mask, softmax, dropout and
     product forward, the same again for the backward pass, and their gradients."""
@@ -150,26 +159,32 @@ def scores(config: RunConfig, z: WorkSizes) -> Operation:
 def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Operation]:
     """Norms, residuals, QK-norm with RoPE, SwiGLU."""
     stream, heads, wide = z.sharded * z.hidden, z.tokens * (z.query + z.key), z.tokens * z.ffn
-    e, normed = z.e, bool(config.model.qk_norm)
+    e, m, normed = z.e, config.model, bool(config.model.qk_norm)
+    more = 2 if m.norms == "both" else 0  # norms of the products' results
+    clamp = 0 if m.swiglu_clamp is None else wide * e
     if fused:
         # x -> y, twice; x + y between; SwiGLU reads two and writes one. Backward: what forward read, and gradients.
+        # A norm before the sum: its input is read twice; its gradient passes through memory, too.
         forth = [
-            ("norms and residuals", 9 * stream * e, 4),
+            ("norms and residuals", (9 + more) * stream * e, 4),
             ("RoPE", 2 * heads * e, 2),
             ("SwiGLU", 3 * wide * e, 1),
         ]
-        back = [("norms and residuals", 12 * stream * e, 5), ("RoPE", (3 if normed else 2) * heads * e, 3)]
+        back = [("norms and residuals", (12 + 3 * more) * stream * e, 5 + more), ("RoPE", (3 if normed else 2) * heads * e, 3)]
         back.append(("SwiGLU", 5 * wide * e, 2))
     else:
         # Operation by operation, norms and RoPE in fp32: to float, square, mean, rsqrt, times, times, back.
         norm, turn = 34.0, (34.0 if normed else 0.0) + 28.0
-        forth = [("norms and residuals", (2 * norm + 6 * e) * stream, 16), ("RoPE", turn * heads, 26)]
-        forth.append(("SwiGLU", 5 * wide * e, 2))
+        forth = [
+            ("norms and residuals", ((2 + more) * norm + 6 * e) * stream, 16 + 7 * more),
+            ("RoPE", turn * heads, 26),
+        ]
+        forth.append(("SwiGLU", 5 * wide * e + 4 * clamp, 2 + 2 * (clamp > 0)))
         back = [
-            ("norms and residuals", (2 * 1.8 * norm + 2 * e) * stream, 28),
+            ("norms and residuals", ((2 + more) * 1.8 * norm + 2 * e) * stream, 28 + 13 * more),
             ("RoPE", 1.8 * turn * heads, 40),
         ]
-        back.append(("SwiGLU", 10 * wide * e, 5))
+        back.append(("SwiGLU", 10 * wide * e + 6 * clamp, 5 + 2 * (clamp > 0)))
     recompute = config.parallel.recompute
     for what, size, kernels in forth:
         yield Operation(what, MEMORY, 0, size, kernels=kernels)

@@ -24,7 +24,7 @@ from megastable.parallel.topology import TensorParallel
 from megastable.plan import activations
 
 # The rest takes minutes: MEGASTABLE_FOOTPRINTS=all.
-SOME = ["one", "one, fp16", "one, full", "PP2", "DP2 ZeRO 3 full"]
+SOME = ["one", "one, Gemma 2", "one, Gemma 2, reference", "one, fp16", "one, full", "PP2", "DP2 ZeRO 3 full"]
 ALL = os.environ.get("MEGASTABLE_FOOTPRINTS") == "all"
 
 
@@ -59,6 +59,7 @@ SHAPES: list[dict[str, Any]] = [
     {"micro_batch": 8, "model": {"sequence_length": 1024}},  # scores in several chunks
     {"model": {"kv_heads": None, "qk_norm": False}},
     {"model": {"kv_heads": None, "norms": "after", "qk_norm": "full"}},
+    {"model": {"norms": "both", "attention_softcap": 50.0, "window": 64}},
 ]
 
 
@@ -74,7 +75,7 @@ def test_the_formula_of_a_look_at_the_attention_holds(shape: dict[str, Any]) -> 
     x = torch.randn(m.sequence_length, config.train.micro_batch, m.hidden).to(dtype)
 
     def look() -> None:
-        for entropy, highest in attention_chunks(*block.queries_and_keys(x), None):
+        for entropy, highest in attention_chunks(*block.queries_and_keys(x), None, block.attention.scores):
             assert entropy.shape == highest.shape
 
     assert activations.watched(config) == pytest.approx(peak_of(look, again=footprint.PROFILED), rel=0.03)

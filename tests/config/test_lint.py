@@ -56,6 +56,14 @@ EDGES: list[tuple[dict[str, Any], str, Any, Any, str]] = [
     ({"precision": {"kind": "fp16"}}, "model.qk_norm", "full", False, "beyond 65,504"),
     ({"model": LARGE, "optimizer": {"lr": 3e-4}}, "model.z_loss", 1e-9, 0.0, "logits may drift"),
     ({"model": {"tied": True}}, "model.init_std", 0.176, 0.177, "the first logits scatter by 2"),
+    ({"model": {"tied": True, "mup": {"base_width": 64}}}, "model.init_std", 0.353, 0.354, "the first logits scatter by 2"),
+    ({"model": {"norms": "deep"}}, "model.init", "xavier", "normal", "DeepNorm scales Xavier's initial weights"),
+    ({"model": {"norms": "branch"}}, "model.branch_steps", 1000, 1001, "the branches only reach 0.999 of"),
+    ({"model": {"norms": "both"}}, "model.residual_init", "depth", "zero", "by 316 (1 / sqrt(norm_eps))"),
+    ({"model": {"norms": "after"}}, "model.residual_init", "same", "zero", "by 316 (1 / sqrt(norm_eps))"),
+    ({}, "model.window", 127, 128, "not below model.sequence_length=128"),
+    ({"model": {"qk_norm": False, "attention_softcap": 50.0}}, "optimizer.qk_clip", None, 100.0, "before the cap"),
+    ({}, "model.dropout", 0.0, 0.1, "dropout only raises the loss"),
     ({}, "optimizer.weight_decay", 0.01, 0.0, "weights grow without bound"),
     ({}, "optimizer.weight_decay", 0.5, 0.51, "pulled to zero"),
     ({}, "optimizer.clip", 0.01, 0.0, "not clipped"),
@@ -110,6 +118,10 @@ def test_every_rule_has_an_edge() -> None:
         {"model": {"qk_norm": False}, "optimizer": {"lr": 9.9e-3}},
         {"model": {"z_loss": 0}},
         {"model": {"init_std": 0.3}},
+        {"model": {"residual_init": "zero"}},
+        {"model": {"norms": "mixed", "residual_init": "zero"}},
+        {"model": {"qk_norm": False, "attention_softcap": 50.0}, "optimizer": {"lr": 1.1e-2}},
+        {"model": {**LARGE, "z_loss": 0, "logit_softcap": 30.0}, "optimizer": {"lr": 3e-4}},
         {"optimizer": {"betas": [0.9, 0.999]}},
     ],
 )
@@ -201,6 +213,23 @@ def test_first_updates(lr: float, warmup: int, told: int) -> None:
     said = first(lr, warmup)
     assert len(said) == told
     assert all(f"schedule.warmup_steps={warmup}:" in text and "optimizer.lr" in text for text in said)
+
+
+def test_mup_bears_what_its_base_bears() -> None:
+    """The rates of its matrices, and with these the change of a layer's output, are those of the base."""
+    base, wide = {"hidden": 128, "heads": 4}, {"hidden": 1024, "heads": 8}
+    for lr in (1.76e-3, 1.77e-3):
+        told = first(lr, 1, **base)
+        assert bool(first(lr, 1, **wide, mup={"base_width": 128})) == bool(told)
+    assert first(1e-3, 1, **wide)
+
+
+@pytest.mark.parametrize(("init", "std"), [("fan_in", 1 / 8), ("xavier", 1 / 8), ("small", 0.0790569415)])
+def test_the_change_of_a_layer_knows_the_initialisation(init: str, std: float) -> None:
+    edge = 2 * std / 8 * rules.CHANGE
+    assert not first(0.99 * edge, 1, hidden=64, init=init)
+    told = first(1.01 * edge, 1, hidden=64, init=init)
+    assert f"with weights of {std:g} and a width of 64" in told[0]
 
 
 def test_a_wider_model_bears_less() -> None:

@@ -23,6 +23,7 @@ from megastable.config.tree import RunConfig
 from megastable.fp8 import te
 from megastable.model.gpt import GPT, Block
 from megastable.model.kernels import Kernels
+from megastable.model.norm import RMSNorm
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from tests.distributed import run_ranks
@@ -156,14 +157,16 @@ def linear(inputs: int, outputs: int, **told: Any) -> Shown:
     return Shown(told, weight=shape)
 
 
-def layer_norm_linear(inputs: int, outputs: int, **told: Any) -> Shown:
+def layer_norm_linear(inputs: int, outputs: int, zero_centered_gamma: bool, **told: Any) -> Shown:
     assert told["parallel_mode"] in (None, "column") and told["normalization"] == "RMSNorm"
+    told["centered"] = zero_centered_gamma
     return Shown(told, layer_norm_weight=(inputs,), weight=(outputs // parts(told), inputs))
 
 
-def layer_norm_mlp(hidden: int, ffn: int, **told: Any) -> Shown:
+def layer_norm_mlp(hidden: int, ffn: int, zero_centered_gamma: bool, **told: Any) -> Shown:
     assert told["activation"] == "swiglu" and told["normalization"] == "RMSNorm"
     own = ffn // parts(told)
+    told["centered"] = zero_centered_gamma
     return Shown(told, layer_norm_weight=(hidden,), fc1_weight=(2 * own, hidden), fc2_weight=(hidden, own))
 
 
@@ -211,23 +214,29 @@ def known(module: nn.Module) -> list[tuple[str, int, bool]]:
     return [(placement_of(p).name, id(p), p.tensor_model_parallel) for p in module.parameters()]
 
 
-CASES: dict[str, tuple[set[str], str, list[str], list[tuple[str, ...]]]] = {
-    # linears, norms, (modules: their parameters), what each computes
-    "all": (
-        set(LINEARS), "before", ["attention.qkv", "attention.out", "mlp"],
-        [("attention.qkv",), ("attention.out",), ("mlp.gate_up", "mlp.down")],
-    ),
+NORMS = {"attention.qkv": "attention_norm", "mlp.gate_up": "mlp_norm"}
+WHOLE = ["attention.qkv", "attention.out", "mlp"], [("attention.qkv",), ("attention.out",), ("mlp.gate_up", "mlp.down")]
+SINGLE = [*LINEARS], [(name,) for name in LINEARS]
+CASES: dict[str, tuple[set[str], dict[str, Any], list[str], list[tuple[str, ...]], set[str]]] = {
+    # linears, the model, (modules: their parameters), what each computes, linears that take the norm before them
+    "all": (set(LINEARS), {}, *WHOLE, {*NORMS}),
     "half of the MLP": (
-        {"attention.out", "mlp.down"}, "before", ["attention.out", "mlp.down"], [("attention.out",), ("mlp.down",)],
+        {"attention.out", "mlp.down"}, {}, ["attention.out", "mlp.down"], [("attention.out",), ("mlp.down",)], set(),
     ),
     "the other half": (
-        {"attention.qkv", "mlp.gate_up"}, "before", ["attention.qkv", "mlp.gate_up"],
-        [("attention.qkv",), ("mlp.gate_up",)],
+        {"attention.qkv", "mlp.gate_up"}, {}, ["attention.qkv", "mlp.gate_up"],
+        [("attention.qkv",), ("mlp.gate_up",)], {*NORMS},
     ),
-    "norms after": (
-        set(LINEARS), "after", list(LINEARS), [(name,) for name in LINEARS],
-    ),
-    "none": (set(), "before", [], []),
+    "norms after": (set(LINEARS), {"norms": "after"}, *SINGLE, set()),
+    "norms on both sides": (set(LINEARS), {"norms": "both"}, *WHOLE, {*NORMS}),
+    "norms of the sum": (set(LINEARS), {"norms": "mixed", "mixed_share": 1.0}, *SINGLE, set()),
+    "DeepNorm": (set(LINEARS), {"norms": "deep"}, *SINGLE, set()),
+    "BranchNorm": (set(LINEARS), {"norms": "branch"}, *SINGLE, set()),
+    "centered norms": (set(LINEARS), {"norms": "both", "zero_centered_norms": True}, *WHOLE, {*NORMS}),
+    "norms with a factor": (set(LINEARS), {"norm_scaling": True}, *SINGLE, set()),
+    "GeGLU": (set(LINEARS), {"activation": "gelu"}, *SINGLE, {*NORMS}),
+    "clamped": (set(LINEARS), {"swiglu_clamp": 7.0}, *SINGLE, {*NORMS}),
+    "none": (set(), {}, [], [], set()),
 }  # fmt: skip
 
 
@@ -236,24 +245,23 @@ CASES: dict[str, tuple[set[str], str, list[str], list[tuple[str, ...]]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_our_parameters_in_its_modules(case: str, tp: int, partitioned: bool, surface: list[Any]) -> None:
     """The very ones, in their order, with their marks; and nothing left of those that it made itself."""
-    linears, norms, where, computed = CASES[case]
-    c = config(norms=norms)
-    block = Block(c.model, tensor_parallel(tp), 0, "none")
+    linears, model, where, computed, fused = CASES[case]
+    c = config(**model)
+    block = Block(c.model, tensor_parallel(tp), 1, "none")
     for p in block.parameters() if partitioned else ():
         p.ds_shape, p.data = p.shape, torch.empty(0)  # type: ignore[attr-defined]
     before = known(block)
     found = te.fit(block, linears)
     assert known(block) == before
     assert [name for name, part in block.named_modules() if isinstance(part, Shown)] == where
-    assert [tuple(name.removeprefix("blocks.0.") for name in one.layers) for one in found] == computed
+    assert [tuple(name.removeprefix("blocks.1.") for name in one.layers) for one in found] == computed
     for one in found:
         named = [placement_of(w).name.removesuffix(".weight") for w in one.weights]
         assert tuple(named) == one.layers
     identities = {name for name, part in block.named_modules() if isinstance(part, nn.Identity)}
-    assert identities == {
-        norm for linear, norm in (("attention.qkv", "attention_norm"), ("mlp.gate_up", "mlp_norm"))
-        if linear in linears and norms == "before"
-    }  # fmt: skip
+    assert identities == {NORMS[linear] for linear in fused}
+    centered = [one.module.told["centered"] for one in found if "centered" in one.module.told]
+    assert centered == [c.model.zero_centered_norms] * len(fused)
     modes = [one.module.told.get("parallel_mode", "mlp") for one in found]
     columns = {"qkv": "column", "gate_up": "column", "out": "row", "down": "row"}
     for one, mode in zip(found, modes, strict=True):
@@ -367,6 +375,16 @@ def test_delayed_scales_while_it_is_off_and_over_a_rewind(surface: list[Any]) ->
     other.read(fp8.history())
     with other.computing():
         assert float(cell(others, "blocks.0.attention.qkv", "gradient").scale) == 112.0
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_operand_of_a_module_with_a_norm(centered: bool) -> None:
+    """What is counted for a watched step is what our own norm gives."""
+    norm = RMSNorm(64, 1e-5, TensorParallel(), "norm", False, centered)
+    nn.init.normal_(norm.weight)
+    module = types.SimpleNamespace(eps=1e-5, layer_norm_weight=norm.weight, zero_centered_gamma=centered)
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(te._normed(module, x), norm(x))
 
 
 # The gradients of norms

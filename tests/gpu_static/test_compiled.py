@@ -73,7 +73,7 @@ def test_blocks_compile_for_evaluation(apart: bool, codes: list[str]) -> None:
     assert not counters["graph_break"] and len(codes) == 2
 
 
-@pytest.mark.parametrize("norms", ["before", "after"])
+@pytest.mark.parametrize("norms", ["before", "after", "both", "deep"])
 def test_what_lies_between_linear_layers_compiles(norms: str, codes: list[str]) -> None:
     """what lies between Transformer Engine's modules compiles by itself, as one graph each"""
     counters.clear()

@@ -24,6 +24,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "all heads": {"kv_heads": 8},
     "no QK-norm": {"qk_norm": False},
     "OLMo 2": {"qk_norm": "full", "norms": "after"},
+    "norms on both sides": {"norms": "both", "zero_centered_norms": True},
+    "DeepNorm": {"norms": "deep"},
+    "clamped": {"swiglu_clamp": 7.0},
 }
 
 

@@ -12,6 +12,7 @@ from megastable.config.tree import RunConfig
 from megastable.fp8 import te
 from megastable.model.cores import _te_core
 from megastable.model.gpt import GPT
+from megastable.model.scores import FULL
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from tests.gpu_static import fake
@@ -60,18 +61,34 @@ def test_it_can_be_had_on_a_hopper(recipe: str) -> None:
     assert te.why_not(config({"recipe": recipe}), fake.GPU) is None
 
 
-@pytest.mark.parametrize("norms", ["before", "after"])
+FUSED = ["LayerNormLinear", "Linear", "LayerNormMLP"]
+HALF = ["LayerNormLinear", "Linear", "LayerNormLinear", "Linear"]
+
+
+@pytest.mark.parametrize(
+    ("model_of", "wanted"),
+    [
+        ({}, FUSED),
+        ({"norms": "after"}, ["Linear"] * 4),
+        ({"norms": "both", "zero_centered_norms": True}, FUSED),
+        ({"norms": "deep"}, ["Linear"] * 4),
+        ({"activation": "gelu"}, HALF),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
-def test_its_modules_hold_our_parameters(recipe: str, norms: str) -> None:
+def test_its_modules_hold_our_parameters(recipe: str, model_of: dict[str, Any], wanted: list[str]) -> None:
     """its modules take our parameters, the very ones, in their order and with their marks"""
-    c = config({"recipe": recipe}, norms=norms)
+    c = config({"recipe": recipe}, **model_of)
     model = GPT(c.model, TensorParallel(), "none", 1)
     before = known(model)
     fp8 = te.apply(model, c, None, CPU)
     assert known(model) == before
     assert not any(p.is_meta for p in model.parameters())
-    fused = ["LayerNormLinear", "Linear", "LayerNormMLP"]
-    assert its(model[1]) == (fused if norms == "before" else ["Linear"] * 4)
+    assert its(model[1]) == wanted
+    for part in model[1].modules():
+        if hasattr(part, "layer_norm_weight"):
+            assert part.zero_centered_gamma == c.model.zero_centered_norms
     assert len(fp8.layers) == 8
 
 
@@ -112,5 +129,5 @@ def test_delayed_scales_stay_ours(norms: str) -> None:
 def test_its_attention_is_made() -> None:
     """its attention is made for grouped queries (kernels.attention=te)"""
     _te_core.cache_clear()
-    assert type(_te_core(8, 2, 64)).__name__ == "DotProductAttention"
+    assert type(_te_core(8, 2, 64, FULL)).__name__ == "DotProductAttention"
     _te_core.cache_clear()

@@ -256,7 +256,7 @@ def test_what_is_restated_is_as_there() -> None:
     assert (activations.ROWS, activations.KEPT) == (blocked.ROWS, blocked.KEPT)
     assert (memory.LOSS_BLOCK, memory.SCORES) == (chunked.BLOCK, blocked.ELEMENTS)
     assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scale_factors.AT_ONCE)
-    assert activations.SCORES == layer_stats.SCORES
+    assert activations.SCORES == layer_stats.SCORES and memory.ALIGN == blocked.ALIGN
     assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (patches.CHUNK, adamw.CHUNKS)
     assert all(
         taken(n, pinned) == host_memory.taken(n, pinned) for n in range(40) for pinned in (True, False)
@@ -264,7 +264,11 @@ def test_what_is_restated_is_as_there() -> None:
     for length in (128, 256, 300, 1024, 8192):
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
         z = activations.sizes(config)
-        assert activations.probabilities(z) == blocked.kept_size(z.samples, z.heads, length, 64)
+        capped = RunConfig.model_validate(
+            {"model": MODEL | {"sequence_length": length, "attention_softcap": 50.0}}
+        )
+        assert activations.probabilities(capped, z) == 0
+        assert activations.probabilities(config, z) == blocked.kept_size(z.samples, z.heads, length, 64)
 
 
 # Muon has three groups: tests/plan/test_muon.py.

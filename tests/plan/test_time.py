@@ -87,6 +87,41 @@ def test_recomputation_is_what_is_computed_again() -> None:
     assert found["full"] == pytest.approx(tokens * (forward / 1e15 + core / 0.5e15))
 
 
+@pytest.mark.parametrize(
+    ("model", "products"),
+    [({"norms": "after"}, 8), ({"norms": "both"}, 8), ({"norms": "deep"}, 8), ({"norms": "branch"}, 8),
+     ({"norms": "mixed", "mixed_share": 0.25}, 2), ({}, 0)],
+)  # fmt: skip
+def test_a_norm_after_the_last_product_needs_it_again(model: dict[str, Any], products: int) -> None:
+    """Of so many of the 8 blocks."""
+    c, tokens = config(model={"layers": 8} | model, recompute="full"), 64 * 2048
+    plain = config(model={"layers": 8}, recompute="full")
+    more = (timed(of, cluster=free()).parts["recomputation"] for of in (c, plain))
+    each = tokens * 2 * c.model.hidden * c.model.ffn_width / 1e15
+    assert next(more) - next(more) == pytest.approx(products * each)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_windows_cost_less_attention(stages: int) -> None:
+    """Every second of 8 blocks sees 512 of 2048 tokens: an area of 2048 x 512 - 512² / 2 for 2048² / 2."""
+    shape = {"layers": 8, "vocab_size": 128}
+    full, windowed = (
+        timed(config(pipeline=stages, model=shape | more), cluster=free())
+        for more in ({}, {"window": 512, "full_attention_every": 2})
+    )
+    share = (2048 * 512 - 512**2 / 2) / (2048**2 / 2)
+    assert windowed.parts["attention"] == pytest.approx(full.parts["attention"] * (1 + share) / 2)
+    assert windowed.parts["products"] == pytest.approx(full.parts["products"])
+
+
+def test_norms_on_both_sides_move_more_memory() -> None:
+    assert timed(config(model={"norms": "both"})).parts["memory"] > timed(config()).parts["memory"]
+    clamped, plain = (
+        timed(config(model=more, kernels={"compile": False})).parts["memory"] for more in ({"swiglu_clamp": 7.0}, {})
+    )
+    assert clamped > plain
+
+
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_the_bubble_of_equal_stages(stages: int, virtual: int) -> None:
