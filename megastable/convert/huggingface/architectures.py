@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from megastable.base.errors import ConfigError
 from megastable.config.model import ModelConfig
 
@@ -46,10 +48,9 @@ class Architecture:
     written: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def values(self, config: type[ModelConfig] = ModelConfig) -> dict[str, Any]:
-        """The model keys that it fixes, with its values."""
-        fields = config.model_fields.items()
-        plain = {key: f.default for key, f in fields if key not in OWN | EVERYWHERE | self.free}
+    def values(self, fields: Mapping[str, FieldInfo] = ModelConfig.model_fields) -> dict[str, Any]:
+        """The model keys that it fixes, with its values. fields: of the configuration."""
+        plain = {key: f.default for key, f in fields.items() if key not in OWN | EVERYWHERE | self.free}
         return plain | {"qk_norm": False} | dict(self.has)
 
 
@@ -116,7 +117,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
 
 def _differences(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
     """The architecture's values of the keys in which it is not this model."""
-    wanted = kind.values(type(config))
+    wanted = kind.values(type(config).model_fields)
     return {key: value for key, value in wanted.items() if getattr(config, key) != value}
 
 

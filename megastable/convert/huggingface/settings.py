@@ -194,22 +194,25 @@ def _windows(given: Settings, kind: Architecture, layers: int, where: str) -> tu
         if window is None or (kind in QWENS and not _has_windows(given, kind, layers, where)):
             return None, None
         return window, kind.full_every or None
-    problem = ""
     if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= {FULL, SLIDING}:
-        problem = f"it must list {FULL} or {SLIDING} for each of {layers} layers"
-    full = [] if problem else [name == FULL for name in types]
-    every = full.index(True) + 1 if any(full) else layers + 1
-    if problem:
-        pass
-    elif window is None and not all(full):
-        problem = "the model has no window, and attends to all that came before in every layer"
-    elif window is not None and any(full) and kind is MISTRAL:
-        problem = f"{kind.name} has the window in every layer"
-    elif not all(full) and full != [(i + 1) % every == 0 for i in range(layers)]:
-        problem = "either all layers have the window, or all but every n-th"
-    if problem:
-        raise CheckpointError(f"{where}: layer_types={types!r}: not supported: {problem}")
-    return (None, None) if all(full) else (window, every if any(full) else None)
+        raise _layers_refused(types, f"it must list {FULL} or {SLIDING} for each of {layers} layers", where)
+    full = [name == FULL for name in types]
+    if all(full) and (window is None or kind is not MISTRAL):
+        return None, None
+    if window is None:
+        why = "the model has no window, and attends to all that came before in every layer"
+        raise _layers_refused(types, why, where)
+    if not any(full):
+        return window, None
+    every = full.index(True) + 1
+    if kind is MISTRAL or full != [(i + 1) % every == 0 for i in range(layers)]:
+        either = "" if kind is MISTRAL else ", or all but every n-th"
+        raise _layers_refused(types, f"all layers of a {kind.name} have the window{either}", where)
+    return window, every
+
+
+def _layers_refused(types: Any, why: str, where: str) -> CheckpointError:
+    return CheckpointError(f"{where}: layer_types={types!r}: not supported: {why}")
 
 
 def _window(given: Settings, kind: Architecture, where: str) -> int | None:
@@ -258,17 +261,20 @@ def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
         allowed += (None,) if key == "hidden_activation" and kind is not GEMMA2 else ()
     elif key == "use_sliding_window" and kind in QWENS:
         allowed = (False, True)
-    if kind is GEMMA2 and key in (SCALAR, *CAPS.values()):
-        pass  # read by `model_of`
-    elif why:
+    if why and not (kind is GEMMA2 and key in CAPS.values()):
         if not any(
             value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
         ):
             problem = f"not supported: {why}"
-    elif key not in NO_MATTER and key not in SIZES.values() and value not in (None, False, {}, []):
+    elif key not in _read(kind) and value not in (None, False, {}, []):
         problem = f"unknown key, which may change what the model computes; if it does not, add --accept {key}"
     if problem:
         raise CheckpointError(f"{where}: {key}={value!r}: {problem}")
+
+
+def _read(kind: Architecture) -> Collection[str]:
+    """Keys that `model_of` reads, or that do not matter."""
+    return NO_MATTER.union(SIZES.values(), (SCALAR, *CAPS.values()) if kind is GEMMA2 else ())
 
 
 def _count(value: Any, key: str, where: str) -> int:

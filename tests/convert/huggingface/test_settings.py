@@ -350,7 +350,7 @@ def test_windows_and_scales_of_the_hub() -> None:
         (QWEN_3, {"layer_types": ["sliding_attention"] * 28}, "layer_types=.*has no window"),
         (LLAMA_32, {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=True: .*all that came"),
         (LLAMA_32, {"sliding_window": 7}, "sliding_window=7: .*all that came before"),
-        (MISTRAL_01, {"layer_types": ["full_attention"] * 32}, "layer_types=.*MistralForCausalLM has the window in ev"),
+        (MISTRAL_01, {"layer_types": ["full_attention"] * 32}, "layer_types=.*all layers of a MistralForCausalLM have"),
         (OLMO_3_7B, {"rope_scaling": QWEN_YARN}, "rope_scaling: .*Olmo3ForCausalLM scales .* and only of those"),
         (OLMO_3_7B, {"rope_parameters": {"full_attention": QWEN_YARN, "sliding_attention": {"rope_type": "default"}}},
          "rope_parameters.full_attention: .*Olmo3ForCausalLM scales"),
