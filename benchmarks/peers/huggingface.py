@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw, trained
 from megastable.base.errors import ConfigError
-from megastable.convert.huggingface import names, settings
+from megastable.convert.huggingface import architectures, names, settings
 from megastable.model.flops import parameters
 
 
@@ -57,7 +57,8 @@ def _loss_of(forward: Any, task: Task) -> Any:
     # Compiled by torch below 2.14 it would write out its causal mask, which no flash kernel takes. Qwens accept
     # prepared
     # masks, and None is best: the kernel is causal by itself.
-    qwen = names.architecture_of(task.config.model) in (names.QWEN2, names.QWEN3)
+    c = task.config.model
+    qwen = c.window is None and architectures.architecture_of(c) in (architectures.QWEN2, architectures.QWEN3)
     masks: dict[str, Any] = {"attention_mask": {"full_attention": None}} if qwen else {}
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:

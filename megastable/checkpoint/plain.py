@@ -24,10 +24,13 @@ from megastable.config import recipe
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.model.gpt import GPT, Head, set_updates
+from megastable.model.kernels import PLAIN, Kernels
 from megastable.parallel.sharding import place, placement_of
 from megastable.parallel.topology import TensorParallel
 
 log = logging.getLogger(__name__)
+
+CAPPED = Kernels(attention="reference")
 
 
 class PlainModel(nn.Module):
@@ -85,13 +88,19 @@ def load_plain(
     run = run_of(path)
     if dtype is None:
         dtype = torch.bfloat16 if run.precision.kind == "bf16" else torch.float32
-    # On the meta device: the initial weights are not drawn.
-    with torch.device("meta"):
-        gpt = GPT(run.model, TensorParallel(), recompute="none", seed=0)
+    gpt = without_weights(run.model, torch.device(device))
     _fill(gpt, run.model, path, dtype, torch.device(device))
     set_updates(gpt, run.model, store.read_state(path).updates)
     model = PlainModel(gpt, run, path, store.read_contents(path).step, hash_file(path / store.MANIFEST).xxh3)
     return model.eval()
+
+
+def without_weights(config: ModelConfig, device: torch.device) -> GPT:
+    """The model on the meta device, with kernels that compute it on `device`: its initial weights are not drawn."""
+    # As in engine/kernel_choice.py: torch's kernels for CPUs do not cap logits.
+    capped = config.attention_softcap is not None and device.type != "cuda"
+    with torch.device("meta"):
+        return GPT(config, TensorParallel(), recompute="none", seed=None, kernels=CAPPED if capped else PLAIN)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -27,6 +27,7 @@ from megastable.data.tokenizer import Tokenizer
 from megastable.model.attention import Attention
 from megastable.model.gpt import Block, Head
 from megastable.model.rope import rope_table, rotate
+from megastable.model.scores import Scores, softcap
 
 SMALLEST = 64  # tokens that there is room for at least
 AT_ONCE = 2048  # tokens of a long prompt in one pass: what bounds the memory of activations and masks
@@ -91,23 +92,37 @@ def _attend(attention: Attention, name: str, cache: KeyValueCache, x: Tensor) ->
     cos, sin = (t[before : before + n, None, None] for t in table)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q, cos, sin), rotate(k, cos, sin), v))
     keys, values = cache.put(name, k, v)
-    y = attention.core.run(q, k, v, None) if before == 0 else _core(q, keys, values)
+    scores = attention.scores
+    if before == 0 and scores.cap is None and scores.window is None:
+        y = attention.core.run(q, k, v, None, scores)
+    else:
+        y = _core(q, keys, values, scores)
     return attention.out(y.permute(2, 0, 1, 3).reshape(n, b, -1))
 
 
-def _core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v for the last n of L positions: q [b, q, n, d], k and v [b, k, L, d].
+def _core(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    """Attention of the last n of L positions: q [b, q, n, d], k and v [b, k, L, d]. Only the keys that a window reaches
+    are read.
 
     The queries that share a key/value head are laid behind each other: the cache is read as it is, not repeated.
     """
     (b, heads, n, d), (kv, length) = q.shape, k.shape[1:3]
     groups = heads // kv
+    first = 0 if scores.window is None else max(0, length - n + 1 - scores.window)
+    k, v = k[:, :, first:], v[:, :, first:]
     mask = None
     if n > 1:
-        index = torch.arange(length, device=q.device)
-        mask = (index <= index[length - n :, None]).repeat(groups, 1)
+        index = torch.arange(first, length, device=q.device)
+        mask = scores.mask(index[-n:], index).repeat(groups, 1)
     grouped = q.unflatten(1, (kv, groups)).flatten(2, 3)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(b, heads, n, d)
+    if scores.cap is None:
+        y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scores.scale)
+    else:
+        # Written out: torch's kernels do not cap logits. In fp32, as in training.
+        z = softcap(grouped.float() @ k.float().transpose(-2, -1) * scores.factor(d), scores.cap)
+        z = z if mask is None else z.masked_fill(~mask, -torch.inf)
+        y = (z.softmax(-1) @ v.float()).to(q.dtype)
+    return y.reshape(b, heads, n, d)
 
 
 @dataclass(frozen=True)

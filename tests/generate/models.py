@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from megastable.checkpoint.plain import PlainModel
+from megastable.checkpoint.plain import CAPPED, PlainModel
 from megastable.config.model import ModelConfig
 from megastable.config.tree import DataConfig, RunConfig
-from megastable.model.gpt import GPT
+from megastable.model.gpt import GPT, set_updates
+from megastable.model.kernels import PLAIN
 from megastable.parallel.topology import TensorParallel
 
 VOCABULARY, LENGTH = 50, 48
@@ -23,7 +24,29 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmo2": {"qk_norm": "full", "norms": "after"},
     "qwen2": {"qk_norm": False, "qkv_bias": True},
     "llama3": {"rope_theta": 300.0, "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 16}},
-}
+    "yarn": {"rope_theta": 300.0, "rope_scaling": {"kind": "yarn", "factor": 8.0, "original_length": 16}},
+    "scale": {"attention_scale": 1.3},
+    "attention-cap": {"attention_softcap": 0.7},
+    "cap": {"logit_softcap": 0.7},
+    "window": {"window": 7},
+    "windows": {"window": 7, "full_attention_every": 2},
+    "capped-window": {"window": 1, "attention_softcap": 0.7, "kv_heads": 1},
+    "embedding-scale": {"embedding_scale": 5.0, "norms": "after"},
+    "both": {"norms": "both"},
+    "mixed": {"norms": "mixed", "mixed_share": 0.5},
+    "deep": {"norms": "deep"},
+    "branch": {"norms": "branch"},
+    "norm-scaling": {"norm_scaling": True},
+    "zero-centered": {"zero_centered_norms": True},
+    "gelu": {"activation": "gelu"},
+    "clamp": {"swiglu_clamp": 0.5},
+    "mup": {"mup": {"base_width": 16, "base_layers": 1, "base_head_dim": 4}},
+    "gemma2": {
+        "layers": 3, "norms": "both", "zero_centered_norms": True, "activation": "gelu", "qk_norm": False,
+        "embedding_scale": "sqrt_hidden", "tied": True, "head_dim": 16, "attention_scale": 24**-0.5,
+        "attention_softcap": 2.0, "logit_softcap": 5.0, "window": 7, "full_attention_every": 2,
+    },
+}  # fmt: skip
 
 
 def model(
@@ -37,7 +60,9 @@ def model(
         vocab_multiple=32, init_std=0.3,
     )  # fmt: skip
     run = RunConfig(model=ModelConfig(**fields | changes), data=data or DataConfig())
-    gpt = GPT(run.model, TensorParallel(), "none", seed=5).to(dtype)
+    kernels = CAPPED if run.model.attention_softcap else PLAIN
+    gpt = GPT(run.model, TensorParallel(), "none", seed=5, kernels=kernels).to(dtype)
+    set_updates(gpt, run.model, 1000)  # of 4000 of `norms=branch`
     with torch.no_grad():
         for index, p in enumerate(gpt.parameters()):
             if p.dim() == 1:

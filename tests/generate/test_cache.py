@@ -45,6 +45,25 @@ def test_steps_of_any_size_give_the_logits_of_the_whole(
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_every_kind_in_steps(name: str) -> None:
+    """Three rows, beyond windows of 7: in one step, in single ones, and in steps across the edge of a window."""
+    given = tokens(3, 40)
+    with torch.no_grad():
+        wanted = MODELS[name](given)
+    for steps in ([], [1] * 39, [5, 4, 1, 9, 1, 1]):
+        torch.testing.assert_close(logits_in_steps(MODELS[name], given, steps), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "grouped"])
+def test_every_kind_is_another_model(name: str) -> None:
+    """Or the other tests would show nothing of it. Both kinds of norms and of MLPs have weights of other shapes."""
+    given = tokens(1, 40)
+    with torch.no_grad():
+        apart = (MODELS[name](given) - MODELS["grouped"](given)).abs().max()
+    assert apart > 1e-2
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_the_likeliest_text_is_the_same_with_and_without_a_cache(name: str) -> None:
     plain, text = MODELS[name], tokens(2, 5)
     with torch.no_grad():
@@ -57,7 +76,7 @@ def test_the_likeliest_text_is_the_same_with_and_without_a_cache(name: str) -> N
     assert torch.equal(cached, text)
 
 
-@pytest.mark.parametrize("name", ["grouped", "olmo2"])
+@pytest.mark.parametrize("name", ["grouped", "olmo2", "gemma2"])
 def test_bf16_is_off_by_no_more_than_bf16(name: str) -> None:
     """Rounding elsewhere may cost what rounding costs: the distance of a whole bf16 pass from fp32."""
     low, given = model(torch.bfloat16, **KINDS[name]), tokens(2, 40)

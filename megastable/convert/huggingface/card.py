@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import megastable
 from megastable.base.text import visible
-from megastable.convert.huggingface.names import architecture_of
+from megastable.convert.huggingface.architectures import architecture_of
 from megastable.model.flops import parameters
 
 if TYPE_CHECKING:

@@ -25,10 +25,11 @@ from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.model import ModelConfig
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
+from megastable.convert.huggingface.architectures import QWEN2, architecture_of
 from megastable.convert.huggingface.card import card
 from megastable.convert.huggingface.folder import CONFIG
 from megastable.convert.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary
-from megastable.convert.huggingface.names import QWEN2, architecture_of, split, table
+from megastable.convert.huggingface.names import split, table
 from megastable.convert.huggingface.parity import ParityReport
 from megastable.convert.huggingface.settings import settings_of
 from megastable.convert.huggingface.tokenizer_export import WITHOUT, Written, write_tokenizer

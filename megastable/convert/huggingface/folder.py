@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
-from megastable.checkpoint.plain import PlainModel
+from megastable.checkpoint.plain import PlainModel, without_weights
 from megastable.checkpoint.reader import Reader
 from megastable.config.model import ModelConfig
 from megastable.config.recipe import find
@@ -29,9 +29,7 @@ from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.names import TensorRows, merge, table
 from megastable.convert.huggingface.settings import model_of
 from megastable.convert.huggingface.weight_files import INDEX, SINGLE
-from megastable.model.gpt import GPT
 from megastable.parallel.sharding import place, placement_of
-from megastable.parallel.topology import TensorParallel
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 EDGE = 1 << 16  # bytes at either end of a file that enter the fingerprint
@@ -206,8 +204,7 @@ def load_folder(
     folder = HuggingFaceFolder(path, accept)
     if dtype is None:
         dtype = folder.dtype(folder.parts["embedding.weight"][0].name)
-    with torch.device("meta"):
-        gpt = GPT(folder.config, TensorParallel(), recompute="none", seed=0)
+    gpt = without_weights(folder.config, torch.device(device))
     for module, key, parameter in parameters_in(gpt):
         placement = placement_of(parameter)
         try:

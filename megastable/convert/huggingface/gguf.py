@@ -21,9 +21,9 @@ from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint.target import refuse_existing
 from megastable.config.model import ModelConfig
+from megastable.convert.huggingface.architectures import LLAMA, OLMO2, architecture_of
 from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
-from megastable.convert.huggingface.names import LLAMA, OLMO2, architecture_of
 from megastable.convert.huggingface.tokenizer_export import CONFIG, CONTROL, FILE, NORMAL
 from megastable.data.local_copy import remove_abandoned, staging_of
 from megastable.data.tokenizer import load_tokenizer

@@ -21,16 +21,14 @@ from megastable.config import recipe
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.convert.foreign.begin import state_of
+from megastable.convert.huggingface.architectures import OWN, architecture_of
 from megastable.convert.huggingface.folder import HuggingFaceFolder
-from megastable.convert.huggingface.names import LLAMA, MISTRAL
 from megastable.convert.huggingface.tokenizer_export import CONFIG, FILE, difference
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.model.flops import parameters as parameter_count
 
 ANY_WAY = "if you know that it is the same, add --any-tokenizer"
-# Model keys about training and initialisation, which a folder does not contain.
-OWN = ("z_loss", "init_std", "attention", "vocab_multiple", "sequence_length", "max_positions")
 
 
 @dataclass
@@ -97,12 +95,10 @@ def run_from(
     """The recipe with the folder's model, and notes on the model settings that it replaces. Raises ConfigError."""
     wanted = recipe.load(base, overrides)
     longest, length = folder.sizes["sequence_length"], wanted.model.sequence_length
-    mistral = folder.settings["architectures"] == [MISTRAL.name]
     if length > longest:
-        limit = "max_position_embeddings or its sliding_window" if mistral else "max_position_embeddings"
         raise ConfigError(
-            f"model.sequence_length={length} in {base}: the model of {folder.path} supports up to {longest} ({limit}): "
-            "set model.sequence_length to that or less"
+            f"model.sequence_length={length} in {base}: the model of {folder.path} supports up to {longest} "
+            "(max_position_embeddings): set model.sequence_length to that or less"
         )
     given = {key: value for key, value in folder.sizes.items() if key not in OWN}
     tree = wanted.model_dump(mode="json")
@@ -111,10 +107,10 @@ def run_from(
         for key, value in given.items()
         if key in wanted.model.model_fields_set and getattr(wanted.model, key) not in (value, None)
     ]
-    if mistral:
+    theirs, ours = folder.settings["architectures"][0], architecture_of(folder.config).name
+    if theirs != ours:
         notes.append(
-            f"a Mistral computes the same as a Llama on up to {longest:,} tokens: it is imported as one, and to-hf "
-            f"writes {LLAMA.name}"
+            f"this {theirs} computes the same as a {ours}: it is imported as one, and to-hf writes {ours}"
         )
     tree["model"] |= given | {"max_positions": longest if longest > length else None}
     return recipe.validate(tree, f"{base}, with the model of {folder.path}"), notes

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from megastable.base.errors import CheckpointError
-from megastable.convert.huggingface.names import LLAMA, OLMO2, Architecture
+from megastable.convert.huggingface.architectures import LLAMA, OLMO2, Architecture
 from megastable.convert.huggingface.tokenizer_export import (  # the kinds of pieces are numbered alike in llama.h
     BYTE,
     CONTROL,

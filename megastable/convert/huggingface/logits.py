@@ -12,20 +12,17 @@ from torch import Tensor, nn
 
 from megastable.base.errors import CheckpointError, MegastableError
 from megastable.checkpoint import store
-from megastable.checkpoint.plain import PlainModel
+from megastable.checkpoint.plain import PlainModel, without_weights
 from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.folder import HuggingFaceFolder, parameters_in
-from megastable.model.gpt import GPT
 from megastable.parallel.sharding import place, placement_of
-from megastable.parallel.topology import TensorParallel
 
 
 def ours(
     run: RunConfig, checkpoint: Path, weights: Callable[[str], Tensor], tokens: Tensor, at: Tensor
 ) -> Tensor:
     """Logits [rows, positions, vocabulary] of our model; one layer's weights are in memory at a time."""
-    with torch.device("meta"):
-        gpt = GPT(run.model, TensorParallel(), recompute="none", seed=0)
+    gpt = without_weights(run.model, torch.device("cpu"))
     model = PlainModel(gpt, run, checkpoint, store.step_of(checkpoint), "").eval()
 
     def fill(layer: nn.Module) -> None:
@@ -118,7 +115,10 @@ def _streamed(folder: HuggingFaceFolder) -> nn.Module:
 
         return filling
 
-    fill("model.embed_tokens")(model.model.embed_tokens)
+    embedding = model.model.embed_tokens
+    fill("model.embed_tokens")(embedding)
+    if hasattr(embedding, "scalar_embed_scale"):  # of a Gemma 2: computed, too
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale)
     fill("model.norm")(model.model.norm)
     if folder.config.tied:
         model.lm_head.weight = model.model.embed_tokens.weight

@@ -12,36 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megastable.base.errors import ConfigError
 from megastable.config.model import ModelConfig
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """type: "model_type" of config.json; name: the class; norms: names of the norms of a block's two halves."""
-
-    type: str
-    name: str
-    norms: tuple[str, str]
-
-
-BEFORE = ("input_layernorm", "post_attention_layernorm")
-QWEN3 = Architecture("qwen3", "Qwen3ForCausalLM", BEFORE)
-QWEN2 = Architecture("qwen2", "Qwen2ForCausalLM", BEFORE)
-LLAMA = Architecture("llama", "LlamaForCausalLM", BEFORE)
-MISTRAL = Architecture("mistral", "MistralForCausalLM", BEFORE)  # read only: without its window it is a Llama
-OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", ("post_attention_layernorm", "post_feedforward_layernorm"))
-
-# By model.qk_norm, model.norms and model.qkv_bias. Other combinations have no architecture in Hugging Face.
-ARCHITECTURES = {
-    (True, "before", False): QWEN3, (False, "before", False): LLAMA, (False, "before", True): QWEN2,
-    ("full", "after", False): OLMO2,
-}  # fmt: skip
-# Options that their models support, or that do not affect a trained model.
-AT_HOME = frozenset(
-    "layers hidden heads kv_heads head_dim ffn sequence_length max_positions vocab_size vocab_multiple rope_theta "
-    "rope_scaling norm_eps qk_norm qkv_bias norms tied init_std z_loss attention".split()
-)
+from megastable.convert.huggingface.architectures import architecture_of
 
 
 @dataclass(frozen=True)
@@ -51,24 +23,6 @@ class TensorRows:
     name: str
     first: int
     shape: tuple[int, ...]
-
-
-def architecture_of(config: ModelConfig) -> Architecture:
-    """The equivalent architecture. Raises ConfigError with the option that has no equivalent."""
-    for key, field in type(config).model_fields.items():
-        value = getattr(config, key)
-        if key not in AT_HOME and value != field.default:
-            raise ConfigError(f"model.{key}={value}: no supported Hugging Face architecture has it")
-    found = ARCHITECTURES.get((config.qk_norm, config.norms, config.qkv_bias))
-    if found is None:
-        homes = "; ".join(
-            f"qk_norm={q} norms={n} qkv_bias={b} ({a.name})" for (q, n, b), a in ARCHITECTURES.items()
-        )
-        raise ConfigError(
-            f"model.qk_norm={config.qk_norm} with model.norms={config.norms} and model.qkv_bias={config.qkv_bias}: no "
-            f"supported Hugging Face architecture combines these; supported are: {homes}"
-        )
-    return found
 
 
 def table(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
@@ -84,7 +38,8 @@ def table(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
     for i in range(c.layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        found[f"{ours}.attention_norm.weight"] = _rows((f"{theirs}.{kind.norms[0]}.weight", hidden))
+        norms = {norm: _rows((f"{theirs}.{name}.weight", hidden)) for norm, name in kind.norms.items()}
+        found[f"{ours}.attention_norm.weight"] = norms["attention_norm"]
         found[f"{ours}.attention.qkv.weight"] = _rows(
             (f"{attention}.q_proj.weight", q), (f"{attention}.k_proj.weight", kv),
             (f"{attention}.v_proj.weight", kv), width=hidden,
@@ -100,11 +55,14 @@ def table(config: ModelConfig) -> dict[str, tuple[TensorRows, ...]]:
             for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
                 found[f"{ours}.attention.{name}.weight"] = _rows((f"{attention}.{name}.weight", width))
         found[f"{ours}.attention.out.weight"] = _rows((f"{attention}.o_proj.weight", hidden), width=q)
-        found[f"{ours}.mlp_norm.weight"] = _rows((f"{theirs}.{kind.norms[1]}.weight", hidden))
+        found[f"{ours}.mlp_norm.weight"] = norms["mlp_norm"]
         found[f"{ours}.mlp.gate_up.weight"] = _rows(
             (f"{mlp}.gate_proj.weight", c.ffn_width), (f"{mlp}.up_proj.weight", c.ffn_width), width=hidden
         )
         found[f"{ours}.mlp.down.weight"] = _rows((f"{mlp}.down_proj.weight", hidden), width=c.ffn_width)
+        if c.norms == "both":
+            for norm in ("attention_post_norm", "mlp_post_norm"):
+                found[f"{ours}.{norm}.weight"] = norms[norm]
     found["final_norm.weight"] = _rows(("model.norm.weight", hidden))
     if not c.tied:
         found["head.weight"] = _rows(("lm_head.weight", vocabulary), width=hidden)

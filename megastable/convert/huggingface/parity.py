@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from megastable.base import free_memory
 from megastable.base.errors import CheckpointError, MegastableError
 from megastable.base.text import plural, size
 from megastable.checkpoint.whole import WholeState, run_of
+from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.convert.huggingface import logits
+from megastable.convert.huggingface.architectures import OWN
 from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.names import merge, split, table
 from megastable.convert.huggingface.tokenizer_export import real_text
@@ -37,6 +40,15 @@ LENGTH = 512  # tokens of a row, at most
 WORK = 4e12  # approximate multiply-adds of one model; larger models get less text
 LOGITS = 1 << 27  # bytes of fp32 logits per model; positions are left out to stay below
 INSTALL = "bash launch/install.sh hf"
+# Model keys whose values are compared by the report: logits need not show a difference.
+NUMBERS = (
+    "rope_theta", "rope_scaling", "norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "window",
+)  # fmt: skip
+# Properties of ModelConfig that hold for a key that was left out.
+EFFECTIVE = {
+    "kv_heads": "key_value_heads", "head_dim": "head_width", "ffn": "ffn_width", "attention_scale": "score_scale",
+    "embedding_scale": "embedding_factor",
+}  # fmt: skip
 
 Say = Callable[[str], None]
 
@@ -113,8 +125,8 @@ def compare(
     theirs, run = HuggingFaceFolder(folder, accept), run_of(checkpoint)
     found = ParityReport(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
     _same_model(checkpoint, run, theirs)
-    for key in ("rope_theta", "rope_scaling", "norm_eps"):
-        mine, other = getattr(run.model, key), getattr(theirs.config, key)
+    for key in NUMBERS:
+        mine, other = _effective(run.model, key), _effective(theirs.config, key)
         if mine != other:
             found.settings.append(f"model.{key} is {other} in the folder, and {mine} in the checkpoint")
     held = {theirs.dtype(part.name) for parts in theirs.parts.values() for part in parts}
@@ -151,19 +163,20 @@ def compare(
 def _same_model(checkpoint: Path, run: RunConfig, folder: HuggingFaceFolder) -> None:
     """Check that both describe the same model. Raises CheckpointError with the difference."""
     ours, theirs = run.model, folder.config
-    for key, a, b in (
-        ("layers", ours.layers, theirs.layers), ("hidden", ours.hidden, theirs.hidden),
-        ("heads", ours.heads, theirs.heads), ("kv_heads", ours.key_value_heads, theirs.key_value_heads),
-        ("head_dim", ours.head_width, theirs.head_width), ("ffn", ours.ffn_width, theirs.ffn_width),
-        ("vocab_size", ours.vocab_size, theirs.vocab_size), ("qk_norm", ours.qk_norm, theirs.qk_norm),
-        ("qkv_bias", ours.qkv_bias, theirs.qkv_bias),
-        ("norms", ours.norms, theirs.norms), ("tied", ours.tied, theirs.tied),
-    ):  # fmt: skip
-        if a != b:
+    for key in ModelConfig.model_fields:
+        a, b = _effective(ours, key), _effective(theirs, key)
+        if a != b and key not in OWN and key not in (*NUMBERS, "full_attention_every"):
             raise CheckpointError(
                 f"{folder.path} is a different model from {checkpoint}: model.{key} is {b} in the folder, {a} in the "
                 "checkpoint"
             )
+
+
+def _effective(config: ModelConfig, key: str) -> Any:
+    """What a key amounts to, also where it is left out."""
+    if key == "window":
+        return [config.window_of(block) for block in range(config.layers)]
+    return getattr(config, EFFECTIVE.get(key, key))
 
 
 def _samples(

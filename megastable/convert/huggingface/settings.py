@@ -7,27 +7,25 @@ computes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from megastable.base.errors import CheckpointError
-from megastable.config.model import ModelConfig, RopeScalingConfig
-from megastable.convert.huggingface.names import (
-    LLAMA,
+from megastable.config.model import ModelConfig
+from megastable.convert.huggingface.architectures import (
+    ARCHITECTURES,
+    GELU,
+    GEMMA2,
     MISTRAL,
-    OLMO2,
     QWEN2,
     QWEN3,
     Architecture,
     architecture_of,
+    query_scalar,
 )
+from megastable.convert.huggingface.rope_settings import LAYERS, Settings, number, read_rope, rope_of
 
-Settings = Mapping[str, Any]
-
-KNOWN = {architecture.name: architecture for architecture in (QWEN3, QWEN2, LLAMA, MISTRAL, OLMO2)}
+KNOWN = {architecture.name: architecture for architecture in ARCHITECTURES}
 SIZES = {  # ours and theirs
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -37,29 +35,23 @@ SIZES = {  # ours and theirs
     "ffn": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-# Defaults of keys that a config.json may omit (configuration_*.py of transformers 4.57 and 5.23).
 MAY_LACK = {"num_key_value_heads", "head_dim"}
-EPS = {QWEN3.type: 1e-6, QWEN2.type: 1e-6, LLAMA.type: 1e-6, MISTRAL.type: 1e-6, OLMO2.type: 1e-5}
-POSITIONS = {QWEN3.type: 32768, QWEN2.type: 32768, LLAMA.type: 2048, MISTRAL.type: 131_072, OLMO2.type: 2048}
-KV_HEADS = {QWEN3.type: 32, QWEN2.type: 32, MISTRAL.type: 8}  # others: the number of heads
-WINDOW = 4096  # of a Mistral
-THETA = 10_000.0
-# Supported scalings of rotary embeddings: keys of `RopeScalingConfig`, and theirs.
-SCALED = {
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-        "original_length": "original_max_position_embeddings",
-    },
+ACTIVATIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # theirs, and the MLP
+    "silu": (("silu", "swish"), "its MLP is a SwiGLU"), "gelu": ((GELU,), "its MLP is a GeGLU (tanh)"),
 }  # fmt: skip
-MOST = sys.float_info.max  # a larger JSON integer does not fit a float
+FULL, SLIDING = LAYERS
+OF_WINDOWS = ("sliding_window", "use_sliding_window", "layer_types")
+QWENS = (QWEN3, QWEN2)
+# Gemma 2's caps: ours and theirs.
+CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+SCALAR = "query_pre_attn_scalar"
 # Their options, and the only supported value of each, with the reason.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu", "swish"), "its MLP is a SwiGLU"),
     "attention_bias": ((False,), "its only biases are those of q, k and v, as Qwen2 has them"),
     "mlp_bias": ((False,), "it has no biases"),
-    "attention_dropout": ((0,), "it has no dropout"),
+    "attention_dropout": ((0,), "attention has no dropout"),
     "use_sliding_window": ((False,), "it attends to all that came before"),
+    "use_bidirectional_attention": ((False, None), "its attention is causal"),
     "pretraining_tp": ((1,), "its products are whole"),
     "partial_rotary_factor": ((1, None), "it rotates whole heads"),
     "rope_interleaved": ((False,), "its rotary embeddings are half-split"),
@@ -72,7 +64,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "residual_multiplier": ((1, None), "its residuals are not scaled"),
     "is_encoder_decoder": ((False,), "it is a decoder"),
 }
-# Keys about the file, the training, or text generation, which do not change the logits.
+# Keys about the file, the training, or text generation, which do not change the logits; and those always read.
 NO_MATTER = frozenset(
     "architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id "
     "sep_token_id decoder_start_token_id initializer_range _name_or_path return_dict output_hidden_states "
@@ -80,7 +72,7 @@ NO_MATTER = frozenset(
     "do_sample num_beams temperature top_k top_p typical_p repetition_penalty length_penalty num_beam_groups "
     "diversity_penalty num_return_sequences tokenizer_class max_position_embeddings rms_norm_eps tie_word_embeddings "
     "rope_theta rope_parameters rope_scaling sliding_window layer_types max_sequence_length is_llama_config "
-    "transformers.js_config".split()
+    "cache_implementation transformers.js_config".split()
 )
 
 
@@ -89,7 +81,7 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
 
     Raises ConfigError as `architecture_of`.
     """
-    kind, rope = architecture_of(config), _written(config.rope_scaling)
+    kind = architecture_of(config)
     found: dict[str, Any] = {
         "architectures": [kind.name],
         "model_type": kind.type,
@@ -100,11 +92,10 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.key_value_heads,
         "head_dim": config.head_width,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATIONS[config.activation][0][0],
         "max_position_embeddings": config.longest,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": rope | {"rope_theta": config.rope_theta},
+        **rope_of(config, kind),
         "tie_word_embeddings": config.tied,
         "attention_dropout": 0.0,
         "initializer_range": config.init_std,
@@ -112,35 +103,71 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
         **{f"{name}_token_id": id for name, id in tokens.items()},
         "torch_dtype": dtype,
         "dtype": dtype,
+        **kind.written,
+        **_windows_of(config, kind),
     }
-    if config.rope_scaling is not None:
-        found["rope_scaling"] = rope
-    if kind is not QWEN2:  # which has them by default
-        found["attention_bias"] = False
-    if kind is LLAMA:
-        found["mlp_bias"] = False
-    if kind in (QWEN3, QWEN2):
-        found |= {"use_sliding_window": False, "sliding_window": None}
+    if kind is GEMMA2:
+        found |= {SCALAR: query_scalar(config)}
+        found |= {theirs: getattr(config, ours) for ours, theirs in CAPS.items()}
     return found
 
 
-def _written(scaling: RopeScalingConfig | None) -> dict[str, Any]:
-    if scaling is None:
-        return {"rope_type": "default"}
-    keys = SCALED[scaling.kind]
-    return {"rope_type": scaling.kind} | {theirs: getattr(scaling, ours) for ours, theirs in keys.items()}
+def _windows_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
+    """The entries of config.json."""
+    if kind is MISTRAL:
+        return {"sliding_window": config.window}
+    if "window" not in kind.free:
+        return {}
+    types = [FULL if config.window_of(block) is None else SLIDING for block in range(config.layers)]
+    if kind in QWENS and config.window is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    used = {"use_sliding_window": True} if kind in QWENS else {}
+    # Transformers want a size even where no layer has the window.
+    return used | {"sliding_window": config.window or config.longest, "layer_types": types}
 
 
 def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[str, Any]:
-    """Our model by config.json: keys of `ModelConfig`. `sequence_length` is the longest that it supports, or on which
-    it computes the same as ours: within its window a Mistral attends to all earlier tokens.
+    """Our model by config.json: keys of `ModelConfig`. `sequence_length` is the longest that it supports.
 
     where: for messages; accept: keys that the user declared irrelevant. Raises CheckpointError.
     """
     kind = _architecture(given, where)
+    if "window" not in kind.free:
+        given = {key: value for key, value in given.items() if key not in accept or key not in OF_WINDOWS}
     for key, value in given.items():
-        _refuse(kind, key, value, where, given, accept)
-    found: dict[str, Any] = {}
+        if key not in accept:
+            _refuse(kind, key, value, where)
+    sizes = _sizes(given, kind, where)
+    tied = _given(given, "tie_word_embeddings", kind, False)
+    if not isinstance(tied, bool):
+        raise CheckpointError(f"{where}: tie_word_embeddings={tied!r}: it must be true or false")
+    theta, scaling = read_rope(given, kind, where)
+    window, every = _windows(given, kind, sizes["layers"], where)
+    found = kind.values() | sizes | {
+        "tied": tied,
+        "norm_eps": number(_given(given, "rms_norm_eps", kind), "rms_norm_eps", where),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "window": window,
+        "full_attention_every": every,
+        "sequence_length": _count(_given(given, "max_position_embeddings", kind), "max_position_embeddings", where),
+    }  # fmt: skip
+    if kind is GEMMA2:
+        scalar = number(_given(given, SCALAR, kind), SCALAR, where)
+        found["attention_scale"] = None if scalar == sizes["head_dim"] else scalar**-0.5
+        for ours, theirs in CAPS.items():
+            cap = _given(given, theirs, kind)
+            found[ours] = None if cap is None else number(cap, theirs, where)
+    return found
+
+
+def _given(given: Settings, key: str, kind: Architecture, default: Any = None) -> Any:
+    """The file's value; if it has none, the architecture's default."""
+    return given[key] if key in given else kind.defaults.get(key, default)
+
+
+def _sizes(given: Settings, kind: Architecture, where: str) -> dict[str, int]:
+    found: dict[str, int] = {}
     for ours, theirs in SIZES.items():
         value = given.get(theirs)
         if value is None and theirs in MAY_LACK:
@@ -149,35 +176,67 @@ def model_of(given: Settings, where: str, accept: Collection[str] = ()) -> dict[
             raise CheckpointError(f"{where}: {theirs}={value!r}: it must be a number of at least 1")
         found[ours] = value
     # Their defaults for missing keys.
-    silent = kind.type in KV_HEADS and "num_key_value_heads" not in given
-    found.setdefault("kv_heads", KV_HEADS[kind.type] if silent else found["heads"])
+    found.setdefault("kv_heads", _given(given, "num_key_value_heads", kind) or found["heads"])
     if "head_dim" not in found:
-        if kind is not QWEN3 and found["hidden"] % found["heads"]:
+        if "head_dim" not in kind.defaults and found["hidden"] % found["heads"]:
             raise CheckpointError(
                 f"{where}: head_dim is missing, and num_attention_heads={found['heads']} does not divide "
                 f"hidden_size={found['hidden']}"
             )
-        found["head_dim"] = 128 if kind is QWEN3 else found["hidden"] // found["heads"]
-    tied = given.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise CheckpointError(f"{where}: tie_word_embeddings={tied!r}: it must be true or false")
-    positions = _count(
-        given.get("max_position_embeddings", POSITIONS[kind.type]), "max_position_embeddings", where
-    )
-    if kind is MISTRAL and (window := given.get("sliding_window", WINDOW)) is not None:
-        positions = min(positions, _count(window, "sliding_window", where))
-    norms: dict[str, bool | str] = {QWEN3.type: True, OLMO2.type: "full"}
-    theta, scaling = _rope(given, where)
-    return found | {
-        "qk_norm": norms.get(kind.type, False),
-        "qkv_bias": kind is QWEN2,
-        "norms": "after" if kind is OLMO2 else "before",
-        "tied": tied,
-        "norm_eps": _number(given.get("rms_norm_eps", EPS[kind.type]), "rms_norm_eps", where),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "sequence_length": positions,
-    }
+        found["head_dim"] = kind.defaults.get("head_dim", found["hidden"] // found["heads"])
+    return found
+
+
+def _windows(given: Settings, kind: Architecture, layers: int, where: str) -> tuple[int | None, int | None]:
+    """`window` and `full_attention_every`. Raises CheckpointError for other patterns of windows."""
+    window, types = _window(given, kind, where), given.get("layer_types")
+    if types is None:
+        if window is None or (kind in QWENS and not _has_windows(given, kind, layers, where)):
+            return None, None
+        return window, kind.full_every or None
+    if not isinstance(types, list) or len(types) != layers or not set(map(str, types)) <= {FULL, SLIDING}:
+        raise _layers_refused(types, f"it must list {FULL} or {SLIDING} for each of {layers} layers", where)
+    full = [name == FULL for name in types]
+    if all(full) and (window is None or kind is not MISTRAL):
+        return None, None
+    if window is None:
+        why = "the model has no window, and attends to all that came before in every layer"
+        raise _layers_refused(types, why, where)
+    if not any(full):
+        return window, None
+    every = full.index(True) + 1
+    if kind is MISTRAL or full != [(i + 1) % every == 0 for i in range(layers)]:
+        either = "" if kind is MISTRAL else ", or all but every n-th"
+        raise _layers_refused(types, f"all layers of a {kind.name} have the window{either}", where)
+    return window, every
+
+
+def _layers_refused(types: Any, why: str, where: str) -> CheckpointError:
+    return CheckpointError(f"{where}: layer_types={types!r}: not supported: {why}")
+
+
+def _window(given: Settings, kind: Architecture, where: str) -> int | None:
+    value, used = _given(given, "sliding_window", kind), given.get("use_sliding_window")
+    if kind in QWENS or "window" not in kind.free:
+        # Qwen's files contain a window also where it is not used.
+        if used is False or given.get("sliding_window") is None:
+            return None
+        if used is not True:
+            raise CheckpointError(
+                f"{where}: sliding_window={value!r}: not supported: the model attends to all that came before"
+            )
+    return None if value is None else _count(value, "sliding_window", where)
+
+
+def _has_windows(given: Settings, kind: Architecture, layers: int, where: str) -> bool:
+    """Whether all layers of a Qwen have the window, or none; Qwen's first layers have none."""
+    first = _given(given, "max_window_layers", kind)
+    if isinstance(first, bool) or not isinstance(first, int) or 0 < first < layers:
+        raise CheckpointError(
+            f"{where}: max_window_layers={first!r}: not supported: of {layers} layers the first attend to all, and "
+            "the others do not: here either all layers have the window, or all but every n-th"
+        )
+    return first <= 0
 
 
 def _architecture(given: Settings, where: str) -> Architecture:
@@ -192,92 +251,33 @@ def _architecture(given: Settings, where: str) -> Architecture:
     )
 
 
-def _refuse(
-    kind: Architecture, key: str, value: Any, where: str, given: Settings, accept: Collection[str]
-) -> None:
+def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
     """Raises CheckpointError for an option that our model does not support."""
     problem = ""
-    if key in accept:
-        return
-    if key in ONLY:
-        allowed, why = ONLY[key]
+    allowed, why = ONLY.get(key, ((), ""))
+    if key in ("hidden_act", "hidden_activation"):
+        # Gemma 2's key is the second one; elsewhere it does not matter if it is null.
+        allowed, why = ACTIVATIONS[kind.values()["activation"]]
+        allowed += (None,) if key == "hidden_activation" and kind is not GEMMA2 else ()
+    elif key == "use_sliding_window" and kind in QWENS:
+        allowed = (False, True)
+    if why and not (kind is GEMMA2 and key in CAPS.values()):
         if not any(
             value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
         ):
             problem = f"not supported: {why}"
-    elif key == "sliding_window":
-        # Qwen's files contain an unused window. A Mistral's limits the sequence length; see `model_of`.
-        if value is not None and given.get("use_sliding_window") is not False and kind is not MISTRAL:
-            problem = "not supported: the model attends to all that came before"
-    elif key == "layer_types":
-        if value is not None and not (isinstance(value, list) and set(map(str, value)) <= {"full_attention"}):
-            problem = "not supported: the model attends to all that came before in every layer"
-    elif key not in NO_MATTER and key not in SIZES.values() and value not in (None, False, {}, []):
+    elif key not in _read(kind) and value not in (None, False, {}, []):
         problem = f"unknown key, which may change what the model computes; if it does not, add --accept {key}"
     if problem:
         raise CheckpointError(f"{where}: {key}={value!r}: {problem}")
 
 
-def _rope(given: Settings, where: str) -> tuple[float, RopeScalingConfig | None]:
-    """Base and scaling of the rotary embeddings, by the old keys and the new; they must agree."""
-    bases: dict[str, float] = {}
-    scalings: dict[str, RopeScalingConfig | None] = {}
-    if given.get("rope_theta") is not None:
-        bases["rope_theta"] = _number(given["rope_theta"], "rope_theta", where)
-    for key in ("rope_scaling", "rope_parameters"):
-        value = given.get(key)
-        if value is None or value == {}:
-            continue
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{where}: {key}={value!r}: it must be a mapping")
-        scalings[key] = _scaling(value, key, where)
-        if value.get("rope_theta") is not None:
-            bases[f"{key}.rope_theta"] = _number(value["rope_theta"], f"{key}.rope_theta", where)
-    if len(set(scalings.values())) > 1:
-        raise CheckpointError(f"{where}: rope_scaling and rope_parameters disagree: correct one")
-    if len(set(bases.values())) > 1:
-        both = " and ".join(f"{key}={value}" for key, value in bases.items())
-        raise CheckpointError(f"{where}: {both} disagree: correct one")
-    return next(iter(bases.values()), THETA), next(iter(scalings.values()), None)
-
-
-def _scaling(value: Settings, key: str, where: str) -> RopeScalingConfig | None:
-    # Older files use another key for the type.
-    kinds = {str(value[k]) for k in ("rope_type", "type") if value.get(k) is not None} or {"default"}
-    rest = {k: v for k, v in value.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
-    whole = rest.pop("partial_rotary_factor", 1) == 1
-    (kind,) = kinds if len(kinds) == 1 else ("",)
-    keys = SCALED.get(kind, {})
-    problem = ""
-    if not whole:
-        problem = "it rotates whole heads"
-    elif kind not in (*SCALED, "default"):
-        problem = f"its rotary embeddings can be scaled as {' or '.join(SCALED)} only"
-    elif missing := sorted(set(keys.values()) - set(rest)):
-        problem = f"rotary embeddings of type {kind} need {missing[0]}"
-    elif strange := sorted(set(rest) - set(keys.values())):
-        problem = f"rotary embeddings of type {kind} have no {strange[0]}"
-    if problem:
-        raise CheckpointError(f"{where}: {key}={value!r}: not supported: {problem}")
-    if kind == "default":
-        return None
-    numbers = {ours: _number(rest[theirs], f"{key}.{theirs}", where) for ours, theirs in keys.items()}
-    try:
-        return RopeScalingConfig.model_validate({"kind": kind, **numbers})
-    except ValidationError as error:
-        detail = error.errors()[0]
-        named = ".".join(map(str, detail["loc"])) or "as ours"
-        problem = detail["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{where}: {key}={value!r}: {named}: {problem}") from None
+def _read(kind: Architecture) -> Collection[str]:
+    """Keys that `model_of` reads, or that do not matter."""
+    return NO_MATTER.union(SIZES.values(), (SCALAR, *CAPS.values()) if kind is GEMMA2 else ())
 
 
 def _count(value: Any, key: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{where}: {key}={value!r}: it must be a number of at least 1")
     return value
-
-
-def _number(value: Any, key: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
-        raise CheckpointError(f"{where}: {key}={value!r}: it must be a number above 0")
-    return float(value)

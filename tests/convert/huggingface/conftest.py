@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.checkpoint import store
@@ -16,6 +17,7 @@ from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.whole import parameters
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
+from megastable.convert.huggingface.architectures import ARCHITECTURES
 from megastable.convert.huggingface.tokenizer_export import MANY_LANGUAGES, real_text
 from megastable.data.manifest import adopt
 from megastable.data.shards import ShardWriter
@@ -24,6 +26,13 @@ from megastable.data.train_tokenizer import train_sentencepiece
 from tests.conftest import tiny
 
 VOCABULARY = 700  # no padding divides it
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 12}
+# Weights of these tests give logits of some 3, which the caps bend.
+GEMMA2 = {
+    "layers": 3, "norms": "both", "zero_centered_norms": True, "activation": "gelu", "embedding_scale": "sqrt_hidden",
+    "qk_norm": False, "tied": True, "head_dim": 16, "attention_scale": 24**-0.5, "attention_softcap": 2.0,
+    "logit_softcap": 5.0, "window": 7, "full_attention_every": 2, "norm_eps": 1e-6,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"layers": 3},
     "qwen3-tied": {"layers": 2, "tied": True, "kv_heads": 1, "head_dim": 24},
@@ -44,8 +53,35 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_heads": 4,
         "ffn": 96,
     },
+    "llama-yarn": {"layers": 2, "qk_norm": False, "rope_scaling": YARN},
+    "qwen3-yarn": {"layers": 1, "rope_scaling": YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.3}},
+    "qwen2-yarn": {"layers": 1, "qk_norm": False, "qkv_bias": True, "rope_scaling": YARN},
+    "qwen3-window": {"layers": 3, "window": 7},
+    "qwen2-windows": {"layers": 3, "qk_norm": False, "qkv_bias": True, "window": 7, "full_attention_every": 3},
+    "mistral": {"layers": 2, "qk_norm": False, "window": 7},
+    "olmo3": {"layers": 5, "qk_norm": "full", "norms": "after", "window": 7, "full_attention_every": 4},
+    "gemma2": GEMMA2,
+    "gemma2-plain": {
+        **GEMMA2, "layers": 1, "tied": False, "window": None, "full_attention_every": None, "head_dim": None,
+        "attention_softcap": None, "logit_softcap": None, "attention_scale": None,
+        "rope_scaling": {"kind": "linear", "factor": 4.0},
+    },
 }  # fmt: skip
 Make = Callable[..., Path]
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> dict[str, Any]:
+    """What a model has of one of the architectures: keys of `ModelConfig`, all that are not sizes."""
+    kind = draw(st.sampled_from(ARCHITECTURES))
+    any_of: dict[str, st.SearchStrategy[Any]] = {
+        "window": st.none() | st.integers(1, 20),
+        "attention_scale": st.none() | st.integers(1, 999).map(lambda n: n**-0.5),
+        "attention_softcap": st.none() | st.floats(0.1, 99), "logit_softcap": st.none() | st.floats(0.1, 99),
+    }  # fmt: skip
+    found = kind.values() | {key: draw(any_of[key]) for key in any_of if key in kind.free}
+    every = st.none() | st.integers(2, 5) if found["window"] is not None else st.none()
+    return found | ({"full_attention_every": draw(every)} if "full_attention_every" in kind.free else {})
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_a_change_is_found(make: Make, qwen3: Path, tmp_path: Path, name: str) -
         assert found.unequal and "tensors differ" in found.verdict
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama", "olmo2"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama", "olmo2", "olmo3", "mistral", "gemma2"])
 def test_a_model_too_large_for_the_memory_is_compared_layer_by_layer(
     make: Make, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,34 @@ def test_a_setting_is_compared_though_it_hardly_shows(
     found = compare(make(MODELS["qwen3"]), out)
     assert found.failed and all(row.same for row in found.rows)
     assert named in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"query_pre_attn_scalar": 25}, "model.attention_scale is 0.2 in the folder, and 0.2041"),
+        (
+            {"attn_logit_softcapping": 2.0000001},
+            "model.attention_softcap is 2.0000001 in the folder, and 2.0",
+        ),
+        ({"final_logit_softcapping": None}, "model.logit_softcap is None in the folder, and 5.0"),
+        ({"sliding_window": 8}, r"model.window is \[8, None, 8\] in the folder, and \[7, None, 7\]"),
+        (
+            {"layer_types": ["sliding_attention"] * 3},
+            r"model.window is \[7, 7, 7\] in the folder, and \[7, None, 7\]",
+        ),
+    ],
+)
+def test_a_scale_a_cap_and_a_window_are_compared(
+    make: Make, tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    out = to_hf(make(MODELS["gemma2"]), tmp_path / "out", dtype="fp32").out
+    settings = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(settings | changed))
+    found = compare(make(MODELS["gemma2"]), out)
+    assert found.failed and re.search(named, found.verdict)
+    seen = "attn_logit_softcapping" not in changed  # by logits, too
+    assert all(row.same != seen for row in found.rows)
 
 
 def test_tensors_are_compared_bit_by_bit(text_corpus: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megastable.checkpoint.whole import WholeState
 from megastable.config import recipe
 from megastable.config.tree import CorpusConfig
 from megastable.convert.huggingface.export import to_hf
+from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.importing import from_hf
 from megastable.convert.huggingface.parity import compare
 from megastable.data.corpora import open_corpora
@@ -218,31 +219,49 @@ def test_what_is_not_finite_and_a_full_disk_leave_nothing(make: Make, base: Path
 
 LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 16, "rope_theta": 500_000.0,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+GEMMA2 = {
+    "sliding_window": 7, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+}  # fmt: skip
+# (type, entries of config.json, in fp16, the class that goes out)
+THEIRS: list[tuple[str, dict[str, Any], bool, str]] = [
+    ("llama", {}, True, "llama"),
+    ("llama", {"rope_parameters": LLAMA_3}, False, "llama"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, False, "llama"),
+    ("llama", {"rope_parameters": YARN}, False, "llama"),
+    ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}, False, "llama"),
+    ("mistral", {"sliding_window": 7}, False, "mistral"),
+    ("mistral", {"sliding_window": 7, "rope_parameters": YARN}, True, "mistral"),
+    ("qwen2", {"use_sliding_window": False}, False, "qwen2"),
+    ("qwen2", WINDOW | {"max_window_layers": 0, "rope_parameters": YARN}, False, "qwen2"),
+    ("qwen3", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}, False, "qwen3"),
+    ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.5, "beta_fast": 9.0}}, False, "qwen3"),
+    ("olmo2", {}, False, "olmo2"),
+    ("olmo3", {"sliding_window": 7}, False, "olmo3"),
+    ("olmo3", {"sliding_window": 7, "layer_types": ["full_attention"] * 2}, False, "olmo2"),
+    ("gemma2", GEMMA2, False, "gemma2"),
+    ("gemma2", GEMMA2, True, "gemma2"),
+    ("gemma2", GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}, False, "gemma2"),
+    ("gemma2", GEMMA2 | {"layer_types": ["sliding_attention"] * 2, "rope_parameters": YARN}, False, "gemma2"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "half"),
-    [
-        ("llama", {}, True),
-        ("llama", {"rope_parameters": LLAMA_3 | {"rope_theta": 500_000.0}}, False),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, False),
-        ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}, False),
-        ("mistral", {"sliding_window": 40}, False),
-        ("qwen2", {"use_sliding_window": False}, False),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "half", "out"), THEIRS)
 def test_a_model_that_transformers_made_themselves(
-    base: Path, tmp_path: Path, tokenizer: Tokenizer, kind: str, options: dict[str, Any], half: bool
+    base: Path, tmp_path: Path, tokenizer: Tokenizer, kind: str, options: dict[str, Any], half: bool, out: str
 ) -> None:
+    """Samples of 32 tokens: longer than the windows, and than the original length of YaRN."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
+    tied = kind == "gemma2"
     config = AutoConfig.for_model(
         kind, vocab_size=VOCABULARY + 30, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, max_position_embeddings=64,
-        tie_word_embeddings=False, eos_token_id=2, **options,
+        tie_word_embeddings=tied, eos_token_id=2, **options,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -251,29 +270,47 @@ def test_a_model_that_transformers_made_themselves(
     (model.half() if half else model).save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     tokenizer.copy_to(tmp_path / "theirs")
     made = from_hf(tmp_path / "theirs", tmp_path / "run", base)
-    longest = options.get("sliding_window") or 64
-    assert made.run.model.vocab_size == VOCABULARY + 30 and made.run.model.max_positions == longest
+    assert made.run.model.vocab_size == VOCABULARY + 30 and made.run.model.max_positions == 64
     found = compare(made.checkpoint, tmp_path / "theirs")
-    assert not found.failed and found.rows and found.precision == ("float16" if half else "float32")
-    # What goes out again computes the same, and was made for as many positions; a Mistral goes out as a Llama.
-    out = to_hf(made.checkpoint, tmp_path / "out", dtype="fp32", check=compare)
-    settings = json.loads((out.out / "config.json").read_text())
-    assert settings["model_type"] == ("llama" if kind == "mistral" else kind)
-    assert settings["max_position_embeddings"] == longest
-    assert any("32 tokens at a time" in note for note in out.notes)
-    assert json.loads((out.out / "tokenizer_config.json").read_text())["model_max_length"] == longest
-    assert any("LlamaForCausalLM" in note for note in made.notes) == (kind == "mistral")
-    assert not compare(find_checkpoint(tmp_path / "run"), tmp_path / "theirs").failed
+    assert not found.failed and found.precision == ("float16" if half else "float32")
+    assert all(row.tokens == 64 and row.scale > 1 for row in found.rows)
+    # What goes out again are the same tensors and the same model, made for as many positions.
+    again = to_hf(made.checkpoint, tmp_path / "out", dtype="fp32", check=compare)
+    theirs, ours = HuggingFaceFolder(tmp_path / "theirs"), HuggingFaceFolder(tmp_path / "out")
+    assert theirs.files.keys() == ours.files.keys()
+    assert all(torch.equal(theirs.tensor(name).float(), ours.tensor(name)) for name in ours.files)
+    assert theirs.sizes == ours.sizes
+    assert ours.settings["model_type"] == out
+    assert any("32 tokens at a time" in note for note in again.notes)
+    assert json.loads((again.out / "tokenizer_config.json").read_text())["model_max_length"] == 64
+    assert any("it is imported as one" in note for note in made.notes) == (out != kind)
 
 
-def test_a_sequence_longer_than_the_window_is_refused(base: Path, tmp_path: Path) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=31,
-    )  # fmt: skip
-    MistralForCausalLM(config).save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ConfigError, match=r"sequence_length=32 .*supports up to 31 .*or its sliding_window"):
-        from_hf(tmp_path / "theirs", tmp_path / "run", base)
-    assert not (tmp_path / "run").exists()
+def test_the_folders_architecture_replaces_the_recipes(make: Make, text_corpus: Path, tmp_path: Path) -> None:
+    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
+    model = {
+        "sequence_length": 32, "vocab_multiple": 64, "norms": "mixed", "mixed_share": 0.5, "window": 5, "dropout": 0.1,
+        "activation": "gelu", "swiglu_clamp": 7.0, "logit_softcap": 3.0, "mup": {"base_width": 16}, "init_std": 0.5,
+    }  # fmt: skip
+    made = from_hf(folder, tmp_path / "run", written(tmp_path / "base.yaml", text_corpus, model=model))
+    after, wanted = made.run.model, HuggingFaceFolder(folder).config
+    assert after == wanted.model_copy(
+        update={
+            "sequence_length": 32,
+            "max_positions": 48,
+            "vocab_multiple": 64,
+            "dropout": 0.1,
+            "init_std": 0.5,
+        }
+    )
+    told = " ".join(made.notes)
+    for key in (
+        "norms: mixed",
+        "window: 5",
+        "activation: gelu",
+        "swiglu_clamp: 7.0",
+        "logit_softcap: 3.0",
+        "mup: ",
+    ):
+        assert f"model.{key}" in told
+    assert not compare(made.checkpoint, folder).failed

@@ -12,21 +12,19 @@ from hypothesis import strategies as st
 from megastable.base.errors import ConfigError
 from megastable.checkpoint.whole import parameters
 from megastable.config.model import ModelConfig
-from megastable.convert.huggingface.names import ARCHITECTURES, architecture_of, merge, split, table
-from tests.convert.huggingface.conftest import random_weights
-
-QWEN2 = {"qk_norm": False, "qkv_bias": True}
+from megastable.convert.huggingface.architectures import ARCHITECTURES, architecture_of
+from megastable.convert.huggingface.names import merge, split, table
+from tests.convert.huggingface.conftest import GEMMA2, MODELS, choices, random_weights
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
     kv_heads = draw(st.integers(1, 3))
-    qk_norm, norms, bias = draw(st.sampled_from(sorted(ARCHITECTURES, key=str)))
     return ModelConfig(
         layers=draw(st.integers(1, 3)), hidden=draw(st.integers(1, 9)), heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads, head_dim=2 * draw(st.integers(1, 4)), ffn=draw(st.integers(1, 11)),
-        vocab_size=draw(st.integers(1, 30)), vocab_multiple=draw(st.sampled_from([1, 8, 16])), qk_norm=qk_norm,
-        norms=norms, tied=draw(st.booleans()), qkv_bias=bias,
+        vocab_size=draw(st.integers(1, 30)), vocab_multiple=draw(st.sampled_from([1, 8, 16])),
+        tied=draw(st.booleans()), **draw(choices()),
     )  # fmt: skip
 
 
@@ -48,41 +46,65 @@ def test_every_parameter_maps_to_disjoint_tensors_and_back(config: ModelConfig) 
         assert not back[len(weight) - left :].any()
 
 
-def test_the_names_are_those_of_transformers() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_the_names_are_those_of_transformers(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megastable.convert.huggingface.settings import settings_of
 
-    for options in ({}, {"qk_norm": False}, {"qk_norm": "full", "norms": "after"}, {"tied": True}, QWEN2):
-        config = ModelConfig(
-            layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, ffn=48, vocab_size=50, **options
-        )  # type: ignore[arg-type]
-        settings = settings_of(config, "float32", {"bos": None, "eos": None, "pad": None})
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-        theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        assert type(model).__name__ == architecture_of(config).name
-        assert {p.name: p.shape for parts in table(config).values() for p in parts} == theirs
+    sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 50}
+    config = ModelConfig(**sizes | MODELS[name])
+    settings = settings_of(config, "float32", {"bos": None, "eos": None, "pad": None})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert type(model).__name__ == architecture_of(config).name
+    assert {p.name: p.shape for parts in table(config).values() for p in parts} == theirs
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"norms": "after"}, "model.qk_norm=True with model.norms=after"),
-        ({"qk_norm": False, "norms": "after"}, "model.qk_norm=False with model.norms=after"),
-        ({"qk_norm": "full"}, "model.qk_norm=full with model.norms=before"),
-        ({"qkv_bias": True}, "model.qk_norm=True .*model.qkv_bias=True.* supported are: .*Qwen2ForCausalLM"),
+        ({"norms": "after"}, "model.norms=after with model.qk_norm=True: .*Qwen3ForCausalLM with norms=before; Olmo2"),
+        ({"qk_norm": False, "norms": "after"}, "model.qk_norm=False: .*Olmo2ForCausalLM with qk_norm=full"),
+        ({"qk_norm": "full"}, "model.qk_norm=full .*Qwen3ForCausalLM with qk_norm=True; .*Olmo2.* with norms=after"),
+        ({"qkv_bias": True}, "model.qkv_bias=True .*Qwen3ForCausalLM with qkv_bias=False; Qwen2.* with qk_norm=False"),
+        ({"norm_scaling": True}, "model.norm_scaling=True: .*with norm_scaling=False"),
+        ({"swiglu_clamp": 7.0}, "model.swiglu_clamp=7.0: .*with swiglu_clamp=None"),
+        ({"mup": {"base_width": 256}}, "model.mup=.*with mup=None"),
+        ({"norms": "deep"}, "model.norms=deep: .*with norms=before"),
+        ({"norms": "mixed", "mixed_share": 0.5}, "model.norms=mixed with model.mixed_share=0.5: .*with norms=before "),
+        ({"logit_softcap": 30.0}, "model.logit_softcap=30.0: .*Qwen3ForCausalLM with logit_softcap=None"),
+        ({"attention_scale": 0.5}, "model.attention_scale=0.5: .*with attention_scale=None"),
+        ({"qk_norm": False, "window": 9, "full_attention_every": 2},
+         "model.full_attention_every=2: .*MistralForCausalLM with full_attention_every=None"),
+        (GEMMA2 | {"embedding_scale": 5.0}, "model.embedding_scale=5.0: .*Gemma2.*with embedding_scale=sqrt_hidden"),
+        (GEMMA2 | {"activation": "silu"}, "model.activation=silu: .*Gemma2ForCausalLM with activation=gelu"),
+        (GEMMA2 | {"qk_norm": True}, "model.qk_norm=True: .*Gemma2ForCausalLM with qk_norm=False"),
+        (GEMMA2 | {"attention_scale": 0.07}, "attention_scale=0.07: .*whole number n only: the nearest is 0.07001"),
+        ({"qk_norm": "full", "norms": "after", "window": 9, "rope_scaling": {"kind": "linear", "factor": 2.0}},
+         "model.window=9 .*model.rope_scaling=.*Olmo2ForCausalLM with window=None; Olmo3.* with rope_scaling=None"),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_home_is_refused_by_its_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         table(ModelConfig(vocab_size=10, **options))
 
 
+@given(choices())
+def test_every_choice_of_an_architecture_is_one_that_is_written(options: dict[str, Any]) -> None:
+    kind = architecture_of(ModelConfig(**options))
+    assert all(options[key] == value for key, value in kind.values().items())
+
+
+def test_no_two_architectures_are_the_same() -> None:
+    assert len({(str(kind.values()), kind.free) for kind in ARCHITECTURES}) == len(ARCHITECTURES)
+
+
 def test_an_option_that_the_table_does_not_know_is_refused() -> None:
     class Later(ModelConfig):
-        window: int | None = None
+        later: int | None = None
 
     assert architecture_of(Later(vocab_size=10)).name == "Qwen3ForCausalLM"
-    with pytest.raises(ConfigError, match=r"model.window=128"):
-        architecture_of(Later(vocab_size=10, window=128))
+    with pytest.raises(ConfigError, match=r"model.later=128"):
+        architecture_of(Later(vocab_size=10, later=128))

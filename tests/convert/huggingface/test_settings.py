@@ -11,27 +11,29 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import CheckpointError
 from megastable.config.model import ModelConfig, RopeScalingConfig
-from megastable.convert.huggingface.names import ARCHITECTURES, architecture_of
-from megastable.convert.huggingface.settings import KNOWN, model_of, settings_of
+from megastable.convert.huggingface.architectures import ARCHITECTURES, EVERYWHERE, GEMMA2
+from megastable.convert.huggingface.settings import CAPS, KNOWN, model_of, settings_of
+from tests.convert.huggingface.conftest import GEMMA2 as GEMMA2_MODEL
+from tests.convert.huggingface.conftest import choices
 
 LLAMA_3 = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "original_length": 8192}
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32768}
 TOKENS = {"bos": 0, "eos": 2, "pad": None}
-OWN = {"layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "qk_norm", "norms", "tied"} | {
-    "norm_eps", "rope_theta", "rope_scaling", "qkv_bias", "sequence_length",
-}  # fmt: skip
+OLMO_3 = {"qk_norm": "full", "norms": "after", "window": 9}
+OWN = EVERYWHERE | GEMMA2.values().keys() | GEMMA2.free | {"sequence_length"}  # all that a folder says
 
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
-    qk_norm, norms, bias = draw(st.sampled_from(sorted(ARCHITECTURES, key=str)))
-    kv_heads = draw(st.integers(1, 8))
-    scaling = draw(st.sampled_from([None, {"kind": "linear", "factor": 2.5}, LLAMA_3]))
+    kv_heads, chosen = draw(st.integers(1, 8)), draw(choices())
+    yarn = {"kind": "yarn", "factor": 3.5, "original_length": 99, "beta_fast": 30.5, "attention_factor": 1.1}
+    scaling = draw(st.sampled_from([None, {"kind": "linear", "factor": 2.5}, LLAMA_3, yarn]))
     return ModelConfig(
         layers=draw(st.integers(1, 99)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
         hidden=draw(st.integers(1, 9999)), head_dim=2 * draw(st.integers(1, 128)), ffn=draw(st.integers(1, 9999)),
-        vocab_size=draw(st.integers(1, 10**6)), qk_norm=qk_norm, norms=norms, tied=draw(st.booleans()),
+        vocab_size=draw(st.integers(1, 10**6)), tied=draw(st.booleans()),
         norm_eps=draw(st.floats(1e-8, 1e-2)), rope_theta=draw(st.floats(1, 1e8)),
-        sequence_length=draw(st.integers(1, 10**6)), qkv_bias=bias, rope_scaling=scaling,
+        sequence_length=draw(st.integers(1, 10**6)), **{"rope_scaling": scaling} | chosen,
     )  # fmt: skip
 
 
@@ -40,7 +42,12 @@ def test_what_is_written_reads_back(config: ModelConfig) -> None:
     settings = json.loads(json.dumps(settings_of(config, "bfloat16", TOKENS)))
     found = model_of(settings, "config.json")
     assert found.keys() == OWN
-    assert found == {key: getattr(config, key) for key in OWN}
+    read = ModelConfig(**found)
+    assert (read.score_scale, *map(read.window_of, range(config.layers))) == (
+        config.score_scale, *map(config.window_of, range(config.layers))
+    )  # fmt: skip
+    written = {"attention_scale", "window", "full_attention_every"}  # which have several spellings
+    assert all(found[key] == getattr(config, key) for key in OWN - written)
     for keys in (
         ("rope_theta", "rope_scaling"),
         ("rope_parameters",),
@@ -53,18 +60,24 @@ def test_what_is_written_reads_back(config: ModelConfig) -> None:
     [
         {}, {"qk_norm": False}, {"qk_norm": "full", "norms": "after"}, {"qk_norm": False, "qkv_bias": True},
         {"qk_norm": False, "rope_scaling": LLAMA_3}, {"rope_scaling": {"kind": "linear", "factor": 2}},
+        {"rope_scaling": YARN}, {"qk_norm": False, "rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 9.0}},
+        {"window": 9}, {"window": 9, "full_attention_every": 3}, {"qk_norm": False, "window": 9}, OLMO_3,
+        {**OLMO_3, "full_attention_every": 4}, GEMMA2_MODEL,
+        GEMMA2_MODEL | {"window": None, "full_attention_every": None},
     ],
 )  # fmt: skip
 def test_transformers_write_what_we_read_and_read_what_we_write(options: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    config = ModelConfig(vocab_size=90, hidden=64, heads=4, kv_heads=2, rope_theta=5e5, **options)
+    sizes = {"vocab_size": 90, "hidden": 64, "heads": 4, "kv_heads": 2, "rope_theta": 5e5}
+    config = ModelConfig(**sizes | options)
     settings = settings_of(config, "bfloat16", TOKENS)
     theirs = AutoConfig.for_model(**settings)
-    scaling = config.rope_scaling
-    assert theirs.rope_parameters["rope_type"] == (scaling.kind if scaling else "default")
-    assert theirs.rope_parameters.get("factor") == (scaling.factor if scaling else None)
-    assert (theirs.rope_parameters["rope_theta"], theirs.head_dim, str(theirs.dtype)) == (
+    scaling, rope = config.rope_scaling, theirs.rope_parameters
+    rope = rope.get("sliding_attention", rope)
+    assert rope["rope_type"] == (scaling.kind if scaling else "default")
+    assert rope.get("factor") == (scaling.factor if scaling else None)
+    assert (rope["rope_theta"], theirs.head_dim, str(theirs.dtype)) == (
         5e5,
         16,
         "torch.bfloat16",
@@ -74,23 +87,32 @@ def test_transformers_write_what_we_read_and_read_what_we_write(options: dict[st
     assert model_of(written, "config.json") == model_of(settings, "config.json")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "olmo2"])
+@pytest.mark.parametrize("kind", [kind.type for kind in ARCHITECTURES])
 def test_what_is_left_out_is_what_transformers_take(kind: str) -> None:
     from transformers import AutoConfig
 
     name = {one.type: one.name for one in KNOWN.values()}[kind]
-    least = {"model_type": kind, "architectures": [name], "hidden_size": 96, "intermediate_size": 100}
-    least |= {"num_hidden_layers": 1, "num_attention_heads": 32, "vocab_size": 10}
+    least = {"model_type": kind, "architectures": [name], "hidden_size": 128, "intermediate_size": 100}
+    least |= {"num_hidden_layers": 9, "num_attention_heads": 32, "vocab_size": 10}
     theirs, found = AutoConfig.for_model(**least), model_of(least, "config.json")
     assert found["kv_heads"] == theirs.num_key_value_heads
     assert found["head_dim"] == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    rope = theirs.rope_parameters
     assert (
         found["norm_eps"] == theirs.rms_norm_eps
-        and found["rope_theta"] == theirs.rope_parameters["rope_theta"]
+        and found["rope_theta"] == rope.get("sliding_attention", rope)["rope_theta"]
     )
     assert found["tied"] == theirs.tie_word_embeddings
-    longest = theirs.max_position_embeddings
-    assert found["sequence_length"] == (min(longest, theirs.sliding_window) if kind == "mistral" else longest)
+    assert found["sequence_length"] == theirs.max_position_embeddings
+    read, types = ModelConfig(**found), getattr(theirs, "layer_types", None)
+    if kind == "mistral":
+        types = ["sliding_attention"] * 9
+    for block, layer in enumerate(types or ["full_attention"] * 9):
+        assert read.window_of(block) == (theirs.sliding_window if layer == "sliding_attention" else None)
+    if kind == "gemma2":
+        assert read.score_scale == theirs.query_pre_attn_scalar**-0.5
+        assert read.attention_softcap == theirs.attn_logit_softcapping == 50
+        assert read.logit_softcap == theirs.final_logit_softcapping == 30
 
 
 # As they lie on the Hub, but for what all of them have, and for what another file of the same kind has.
@@ -156,7 +178,23 @@ OLMO_2 = {
     "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
     "tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": True, "vocab_size": 100352,
 }  # fmt: skip
-GOOD = settings_of(ModelConfig(vocab_size=90, hidden=64, heads=4), "float32", TOKENS)
+QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+GEMMA_2 = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "initializer_range": 0.02,
+    "intermediate_size": 36864, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 32,
+    "num_hidden_layers": 46, "num_key_value_heads": 16, "pad_token_id": 0, "query_pre_attn_scalar": 144,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": None,
+    "torch_dtype": "float32", "transformers_version": "4.42.0.dev0", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+OLMO_3_7B = OLMO_2 | {
+    "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "max_position_embeddings": 8192,
+    "sliding_window": 4096, "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention",
+                                            "full_attention"] * 8,
+}  # fmt: skip
+GOOD = settings_of(ModelConfig(vocab_size=90, hidden=64, heads=4, layers=99), "float32", TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -166,17 +204,23 @@ GOOD = settings_of(ModelConfig(vocab_size=90, hidden=64, heads=4), "float32", TO
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "max_window_layers=28: .*of 99 layers"),
+        ({"use_sliding_window": "yes", "sliding_window": 512}, "use_sliding_window='yes'"),
         ({"use_sliding_window": None, "sliding_window": 512}, "use_sliding_window=None"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "type llama3 need high_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters disagree"),
-        ({"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}}, "scaled as linear or llama3"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}}, "as linear, llama3 or yarn"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, "linear have no beta_fast"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope_parameters.factor='2'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor: .*greater than or equal to 1"),
         ({"rope_parameters": {"rope_type": ["x"]}}, "rope_parameters="),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "as linear or llama3 only"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "as linear, llama3 or yarn only"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "type yarn need original_max_position_embeddings"),
+        ({"rope_parameters": QWEN_YARN | {"mscale": 1.0}}, "type yarn have no mscale"),
+        ({"rope_parameters": QWEN_YARN | {"truncate": False}}, "ramp begins and ends at whole numbers"),
+        ({"rope_parameters": QWEN_YARN | {"attention_factor": 0}}, "attention_factor=0"),
+        ({"rope_parameters": QWEN_YARN | {"beta_fast": 0.5}}, "beta_slow=1 must be below beta_fast=0.5"),
         ({"rope_parameters": LLAMA_32["rope_scaling"] | {"original_max_position_embeddings": 0.5}},
          "rope_parameters=.*original_length: .*integer"),
         ({"rope_parameters": LLAMA_32["rope_scaling"] | {"low_freq_factor": 4}}, "low_freq_factor=4 must be below"),
@@ -223,13 +267,17 @@ def test_what_has_no_home_is_refused_by_its_name(change: dict[str, Any], named: 
         (TINY_LLAMA, (4, 64, 10_000.0, 1e-5, False, 2048)),
         (SMOL_LM_2, (3, 64, 100_000.0, 1e-5, True, 8192)),
         (LLAMA_32, (8, 64, 500_000.0, 1e-5, True, 131_072)),
-        (MISTRAL_01, (8, 128, 10_000.0, 1e-5, False, 4096)),
+        (MISTRAL_01, (8, 128, 10_000.0, 1e-5, False, 32_768)),
         (MISTRAL_03, (8, 128, 1_000_000.0, 1e-5, False, 32_768)),
         (QWEN_25, (2, 64, 1_000_000.0, 1e-6, True, 32_768)),
         (QWEN_3, (8, 128, 1_000_000.0, 1e-6, True, 40_960)),
         (OLMO_2, (32, 128, 500_000.0, 1e-6, False, 4096)),
+        (OLMO_3_7B, (32, 128, 500_000.0, 1e-6, False, 8192)),
+        (GEMMA_2, (16, 128, 10_000.0, 1e-6, True, 8192)),
+        (QWEN_25 | {"rope_scaling": QWEN_YARN}, (2, 64, 1_000_000.0, 1e-6, True, 32_768)),
     ],
-    ids="llama-1 llama-2 tinyllama smollm2 llama-3.2 mistral-0.1 mistral-0.3 qwen2.5 qwen3 olmo2".split(),
+    ids="llama-1 llama-2 tinyllama smollm2 llama-3.2 mistral-0.1 mistral-0.3 qwen2.5 qwen3 olmo2 olmo3 gemma2 "
+        "qwen2.5-yarn".split(),
 )  # fmt: skip
 def test_files_of_the_hub_are_read(given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
     found = model_of(given, "config.json")
@@ -246,6 +294,76 @@ def test_what_the_others_have_beside_a_llama() -> None:
         found = model_of(settings, "config.json")
         assert (found["qk_norm"], found["norms"]) == (False, "before")
         assert (found["qkv_bias"], found["rope_scaling"]) == (bias, scaling)
+
+
+def test_windows_and_scales_of_the_hub() -> None:
+    def found(settings: dict[str, Any], *keys: str) -> list[Any]:
+        return [model_of(settings, "config.json")[key] for key in keys]
+
+    windows = "window", "full_attention_every"
+    assert found(MISTRAL_01, *windows) == [4096, None] and found(MISTRAL_03, *windows) == [None, None]
+    assert found(GEMMA_2, *windows) == [4096, 2] and found(OLMO_3_7B, *windows) == [4096, 4]
+    keys = (
+        "norms",
+        "zero_centered_norms",
+        "activation",
+        "embedding_scale",
+        "attention_softcap",
+        "logit_softcap",
+    )
+    assert found(GEMMA_2, *keys) == ["both", True, "gelu", "sqrt_hidden", 50.0, 30.0]
+    assert found(GEMMA_2, "attention_scale", "qk_norm") == [1 / 12, False]
+    assert found(GEMMA_2 | {"query_pre_attn_scalar": 128}, "attention_scale") == [None]
+    assert found(GEMMA_2 | dict.fromkeys(CAPS.values()), *CAPS) == [None, None]
+    (scaling,) = found(QWEN_25 | {"rope_scaling": QWEN_YARN}, "rope_scaling")
+    assert scaling == RopeScalingConfig(kind="yarn", factor=4, original_length=32768)
+    used = QWEN_25 | {"use_sliding_window": True, "sliding_window": 7}
+    assert found(used, *windows) == [None, None]  # max_window_layers is the number of layers
+    assert found(used | {"max_window_layers": 0}, *windows) == [7, None]
+    types = [*["sliding_attention"] * 7, "full_attention"] * 3
+    assert found(used | {"layer_types": types}, *windows) == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("given", "change", "named"),
+    [
+        (GEMMA_2, {"attention_bias": True}, "attention_bias=True: not supported: its only biases"),
+        (GEMMA_2, {"hidden_activation": "gelu"}, r"hidden_activation='gelu': .*GeGLU \(tanh\)"),
+        (GEMMA_2, {"hidden_activation": None}, "hidden_activation=None"),
+        (GEMMA_2, {"hidden_act": "silu"}, "hidden_act='silu'"),
+        (GEMMA_2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: .*causal"),
+        (GEMMA_2, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        (GEMMA_2, {"query_pre_attn_scalar": None}, "query_pre_attn_scalar=None"),
+        (GEMMA_2, {"attn_logit_softcapping": "50"}, "attn_logit_softcapping='50'"),
+        (GEMMA_2, {"final_logit_softcapping": -1.0}, "final_logit_softcapping=-1.0"),
+        (GEMMA_2, {"sliding_window": 0}, "sliding_window=0"),
+        (GEMMA_2, {"layer_types": ["full_attention", "sliding_attention"] * 23}, "layer_types=.*all but every n-th"),
+        (GEMMA_2, {"layer_types": ["sliding_attention"]}, "layer_types=.*for each of 46 layers"),
+        (GEMMA_2, {"layer_types": ["chunked_attention"] * 46}, "layer_types=.*it must list full_attention or"),
+        (GEMMA_2, {"layer_types": "x" * 46}, "layer_types=.*it must list"),
+        (GEMMA_2, {"layer_types": ["sliding_attention"] * 46, "sliding_window": None}, "layer_types=.*has no window"),
+        (QWEN_3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: not supported: its logits"),
+        (QWEN_3, {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar=256: unknown key"),
+        (QWEN_3, {"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation='gelu_pytorch_tanh': .*SwiGLU"),
+        (QWEN_3, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 20}, "max_window_layers=20"),
+        (QWEN_3, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": "a"}, "max_window_layers='a'"),
+        (QWEN_3, {"layer_types": ["sliding_attention"] * 28}, "layer_types=.*has no window"),
+        (LLAMA_32, {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=True: .*all that came"),
+        (LLAMA_32, {"sliding_window": 7}, "sliding_window=7: .*all that came before"),
+        (MISTRAL_01, {"layer_types": ["full_attention"] * 32}, "layer_types=.*all layers of a MistralForCausalLM have"),
+        (OLMO_3_7B, {"rope_scaling": QWEN_YARN}, "rope_scaling: .*Olmo3ForCausalLM scales .* and only of those"),
+        (OLMO_3_7B, {"rope_parameters": {"full_attention": QWEN_YARN, "sliding_attention": {"rope_type": "default"}}},
+         "rope_parameters.full_attention: .*Olmo3ForCausalLM scales"),
+        (OLMO_3_7B, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention.rope_theta=1.0 disa"),
+        (OLMO_3_7B, {"rope_parameters": {"full_attention": 7}}, "rope_parameters.full_attention=7"),
+    ],
+)  # fmt: skip
+def test_what_an_architecture_has_only_in_part_is_refused(
+    given: dict[str, Any], change: dict[str, Any], named: str
+) -> None:
+    model_of(given, "config.json")
+    with pytest.raises(CheckpointError, match=f"^config.json: .*{named}"):
+        model_of(given | change, "config.json")
 
 
 def test_an_imported_model_keeps_its_positions() -> None:
@@ -273,8 +391,3 @@ def test_the_window_that_qwen_writes_without_using_it_is_no_window() -> None:
     assert model_of(given, "config.json") == model_of(GOOD, "config.json")
     with pytest.raises(CheckpointError, match=r"sliding_window=4096"):
         model_of({k: v for k, v in given.items() if k != "use_sliding_window"}, "config.json")
-
-
-def test_one_architecture_for_every_pair() -> None:
-    for (qk_norm, norms, bias), kind in ARCHITECTURES.items():
-        assert architecture_of(ModelConfig(qk_norm=qk_norm, norms=norms, qkv_bias=bias)) is kind
