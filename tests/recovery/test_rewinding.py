@@ -29,6 +29,7 @@ from megastable.stability.policy import Policy
 from megastable.stability.region import Region
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Verdict
+from megastable.stability.trends import TrendsState
 from tests.checkpoint.states import state_of
 from tests.journal import KeptLog
 from tests.stability.policies import seen
@@ -174,7 +175,8 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
     for step in (20, 30):
         points.ring.take(
-            step, RewindState(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock())
+            step,
+            RewindState(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock(), TrendsState()),
         )
     made = shell(Policy(PolicyConfig()))
     made.points, present = points, MagicMock(step=40)
