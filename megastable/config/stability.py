@@ -342,7 +342,7 @@ class TrendsConfig(Section):
     """Largest attention logit below which its growth is not judged."""
     logit_horizon: PositiveInt = 2000
     """Within how many steps the largest attention logit would reach 10,000, at its present growth. [steps]"""
-    straightness: PositiveFloat = 0.75
+    straightness: PositiveFloat = 0.9
     """Growth of a norm, relative to the sum of all updates: 1 if each points straight outwards."""
     update_change: PositiveFloat = 0.5
     """Change of a layer's output by one update, relative to itself."""

@@ -27,20 +27,20 @@ from megastable.config.stability import TrendsConfig
 
 LATEST = 3  # looks whose median is the present level: a look sees one sample a rank
 DIVERGED = 1e4  # an attention logit that spells divergence
-LEAST_GROWTH = 0.05  # relative growth of a norm below which its direction says nothing
-SAME = 1e-6  # least relative update: it is a divisor
+LEAST_GROWTH = 0.1  # relative growth of a norm below which its direction says nothing
+SAME, TINY = 1e-6, 1e-30  # least update, relative and absolute, and other divisors
 
 Rows = Mapping[str, Mapping[str, float]]  # of a look, by block and parameter (engine/trend_probe.py)
 
 
 class Series(BaseModel):
-    """A number at the latest looks. best: of the levels so far, slowly forgotten; nan before the first."""
+    """A number at the latest looks. best: of the levels so far, slowly forgotten; 0 before the first."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     steps: list[int] = []
     values: list[float] = []
-    best: float = math.nan
+    best: float = 0.0
 
     @property
     def level(self) -> float:
@@ -88,7 +88,7 @@ class History:
         if len(held.values) < LATEST:
             return math.nan, math.nan
         level = held.level
-        if not held.best >= level:
+        if level >= held.best:
             held.best = level
         elif level > held.best / 2:
             held.best = max(level, held.best * (1 - self.config.forget))
@@ -138,11 +138,11 @@ def weights(step: int, rate: float, rows: Rows, history: History, width: int) ->
             continue
         last = list(zip(norms.steps[-n:], norms.values[-n:], updates.values[-n:], strict=True))
         parts = [
-            (w2 - w1) / max((later - earlier) * max(u1, u2), SAME * w1)
+            (w2 - w1) / max((later - earlier) * max(u1, u2), SAME * w1, TINY)
             for (earlier, w1, u1), (later, w2, u2) in pairwise(last)
         ]
         first, now = last[0][1], last[-1][1]
-        straight, grown = median(parts), now / first - 1
+        straight, grown = median(parts), now / max(first, TINY) - 1
         text = (
             f"the norm of the {kind} weights has grown by {grown:.0%} in {last[-1][0] - last[0][0]} steps, "
             f"{straight:.2g} times what all updates of these steps add up to"
@@ -158,7 +158,7 @@ def updates(step: int, rate: float, rows: Rows, history: History, width: int) ->
             continue
         change = update / norm * math.sqrt(width) / 2
         small = update / math.sqrt(numel) / rate if rate > 0 and moments else math.inf
-        if change / c.update_change >= c.update_least / max(small, 1e-30):
+        if change / c.update_change >= c.update_least / max(small, TINY):
             text = (
                 f"an update changes the {kind} weights by {update / norm:.1%} of their norm: the output of a layer may "
                 f"change by {change:.2f} times itself"
@@ -171,7 +171,7 @@ def updates(step: int, rate: float, rows: Rows, history: History, width: int) ->
                 f"an update changes the {kind} weights by only {small:.1e} times the learning rate: Adam's eps "
                 "outweighs their second moments"
             )
-            yield Reading(kind, c.update_least / max(small, 1e-30), text, {"update_by_rate": small})
+            yield Reading(kind, c.update_least / max(small, TINY), text, {"update_by_rate": small})
 
 
 def tokens(step: int, rate: float, rows: Rows, history: History, width: int) -> Iterable[Reading]:
@@ -209,8 +209,8 @@ def layers(step: int, rate: float, rows: Rows, history: History, width: int) -> 
                 f"{block} passes on less and less: of the gradient of its output weights, {level:.2g} times reaches "
                 f"its input weights, {best:.2g} before; it adds {added:.2g} times the residual stream's RMS to it"
             )
-        fallen = c.layer_gradient / max(left, 1e-30) if math.isfinite(left) else 0.0
-        severe = max(fallen, c.layer_added / max(added, 1e-30))
+        fallen = c.layer_gradient / max(left, TINY) if math.isfinite(left) else 0.0
+        severe = max(fallen, c.layer_added / max(added, TINY))
         yield Reading(block, severe, text, {"passed": level, "before": best, "added": added})
 
 
