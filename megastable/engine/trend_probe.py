@@ -160,7 +160,8 @@ class TrendProbe:
         state = flat.optimizer.state.get(flat.masters[f.group], {})
         if v is None or "step" not in state:
             return
-        unbias = 1 - flat.settings[f.group]["betas"][1] ** float(state["step"])
+        # A tensor: it may be on the device, and is not waited for.
+        unbias = 1 - flat.settings[f.group]["betas"][1] ** state["step"].double()
         for part in v.split(self._chunk):
             self._sum(f.name, "second_moment", part.sum(dtype=torch.float32) / unbias, part.numel())
         for r, squares in zip(rectangles(f), self._rows.get((f.group, f.offset), ()), strict=False):

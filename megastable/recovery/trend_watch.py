@@ -12,7 +12,7 @@ from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.run.events.stability_events import TrendEvent
 from megastable.run.log import RunLog
-from megastable.stability.trends import Trend, Trends, TrendsState
+from megastable.stability.trends import TrendNotice, Trends, TrendsState
 
 
 class TrendWatch:
@@ -46,7 +46,7 @@ class TrendWatch:
         if self.enabled:
             self._tell(state.step, self.trends.evaluated(state.step, loss, state.recent_losses))
 
-    def _tell(self, step: int, found: Iterable[Trend]) -> None:
+    def _tell(self, step: int, found: Iterable[TrendNotice]) -> None:
         for trend in found:
             told = TrendEvent(
                 what="over" if trend.over else "warned", step=step, signal=trend.signal, text=trend.text,

@@ -65,7 +65,7 @@ class Signal:
     remedy: str
 
 
-class History:
+class LookHistory:
     """The series of all places, by name. Adds a value at most once a look."""
 
     def __init__(self, series: dict[str, Series], config: TrendsConfig) -> None:
@@ -95,7 +95,7 @@ class History:
         return level, held.best
 
 
-def entropy(step: int, rate: float, rows: Rows, history: History, width: int) -> Iterable[Reading]:
+def entropy(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     allowed = 1 - history.config.entropy_left
     for block, row in _with(rows, "entropy"):
         level, best = history.fallen(f"entropy {block}", step, row["entropy"])
@@ -105,7 +105,7 @@ def entropy(step: int, rate: float, rows: Rows, history: History, width: int) ->
         yield Reading(block, (1 - level / best) / allowed, text, {"entropy": level, "best": best})
 
 
-def logits(step: int, rate: float, rows: Rows, history: History, width: int) -> Iterable[Reading]:
+def logits(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     c = history.config
     for block, row in _with(rows, "logit"):
         held = history.add(f"logit {block}", step, row["logit"])
@@ -117,7 +117,7 @@ def logits(step: int, rate: float, rows: Rows, history: History, width: int) -> 
         steps = left / grows if grows > 0 else (0.0 if not left else math.inf)
         text = (
             f"the largest attention logit of {block} is {row['logit']:.0f}, and at its present growth (a factor of "
-            f"{math.exp(min(100 * grows, 99.0)):.2g} per 100 steps) it reaches {DIVERGED:.0e} in {steps:.0f} steps"
+            f"{math.exp(min(100 * grows, 99.0)):.2g} per 100 steps) it reaches {DIVERGED:,.0f} in {steps:.0f} steps"
         )
         yield Reading(
             block,
@@ -127,7 +127,7 @@ def logits(step: int, rate: float, rows: Rows, history: History, width: int) -> 
         )
 
 
-def weights(step: int, rate: float, rows: Rows, history: History, width: int) -> Iterable[Reading]:
+def weights(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     """Straightness: growth of the norm over the path that the updates of all steps add up to. Updates that pull in all
     directions give next to nothing, and nothing gives more than 1."""
     c = history.config
@@ -151,7 +151,7 @@ def weights(step: int, rate: float, rows: Rows, history: History, width: int) ->
         yield Reading(kind, severe, text, {"straightness": straight, "growth": grown, "norm": now})
 
 
-def updates(step: int, rate: float, rows: Rows, history: History, width: int) -> Iterable[Reading]:
+def updates(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     c = history.config
     for kind, (norm, update, numel, moments) in kinds(rows).items():
         if kind not in ("attention", "mlp") or not norm > 0:
@@ -174,7 +174,7 @@ def updates(step: int, rate: float, rows: Rows, history: History, width: int) ->
             yield Reading(kind, c.update_least / max(small, TINY), text, {"update_by_rate": small})
 
 
-def tokens(step: int, rate: float, rows: Rows, history: History, width: int) -> Iterable[Reading]:
+def tokens(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     c = history.config
     for table, row in _with(rows, "stale"):
         name, share = table.removesuffix(".weight"), row["stale"]
@@ -191,7 +191,7 @@ def tokens(step: int, rate: float, rows: Rows, history: History, width: int) -> 
         yield Reading(name, share / limit, text, {"stale": share, "usual": usual})
 
 
-def layers(step: int, rate: float, rows: Rows, history: History, width: int) -> Iterable[Reading]:
+def layers(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     """Gradients reach a block's input weights (q, k, v, gate, up) through its output weights, which get theirs
     directly: the ratio of both falls with the scale of what the block passes on, whatever the loss, the other blocks
     and the noise of the batch do. Or the block adds next to nothing to the stream."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megastable.base.text import plural
 from megastable.config.stability import TrendsConfig
-from megastable.stability.trend_signals import SIGNALS, History, Reading, Rows, Series
+from megastable.stability.trend_signals import SIGNALS, LookHistory, Reading, Rows, Series
 
 VALIDATION = "validation"
 VALIDATION_REMEDY = (
@@ -28,7 +28,7 @@ EVALUATIONS = 64  # kept
 
 
 @dataclass(frozen=True)
-class Trend:
+class TrendNotice:
     """A signal that is warned of, or is over. text: a sentence with its numbers; remedy: "" when it is over."""
 
     signal: str
@@ -38,7 +38,7 @@ class Trend:
     numbers: dict[str, float]
 
 
-class Standing(BaseModel):
+class StandingWarning(BaseModel):
     """A signal that was warned of and is not over. text: of the warning."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -47,7 +47,7 @@ class Standing(BaseModel):
     text: str
 
 
-class Evaluation(BaseModel):
+class LossPair(BaseModel):
     """validation, training: losses, nats per token; the latter is the median of the latest steps."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -65,8 +65,8 @@ class TrendsState(BaseModel):
 
     series: dict[str, Series] = {}
     streaks: dict[str, int] = {}
-    standing: dict[str, Standing] = {}
-    evaluations: list[Evaluation] = []
+    standing: dict[str, StandingWarning] = {}
+    evaluations: list[LossPair] = []
 
 
 class Trends:
@@ -97,21 +97,21 @@ class Trends:
         """Whether a step is to be measured."""
         return step > self.config.start and step % self.config.interval == 0
 
-    def measured(self, step: int, rate: float, rows: Rows) -> list[Trend]:
+    def measured(self, step: int, rate: float, rows: Rows) -> list[TrendNotice]:
         """Judge a look at an applied step. rate: its learning rate; rows: `TrendProbe.collect`."""
-        history, found = History(self._state.series, self.config), list[Trend]()
+        history, found = LookHistory(self._state.series, self.config), list[TrendNotice]()
         for name, signal in SIGNALS.items():
             readings = list(signal.read(step, rate, rows, history, self.width))
             found += self._judged(name, step, readings, signal.remedy)
         return found
 
-    def evaluated(self, step: int, validation: float, losses: Iterable[float]) -> list[Trend]:
+    def evaluated(self, step: int, validation: float, losses: Iterable[float]) -> list[TrendNotice]:
         """Judge an evaluation. losses: of the latest steps."""
         latest = [loss for loss in losses if math.isfinite(loss)]
         if not latest or not math.isfinite(validation):
             return []
         state = self._state
-        state.evaluations.append(Evaluation(step=step, validation=validation, training=median(latest)))
+        state.evaluations.append(LossPair(step=step, validation=validation, training=median(latest)))
         del state.evaluations[:-EVALUATIONS]
         best, now = min(state.evaluations, key=lambda e: e.validation), state.evaluations[-1]
         risen, fallen = now.validation - best.validation, best.training - now.training
@@ -124,7 +124,7 @@ class Trends:
         reading = Reading("", severe, text, {"risen": risen, "fallen": fallen, "best_step": float(best.step)})
         return self._judged(VALIDATION, step, [reading], VALIDATION_REMEDY)
 
-    def _judged(self, name: str, step: int, readings: list[Reading], remedy: str) -> list[Trend]:
+    def _judged(self, name: str, step: int, readings: list[Reading], remedy: str) -> list[TrendNotice]:
         """Count looks beyond the limit, or within it; what there is to tell."""
         if not readings:
             return []
@@ -141,10 +141,10 @@ class Trends:
         streaks[name] = 0
         if name in standing:
             since = standing.pop(name)
-            return [Trend(name, True, f"no longer, since the warning of step {since.step}", "", {})]
+            return [TrendNotice(name, True, f"no longer, since the warning of step {since.step}", "", {})]
         text = worst.text + (f"; and so for {plural(len(beyond) - 1, 'other')}" if len(beyond) > 1 else "")
-        standing[name] = Standing(step=step, text=text)
-        return [Trend(name, False, text, remedy, _finite(worst.numbers))]
+        standing[name] = StandingWarning(step=step, text=text)
+        return [TrendNotice(name, False, text, remedy, _finite(worst.numbers))]
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megastable.config.stability import TrendsConfig
 from megastable.stability.trend_signals import SIGNALS, kind_of, slope
-from megastable.stability.trends import VALIDATION, Trend, Trends, TrendsState
+from megastable.stability.trends import VALIDATION, TrendNotice, Trends, TrendsState
 
 CONFIG = TrendsConfig()
 WIDTH, RATE = 256, 1e-3
@@ -40,9 +40,9 @@ def weight(gradient: float) -> dict[str, float]:
 
 def run(
     *changes: Change, looks: int = 40, fault: int = 20, trends: Trends | None = None
-) -> list[tuple[int, Trend]]:
+) -> list[tuple[int, TrendNotice]]:
     """What is told at which look; `changes` from look `fault` on."""
-    judge, found = trends or Trends(CONFIG, WIDTH), list[tuple[int, Trend]]()
+    judge, found = trends or Trends(CONFIG, WIDTH), list[tuple[int, TrendNotice]]()
     for look in range(1, looks + 1):
         rows = healthy(look)
         for change in changes:
@@ -53,7 +53,7 @@ def run(
     return found
 
 
-def names(found: list[tuple[int, Trend]]) -> list[str]:
+def names(found: list[tuple[int, TrendNotice]]) -> list[str]:
     return [trend.signal for _, trend in found]
 
 
@@ -171,6 +171,16 @@ def test_a_norm_may_grow_within_its_updates() -> None:
     assert run(half) == []
 
 
+def test_a_norm_that_hardly_grows_is_no_trend_however_straight() -> None:
+    def tiny(rows: Rows, n: int) -> None:
+        for name, row in rows.items():
+            if "attention" in name:
+                row["update"] = 0.005
+                row["weight"] += 0.005 * CONFIG.interval * n  # 1.2 % a look
+
+    assert run(tiny, looks=32) == []
+
+
 def test_the_usual_share_of_rare_tokens_is_no_trend() -> None:
     """Of a large vocabulary; the limit is a factor of it."""
     usual = 0.9 * CONFIG.stale_share
@@ -243,7 +253,7 @@ def test_a_resume_or_a_rewind_gives_the_same_warnings_bit_for_bit(at: int, name:
 # Evaluations
 
 
-def evaluated(judge: Trends, losses: list[tuple[float, float]], first: int = 1) -> list[Trend]:
+def evaluated(judge: Trends, losses: list[tuple[float, float]], first: int = 1) -> list[TrendNotice]:
     return [
         trend
         for n, (validation, training) in enumerate(losses, first)
