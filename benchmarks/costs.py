@@ -25,6 +25,7 @@ COMPONENTS: dict[str, tuple[tuple[str, ...], tuple[str, str] | None]] = {
     "snapshot": (("take",), ("snapshot", "guard")),
     "norms": (("statistics",), None),
     "layers": (("look", "tell"), ("layers", "guard")),
+    "trends": (("trend",), None),
     "records": (("write",), None),
 }
 MEANING = {
@@ -46,6 +47,8 @@ MEANING = {
     "layers": "look into every layer",
     "look": "activations, gradients",
     "tell": "weights, records",
+    "trends": "look at slow signals",
+    "trend": "look and judgement",
     "records": "file of step records",
     "everything": "everything on",
 }

@@ -57,7 +57,17 @@ from megastable.stability.actions import Action
 from megastable.stability.signals import Signals
 from megastable.training.observer import Observer
 
-KINDS = ("bare", "gate", "guard", "snapshot", "layers", "timed gate", "timed guard", "timed layers")
+KINDS = (
+    "bare",
+    "gate",
+    "guard",
+    "snapshot",
+    "layers",
+    "timed gate",
+    "timed guard",
+    "timed layers",
+    "timed trends",
+)
 VOCABULARY = 4096  # if the recipe leaves it to the tokenizer
 SAMPLES = 64  # in the corpus of random tokens
 BATCHES = 4  # used in turns
@@ -166,6 +176,7 @@ class Bench:
             "snapshot": c.stability.snapshots.interval if self.recovery.points.ring.steps else 0,
             "norms": c.logging.norms_interval,
             "layers": c.logging.layers_interval,
+            "trends": c.stability.trends.interval if self.recovery.watch.enabled else 0,
             "records": c.logging.flush_steps,
         }
         return Measurement(began, self._run(), rounds, self.disturbed, assess(samples, KINDS, intervals))
@@ -210,6 +221,7 @@ class Bench:
             "timed gate": lambda: self._timed_gate(batch, watch),
             "timed guard": lambda: self._timed_guard(batch, watch),
             "timed layers": lambda: self._timed_layers(batch, watch),
+            "timed trends": lambda: self._timed_trends(batch, watch),
         }
         gc.collect()
         gc.disable()
@@ -303,6 +315,16 @@ class Bench:
         with _stopwatches(watch, [("tell", self.observer.layers, "add")]):
             self._settle(batch, measured, applied, found)
 
+    def _timed_trends(self, batch: Step, watch: Stopwatch) -> None:
+        e, trends, slow = self.engine, self.engine.trends, self.recovery.watch
+        calls = [(trends, "_before"), (trends, "_after"), (trends, "gradients")]
+        with _stopwatches(watch, [("trend", *call) for call in calls]):
+            trends.watch()
+            measured, applied = e.train_step(batch.micro_batches, RATE, self._judge)
+        with watch.time("trend"):
+            slow.after(self.state, RATE, applied, incident=False)
+        self._settle(batch, measured, applied)
+
     # Parts of the steps
 
     def _judge(self, measured: Measured) -> bool:
@@ -328,7 +350,9 @@ class Bench:
 
     def _snapshot(self) -> None:
         recovery = self.recovery
-        recovery.points.take(self.state, recovery.guard.detector.state, recovery.samples.state)
+        recovery.points.take(
+            self.state, recovery.guard.detector.state, recovery.samples.state, recovery.trends.state
+        )
 
     def _losses(self) -> float:
         """Seconds of the loss function for the per-sample losses of a step: included in the bare step."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drills import slow_faults
 from drills.plan import Fault, Plan
 from megastable import train
 from megastable.config.tree import ScheduleConfig
@@ -78,7 +79,14 @@ def _broken_kernel(fault: Fault) -> None:
     Engine.train_step = train_step  # type: ignore[method-assign]
 
 
-LASTING: dict[str, Callable[[Fault], None]] = {"high_rate": _mistake, "fp8": _broken_kernel}
+LASTING: dict[str, Callable[[Fault], None]] = {
+    "high_rate": _mistake,
+    "fp8": _broken_kernel,
+    "growing_gains": slow_faults.growing_gains,
+    "growing_logits": slow_faults.growing_logits,
+    "dying_block": slow_faults.dying_block,
+    "rare_tokens": slow_faults.rare_tokens,
+}
 
 
 # Context managers around one step: (engine, whether it happens on this rank, seed)

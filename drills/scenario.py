@@ -38,7 +38,7 @@ class Scenario:
     overrides: of the recipe, under every policy. reference: the fault-free run to compare the loss with. samples: of a
     bad region; of_each: number in each step, consecutive ones without it; text: its kind, if it is text. epochs: number
     of passes over a small corpus. warning: the expected answer is a warning near the start, not a loss as good as the
-    reference's."""
+    reference's. trend: the slow signal that must be warned of before the loss shows the fault."""
 
     name: str
     title: str
@@ -58,6 +58,7 @@ class Scenario:
     samples: int = SAMPLES
     epochs: int = 1
     warning: bool = False
+    trend: str = ""
 
     def at(self, step: int) -> Scenario:
         """The same at another step."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from drills.fate import Fate
+from drills.lead import ENOUGH, shows, smoothed
 from drills.plan import Policy
 from drills.scenario import Scenario
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import latest
-from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, Located
+from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, Located, TrendEvent
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.events.training_events import Training, Unstable, Warned
 from megastable.stability.actions import Cause
@@ -44,7 +45,9 @@ class Score(BaseModel):
     from the decision to act, until training continues. incidents, rewinds, handovers, cuts (of the
     learning rate, caps included), alerts: of the whole run. warnings: in the journal; warned: one came near the start,
     if that is the expected answer. false_alarms: refused batches and incidents that the fault does not explain.
-    kinds, causes: of the incidents that it explains. wall_seconds: of the whole run.
+    kinds, causes: of the incidents that it explains. wall_seconds: of the whole run. begin: of a slow
+    fault; trend_at: step of the first warning of the signal that is expected; shows_at: the first step whose loss shows
+    the fault (lead.py); lead: steps between them, up to the end of the run if it never does. losses: smoothed, by step.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -75,6 +78,11 @@ class Score(BaseModel):
     kind_right: bool | None
     cause_right: bool | None
     wall_seconds: float
+    trend_at: int | None = None
+    shows_at: int | None = None
+    lead: int | None = None
+    begin: int | None = None
+    losses: dict[int, float] = Field(default={}, exclude=True, repr=False)
 
     @property
     def clean(self) -> bool:
@@ -130,7 +138,16 @@ def score(
         kind_right=set(kinds or [None]) <= scenario.kinds if ours else None,
         cause_right=is_right(causes, scenario) if ours else None,
         wall_seconds=round(wall_seconds, 1),
+        trend_at=_warned_of(events, scenario),
+        begin=scenario.step if scenario.trend else None,
+        losses=smoothed(directory),
     )
+
+
+def _warned_of(events: Iterable[Event], scenario: Scenario) -> int | None:
+    """The first step, from the fault on, with a warning of the signal that is expected."""
+    told = (e.get("step", 0) for e in events if isinstance(e, TrendEvent) and e.signal == scenario.trend)
+    return next((step for step in told if step >= scenario.step), None)
 
 
 def ended(events: Sequence[Event], finished: bool) -> str:
@@ -237,19 +254,31 @@ def _recovery(incidents: Sequence[Summary], events: Iterable[Event], struck: flo
 
 def compare(scores: Sequence[Score]) -> list[Score]:
     """The scores with `excess`, if they include a clean run of the same policy and seed."""
-    clean = {(s.policy, s.scenario, s.seed): s.val_loss for s in scores if s.clean}
+    references = {(s.policy, s.scenario, s.seed): s for s in scores if s.clean}
+    clean = {key: s.val_loss for key, s in references.items()}
 
     def excess(s: Score) -> float | None:
         usual = clean.get((s.policy, s.reference, s.seed))
         return None if usual is None or s.val_loss is None else s.val_loss - usual
 
-    return [s.model_copy(update={"excess": excess(s)}) for s in scores]
+    return [_led(s.model_copy(update={"excess": excess(s)}), references) for s in scores]
+
+
+def _led(s: Score, references: Mapping[tuple[Policy, str, int], Score]) -> Score:
+    reference = references.get((s.policy, s.reference, s.seed))
+    if s.begin is None or reference is None:
+        return s
+    at = shows(s.losses, reference.losses, s.begin)
+    lead = None if s.trend_at is None else (s.step if at is None else at) - s.trend_at
+    return s.model_copy(update={"shows_at": at, "lead": lead})
 
 
 def within(s: Score) -> bool:
-    """Whether a run ends no worse than the clean one; or caused a warning, if that is the expected answer."""
+    """Whether a run ends no worse than the clean one; or caused a warning in time, if that is the expected answer."""
     if s.warned is not None:
         return s.warned
+    if s.begin is not None:
+        return s.lead is not None and s.lead >= ENOUGH
     return s.excess is not None and s.excess <= TARGET
 
 

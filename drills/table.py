@@ -15,8 +15,8 @@ from drills.score import TARGET, Score, better, within
 
 HEADERS = (
     "policy", "val\nloss", "minus\nclean", "bad\nfound", "clean\nlost", "put\noff", "steps\nlost", "batches\nrefused",
-    "inci-\ndents", "re-\nwinds", "cuts", "hand-\novers", "alerts", "warn-\nings", "exit", "seconds to\nrecover",
-    "false\nalarms", "class", "cause",
+    "inci-\ndents", "re-\nwinds", "cuts", "hand-\novers", "alerts", "warn-\nings", "led\nby", "exit",
+    "seconds to\nrecover", "false\nalarms", "class", "cause",
 )  # fmt: skip
 LEFT = ("policy", "class", "cause")
 WIDTH = 220  # columns of a terminal that show three seeds without a wrapped line
@@ -82,6 +82,7 @@ def row(seeds: Sequence[Score]) -> list[str]:
         each([str(s.handovers) for s in seeds]),
         each([str(s.alerts) for s in seeds]),
         each([_warned(s) for s in seeds]),
+        each(["" if s.begin is None else "never ✗" if s.lead is None else str(s.lead) for s in seeds]),
         each(["" if s.exit is None else str(s.exit) for s in seeds]),
         each(["" if s.seconds_to_recover is None else f"{s.seconds_to_recover:.1f}" for s in seeds]),
         each([str(s.false_alarms) for s in seeds], always=True),

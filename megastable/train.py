@@ -212,9 +212,9 @@ class Trainer:
         if self.evaluation is None:
             return None
         self.heart.phase("evaluate")
-        loss, step = self.evaluation.loss(), self.state.step
-        self.log.emit(Evaluated(step=step, loss=loss, samples=self.evaluation.samples))
-        self.recorder.validation(step, loss)
+        loss = self.evaluation.loss()
+        self.log.emit(Evaluated(step=self.state.step, loss=loss, samples=self.evaluation.samples))
+        self.recorder.validation(self.state, loss)
         return loss
 
     def _checkpoint(self, wait: bool = False) -> bool:

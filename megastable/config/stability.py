@@ -316,6 +316,50 @@ class SignsConfig(Section):
     """Part of the corpus that the unigram entropy is measured on. [tokens]"""
 
 
+class TrendsConfig(Section):
+    """Slow-moving signals, judged through the whole run (stability/trends.py). Each is a warning with a remedy; nothing
+    acts on it.
+
+    A look measures one sample of each data rank, and norms of parameters: `interval` bounds the cost. The limits were
+    chosen on small runs (docs/stability.md).
+    """
+
+    enabled: bool = True
+    """Look for them."""
+    interval: PositiveInt = 25
+    """Steps between two looks. [steps]"""
+    start: NonNegativeInt = 100
+    """Steps before the first look; `signs` are about these. [steps]"""
+    window: int = Field(default=16, ge=6)
+    """Looks over which growth is extrapolated. [looks]"""
+    confirm: PositiveInt = 2
+    """Looks, or evaluations, in a row beyond a limit that are a warning; and well within it, before it is over."""
+    forget: Fraction = 0.005
+    """How fast the best level of a block is forgotten at each look: slower changes are no trend."""
+    entropy_left: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    """Remaining share of a block's best attention entropy."""
+    logit_floor: PositiveFloat = 20.0
+    """Largest attention logit below which its growth is not judged."""
+    logit_horizon: PositiveInt = 2000
+    """Within how many steps the largest attention logit would reach 10,000, at its present growth. [steps]"""
+    straightness: PositiveFloat = 0.9
+    """Growth of a norm, relative to the sum of all updates: 1 if each points straight outwards."""
+    update_change: PositiveFloat = 0.5
+    """Change of a layer's output by one update, relative to itself."""
+    update_least: PositiveFloat = 0.01
+    """Root mean square of an update, relative to the learning rate."""
+    stale_share: Fraction = 0.005
+    """Share of the rows of embedding or head with a gradient whose second moment is below a hundredth of its square."""
+    stale_factor: PositiveFloat = 4.0
+    """As `stale_share`, times the usual share of this run."""
+    layer_gradient: Fraction = 0.4
+    """Remaining share of the gradient of a block's input weights, relative to that of its output weights."""
+    layer_added: Fraction = 0.002
+    """RMS of what a block adds to the residual stream, relative to the stream."""
+    overfit: PositiveFloat = 0.02
+    """Rise of the validation loss above its best, and fall of the training loss since then. [nats]"""
+
+
 class StabilityConfig(Section):
     """Detection, remedies and attribution (docs/stability.md)."""
 
@@ -331,3 +375,4 @@ class StabilityConfig(Section):
     attribution: AttributionConfig = AttributionConfig()
     samples: SampleConfig = SampleConfig()
     signs: SignsConfig = SignsConfig()
+    trends: TrendsConfig = TrendsConfig()

@@ -33,6 +33,7 @@ from megastable.engine.hostcopy import Filled
 from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
 from megastable.engine.logit_clipping import LogitClipping
+from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.worker_clipping import Worker
 from megastable.engine.zero import Bf16, wrapper
 from megastable.fp8.apply import apply
@@ -138,6 +139,7 @@ class Engine:
         self.measures_update = False  # whether the coming update's size is measured, for `statistics`
         self._copies: list[Filled | torch.cuda.Event] = []
         self.probe = Probe(self.ds.module, topology, self.tp, self.device, self.fp8)
+        self.trends = TrendProbe(self.probe)
         self.measured: Measured | None = None
         self.applied = False
         self.counters_before = self.counters()
@@ -296,9 +298,9 @@ class Engine:
         norm_or_inf = math.inf if broken else grad_norm
         in_fp8 = None if self.fp8 is None else self.fp8.on
         self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow, in_fp8)
-        if self.probe.watching:
+        for probe in [probe for probe in (self.probe, self.trends) if probe.watching]:
             flat = self.flat_state()
-            self.probe.gradients(flat, self.zero.gradients(flat.fragments), scale)
+            probe.gradients(flat, self.zero.gradients(flat.fragments), scale)
         assert self._judge is not None
         self._wait_for_copies()
         if self._judge(self.measured):

@@ -68,8 +68,8 @@ class LayerStatistics:
 class LayerTally:
     """Sums, counts and maxima by row (a parameter or block) and kind. No host synchronisation until `reduce`."""
 
-    def __init__(self, rows: Sequence[str], device: torch.device) -> None:
-        self.rows, self.device = {name: i for i, name in enumerate(rows)}, device
+    def __init__(self, rows: Sequence[str], device: torch.device, kinds: Sequence[str] = KINDS) -> None:
+        self.rows, self.device, self.kinds = {name: i for i, name in enumerate(rows)}, device, kinds
         self.clear()
 
     def clear(self) -> None:
@@ -80,7 +80,7 @@ class LayerTally:
 
     def add(self, row: str, kind: str, total: Tensor, count: int, highest: Tensor) -> None:
         """Add `count` numbers to a cell: their sum or that of their squares, fp64, and maximum, fp32."""
-        self._cells.append(self.rows[row] * len(KINDS) + KINDS.index(kind))
+        self._cells.append(self.rows[row] * len(self.kinds) + self.kinds.index(kind))
         self._counts.append(count)
         self._totals.append(total)
         self._highest.append(highest)
@@ -96,7 +96,7 @@ class LayerTally:
 
     def reduce(self) -> Tensor:
         """Totals, counts and maxima over all ranks, fp64 [3, rows, kinds] on the CPU; collective over the world."""
-        cells = len(self.rows) * len(KINDS)
+        cells = len(self.rows) * len(self.kinds)
         sums = torch.zeros(2, cells, dtype=torch.float64, device=self.device)
         maxima = torch.full((cells,), -math.inf, dtype=torch.float64, device=self.device)
         if self._cells:
@@ -108,7 +108,7 @@ class LayerTally:
             maxima.scatter_reduce_(0, where, highest, "amax")
         dist.all_reduce(sums)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return torch.cat((sums, maxima[None])).view(3, len(self.rows), len(KINDS)).cpu()
+        return torch.cat((sums, maxima[None])).view(3, len(self.rows), len(self.kinds)).cpu()
 
 
 class Probe:
@@ -125,7 +125,7 @@ class Probe:
         self._fp8 = fp8
         self.blocks = [m for m in module.modules() if isinstance(m, Block)]
         # Between the blocks x is the same on all ranks of a tensor group, unless they split the sequence.
-        self._counts_activations = topology.tensor_rank == 0 or tp.sequence
+        self.counts_activations = topology.tensor_rank == 0 or tp.sequence
         mine = [placement_of(p).name for p in module.parameters()], [b.name for b in self.blocks]
         everyone = gathered(mine)
         # Ranks are numbered stage by stage: this is the order of the model.
@@ -166,7 +166,7 @@ class Probe:
 
     def _after(self, block: nn.Module, _: Any, output: Any) -> None:
         assert isinstance(block, Block)
-        if self._counts_activations:
+        if self.counts_activations:
             x, *_ = open_stream(output)
             self.tally.add_moments(block.name, "activation", x)
 

@@ -50,7 +50,8 @@ NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
 
 
 class IncidentLog:
-    """The current incident, and its records. memory: the policy's, as it is now."""
+    """The current incident, and its records. memory: the policy's, as it is now; warned: of which slow signals, a
+    sentence each."""
 
     def __init__(
         self,
@@ -59,9 +60,10 @@ class IncidentLog:
         deferring: Deferring,
         memory: Callable[[], PolicyState],
         log: RunLog,
+        warned: Callable[[], list[str]] = list,
     ) -> None:
         self.run, self.source, self.memory, self.log = run, source, memory, log
-        self.deferring = deferring
+        self.deferring, self.warned = deferring, warned
         self.incident: Incident | None = None
         self.count = 0
         self.left_out: LeftOutSamples | None = None
@@ -86,7 +88,7 @@ class IncidentLog:
             self._number()
             self.incident = Incident(
                 number=self.count, step=state.step, onset=finding.onset, verdict=finding.verdict,
-                kind=kind_of(finding.verdict, 0), loss_before=_usual(state),
+                kind=kind_of(finding.verdict, 0), loss_before=_usual(state), warnings=self.warned(),
             )  # fmt: skip
         incident = self.incident
         incident.kind = kind_of(Verdict(incident.verdict), self.memory().recurrences)

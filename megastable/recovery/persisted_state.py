@@ -20,6 +20,7 @@ from megastable.stability.incident import Incident, LeftOutSamples
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.sample_history import WatchState
 from megastable.stability.signs import SignsState
+from megastable.stability.trends import TrendsState
 
 TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events that may carry all this
 
@@ -37,6 +38,7 @@ class PersistedState(BaseModel):
     left_out: LeftOutSamples | None = None
     samples: WatchState = WatchState()
     signs: SignsState = SignsState()
+    trends: TrendsState = TrendsState()
 
 
 ONGOING = ("open", "handed over")  # continued by the next process

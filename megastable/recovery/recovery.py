@@ -37,6 +37,7 @@ from megastable.recovery.snapshot import Ring
 from megastable.recovery.snapshot_budget import NO_SNAPSHOTS
 from megastable.recovery.start_signs import StartSigns
 from megastable.recovery.step_result import StepResult
+from megastable.recovery.trend_watch import TrendWatch
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import BatchChanged, LengthChanged, MixChanged, SkipsRefused
 from megastable.run.events.stability_events import (
@@ -104,7 +105,11 @@ class Recovery:
         self._before = self.guard.detector.state
         self.replays = Replays(engine, config.run.deterministic)
         deferring = Deferring(config, run, source, self._selection)
-        self.incident_log = IncidentLog(run, source, deferring, lambda: self.guard.policy.state, log)
+        self.watch = TrendWatch(config, engine, memory.trends, log)
+        self.trends = self.watch.trends
+        self.incident_log = IncidentLog(
+            run, source, deferring, lambda: self.guard.policy.state, log, lambda: self.trends.standing
+        )
         self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
         self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
         self.signs = StartSigns(config, source, memory.signs, log)
@@ -120,10 +125,10 @@ class Recovery:
         )
         self.rewinding = Rewinding(
             config, engine, loader, self.points, self.replays, self.rates, self.incident_log, self.origin,
-            self.samples, self.last_resort, self.guard, self._selection, log, phase,
+            self.samples, self.trends, self.last_resort, self.guard, self._selection, log, phase,
         )  # fmt: skip
         if self.acts:
-            self.points.take(state, self.guard.detector.state, self.samples.state)
+            self._take(state)
         self.choose_precision(state)
 
     def memory(self) -> dict[str, Any]:
@@ -137,6 +142,7 @@ class Recovery:
             left_out=book.left_out,
             samples=self.samples.state,
             signs=self.signs.signs.state,
+            trends=self.trends.state,
         )
         return memory.model_dump()
 
@@ -324,12 +330,17 @@ class Recovery:
         ):
             # The weights are those before it: should more follow, nothing needs to be repeated. (A step draws no random
             # numbers, so the random states are those before it, too.)
-            self.points.take(done.before, self._before, self.samples.before, self.engine.counters_before)
+            before = self.engine.counters_before
+            self.points.take(done.before, self._before, self.samples.before, self.trends.state, before)
             return None
         calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
         if calm and self.points.ring.due(state.step, urgent=not finding.on_trend):
-            self.points.take(state, self.guard.detector.state, self.samples.state)
+            self._take(state)
         return None
+
+    def _take(self, state: RunState) -> None:
+        """Keep a rewind point."""
+        self.points.take(state, self.guard.detector.state, self.samples.state, self.trends.state)
 
     def _refused_too_often(self, done: StepResult) -> MegastableError:
         state, (_, reason) = done.state, self.refusal(done.measured)

@@ -29,6 +29,7 @@ from megastable.stability import attribution
 from megastable.stability.attribution import Conclusion
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.sample_history import WatchState
+from megastable.stability.trends import TrendsState
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,6 +41,7 @@ class RewindState(NamedTuple):
     random: dict[str, Any]
     detector: DetectorState
     samples: WatchState
+    trends: TrendsState
 
 
 class Points:
@@ -68,13 +70,14 @@ class Points:
         state: RunState,
         detector: DetectorState,
         samples: WatchState,
+        trends: TrendsState,
         counters: dict[str, Any] | None = None,
     ) -> None:
         if state.step not in self.ring.steps:
             # Checkpoints fill in `stability` themselves; the vitals can be shared, as they are replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
-            self.ring.take(state.step, RewindState(light, rng_state(), detector, samples), counters)
+            self.ring.take(state.step, RewindState(light, rng_state(), detector, samples, trends), counters)
 
     @property
     def oldest(self) -> int | None:

@@ -37,6 +37,7 @@ from megastable.stability.odds import Examined
 from megastable.stability.policy import BLAMELESS
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Finding, Verdict
+from megastable.stability.trends import Trends
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Rewinding:
         incident_log: IncidentLog,
         origin: Origin,
         samples: SampleWatch,
+        trends: Trends,
         last_resort: LastResort,
         guard: Guard,
         selection: Callable[[], Selection],
@@ -78,7 +80,7 @@ class Rewinding:
             samples,
             last_resort,
         )
-        self.guard, self.selection = guard, selection
+        self.guard, self.selection, self.trends = guard, selection, trends
         self.log, self.phase = log, phase
 
     def go_back(self, t: Tripped) -> RunState:
@@ -263,6 +265,7 @@ class Rewinding:
                 RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup), say=True
             )
         self.samples.rewind(kept.samples)
+        self.trends.rewind(kept.trends, back.step)
         set_rng_state(kept.random)
         self.loader.go_to(back.cursor, self.selection())
         self.points.forget_after(snapshot.step)

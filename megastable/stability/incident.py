@@ -48,7 +48,8 @@ class IncidentFields(BaseModel):
     updates refused. seconds: spent on finding and undoing it, until training continues; the total time lost is more
     (Cost, in report/postmortem). loss_before, loss_after: median of the last steps (up to 20) when it was opened and
     closed; loss_peak: the highest of a step; nats per token. norm_peak: before clipping. failure: of a process or
-    checkpoint, a sentence; evidence: paths of logs and stacks, relative to the run directory.
+    checkpoint, a sentence; evidence: paths of logs and stacks, relative to the run directory. warnings: slow signals
+    that were warned of before it was opened and were not over, a sentence each.
     """
 
     number: int
@@ -75,6 +76,7 @@ class IncidentFields(BaseModel):
     outcome: str = "open"
     failure: str = ""
     evidence: list[str] = []
+    warnings: list[str] = []
 
 
 class Incident(IncidentFields):

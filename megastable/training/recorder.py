@@ -1,4 +1,4 @@
-"""Records every step: layer statistics, start signs, step records, refused updates."""
+"""Records every step: layer statistics, start signs and trends, step records, refused updates."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class StepRecorder:
         # Also at the second refused update, to see the trouble per layer.
         step = state.step + 1
         self._look = due(self.config.layers_interval, step) or state.discards_in_a_row == 1
+        trend = self.recovery.watch.begin(step)
         self.engine.measures_update = (
-            self._look or due(self.config.norms_interval, step) or self.recovery.signs.measures(step)
+            self._look or trend or due(self.config.norms_interval, step) or self.recovery.signs.measures(step)
         )
         if self._look or self.recovery.signs.looks(step):
             self.engine.probe.watch()
@@ -52,7 +53,9 @@ class StepRecorder:
             statistics = self.engine.statistics()
             if regular and done.applied:
                 self.recovery.indicators = statistics.indicators
-        signs.after(state, statistics, self.recovery.incident_log.incident is not None)
+        incident = self.recovery.incident_log.incident is not None
+        signs.after(state, statistics, incident)
+        self.recovery.watch.after(state, done.lr, done.applied, incident)
         if self.observer is not None:
             self.observer.step(done, statistics)
         if not done.applied:
@@ -63,10 +66,11 @@ class StepRecorder:
                 loss_scale=measured.loss_scale,
             ))  # fmt: skip
 
-    def validation(self, step: int, loss: float) -> None:
-        """An evaluation after `step`; loss: nats per token."""
+    def validation(self, state: RunState, loss: float) -> None:
+        """An evaluation at `state`; loss: nats per token."""
+        self.recovery.watch.evaluated(state, loss)
         if self.observer is not None:
-            self.observer.live.validation(step, loss)
+            self.observer.live.validation(state.step, loss)
 
     def flush(self) -> None:
         if self.observer is not None:

@@ -24,7 +24,7 @@ from megastable.stability.actions import Cause
 
 
 def test_each_plants_one_thing() -> None:
-    assert (len(GROSS), len(THIN)) == (14, 15) and len(set(NAMES)) == 29
+    assert (len(GROSS), len(THIN)) == (14, 15) and len(set(NAMES)) == 33
     assert set(QUICK) <= {s.name for s in GROSS}
     for s in SCENARIOS:
         assert sum(x is not None for x in (s.region, s.fault, s.outside)) == (0 if s.warning else 1)
@@ -88,6 +88,6 @@ def test_chosen_by_name_in_the_order_of_the_table() -> None:
     assert choose(["thin", NAMES[0]]) == [SCENARIOS[0], *THIN]
     assert CLEAN not in SCENARIOS
     with pytest.raises(
-        ConfigError, match=r"flood: there is no such scenario: all, gross, thin, random-tokens"
+        ConfigError, match=r"flood: there is no such scenario: all, gross, thin, slow, random-tokens"
     ):
         choose([NAMES[0], "flood"])

@@ -37,7 +37,7 @@ def test_every_column_has_a_cell() -> None:
     for s in (GOOD, of(Policy.NOTHING), of(ended="dead", val_loss=None, excess=None)):
         assert len(row([s])) == len(HEADERS)
     assert row([GOOD]) == [
-        "ours", "3.5000", "+0.0123", "38/40", "0", "4", "11", "2", "1", "2", "0", "0", "0", "0", "0", "1.2", "0",
+        "ours", "3.5000", "+0.0123", "38/40", "0", "4", "11", "2", "1", "2", "0", "0", "0", "0", "", "0", "1.2", "0",
         "recoverable ✓", "data ✓",
     ]  # fmt: skip
     theirs = row([of(Policy.NOTHING)])

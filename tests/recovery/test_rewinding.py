@@ -29,6 +29,7 @@ from megastable.stability.policy import Policy
 from megastable.stability.region import Region
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Verdict
+from megastable.stability.trends import TrendsState
 from tests.checkpoint.states import state_of
 from tests.journal import KeptLog
 from tests.stability.policies import seen
@@ -41,7 +42,7 @@ FOUND = Conclusion(
 def shell(policy: Policy) -> Any:
     """All that it talks to is made up; the present state is that of step 40, the good one that of step 30."""
     fields = ("config", "engine", "loader", "points", "replays", "rates", "incident_log", "origin", "samples",
-              "last_resort", "guard", "selection", "log", "phase")  # fmt: skip
+              "trends", "last_resort", "guard", "selection", "log", "phase")  # fmt: skip
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
     rewinding.config.stability.policy.swap_most = 0.5
@@ -174,7 +175,8 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
     for step in (20, 30):
         points.ring.take(
-            step, RewindState(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock())
+            step,
+            RewindState(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock(), TrendsState()),
         )
     made = shell(Policy(PolicyConfig()))
     made.points, present = points, MagicMock(step=40)

@@ -30,7 +30,7 @@ discard_examined discarded ended evaluated exchanges_undone fell_back finished h
 incident launched length_changed located look_ahead_failed look_ahead_spent looked_ahead mix_changed moments_anew
 no_snapshots order_changed rate_cut rate_lifted rate_warmup records_lost reshaped restart resumed returned
 samples_dropped samples_examined skips_added skips_end skips_foreign skips_named skips_read skips_refused
-snapshot_rejected stability_state_dropped stopped supervisor training unstable warning would""".split()
+snapshot_rejected stability_state_dropped stopped supervisor training trend unstable warning would""".split()
 FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})
 WHAT = ["opened", "attributed", "released", "rewound", "restarted", "handed over", "closed", "over", "ended"]
 JSON = st.recursive(
@@ -156,6 +156,10 @@ def test_an_event_does_not_change() -> None:
          "step 9: global batch of 16 samples from here on, 8 before"),
         ({"event": "length_changed", "step": 9, "position": 64, "old": 32, "new": 64},
          "step 9: sequences of 64 tokens from here on, 32 before"),
+        ({"event": "trend", "what": "warned", "step": 9, "signal": "entropy", "text": "it fell", "remedy": "QK-norm"},
+         "step 9: trend of entropy: it fell. What helps: QK-norm"),
+        ({"event": "trend", "what": "over", "step": 9, "signal": "entropy", "text": "no longer", "remedy": ""},
+         "step 9: trend of entropy: no longer"),
         ({"event": "baseline_reset", "step": 9, "reason": "it stays"}, "step 9: detector baseline reset: it stays"),
         ({"event": "rate_lifted", "step": 9, "reason": "200 steps"}, "step 9: a limit of the learning rate is"),
         ({"event": "rate_warmup", "step": 9, "begin": 0.1, "updates": 20},

@@ -51,7 +51,15 @@ def test_it_measures_and_tells_where(measured: tuple[dict[str, Any], str]) -> No
     costs = found["costs"]
     assert all(e["median"] > 0 for e in costs["steps_ms"].values())
     intervals = {c["name"]: c["every"] for c in costs["components"]}
-    assert intervals == {"gate": 1, "guard": 1, "snapshot": 10, "norms": 20, "layers": 100, "records": 50}
+    assert intervals == {
+        "gate": 1,
+        "guard": 1,
+        "snapshot": 10,
+        "norms": 20,
+        "layers": 100,
+        "trends": 25,
+        "records": 50,
+    }
     # Each of these takes time, or it was not reached.
     parts = {name: ms for c in costs["components"] for name, ms in c["parts"].items()}
     assert all(ms > 0 for ms in parts.values()), parts
@@ -91,7 +99,7 @@ SECONDS = {
     "finite": 0.0, "losses": 0.0, "counters": 0.0, "rest": 0.001, "judge": 0.003, "settle": 0.001, "take": 0.05,
     "samples": 0.001, "kinds": 0.0005, "signs": 0.0005, "statistics": 0.2, "look": 0.5, "tell": 0.1, "write": 0.01,
 }  # fmt: skip
-INTERVALS = {"snapshot": 10, "norms": 0, "layers": 100, "records": 10}
+INTERVALS = {"snapshot": 10, "norms": 0, "layers": 100, "trends": 0, "records": 10}
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=9))

@@ -20,7 +20,7 @@ from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.timeline import TimelineEntry
 from megastable.stability.incident import Breakdown, IncidentFields
 
-VERSION = 6  # of the derived files: a change rewrites all incidents
+VERSION = 7  # of the derived files: a change rewrites all incidents
 
 
 class RunFacts(Facts):

@@ -190,6 +190,22 @@ class AlertEvent(OfIncident):
         return f"ALERT: nothing more is done automatically, training goes on{self.because()}"
 
 
+class TrendEvent(Event):
+    """A slow signal (stability/trends.py). what: warned, or over; remedy: suggested to people, nothing acts on it."""
+
+    NAME = "trend"
+    what: Text
+    step: Whole
+    signal: Text
+    text: Text
+    remedy: Text
+    numbers: Tree
+
+    def words(self) -> str:
+        remedy = f". What helps: {self.get('remedy')}" if self.get("remedy") else ""
+        return f"trend of {self.get('signal')}: {self.get('text')}{remedy}"
+
+
 class BaselineReset(Event):
     """The detector relearns the level of the loss."""
 

@@ -1,0 +1,191 @@
+"""Measures what the slow signals are judged by (stability/trends.py): a light look at one step, on all ranks.
+
+    probe.watch()                            # before a step: hooks on the blocks, for one sample of this rank
+    ... forward and backward ...
+    probe.gradients(flat, pieces, scale)     # before the optimizer runs
+    ... update ...
+    look = probe.collect(flat, kept)         # the only communication: two all-reduces of a few scalars per tensor
+
+`Probe` (layer_stats.py) measures every sample of a step, for the records. A trend needs far less: the first sample of
+each data rank's first micro-batch. The cost of a look, per rank:
+
+- attention: the projection to q and k, and the scores, of that sample, without gradients: less than a sixth of the
+  sample's share of the step;
+- memory passes over this rank's part of gradients, weights and second moments (12 bytes a parameter) and, for the
+  update, over weights and both moments once more (12 bytes); 4 bytes for each row of embedding and head are kept
+  until the update is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megastable.engine.flatstate import CACHED, CHUNK, FlatState
+from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
+from megastable.model.gpt import Block
+from megastable.parallel.fragments import Fragment, rectangles
+
+KINDS = ("attention", "added", "stream", "gradient", "weight", "update", "second_moment", "table", "stale")
+TABLES = ("embedding.weight", "head.weight")  # a row for every token
+# From here on a row moves by a full learning rate in one step, whatever came before: Adam's first moment takes up a
+# tenth of a fresh gradient g, and 0.1 g / sqrt(v) = 1 at g^2 / v = 100. Only beta2 > 0.99 lets it get this far.
+STALE = 100.0
+
+Look = dict[str, dict[str, float]]
+
+
+class TrendProbe:
+    """probe: the layer probe of the same rank, which knows the rows of the model. Built, and `collect`ed, on all ranks
+    together."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._blocks, self._counts_activations = probe.blocks, probe.counts_activations
+        self.tally = LayerTally(list(probe.tally.rows), probe.tally.device, KINDS)
+        self.watching = False
+        self._hooks: list[RemovableHandle] = []
+        self._seen: set[tuple[str, str]] = set()
+        self._rows: dict[tuple[int, int], list[Tensor]] = {}
+
+    def watch(self) -> None:
+        """Watch the coming step."""
+        self._look_away()
+        self.tally.clear()
+        self._seen.clear()
+        self._rows.clear()
+        self.watching = True
+        for block in self._blocks:
+            self._hooks.append(block.register_forward_pre_hook(self._before))
+            self._hooks.append(block.register_forward_hook(self._after))
+
+    def drop(self) -> None:
+        """Forget the watched step: its update was refused."""
+        self._look_away()
+        self.tally.clear()
+        self._rows.clear()
+        self.watching = False
+
+    def _look_away(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _first(self, block: str, when: str) -> bool:
+        """Whether this is the step's first micro-batch."""
+        first = (block, when) not in self._seen
+        self._seen.add((block, when))
+        return first
+
+    def _before(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(block, Block)
+        if not self._first(block.name, "before"):
+            return
+        (stream,) = args
+        x, segments = stream if isinstance(stream, tuple) else (stream, None)
+        one, apart = x[:, :1], None if segments is None else segments[:1]
+        for entropy, highest in attention_chunks(
+            *block.queries_and_keys(one if apart is None else (one, apart)), apart
+        ):
+            total = entropy.sum(dtype=torch.float64)
+            self.tally.add(block.name, "attention", total, entropy.numel(), highest.amax())
+
+    @torch.no_grad()
+    def _after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        assert isinstance(block, Block)
+        if not self._first(block.name, "after") or not self._counts_activations:
+            return
+        x, y = (given[0] if isinstance(given, tuple) else given for given in (args[0], output))
+        before, after = x[:, :1].float(), y[:, :1].float()
+        self._add(block.name, "stream", before)
+        self._add(block.name, "added", after - before)
+
+    def _add(self, row: str, kind: str, x: Tensor, scale: float = 1.0) -> None:
+        """Add the squares of x / scale to a cell."""
+        for part in x.detach().reshape(-1).split(self._chunk):
+            norm = torch.linalg.vector_norm(part, dtype=torch.float32).double()
+            self._sum(row, kind, (norm / scale).square(), part.numel())
+
+    def _sum(self, row: str, kind: str, total: Tensor, count: int) -> None:
+        self.tally.add(row, kind, total.double(), count, torch.zeros((), device=total.device))
+
+    @property
+    def _chunk(self) -> int:
+        return CHUNK if self.tally.device.type == "cuda" else CACHED
+
+    def gradients(self, flat: FlatState, pieces: Mapping[tuple[int, int], Tensor], scale: float) -> None:
+        """Add the gradients of a watched step, before the optimizer runs. Local; pieces: as in `Probe.gradients`."""
+        self._look_away()
+        for f in flat.fragments:
+            if not f.counted:
+                continue
+            piece = pieces[f.group, f.offset].reshape(-1)[: f.numel]
+            self._add(f.name, "gradient", piece, scale)
+            if f.name in TABLES:
+                # Rows that two ranks share are judged in their parts.
+                self._rows[f.group, f.offset] = [
+                    (torch.linalg.vector_norm(r.of(piece), dim=1, dtype=torch.float32) / scale).square()
+                    for r in rectangles(f)
+                ]
+
+    @torch.no_grad()
+    def collect(self, flat: FlatState, kept: float) -> Look:
+        """The numbers of the watched step, whose update was applied, by block and parameter; collective.
+
+        kept: what clipping left of the gradient's norm. Of a block: "entropy" (mean of its attention, nats), "logit"
+        (the largest q k / sqrt(d)), "added" (RMS of what the block added to the residual stream, relative to the
+        stream). Of a parameter: "weight", "gradient", "update" (L2 norms), "numel"; "fresh" (mean square of the
+        clipped gradient over the mean of Adam's second moment, without its bias); of embedding and head "stale": the
+        share of the rows with a gradient that are `STALE`.
+        """
+        self.watching = False
+        for f in flat.fragments:
+            weight = flat.piece(f, "weight")
+            if f.counted and weight is not None:
+                self._add(f.name, "weight", weight)
+                self._second_moment(flat, f, kept)
+        for size in flat.updates():
+            self._sum(size.name, "update", size.squares, size.numel)
+        numbers, rows = self.tally.reduce(), list(self.tally.rows)
+        self.tally.clear()
+        self._rows.clear()
+        return {name: _row(numbers[:, i], kept) for i, name in enumerate(rows)}
+
+    def _second_moment(self, flat: FlatState, f: Fragment, kept: float) -> None:
+        v = flat.piece(f, "exp_avg_sq")
+        state = flat.optimizer.state.get(flat.masters[f.group], {})
+        if v is None or "step" not in state:
+            return
+        # A tensor: it may be on the device, and is not waited for.
+        unbias = 1 - flat.settings[f.group]["betas"][1] ** state["step"].double()
+        for part in v.split(self._chunk):
+            self._sum(f.name, "second_moment", part.sum(dtype=torch.float32) / unbias, part.numel())
+        for r, squares in zip(rectangles(f), self._rows.get((f.group, f.offset), ()), strict=False):
+            known = r.of(v).sum(1, dtype=torch.float32) / unbias
+            # Counted, not weighed: one rare token that fills a document is no trend.
+            self._sum(f.name, "table", (squares > 0).sum(), squares.numel())
+            self._sum(f.name, "stale", (squares * kept**2 > STALE * known).sum(), squares.numel())
+
+
+def _row(numbers: Tensor, kept: float) -> dict[str, float]:
+    """The numbers of one row, from its totals, counts and maxima, fp64 [3, kinds]."""
+    total, count, highest = (dict(zip(KINDS, line.tolist(), strict=True)) for line in numbers)
+    found: dict[str, float] = {}
+    if count["attention"]:
+        found |= {"entropy": total["attention"] / count["attention"], "logit": highest["attention"]}
+    if count["stream"] and total["stream"] > 0:
+        found["added"] = math.sqrt(total["added"] / total["stream"])
+    for kind in ("weight", "gradient", "update"):
+        if count[kind]:
+            found[kind] = math.sqrt(total[kind])
+    if count["weight"]:
+        found["numel"] = count["weight"]
+    if total["second_moment"] > 0:
+        found["fresh"] = total["gradient"] * kept**2 / total["second_moment"]
+    if total["table"] > 0:
+        found["stale"] = total["stale"] / total["table"]
+    return found

@@ -1,0 +1,286 @@
+"""Slow signals, each judged against its own history: how far the numbers of a look are from its limit. Pure.
+
+    entropy   attention of a block collapses (Zhai et al., arXiv:2303.06296)
+    logits    the largest attention logit grows towards divergence (Dehghani et al., arXiv:2302.05442, section 2;
+              Wortsman et al., arXiv:2309.14322, section 3.1: about 1e4)
+    weights   norms of a kind of parameter grow faster than its updates explain
+    updates   updates too large for the weights (Yang, Simon & Bernstein, arXiv:2310.17813), or far smaller than the
+              learning rate, because Adam's eps outweighs the second moment (arXiv:2309.14322, section 3.4)
+    tokens    rows of embedding or head whose second moment has not kept up with fresh gradients (Wortsman et al.,
+              arXiv:2304.13013, section 3): rare tokens that come in numbers
+    layers    a block that adds less and less to the residual stream
+
+A signal is the worst of its places; its severity is 1 at the limit. `SIGNALS` has what each is about, and its remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable.config.stability import TrendsConfig
+
+LATEST = 3  # looks whose median is the present level: a look sees one sample a rank
+DIVERGED = 1e4  # an attention logit that spells divergence
+LEAST_GROWTH = 0.1  # relative growth of a norm below which its direction says nothing
+SAME, TINY = 1e-6, 1e-30  # least update, relative and absolute, and other divisors
+
+Rows = Mapping[str, Mapping[str, float]]  # of a look, by block and parameter (engine/trend_probe.py)
+
+
+class Series(BaseModel):
+    """A number at the latest looks. best: of the levels so far, slowly forgotten; 0 before the first."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    steps: list[int] = []
+    values: list[float] = []
+    best: float = 0.0
+
+    @property
+    def level(self) -> float:
+        return median(self.values[-LATEST:])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A signal at one place. severity: 1 at the limit; text: what is seen there, with its numbers."""
+
+    where: str
+    severity: float
+    text: str
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Signal:
+    """read: of (step, rate, rows, config, width, series by name), which it extends. remedy: for people."""
+
+    read: Callable[..., Iterable[Reading]]
+    remedy: str
+
+
+class LookHistory:
+    """The series of all places, by name. Adds a value at most once a look."""
+
+    def __init__(self, series: dict[str, Series], config: TrendsConfig) -> None:
+        self.series, self.config = series, config
+
+    def add(self, name: str, step: int, value: float) -> Series:
+        """Append a value; of a finite one only."""
+        held = self.series.setdefault(name, Series())
+        if math.isfinite(value):
+            held.steps.append(step)
+            held.values.append(value)
+            del held.steps[: -self.config.window], held.values[: -self.config.window]
+        return held
+
+    def fallen(self, name: str, step: int, value: float) -> tuple[float, float]:
+        """(the present level of a positive number, the best one that it is compared with), nan before there are
+        enough. The best is forgotten slowly, but not while the level is below half of it: it would be taken for usual.
+        """
+        held = self.add(name, step, value)
+        if len(held.values) < LATEST:
+            return math.nan, math.nan
+        level = held.level
+        if level >= held.best:
+            held.best = level
+        elif level > held.best / 2:
+            held.best = max(level, held.best * (1 - self.config.forget))
+        return level, held.best
+
+
+def entropy(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+    allowed = 1 - history.config.entropy_left
+    for block, row in _with(rows, "entropy"):
+        level, best = history.fallen(f"entropy {block}", step, row["entropy"])
+        if not best > 0:
+            continue
+        text = f"the attention entropy of {block} has fallen from {best:.2f} to {level:.2f} nats"
+        yield Reading(block, (1 - level / best) / allowed, text, {"entropy": level, "best": best})
+
+
+def logits(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+    c = history.config
+    for block, row in _with(rows, "logit"):
+        held = history.add(f"logit {block}", step, row["logit"])
+        if not row["logit"] >= c.logit_floor:
+            yield Reading(block, 0.0, "", {})
+            continue
+        grows = slope(held.steps, [math.log(max(value, 1.0)) for value in held.values])
+        left = math.log(DIVERGED / min(row["logit"], DIVERGED))
+        steps = left / grows if grows > 0 else (0.0 if not left else math.inf)
+        text = (
+            f"the largest attention logit of {block} is {row['logit']:.0f}, and at its present growth (a factor of "
+            f"{math.exp(min(100 * grows, 99.0)):.2g} per 100 steps) it reaches {DIVERGED:,.0f} in {steps:.0f} steps"
+        )
+        yield Reading(
+            block,
+            c.logit_horizon / max(steps, 1.0),
+            text,
+            {"logit": row["logit"], "growth": grows, "steps": steps},
+        )
+
+
+def weights(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+    """Straightness: growth of the norm over the path that the updates of all steps add up to. Updates that pull in all
+    directions give next to nothing, and nothing gives more than 1."""
+    c = history.config
+    for kind, (norm, update, _, _) in kinds(rows).items():
+        norms, updates = history.add(f"norm {kind}", step, norm), history.add(f"update {kind}", step, update)
+        n = min(len(norms.values), LATEST + 1)
+        if n <= LATEST or norms.steps != updates.steps:
+            continue
+        last = list(zip(norms.steps[-n:], norms.values[-n:], updates.values[-n:], strict=True))
+        parts = [
+            (w2 - w1) / max((later - earlier) * max(u1, u2), SAME * w1, TINY)
+            for (earlier, w1, u1), (later, w2, u2) in pairwise(last)
+        ]
+        first, now = last[0][1], last[-1][1]
+        straight, grown = median(parts), now / max(first, TINY) - 1
+        text = (
+            f"the norm of the {kind} weights has grown by {grown:.0%} in {last[-1][0] - last[0][0]} steps, "
+            f"{straight:.2g} times what all updates of these steps add up to"
+        )
+        severe = straight / c.straightness if grown > LEAST_GROWTH else 0.0
+        yield Reading(kind, severe, text, {"straightness": straight, "growth": grown, "norm": now})
+
+
+def updates(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+    c = history.config
+    for kind, (norm, update, numel, moments) in kinds(rows).items():
+        if kind not in ("attention", "mlp") or not norm > 0:
+            continue
+        change = update / norm * math.sqrt(width) / 2
+        small = update / math.sqrt(numel) / rate if rate > 0 and moments else math.inf
+        if change / c.update_change >= c.update_least / max(small, TINY):
+            text = (
+                f"an update changes the {kind} weights by {update / norm:.1%} of their norm: the output of a layer may "
+                f"change by {change:.2f} times itself"
+            )
+            yield Reading(
+                kind, change / c.update_change, text, {"update_ratio": update / norm, "change": change}
+            )
+        else:
+            text = (
+                f"an update changes the {kind} weights by only {small:.1e} times the learning rate: Adam's eps "
+                "outweighs their second moments"
+            )
+            yield Reading(kind, c.update_least / max(small, TINY), text, {"update_by_rate": small})
+
+
+def tokens(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+    c = history.config
+    for table, row in _with(rows, "stale"):
+        name, share = table.removesuffix(".weight"), row["stale"]
+        held = history.series.get(f"stale {name}", Series())
+        usual = median(held.values) if len(held.values) >= LATEST else 0.0
+        limit = max(c.stale_share, c.stale_factor * usual)
+        if share < limit:  # what is beyond it is not to become usual
+            history.add(f"stale {name}", step, share)
+        text = (
+            f"{share:.1%} of the {name}'s rows with a gradient (usually {usual:.1%}) have a second moment that has not "
+            "kept up with it: tokens that were rare until now come in numbers, and each moves its row by more than a "
+            "full learning rate"
+        )
+        yield Reading(name, share / limit, text, {"stale": share, "usual": usual})
+
+
+def layers(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+    """Gradients reach a block's input weights (q, k, v, gate, up) through its output weights, which get theirs
+    directly: the ratio of both falls with the scale of what the block passes on, whatever the loss, the other blocks
+    and the noise of the batch do. Or the block adds next to nothing to the stream."""
+    c = history.config
+    for block, row in _with(rows, "added"):
+        outer = _gradient(rows, block, "attention.out", "mlp.down")
+        ratio = _gradient(rows, block, "attention.qkv", "mlp.gate_up") / outer if outer > 0 else math.nan
+        level, best = history.fallen(f"passed {block}", step, ratio)
+        added = history.add(f"added {block}", step, row["added"]).level
+        left = level / best if best > 0 else math.nan
+        if added <= c.layer_added:
+            text = f"{block} adds no more than {added:.1e} times the residual stream's RMS to it"
+        else:
+            text = (
+                f"{block} passes on less and less: of the gradient of its output weights, {level:.2g} times reaches "
+                f"its input weights, {best:.2g} before; it adds {added:.2g} times the residual stream's RMS to it"
+            )
+        fallen = c.layer_gradient / max(left, TINY) if math.isfinite(left) else 0.0
+        severe = max(fallen, c.layer_added / max(added, TINY))
+        yield Reading(block, severe, text, {"passed": level, "before": best, "added": added})
+
+
+SIGNALS: dict[str, Signal] = {
+    "entropy": Signal(
+        entropy,
+        "a lower optimizer.lr or a longer warm-up; model.qk_norm=true (in a new run) or optimizer.qk_clip keep "
+        "attention logits small",
+    ),
+    "logits": Signal(
+        logits,
+        "model.qk_norm=true (in a new run), optimizer.qk_clip or model.attention_softcap; a lower optimizer.lr",
+    ),
+    "weights": Signal(
+        weights,
+        "optimizer.weight_decay; a look at whatever else changes the weights: a rate of one group, or other code",
+    ),
+    "updates": Signal(
+        updates,
+        "too large: a lower optimizer.lr or a longer warm-up; too small: a smaller optimizer.eps",
+    ),
+    "tokens": Signal(
+        tokens,
+        "optimizer.betas=[0.9, 0.95], or optimizer.name=stable_adamw; new text mixed in slowly",
+    ),
+    "layers": Signal(
+        layers,
+        "a look at the block's learning rate, weight decay and precision; a lower optimizer.lr if others follow",
+    ),
+}
+
+
+def kinds(rows: Rows) -> dict[str, tuple[float, float, float, bool]]:
+    """By kind of parameter: norm, norm of the update, number of elements, whether Adam's second moments exist."""
+    found: dict[str, tuple[float, float, float, bool]] = {}
+    for name, row in rows.items():
+        if "weight" not in row or "update" not in row:
+            continue
+        kind = kind_of(name)
+        norm, update, numel, moments = found.get(kind, (0.0, 0.0, 0.0, False))
+        found[kind] = (
+            math.hypot(norm, row["weight"]), math.hypot(update, row["update"]), numel + row["numel"],
+            moments or "fresh" in row,
+        )  # fmt: skip
+    return found
+
+
+def kind_of(name: str) -> str:
+    """embedding, head, norm, attention or mlp."""
+    if not name.startswith("blocks."):
+        return "norm" if "norm" in name else name.partition(".")[0]
+    part = name.split(".", 2)[2]
+    return "norm" if "norm" in part else part.partition(".")[0]
+
+
+def slope(steps: list[int], values: list[float]) -> float:
+    """Median slope of all pairs (Theil and Sen), per step; 0 of fewer than six."""
+    if len(values) < 2 * LATEST:
+        return 0.0
+    pairs = [
+        (values[j] - values[i]) / (steps[j] - steps[i])
+        for i in range(len(values))
+        for j in range(i + 1, len(values))
+    ]
+    return median(pairs)
+
+
+def _gradient(rows: Rows, block: str, *parts: str) -> float:
+    return math.hypot(*(rows.get(f"{block}.{part}.weight", {}).get("gradient", math.nan) for part in parts))
+
+
+def _with(rows: Rows, key: str) -> list[tuple[str, Mapping[str, float]]]:
+    return [(name, row) for name, row in rows.items() if math.isfinite(row.get(key, math.nan))]

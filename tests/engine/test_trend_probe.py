@@ -1,0 +1,199 @@
+"""A light look finds what a plain calculation does, the same under every layout and on every rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megastable.engine import trend_probe
+from tests.distributed import run_ranks
+from tests.engine.test_layer_stats import (
+    CLIP,
+    RATE,
+    STEPS,
+    engine_of,
+    hooks_of,
+    plain,
+    recipe,
+    whole_attention,
+)
+
+BETA2 = recipe().optimizer.betas[1]
+STALE = 1.5  # rows above it are some of those of random tokens
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor": 2},
+    "tp2-sequence-full": {"tensor": 2, "sequence": True, "recompute": "full"},
+    "pp2-full": {"pipeline": 2, "recompute": "full"},
+    "context2": {"context": 2},
+    "dp2": {"micro_batch": 2},
+    "zero2": {"zero": 2, "micro_batch": 2},
+    "zero3-selective": {"zero": 3, "micro_batch": 2, "recompute": "selective"},
+    "zero3-small-buffers": {"zero": 3, "micro_batch": 2, "buffer": 5000},
+    "bf16-pp2": {"precision": "bf16", "pipeline": 2},
+    "fp16-tp2": {"precision": "fp16", "tensor": 2},
+}
+
+
+def look(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
+    """Some steps of each case, the last of them looked at."""
+    trend_probe.STALE = STALE
+    found = []
+    for parts in cases:
+        engine, steps = engine_of(parts, world)
+        blocks, seen, hooks = engine.probe.blocks, dict[str, Any](), hooks_of(engine)
+        for number, micro_batches in enumerate(steps, start=1):
+            if number == STEPS:
+                engine.trends.watch()
+                engine.measures_update = True
+                if world == 1:
+                    watch_plainly(blocks, seen)
+            _, applied = engine.train_step(micro_batches, RATE, lambda m: m.finite)
+            assert applied
+        rows = engine.trends.collect(engine.flat_state(), engine.kept)
+        hooks = hooks_of(engine) - hooks
+        shards = {kind: engine.flat_state().shards(kind) for kind in ("exp_avg_sq",)} if world == 1 else {}
+        found.append({"rows": rows, "seen": seen, "hooks": hooks, "kept": engine.kept, "shards": shards})
+        assert not engine.trends.watching
+    return found
+
+
+def watch_plainly(blocks: list[Any], seen: dict[str, Any]) -> None:
+    """The whole first micro-batch of every block: its attention, and what it adds."""
+
+    def before(block: Any, args: Any) -> None:
+        if f"{block.name} qk" not in seen:
+            seen[f"{block.name} qk"] = whole_attention(*block.queries_and_keys(args[0]), None)
+
+    def after(block: Any, args: Any, y: Any) -> None:
+        if block.name not in seen:
+            seen[block.name] = (args[0].detach().clone(), y.detach().clone())
+
+    for block in blocks:
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Any]:
+    """Of one process."""
+    ((found,),) = run_ranks(1, look, [{}], 1)
+    return found
+
+
+def test_one_process_equals_a_plain_calculation(one: dict[str, Any]) -> None:
+    rows, (wanted, sizes) = one["rows"], plain(False, False)
+    assert list(rows) == list(wanted.layers) and one["kept"] == pytest.approx(
+        CLIP / wanted.overall["grad_norm"], rel=1e-3
+    )
+    for name, row in rows.items():
+        if name in sizes:
+            of, n = wanted.layers[name], sizes[name]
+            v = one["shards"]["exp_avg_sq"][name].double() / (1 - BETA2**STEPS)
+            assert row["numel"] == n
+            assert row["weight"] == pytest.approx(of["weight_rms"] * math.sqrt(n), rel=1e-4)
+            assert row["gradient"] == pytest.approx(of["gradient_rms"] * math.sqrt(n), rel=1e-4)
+            assert row["update"] / row["weight"] == pytest.approx(of["update_ratio"], rel=1e-3)
+            assert row["fresh"] == pytest.approx(
+                (row["gradient"] * one["kept"]) ** 2 / float(v.sum()), rel=1e-4
+            )
+            assert ("stale" in row) == (name in trend_probe.TABLES)
+            continue
+        entropy, highest = one["seen"][f"{name} qk"]
+        x, y = (t[:, :1].double() for t in one["seen"][name])
+        assert row["entropy"] == pytest.approx(float(entropy[0].mean()), rel=1e-4)
+        assert row["logit"] == pytest.approx(float(highest[0].max()), rel=1e-4)
+        assert row["added"] == pytest.approx(float((y - x).norm() / x.norm()), rel=1e-4)
+    assert 0 < rows["embedding.weight"]["stale"] < 1 and one["hooks"] == 2 * 2  # those of this test
+
+
+@pytest.mark.parametrize("group", [("tp2", "tp2-sequence-full", "pp2-full", "context2"),
+                                   ("dp2", "zero2", "zero3-selective", "zero3-small-buffers"),
+                                   ("bf16-pp2", "fp16-tp2")])  # fmt: skip
+def test_every_layout_finds_the_same_on_every_rank(group: tuple[str, ...], one: dict[str, Any]) -> None:
+    ranks = run_ranks(2, look, [LAYOUTS[name] for name in group], 2)
+    assert [case["rows"] for case in ranks[0]] == [case["rows"] for case in ranks[1]]  # bit for bit
+    first = ranks[0][0]["rows"]
+    for name, case in zip(group, ranks[0], strict=True):
+        exact, rows = LAYOUTS[name].get("precision") is None, case["rows"]
+        assert rows.keys() == one["rows"].keys() and case["hooks"] == 0
+        for row, wanted in one["rows"].items():
+            wanted = dict(wanted)
+            got = {
+                key: value
+                for key, value in rows[row].items()
+                if key not in ("entropy", "logit", "added", "stale")
+            }
+            kept = {key: value for key, value in wanted.items() if key in got}
+            assert got == pytest.approx(kept, rel=1e-3 if exact else 0.1), f"{name}: {row}"
+            # A row of a table may be cut by a rank's part; of two data ranks each sees a sample of its own.
+            assert abs(rows[row].get("stale", 0) - wanted.get("stale", 0)) <= (0.05 if exact else 0.15), name
+            for key in ("entropy", "logit", "added"):
+                if key in wanted:
+                    same = first[row][key] if "micro_batch" in LAYOUTS[name] else wanted[key]
+                    assert rows[row][key] == pytest.approx(same, rel=1e-3 if exact else 0.05), (
+                        f"{name}: {row} {key}"
+                    )
+
+
+def dropped(world: int) -> list[bool]:
+    """A look at a refused step, then one at an applied step; whether each finds nothing of the other."""
+    trend_probe.STALE = STALE
+    engine, steps = engine_of({}, world)
+    engine.train_step(steps[0], RATE, lambda m: True)
+    engine.trends.watch()
+    engine.train_step(steps[1], RATE, lambda m: False)
+    engine.trends.drop()
+    hooks = hooks_of(engine)
+    engine.train_step(steps[1], RATE, lambda m: True)  # a step nobody looks at
+    engine.trends.watch()
+    engine.measures_update = True
+    engine.train_step(steps[2], RATE, lambda m: True)
+    rows = engine.trends.collect(engine.flat_state(), engine.kept)
+    return [hooks == 0, rows == look([{}], 1)[0]["rows"]]
+
+
+def test_a_refused_step_leaves_no_trace() -> None:
+    (found,) = run_ranks(1, dropped, 1)
+    assert found == [True, True]
+
+
+def test_a_row_is_stale_by_its_own_second_moment() -> None:
+    """A table of three rows: one whose gradient is usual, one that was never seen before, one without a gradient."""
+    from megastable.engine.flatstate import FlatState
+    from megastable.engine.layer_stats import LayerTally
+    from megastable.parallel.fragments import Fragment
+
+    shape, name = (3, 4), "embedding.weight"
+    f = Fragment(
+        name=name, dim=0, sections=(3,), shape=shape, group=0, offset=0, start=0, numel=12, counted=True
+    )
+    master = torch.nn.Parameter(torch.ones(12))
+    optimizer = torch.optim.AdamW([master], betas=(0.9, 0.999))
+    v = torch.tensor([1.0, 1e-3, 1.0]).repeat_interleave(4)
+    unbias = 1 - 0.999**50
+    optimizer.state[master] = {
+        "step": torch.tensor(50.0),
+        "exp_avg": torch.zeros(12),
+        "exp_avg_sq": v * unbias,
+    }
+    flat = FlatState([master], optimizer, [f], None, [optimizer.param_groups[0]])
+    probe: Any = trend_probe.TrendProbe.__new__(trend_probe.TrendProbe)
+    probe.tally, probe._rows, probe._hooks = (
+        LayerTally([name], torch.device("cpu"), trend_probe.KINDS),
+        {},
+        [],
+    )
+    # Unscaled and clipped to a half, the first is 1, the second 1000 times what was known of it.
+    gradient = torch.tensor([2.0, 2.0, 0.0]).repeat_interleave(4) * 8
+    probe.gradients(flat, {(0, 0): gradient}, 8.0)
+    probe._add(name, "weight", master)
+    probe._second_moment(flat, f, 0.5)
+    totals = torch.zeros(3, len(trend_probe.KINDS), dtype=torch.float64)
+    for cell, count, total in zip(probe.tally._cells, probe.tally._counts, probe.tally._totals, strict=True):
+        totals[0, cell] += total
+        totals[1, cell] += count
+    row = trend_probe._row(totals, 0.5)
+    assert row["stale"] == 0.5 and row["fresh"] == pytest.approx(8 / float(v.sum()))
