@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megastable.engine.flatstate import CACHED, CHUNK, FlatState
 from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
-from megastable.model.gpt import Block
+from megastable.model.gpt import Block, open_stream
 from megastable.parallel.fragments import Fragment, rectangles
 
 KINDS = ("attention", "added", "stream", "gradient", "weight", "update", "second_moment", "table", "stale")
@@ -86,11 +86,10 @@ class TrendProbe:
         if not self._first(block.name, "before"):
             return
         (stream,) = args
-        x, segments = stream if isinstance(stream, tuple) else (stream, None)
+        x, segments, _ = open_stream(stream)
         one, apart = x[:, :1], None if segments is None else segments[:1]
-        for entropy, highest in attention_chunks(
-            *block.queries_and_keys(one if apart is None else (one, apart)), apart
-        ):
+        queries, keys = block.queries_and_keys(one if apart is None else (one, apart))
+        for entropy, highest in attention_chunks(queries, keys, apart, block.attention.scores):
             total = entropy.sum(dtype=torch.float64)
             self.tally.add(block.name, "attention", total, entropy.numel(), highest.amax())
 
@@ -99,7 +98,7 @@ class TrendProbe:
         assert isinstance(block, Block)
         if not self._first(block.name, "after") or not self._counts_activations:
             return
-        x, y = (given[0] if isinstance(given, tuple) else given for given in (args[0], output))
+        x, y = (open_stream(given)[0] for given in (args[0], output))
         before, after = x[:, :1].float(), y[:, :1].float()
         self._add(block.name, "stream", before)
         self._add(block.name, "added", after - before)

@@ -23,6 +23,7 @@ class TrendWatch:
         self.engine, self.log = engine, log
         self.enabled = c.enabled and c.trends.enabled
         self.trends = Trends(c.trends, config.model.hidden, state)
+        self.ratio = config.model.width_ratio
 
     def begin(self, step: int) -> bool:
         """Before a step: watch it, if a look is due; whether it is."""
@@ -39,7 +40,8 @@ class TrendWatch:
             self.engine.trends.drop()
             return
         rows = self.engine.trends.collect(self.engine.flat_state(), self.engine.kept)
-        self._tell(state.step, self.trends.measured(state.step, lr, rows))
+        # What is measured against the rate are updates of the blocks' matrices, which have muP's.
+        self._tell(state.step, self.trends.measured(state.step, lr / self.ratio, rows))
 
     def evaluated(self, state: RunState, loss: float) -> None:
         """After an evaluation at `state`; loss: nats per token."""
