@@ -34,7 +34,10 @@ Output = Annotated[
     typer.Option("--output", metavar="DIR", help="The study's directory. Default: a name below runs/studies"),
 ]
 Jobs = Annotated[
-    int | None, typer.Option("--jobs", min=1, show_default="the GPUs, or the cores", help="Runs at a time")
+    int | None,
+    typer.Option(
+        "--jobs", min=1, show_default="the GPUs, or the cores", help="Runs at a time, one core each"
+    ),
 ]
 Mup = Annotated[
     bool, typer.Option("--mup", help="Scale by muP from the smallest width (model.mup.base_width)")
