@@ -130,7 +130,7 @@ def lr_sensitivity(
     megastable study coordinate-check launch/recipes/quickstart.yaml data.corpora.0.path=data/stdlib
     megastable study coordinate-check launch/recipes/quickstart.yaml --widths 256,512,1024,2048 --mup --seeds 3
         data.corpora.0.path=data/stdlib
-    megastable study coordinate-check launch/recipes/quickstart.yaml --depths 2,4,8,16 data.corpora.0.path=data/stdlib
+    megastable study coordinate-check launch/recipes/quickstart.yaml --depths 4,8,16 data.corpora.0.path=data/stdlib
     """,
     more="Without warm-up, at the recipe's rate; batches are small ones unless overrides say otherwise. Exit codes: 0 "
     f"flat, with --mup under muP; 1 not so; 2 bad input. {RESUMED}",
