@@ -34,7 +34,10 @@ Output = Annotated[
     typer.Option("--output", metavar="DIR", help="The study's directory. Default: a name below runs/studies"),
 ]
 Jobs = Annotated[
-    int | None, typer.Option("--jobs", min=1, show_default="the GPUs, or the cores", help="Runs at a time")
+    int | None,
+    typer.Option(
+        "--jobs", min=1, show_default="the GPUs, or the cores", help="Runs at a time, one core each"
+    ),
 ]
 Mup = Annotated[
     bool, typer.Option("--mup", help="Scale by muP from the smallest width (model.mup.base_width)")
@@ -127,7 +130,7 @@ def lr_sensitivity(
     megastable study coordinate-check launch/recipes/quickstart.yaml data.corpora.0.path=data/stdlib
     megastable study coordinate-check launch/recipes/quickstart.yaml --widths 256,512,1024,2048 --mup --seeds 3
         data.corpora.0.path=data/stdlib
-    megastable study coordinate-check launch/recipes/quickstart.yaml --depths 2,4,8,16 data.corpora.0.path=data/stdlib
+    megastable study coordinate-check launch/recipes/quickstart.yaml --depths 4,8,16 data.corpora.0.path=data/stdlib
     """,
     more="Without warm-up, at the recipe's rate; batches are small ones unless overrides say otherwise. Exit codes: 0 "
     f"flat, with --mup under muP; 1 not so; 2 bad input. {RESUMED}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,10 +26,14 @@ def table(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> Table:
     )  # fmt: skip
     for one in found:
         shown.add_row(
-            one.way, one.place, f"{one.first:+.2f}", f"{one.last:+.2f}", f"{one.change:+.2f}",
+            one.way, one.place, *map(_said, (one.first, one.last, one.change)),
             "yes" if one.flat else "NO", *(f"{one.rms[n]:.3g}" for n in sorted(grid.sizes)),
         )  # fmt: skip
     return shown
+
+
+def _said(slope: float) -> str:
+    return f"{slope:+.2f}" if math.isfinite(slope) else "-"  # of logits that begin at zero, for one
 
 
 def verdict(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> list[str]:

@@ -141,15 +141,17 @@ def scales(grid: CoordinateGrid, results: Mapping[str, Coordinates]) -> list[Pla
 
 
 def named(found: Coordinates, deep: bool) -> Coordinates:
-    """Models of several depths share only their first and their last block."""
+    """Models of several depths are compared at the same share of the depth, in their middle and last blocks: under
+    CompleteP a block adds to the stream by one over the depth."""
     if not deep:
         return found
     numbers = [int(place.partition(".")[0]) for place in found.rms if place[0].isdigit()]
-    ends = (("first", min(numbers)), ("last", max(numbers)))
+    last = max(numbers)
+    depths = (("middle", (1 + last) // 2), ("last", last))
     names: dict[str, str] = {}  # in the order of the model, a lone block as both
     for place in found.rms:
         number, _, part = place.partition(".")
-        ours = [f"{which}.{part}" for which, of in ends if number == str(of)] if part else [place]
+        ours = [f"{which}.{part}" for which, of in depths if number == str(of)] if part else [place]
         names |= dict.fromkeys(ours, place)
     return Coordinates(
         {name: found.rms[place] for name, place in names.items()},

@@ -37,7 +37,7 @@ class LrPreset:
 
 EVERY = ("none", "qk_norm", "z_loss", "all")
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # the paper's range
-# With the quickstart's recipe on two cores: minutes, a quarter of an hour, two hours.
+# With the quickstart's recipe on two idle cores: 5 minutes, 20 minutes, two hours.
 QUICK = LrPreset((64, 128, 256), RATES[:-1], ("none", "all"), 1, 100, 16, 64)
 USUAL = LrPreset((64, 128, 256), RATES, EVERY, 0, 300, 16, 64)
 FULL = LrPreset((64, 128, 256), RATES, EVERY, 2, 500, 16, 128)

@@ -27,8 +27,7 @@ def at_width(model: ModelConfig, width: int) -> tuple[str, ...]:
     shared = next(n for n in range(most, 0, -1) if heads % n == 0)
     ffn = max(MULTIPLE, round(model.ffn_width * width / model.hidden / MULTIPLE) * MULTIPLE)
     return (
-        f"model.hidden={width}", f"model.heads={heads}", f"model.kv_heads={shared}",
-        f"model.head_dim={model.head_width}", f"model.ffn={ffn}",
+        f"model.hidden={width}", f"model.heads={heads}", f"model.kv_heads={shared}", f"model.ffn={ffn}",
     )  # fmt: skip
 
 

@@ -77,15 +77,17 @@ def test_a_scale_that_is_no_number_is_not_flat() -> None:
     assert exponent({2: 3.0, 4: 12.0}) == pytest.approx(2)
 
 
-def test_depths_share_the_first_and_the_last_block() -> None:
-    found = named(model(1.0, 1.0, blocks=3), deep=True)
-    assert list(found.rms) == ["embedding", "first.mlp", "last.mlp", "logits"]
-    assert found.rms["first.mlp"][2] == 2 and found.rms["last.mlp"][2] == 4
+def test_depths_are_compared_at_the_same_share_of_the_depth() -> None:
+    found = named(model(1.0, 1.0, blocks=4), deep=True)
+    assert list(found.rms) == ["embedding", "middle.mlp", "last.mlp", "logits"]
+    assert found.rms["middle.mlp"][2] == 3 and found.rms["last.mlp"][2] == 5  # the second and the fourth
     one = named(model(1.0, 1.0, blocks=1), deep=True)
-    assert one.rms["first.mlp"] == one.rms["last.mlp"]
+    assert one.rms["middle.mlp"] == one.rms["last.mlp"]
     g = grid((2, 8), deep=True, seeds=(1,))
     results = {g.name(PLAIN, n, 1): model(float(n), 1.0, blocks=n) for n in (2, 8)}
-    assert {one.place for one in scales(g, results)} == {"embedding", "first.mlp", "last.mlp", "logits"}
+    found_at = {one.place: one.rms for one in scales(g, results)}
+    assert found_at["middle.mlp"] == pytest.approx({2: 2 * 2, 8: 8 * 5})
+    assert found_at["last.mlp"] == pytest.approx({2: 2 * 3, 8: 8 * 9})
     assert recipe.load(RECIPE, g.overrides(PLAIN, 8, 1)).model.layers == 8
 
 
@@ -213,7 +215,7 @@ def test_depths(tiny_recipe: Path, tmp_path: Path) -> None:
     done = check(tiny_recipe, "--depths", "1,3", "--json", *SHORT, cwd=tmp_path)
     found = json.loads(done.stdout)
     assert (found["per"], found["sizes"]) == ("depth", [1, 3])
-    assert {p["place"] for p in found["places"]} >= {"embedding", "first.attention", "last.stream", "logits"}
+    assert {p["place"] for p in found["places"]} >= {"embedding", "middle.attention", "last.stream", "logits"}
 
 
 @pytest.mark.parametrize(

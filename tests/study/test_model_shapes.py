@@ -22,9 +22,14 @@ def test_heads_stay_as_wide_and_the_rest_is_in_proportion() -> None:
     assert (base.hidden, base.heads, base.kv_heads, base.ffn) == (256, 4, 2, 768)
     twice = model(512)
     assert (twice.hidden, twice.heads, twice.kv_heads, twice.ffn, twice.head_width) == (512, 8, 4, 1536, 64)
-    assert model(256).model_copy(update={"head_dim": None}) == base
+    assert model(256) == base
     narrow = model(64)
     assert (narrow.heads, narrow.kv_heads, narrow.ffn, narrow.head_width) == (1, 1, 192, 64)
+
+
+def test_a_head_may_be_wider_than_its_share() -> None:
+    wide = model(512, "model.head_dim=128")
+    assert (wide.heads, wide.head_width) == (8, 128)
 
 
 def test_key_value_heads_divide_the_heads() -> None:

@@ -134,6 +134,7 @@ def test_the_identity_follows_recipe_and_corpus(tiny_recipe: Path, corpus: Path,
     first = identity()
     assert differences(first, identity("run.seed=77", "run.dir=elsewhere")) == []  # the trials have their own
     assert differences(first, identity("optimizer.betas=[0.9, 0.999]"))
+    assert differences(first, identity("run.deterministic=true"))
     mine = tmp_path / "corpus"
     shutil.copytree(corpus, mine)
     same = identity(f"data.corpora.0.path={mine}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -66,29 +67,42 @@ def test_the_leavings_of_a_killed_study_are_no_obstacle(tiny_recipe: Path, tmp_p
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_runs_end_with_the_study(how: signal.Signals, tiny_recipe: Path, tmp_path: Path) -> None:
-    """Ctrl-C on a terminal goes to the whole process group; a kill to the study alone."""
-    code = f"""
-from pathlib import Path
-from megastable.study.trial import *
-from megastable.study.workers import run_trials
-if __name__ == "__main__":
-    trials = [Trial(str(i), (*QUIET, "train.steps=1000000")) for i in range(2)]
-    run_trials(Path({str(tiny_recipe)!r}), trials, Path({str(tmp_path / "a")!r}), 2, print)
-"""
+    """Ctrl-C on a terminal goes to the whole process group; a kill to the study alone. Both leave what goes on."""
+    given = [
+        "study",
+        "compare",
+        str(tiny_recipe),
+        "--of",
+        "",
+        "--of",
+        "model.z_loss=0",
+        "--seeds",
+        "1",
+        "--jobs",
+        "2",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megastable.cli",
+        *given,
+        "--output",
+        str(tmp_path / "a"),
+        "train.steps=1000000",
+    ]
     study = subprocess.Popen(
-        [sys.executable, "-c", code],
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        progress = [tmp_path / "a" / str(i) / "progress.json" for i in range(2)]
+        runs = tmp_path / "a/runs"
+        progress = [runs / f"{i}-s1/progress.json" for i in range(2)]
         _wait(lambda: all('"phase": "step"' in _text(path) for path in progress))
         (os.killpg if how is signal.SIGINT else os.kill)(study.pid, how)
-        study.wait(PATIENCE)
-        before = [_text(path) for path in progress]
-        _wait(lambda: not _running(tmp_path / "a"))
-        assert all(before)
+        said = study.communicate(timeout=PATIENCE)[1]
+        assert study.returncode == (130 if how is signal.SIGINT else -how)
+        assert said == ("interrupted\n" if how is signal.SIGINT else "")
+        _wait(lambda: not _running(runs))
+        assert json.loads((tmp_path / "a/study.json").read_text())["kind"] == "compare"
     finally:
         study.kill()
 
