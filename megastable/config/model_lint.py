@@ -15,9 +15,8 @@ PROXIES = "Wortsman et al., arXiv:2309.14322, section"
 
 def matrix_std(m: ModelConfig) -> float:
     """Initial standard deviation of a square matrix of the blocks."""
-    kinds = {
-        "normal": m.init_std, "fan_in": m.hidden**-0.5, "xavier": m.hidden**-0.5, "small": math.sqrt(2 / (5 * m.hidden)),
-    }  # fmt: skip
+    glorot = m.hidden**-0.5
+    kinds = {"normal": m.init_std, "fan_in": glorot, "xavier": glorot, "small": math.sqrt(2 / (5 * m.hidden))}
     return kinds[m.init] / math.sqrt(m.width_ratio)
 
 

@@ -347,8 +347,8 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
         yield Item("logits", "logits", logits * (FP32 if capped else z.e), ("loss",))
         yield Item("logits", "tanh of the logits, in fp32", logits * FP32 * capped, ("loss", "head"))
         yield Item("logits", "softmax in fp32", logits * FP32, ("loss", "head"))
-        narrow = z.e < FP32 and not capped  # logits with a cap, and their gradient, are fp32
-        yield Item("logits", "gradient of the logits", logits * (FP32 + z.e * narrow), ("head",))
+        cast = z.e < FP32 and not capped  # logits with a cap, and their gradient, are fp32
+        yield Item("logits", "gradient of the logits", logits * (FP32 + z.e * cast), ("head",))
         return
     size = chunk_size(z.N, columns, elements)
     many = size < z.N

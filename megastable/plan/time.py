@@ -225,7 +225,9 @@ class _Prediction:
         if base is None:
             raise ConfigError(f"precision.kind=fp32: {cluster.name} does not say how fast it is: tflops.fp32")
         self.peak = base * 1e12
-        self._alike: dict[tuple[int | None, str], int] = {}  # the first block with a window and a place of norms
+        self._alike: dict[
+            tuple[int | None, str], int
+        ] = {}  # the first block with a window and a place of norms
         self.held = [self._held(stage) for stage in range(config.parallel.pipeline)]
         self._said: dict[int, list[volume.Term]] = {}
         self._blocks: dict[BlockKind, list[tuple[Operation, float]]] = {}

@@ -127,7 +127,9 @@ def block(
                 yield _at(cast, AGAIN, 1)
             yield Operation(f"{name}: gradient", CAST, 0, each * z.tokens * n, when=BACKWARD)
     # Two products of s x s; q, k, v and the result pass through memory.
-    core = Operation("attention", ATTENTION, 4 * attended(config, z, number), z.e * z.tokens * (2 * z.query + 2 * z.key))
+    core = Operation(
+        "attention", ATTENTION, 4 * attended(config, z, number), z.e * z.tokens * (2 * z.query + 2 * z.key)
+    )
     yield core
     if full or selective:
         yield _at(core, AGAIN, 1)
@@ -170,7 +172,10 @@ def _elementwise(config: RunConfig, z: WorkSizes, fused: bool) -> Iterator[Opera
             ("RoPE", 2 * heads * e, 2),
             ("SwiGLU", 3 * wide * e, 1),
         ]
-        back = [("norms and residuals", (12 + 3 * more) * stream * e, 5 + more), ("RoPE", (3 if normed else 2) * heads * e, 3)]
+        back = [
+            ("norms and residuals", (12 + 3 * more) * stream * e, 5 + more),
+            ("RoPE", (3 if normed else 2) * heads * e, 3),
+        ]
         back.append(("SwiGLU", 5 * wide * e, 2))
     else:
         # Operation by operation, norms and RoPE in fp32: to float, square, mean, rsqrt, times, times, back.

@@ -73,7 +73,8 @@ def test_tensor_parallelism_is_four_all_reduces_a_block() -> None:
 
 
 @given(
-    st.sampled_from([2, 4, 8]), st.sampled_from(["none", "selective", "full"]), st.sampled_from(["before", "after", "both", "deep", "branch", "mixed"]),
+    st.sampled_from([2, 4, 8]), st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from(["before", "after", "both", "deep", "branch", "mixed"]),
 )  # fmt: skip
 def test_sequence_parallelism_sends_what_tensor_parallelism_sends(t: int, recompute: str, norms: str) -> None:
     """Korthikanti et al., section 4.2.2: but for entering a block once more, where all-reduces have nothing to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -138,6 +139,42 @@ def test_a_model_without_a_home_over_there(model: dict[str, Any], reason: str) -
     task = Task(config_of(**model), CPU, [])
     with pytest.raises(Unavailable, match=reason):
         PEERS["transformers"].build(task)
+
+
+@pytest.mark.parametrize(
+    ("peer", "model", "told"),
+    [
+        ("plain", {"norms": "both"}, "model.norms=both"),
+        (
+            "plain",
+            {"norms": "after", "window": 8, "activation": "gelu"},
+            "model.window=8, model.activation=gelu",
+        ),
+        ("plain", {"mup": {"base_width": 16}}, "model.mup="),
+        ("plain", {"qkv_bias": True}, "model.qkv_bias=True"),
+        ("megatron", {"norms": "after"}, "model.norms=after"),
+        (
+            "megatron",
+            {"qk_norm": "full", "logit_softcap": 30.0},
+            "model.qk_norm=full, model.logit_softcap=30.0",
+        ),
+    ],
+)
+def test_a_peer_refuses_what_it_lacks(peer: str, model: dict[str, Any], told: str) -> None:
+    c = config_of(**model)
+    build = {  # Megatron-core may not be installed
+        "plain": lambda: PEERS["plain"].build(Task(c, CPU, [])),
+        "megatron": lambda: peers.refuse_others(c.model, {"qk_norm": (True, False)}),
+    }[peer]
+    with pytest.raises(Unavailable, match=re.escape(f"it is built here without {told}")):
+        build()
+
+
+def test_a_peer_takes_what_it_has() -> None:
+    has = {"norms": ("before", "after")}
+    sizes = {"layers": 3, "tied": True, "init": "xavier", "residual_init": "zero", "z_loss": 0.0}
+    peers.refuse_others(config_of(**sizes).model, {})
+    peers.refuse_others(config_of(norms="after").model, has)
 
 
 # What is measured

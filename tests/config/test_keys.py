@@ -33,6 +33,8 @@ def holders(key: Key) -> list[Key]:
 
 # Keys that need another one beside them.
 BESIDE = {
+    "model.full_attention_every": ["model.window=4096"],
+    "model.rope_scaling.attention_factor": ["model.rope_scaling.kind=yarn"],
     "optimizer.momentum": ["optimizer.name=muon"],
     "optimizer.qk_clip": ["model.qk_norm=false"],
     "schedule.decay_tokens": ["schedule.warmup_tokens=0"],
@@ -44,7 +46,7 @@ BESIDE = {
 def test_the_example_is_valid_alone(key: Key) -> None:
     """But for the keys of a section that is not there by default: they follow the section's own example."""
     tree: dict[str, Any] = {}
-    examples = [*BESIDE.get(key.path, ()), *(holder.example for holder in holders(key)), key.example]
+    examples = [*(holder.example for holder in holders(key)), *BESIDE.get(key.path, ()), key.example]
     for example in examples:
         (written,) = shlex.split(example)
         override(tree, written)

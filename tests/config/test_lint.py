@@ -56,7 +56,7 @@ EDGES: list[tuple[dict[str, Any], str, Any, Any, str]] = [
     ({"precision": {"kind": "fp16"}}, "model.qk_norm", "full", False, "beyond 65,504"),
     ({"model": LARGE, "optimizer": {"lr": 3e-4}}, "model.z_loss", 1e-9, 0.0, "logits may drift"),
     ({"model": {"tied": True}}, "model.init_std", 0.176, 0.177, "the first logits scatter by 2"),
-    ({"model": {"tied": True, "mup": {"base_width": 64}}}, "model.init_std", 0.353, 0.354, "the first logits scatter by 2"),
+    ({"model": {"tied": True, "mup": {"base_width": 64}}}, "model.init_std", 0.353, 0.354, "logits scatter by 2"),
     ({"model": {"norms": "deep"}}, "model.init", "xavier", "normal", "DeepNorm scales Xavier's initial weights"),
     ({"model": {"norms": "branch"}}, "model.branch_steps", 1000, 1001, "the branches only reach 0.999 of"),
     ({"model": {"norms": "both"}}, "model.residual_init", "depth", "zero", "by 316 (1 / sqrt(norm_eps))"),

@@ -208,7 +208,19 @@ FINITE = st.floats(1e-12, 1e12)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.layers": st.integers(1, 200),
     "model.qk_norm": st.sampled_from([True, False, "full"]),
-    "model.norms": st.sampled_from(["before", "after"]),
+    "model.norms": st.sampled_from(["before", "after", "both", "mixed", "deep", "branch"]),
+    "model.zero_centered_norms": st.booleans(),
+    "model.attention_scale": st.none() | FINITE,
+    "model.attention_softcap": st.none() | FINITE,
+    "model.logit_softcap": st.none() | FINITE,
+    "model.window": st.none() | st.integers(1, 10**6),
+    "model.activation": st.sampled_from(["silu", "gelu"]),
+    "model.swiglu_clamp": st.none() | FINITE,
+    "model.dropout": st.floats(0, 0.99),
+    "model.embedding_scale": FINITE | st.just("sqrt_hidden"),
+    "model.init": st.sampled_from(["normal", "fan_in", "xavier", "small"]),
+    "model.init_std": FINITE,
+    "model.residual_init": st.sampled_from(["depth", "zero"]),
     "model.rope_theta": FINITE,
     "model.kv_heads": st.sampled_from([None, 1, 2, 4]),
     "kernels.attention": st.sampled_from(["reference", "sdpa"]),
@@ -246,6 +258,35 @@ def test_valid_overrides_arrive_and_survive_yaml(chosen: dict[str, Any]) -> None
             assert got == Path(value)
         else:
             assert json.loads(json.dumps(got)) == value
+    frozen = yaml.safe_dump(c.model_dump(mode="json"), sort_keys=False)
+    assert RunConfig.model_validate(yaml.safe_load(frozen)) == c
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"norms": "mixed", "mixed_share": 0.5},
+        {"norms": "branch", "branch_steps": 7},
+        {"norm_scaling": True},
+        {"window": 64, "full_attention_every": 3},
+        {"residual_init": "same"},
+        {"rope_scaling.kind": "linear", "rope_scaling.factor": 2.0},
+        {
+            "rope_scaling.kind": "yarn",
+            "rope_scaling.factor": 4.0,
+            "rope_scaling.original_length": 4096,
+            "rope_scaling.attention_factor": 1.2,
+        },
+        {"mup": {"base_width": 64, "base_layers": 2, "base_head_dim": 16}},
+    ],
+    ids=str,
+)
+def test_keys_that_need_others_survive_yaml(given: dict[str, Any]) -> None:
+    c = load(QUICKSTART, [f"model.{key}={json.dumps(value)}" for key, value in given.items()])
+    model = c.model.model_dump()
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        assert (model[section] if section else model)[name] == value
     frozen = yaml.safe_dump(c.model_dump(mode="json"), sort_keys=False)
     assert RunConfig.model_validate(yaml.safe_load(frozen)) == c
 

@@ -297,6 +297,57 @@ def test_what_was_planted_is_found(name: str, corpus: Path, tmp_path: Path) -> N
         assert line in first.sentence
 
 
+NORMS = {
+    "before": ["attention_norm", "mlp_norm"],
+    "after": ["attention_norm", "mlp_norm"],
+    "both": ["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"],
+    "deep": ["attention_norm", "mlp_norm"],
+    "branch": ["attention_norm", "mlp_norm"],
+}
+
+
+def norm_cases(config: RunConfig) -> dict[str, Any]:
+    """By norm: NaN in its output, in the gradient of its output, and in that of its weight."""
+    bench = Bench(config)
+    answers = {}
+    for name in NORMS[config.model.norms]:
+        norm = bench.part(name)
+        original = norm.forward
+
+        def spoilt(x: torch.Tensor, original: Any = original) -> Any:
+            return spoil(original(x))
+
+        def hooked(x: torch.Tensor, original: Any = original) -> Any:
+            y = original(x)
+            if y.requires_grad:
+                y.register_hook(lambda g: torch.full_like(g, math.nan))
+            return y
+
+        handle = norm.weight.register_hook(lambda g: torch.full_like(g, math.nan))
+        answers[name] = [bench.locate(contextlib.nullcontext())]
+        handle.remove()
+        for forward in (spoilt, hooked):
+            answers[name].append(bench.locate(replaced(norm, "forward", forward)))
+    return answers
+
+
+@pytest.mark.parametrize("norms", NORMS)
+def test_norms_are_found_wherever_they_are(norms: str, corpus: Path, tmp_path: Path) -> None:
+    config = tiny(
+        corpus, tmp_path / "run", parallel={"recompute": "full"},
+        model=dict(tiny(corpus, tmp_path).model) | {"norms": norms},
+    )  # fmt: skip
+    (answers,) = run_ranks(1, norm_cases, config)
+    assert {*answers} == {*NORMS[norms]}
+    for name, cases in answers.items():
+        assert all(answer["traces"] == [] for answer in cases)
+        places = [(f.kind, f.layer, f.tensor) for f in (answer["found"] for answer in cases)]
+        layer = f"{LAST}.{name}"
+        # The hook of what is planted comes first: the next to see the gradient are the norm's own weight and input.
+        assert places[:2] == [("backward", layer, "weight gradient"), ("forward", layer, "output")]
+        assert places[2][:2] == ("backward", layer)
+
+
 def fp16_cases(config: RunConfig) -> dict[str, Any]:
     from megastable.engine import nan_locator
     from megastable.model import gpt

@@ -215,7 +215,10 @@ def known(module: nn.Module) -> list[tuple[str, int, bool]]:
 
 
 NORMS = {"attention.qkv": "attention_norm", "mlp.gate_up": "mlp_norm"}
-WHOLE = ["attention.qkv", "attention.out", "mlp"], [("attention.qkv",), ("attention.out",), ("mlp.gate_up", "mlp.down")]
+WHOLE = (
+    ["attention.qkv", "attention.out", "mlp"],
+    [("attention.qkv",), ("attention.out",), ("mlp.gate_up", "mlp.down")],
+)
 SINGLE = [*LINEARS], [(name,) for name in LINEARS]
 CASES: dict[str, tuple[set[str], dict[str, Any], list[str], list[tuple[str, ...]], set[str]]] = {
     # linears, the model, (modules: their parameters), what each computes, linears that take the norm before them

@@ -117,7 +117,8 @@ def test_windows_cost_less_attention(stages: int) -> None:
 def test_norms_on_both_sides_move_more_memory() -> None:
     assert timed(config(model={"norms": "both"})).parts["memory"] > timed(config()).parts["memory"]
     clamped, plain = (
-        timed(config(model=more, kernels={"compile": False})).parts["memory"] for more in ({"swiglu_clamp": 7.0}, {})
+        timed(config(model=more, kernels={"compile": False})).parts["memory"]
+        for more in ({"swiglu_clamp": 7.0}, {})
     )
     assert clamped > plain
 
