@@ -101,11 +101,11 @@ def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(
     """Write the weights as Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
     from megastable.convert.tool.imports import load_hint, to_megatron
 
-    written = to_megatron(checkpoint, out, tensor, pipeline, local, as_json)
+    written, options = to_megatron(checkpoint, out, tensor, pipeline, local, as_json)
     if as_json:
-        put_json({"folder": str(out), "checkpoint": str(written)}, True, None)
+        put_json({"folder": str(out), "checkpoint": str(written), "options": options}, True, None)
     else:
-        print(load_hint(out, written))
+        print(load_hint(written, options))
 
 
 def _tell(made: Made, as_json: bool) -> None:

@@ -13,7 +13,7 @@ _TOKENS = "in tokens: multiply by model.sequence_length"
 _FRACTION = "in steps: multiply by train.steps"
 _PAIR = "one of a pair"
 _DEEPSPEED = "a setting of the file that it names"
-_ROPE_KINDS = "there are two kinds, linear and llama3"
+_ROPE_KINDS = "there are three kinds, linear, llama3 and yarn"
 
 # Megatron-LM's arguments, such as --num-layers; the reference shows these.
 MEGATRON = {
@@ -42,6 +42,20 @@ MEGATRON = {
     "add_qkv_bias": "model.qkv_bias",
     "untie_embeddings_and_output_weights": "model.tied; its opposite",
     "init_method_std": "model.init_std",
+    "embedding_init_method_std": "model.init_std; matrices can have another rule, by model.init",
+    "init_method_xavier_uniform": "model.init=xavier; of a normal distribution",
+    **dict.fromkeys(("apply_layernorm_1p", "layernorm_zero_centered_gamma"), "model.zero_centered_norms"),
+    "apply_residual_connection_post_layernorm": "model.norms; norms of the sum: mixed, deep or branch",
+    "window_size": "model.window; counts the token itself: one more than the tokens before it",
+    "window_attn_skip_freq": "model.full_attention_every; a number, not a list",
+    "softmax_scale": "model.attention_scale",
+    "activation_func_clamp_value": "model.swiglu_clamp",
+    **dict.fromkeys(("quick_geglu", "openai_gelu"), "model.activation; gelu is GeGLU by tanh"),
+    "hidden_dropout": "model.dropout",
+    "use_mup": "model.mup; the sizes of the model that was tuned",
+    **{f"yarn_{name}": f"model.rope_scaling.{ours}; with kind: yarn" for name, ours in {
+        "rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_length",
+        "beta_fast": "beta_fast", "beta_slow": "beta_slow"}.items()},
     # data
     "data_path": "data.corpora; a list of folders and weights, from tools/prepare_data.py",
     "train_data_path": "data.corpora; a list of folders and weights, from tools/prepare_data.py",
@@ -129,14 +143,16 @@ MEGATRON = {
     "check_for_spiky_loss": "stability.enabled=true; the default",
 }  # fmt: skip
 
-_SWIGLU = "the MLP is always a SwiGLU"
+_SWIGLU = "the MLP is always gated, a SwiGLU or a GeGLU: model.activation"
 _DENSE = "experts are not supported; megastable trains dense models"
 _ROPE = "positions are always rotary embeddings of whole heads, half-split"
-_ATTENTION = "attention is causal softmax attention to all tokens before, multi-head or grouped-query"
+_ATTENTION = (
+    "attention is causal, softmax, multi-head or grouped-query, to all tokens or those in model.window"
+)
 _ALIKE = "all blocks are alike, attention and MLP"
-_DROPOUT = "dropout is not supported, as is usual where no text is seen many times"
+_DROPOUT = "attention has no dropout: model.dropout is of embeddings and residual branches"
 _BIAS = "the only biases are those of model.qkv_bias"
-_RMSNORM = "norms are always RMSNorms that multiply by their weight, inside the residual branch (model.norms)"
+_RMSNORM = "norms are always RMSNorms: model.norms and model.zero_centered_norms"
 _INTERLEAVED = "interleaved pipeline stages are not supported: parallel.pipeline has plain ones"
 _TOKENIZER = "a corpus brings its tokenizer along: tools/prepare_data.py takes it"
 _CONSTANT_DECAY = "weight decay is constant: optimizer.weight_decay"
@@ -147,26 +163,22 @@ _TRACKER = (
 
 # Megatron-LM's arguments that have no key, and why.
 MEGATRON_WITHOUT_KEY = {
-    **dict.fromkeys(("swiglu", "squared_relu", "openai_gelu", "quick_geglu", "glu_linear_offset"), _SWIGLU),
-    "activation_func_clamp_value": _SWIGLU,
+    **dict.fromkeys(("swiglu", "squared_relu", "glu_linear_offset"), _SWIGLU),
     **dict.fromkeys(("add_bias_linear", "disable_bias_linear"), _BIAS),
-    **dict.fromkeys(("normalization", "apply_layernorm_1p", "layernorm_zero_centered_gamma"), _RMSNORM),
-    "apply_residual_connection_post_layernorm": _RMSNORM,
+    "normalization": _RMSNORM,
     "qk_l2_norm": "a norm of queries and keys is an RMSNorm with weights: model.qk_norm",
     **dict.fromkeys(("position_embedding_type", "use_rotary_position_embeddings"), _ROPE),
     **dict.fromkeys(("rotary_percent", "rotary_interleaved", "no_rope_freq"), _ROPE),
     **dict.fromkeys(("num_experts", "num_moe_experts", "expert_model_parallel_size"), _DENSE),
     **dict.fromkeys(("expert_tensor_parallel_size", "moe_router_topk", "moe_grouped_gemm"), _DENSE),
-    **dict.fromkeys(("multi_latent_attention", "window_size", "experimental_attention_variant"), _ATTENTION),
+    **dict.fromkeys(("multi_latent_attention", "experimental_attention_variant"), _ATTENTION),
     **dict.fromkeys(("linear_attention_freq", "attention_output_gate"), _ATTENTION),
     "softmax_type": "the softmax of attention is the plain one",
-    "softmax_scale": "scores of attention are scaled by the root of the head's width",
     **dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model", "spec"), _ALIKE),
     **dict.fromkeys(("heterogeneous_block_specs", "heterogeneous_layers_config_path"), _ALIKE),
     "mtp_num_layers": "multi-token prediction is not supported: the next token is predicted",
-    "use_mup": "µP is not supported: embeddings, scores and logits are not scaled",
     "enable_mhc_connections": "the residual stream is always one",
-    **dict.fromkeys(("attention_dropout", "hidden_dropout"), _DROPOUT),
+    "attention_dropout": _DROPOUT,
     "virtual_pipeline_model_parallel_size": _INTERLEAVED,
     "num_layers_per_virtual_pipeline_stage": _INTERLEAVED,
     **dict.fromkeys(("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"), _CONSTANT_DECAY),
@@ -205,6 +217,15 @@ OTHERS = {
     "attention_bias": "model.qkv_bias; of queries, keys and values only",
     "tie_word_embeddings": "model.tied",
     "initializer_range": "model.init_std",
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), "model.activation; gelu is by tanh"),
+    "sliding_window": "model.window",
+    **dict.fromkeys(("layer_types", "sliding_window_pattern"), "model.full_attention_every; of every n-th block"),
+    "query_pre_attn_scalar": "model.attention_scale; one over its root",
+    "attn_logit_softcapping": "model.attention_softcap",
+    "final_logit_softcapping": "model.logit_softcap",
+    **dict.fromkeys(("embedding_multiplier", "embed_scale"), "model.embedding_scale"),
+    "swiglu_limit": "model.swiglu_clamp",
+    **dict.fromkeys(("dropout", "resid_pdrop", "embd_pdrop", "resid_dropout"), "model.dropout"),
     # batch and length of the run
     "train_batch_size": "train.global_batch",
     **dict.fromkeys(("train_micro_batch_size_per_gpu", "per_device_train_batch_size"), "train.micro_batch"),
@@ -253,11 +274,10 @@ OTHERS = {
 }  # fmt: skip
 
 OTHERS_WITHOUT_KEY = {
-    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), _SWIGLU),
     **dict.fromkeys(("bias", "mlp_bias"), _BIAS),
-    **dict.fromkeys(("dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout"), _DROPOUT),
+    "attn_pdrop": _DROPOUT,
     **dict.fromkeys(("num_local_experts", "num_experts_per_tok", "n_routed_experts"), _DENSE),
-    **dict.fromkeys(("sliding_window", "kv_lora_rank"), _ATTENTION),
+    "kv_lora_rank": _ATTENTION,
     "partial_rotary_factor": _ROPE,
     **dict.fromkeys(("offload_optimizer", "offload_param", "cpu_offload"), _OFFLOAD),
     "data_parallel_replicate_degree": "data parallelism takes what the other sizes leave of the ranks",

@@ -3,7 +3,7 @@
     import_deepspeed(Path("old/checkpoints"), Path("runs/new"), run, print)
 
 The parameters may have the names of our layers ("1.attention.qkv.weight": older runs, and other code that trains our
-model), or those of Hugging Face's Llama, Qwen2, Qwen3 and OLMo 2, after any common prefix.
+model), or those of Hugging Face's architectures (architectures.py), after any common prefix.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megastable.config.tree import RunConfig
 from megastable.convert.foreign import unpickle
 from megastable.convert.foreign.begin import state_of, with_vocabulary
 from megastable.convert.foreign.zero import ZeroState
+from megastable.convert.huggingface.architectures import EVERYWHERE, OWN
 from megastable.convert.huggingface.names import TensorRows, merge, table
 from megastable.engine.flatstate import KINDS
 from megastable.model.gpt import GPT
@@ -68,12 +69,7 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
         f"{source}: ZeRO {state.stage}, step {state.steps}, parameters named as {naming.whose}, "
         + ("with Adam's moments" if optimizer else f"without Adam's moments: {why}")
     )
-    c = run.model
-    say(
-        f"note: {source}: it does not contain the number of heads, rope_theta and norm_eps: using the "
-        f"recipe's, heads={c.heads} kv_heads={c.key_value_heads} rope_theta={c.rope_theta:g} norm_eps={c.norm_eps:g}"
-        + (f" rope_scaling=({c.rope_scaling})" if c.rope_scaling else "")
-    )
+    say(f"note: {source}: it does not contain settings of the model: using the recipe's, {unseen(run.model)}")
 
     def whole(name: str, kind: str) -> Tensor:
         parts = {part.name: state.tensor(prefix + part.name, kind) for part in naming.parts[name]}
@@ -92,6 +88,19 @@ def import_deepspeed(folder: Path, out: Path, run: RunConfig, say: Callable[[str
     )
     origin = {"source": str(source), "how": "imported from DeepSpeed", "steps": state.steps}
     return write_run(out, run, at, whole, optimizer=ADAM if optimizer else None, origin=origin)
+
+
+def unseen(config: ModelConfig) -> str:
+    """The model keys that names and shapes do not show: the usual ones, and choices other than the defaults."""
+    c, fields = config, ModelConfig.model_fields.items()
+    seen = OWN | EVERYWHERE | {"qk_norm", "qkv_bias"}
+    chosen = {
+        key: getattr(c, key) for key, field in fields if key not in seen and getattr(c, key) != field.default
+    }
+    usual = {"heads": c.heads, "kv_heads": c.key_value_heads, "rope_theta": f"{c.rope_theta:g}",
+             "norm_eps": f"{c.norm_eps:g}"}  # fmt: skip
+    scaled = {"rope_scaling": f"({c.rope_scaling})"} if c.rope_scaling else {}
+    return " ".join(f"{key}={value}" for key, value in (usual | scaled | chosen).items())
 
 
 def find(folder: Path) -> Path:

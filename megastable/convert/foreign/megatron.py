@@ -203,7 +203,7 @@ def export_megatron(
     """
     source = find_checkpoint(checkpoint)
     run = run_of(source)
-    megatron_args.check_home(run, tensor, pipeline)
+    megatron_args.check_home(run, tensor, pipeline, local)
     refuse_existing(out)
     state, whole = read_state(source), WholeState(source)
     implementation = "local" if local else "transformer_engine"
@@ -305,7 +305,9 @@ def _recipe(state: MegatronState, run: RunConfig | None, say: Callable[[str], No
     """The recipe, checked against the checkpoint's arguments; or one made from those."""
     found = megatron_args.model_of(state.args, state.folder)
     if dropout := megatron_args.dropout_of(state.args):
-        say(f"note: {dropout}: this model trains without dropout")
+        say(
+            f"note: it was trained with {dropout}: model.dropout is Megatron's hidden_dropout; attention has none here"
+        )
     if run is not None:
         run = with_vocabulary(run)
         if wrong := megatron_args.disagreements(found, run.model):

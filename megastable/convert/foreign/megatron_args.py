@@ -16,21 +16,22 @@ from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable.config.other_names import MEGATRON, MEGATRON_WITHOUT_KEY
 from megastable.config.tree import RunConfig
 from megastable.convert.foreign.unpickle import number
+from megastable.convert.huggingface.architectures import EVERYWHERE, OWN
 
 Args = Mapping[str, Any]
 
+CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # two names of zero_centered_norms
 # Arguments, and the supported values of each. One that is missing or None was not in use.
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("disable_bias_linear", "swiglu"), (True,)),
-    **dict.fromkeys(("add_bias_linear", "apply_layernorm_1p", "layernorm_zero_centered_gamma"), (False,)),
+    "add_bias_linear": (False,),
     **dict.fromkeys(("squared_relu", "openai_gelu", "quick_geglu", "rotary_interleaved"), (False,)),
     **dict.fromkeys(("multi_latent_attention", "qk_l2_norm", "attention_output_gate"), (False,)),
     **dict.fromkeys(("is_hybrid_model", "heterogeneous_block_specs"), (False,)),
     **dict.fromkeys(
         ("use_mup", "enable_mhc_connections", "apply_residual_connection_post_layernorm"), (False,)
     ),
-    **dict.fromkeys(("activation_func_clamp_value", "softmax_scale", "window_size"), (None,)),
-    "experimental_attention_variant": (None,),
+    **dict.fromkeys(("activation_func_clamp_value", "experimental_attention_variant"), (None,)),
     **dict.fromkeys(("num_experts", "num_moe_experts", "mtp_num_layers"), (None, 0)),
     **dict.fromkeys(("no_rope_freq", "linear_attention_freq"), (None, 0)),
     "glu_linear_offset": (0, None),
@@ -39,12 +40,16 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None, ""),
     "normalization": ("RMSNorm",),
     "rotary_percent": (1,),
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "softmax_type": ("vanilla", None),
     "spec": (None, []),
+    **dict.fromkeys(CENTERED, (False, True)),
 }
 WHY = MEGATRON_WITHOUT_KEY | {
-    "rotary_seq_len_interpolation_factor": "its positions are whole; use_rope_scaling is known",
+    **dict.fromkeys(CENTERED, "it must be true or false"),
+    **dict.fromkeys(("openai_gelu", "quick_geglu"), "its GELUs are not the one of model.activation=gelu"),
+    "activation_func_clamp_value": "whether it clamps a SwiGLU depends on its fused kernels",
+    "apply_residual_connection_post_layernorm": "its norms are before attention and MLP",
+    "use_mup": "its µP is not that of model.mup: scales and initial weights differ",
     "virtual_pipeline_model_parallel_size": "interleaved stages are not read: save it again without",
 }
 # Model keys that must agree, and where they stand.
@@ -54,10 +59,12 @@ SAME = {
 }
 # The meaning of Megatron's use_rope_scaling, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
 LLAMA3 = RopeScalingConfig(kind="llama3", factor=8, original_length=8192)
-AT_HOME = frozenset(
-    "layers hidden heads kv_heads head_dim ffn sequence_length max_positions vocab_size vocab_multiple rope_theta "
-    "rope_scaling norm_eps qk_norm qkv_bias norms tied init_std z_loss attention".split()
+LINEAR = RopeScalingConfig(kind="linear", factor=1)  # rotary_seq_len_interpolation_factor
+# Choices of the model that Megatron's GPT has, too, with some or all values.
+CHOICES = frozenset(
+    "qk_norm qkv_bias zero_centered_norms attention_scale window full_attention_every".split()
 )
+AT_HOME = OWN | EVERYWHERE | CHOICES
 
 
 def model_of(args: Args, where: object) -> dict[str, Any]:
@@ -75,10 +82,11 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
         )
     found: dict[str, Any] = {}
     if args:
-        found |= {"norms": "before", "qkv_bias": args.get("add_qkv_bias") is True, "rope_scaling": None}
-    if args.get("use_rope_scaling") is True:
-        factor = number(args.get("rope_scaling_factor")) or LLAMA3.factor
-        found["rope_scaling"] = LLAMA3.model_dump() | {"factor": float(factor)}
+        fields = ModelConfig.model_fields.items()
+        found |= {key: field.default for key, field in fields if key not in AT_HOME}
+        found |= {"qkv_bias": args.get("add_qkv_bias") is True, "rope_scaling": _scaling(args, where)}
+        found |= {"zero_centered_norms": any(bool(args.get(name)) for name in CENTERED)}
+        found |= _windows(args, where)
     for key, names in SAME.items():
         value = next((n for n in (number(args.get(name)) for name in names) if n is not None), None)
         if value is not None:
@@ -93,12 +101,58 @@ def model_of(args: Args, where: object) -> dict[str, Any]:
     ):
         if isinstance(value := args.get(name), bool):
             found[key] = value != flip
+    if args:
+        scale = _positive(args, "softmax_scale", where)
+        found["attention_scale"] = None if scale == _usual_scale(found.get("head_dim")) else scale
     length, positions = number(args.get("seq_length")), number(args.get("max_position_embeddings"))
     if longest := length or positions:
         found["sequence_length"] = int(longest)
     if positions:
         found["max_positions"] = int(positions)
     return found
+
+
+def _scaling(args: Args, where: object) -> dict[str, Any] | None:
+    """`rope_scaling`. Raises CheckpointError for two kinds at once."""
+    linear = _positive(args, "rotary_seq_len_interpolation_factor", where) or 1
+    if args.get("use_rope_scaling") is not True:
+        return None if linear == 1 else LINEAR.model_dump() | {"factor": float(linear)}
+    if linear != 1:
+        raise CheckpointError(
+            f"{where}: rotary_seq_len_interpolation_factor={linear:g} with use_rope_scaling: only one of them is known"
+        )
+    factor = number(args.get("rope_scaling_factor")) or LLAMA3.factor
+    return LLAMA3.model_dump() | {"factor": float(factor)}
+
+
+def _positive(args: Args, key: str, where: object) -> float | None:
+    """An argument that is None or a number above 0."""
+    value = number(args.get(key))
+    if args.get(key) is not None and not (value and value > 0):
+        raise CheckpointError(f"{where}: {key}={visible(args[key], 100)}: it must be a number above 0")
+    return value
+
+
+def _windows(args: Args, where: object) -> dict[str, int | None]:
+    """`window` and `full_attention_every`: Megatron counts the tokens before a token, here it is included."""
+    size, every = args.get("window_size"), args.get("window_attn_skip_freq")
+    if size is None:
+        return {"window": None, "full_attention_every": None}
+    whole = isinstance(size, tuple | list) and [type(n) for n in size] == [int, int]
+    if not whole or size[0] < 0 or size[1] != 0:
+        raise CheckpointError(
+            f"{where}: window_size={visible(size, 100)}: not supported: it must be the number of tokens before, and 0"
+        )
+    if every is not None and (type(every) is not int or every < 2):
+        raise CheckpointError(
+            f"{where}: window_attn_skip_freq={visible(every, 100)}: not supported: either all layers have the window, "
+            "or all but every n-th: a number n of 2 or more"
+        )
+    return {"window": size[0] + 1, "full_attention_every": every}
+
+
+def _usual_scale(width: int | None) -> float | None:
+    return width**-0.5 if width else None
 
 
 def missing(found: Args) -> list[str]:
@@ -129,6 +183,8 @@ def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
         **model.model_dump(),
         "kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width,
     }  # fmt: skip
+    if model.attention_scale == _usual_scale(model.head_width):
+        mine["attention_scale"] = None
     return [
         f"model.{key}={mine[key]}, in the checkpoint {value}"
         for key, value in found.items()
@@ -136,8 +192,9 @@ def disagreements(found: Mapping[str, Any], model: ModelConfig) -> list[str]:
     ]
 
 
-def check_home(run: RunConfig, tensor: int, pipeline: int) -> None:
-    """Raises ConfigError for a model that Megatron does not support, or a layout that does not divide it."""
+def check_home(run: RunConfig, tensor: int, pipeline: int, local: bool = False) -> None:
+    """Raises ConfigError for a model that Megatron (local: its own implementation) does not support, or a layout that
+    does not divide it."""
     c = run.model
     assert c.vocab_size is not None
     for key, field in type(c).model_fields.items():
@@ -145,13 +202,20 @@ def check_home(run: RunConfig, tensor: int, pipeline: int) -> None:
             raise ConfigError(f"model.{key}={getattr(c, key)}: Megatron's GPT has no known equivalent")
     if c.qk_norm == "full":
         raise ConfigError("model.qk_norm=full: Megatron's QK-norm is per head; it has no equivalent")
-    if c.rope_scaling is not None and c.rope_scaling.model_copy(update={"factor": LLAMA3.factor}) != LLAMA3:
+    scaling = c.rope_scaling
+    if (
+        scaling is not None
+        and scaling.kind != "linear"
+        and scaling.model_copy(update={"factor": LLAMA3.factor}) != LLAMA3
+    ):
         raise ConfigError(
-            f"model.rope_scaling=({c.rope_scaling}): Megatron supports only Llama 3.1's scaling: kind=llama3 with "
-            "original_length=8192, low_freq_factor=1, high_freq_factor=4, and any factor"
+            f"model.rope_scaling=({scaling}): Megatron supports only kind=linear and Llama 3.1's scaling: kind=llama3 "
+            "with original_length=8192, low_freq_factor=1, high_freq_factor=4, and any factor"
         )
-    if c.norms != "before":
-        raise ConfigError(f"model.norms={c.norms}: Megatron's norms are before attention and MLP")
+    if local and c.zero_centered_norms:
+        raise ConfigError(
+            "model.zero_centered_norms=True: of Megatron's implementations only transformer_engine has such norms"
+        )
     if min(tensor, pipeline) < 1:
         raise ConfigError(f"tensor={tensor}, pipeline={pipeline}: sizes must be at least 1")
     for key, size in (("heads", c.heads), ("ffn", c.ffn_width), ("vocab_multiple", c.vocab_multiple)):
@@ -167,9 +231,25 @@ def check_home(run: RunConfig, tensor: int, pipeline: int) -> None:
         )
 
 
+def flags_of(model: ModelConfig, local: bool = False) -> list[str]:
+    """Options to give to Megatron beside --use-checkpoint-args, which does not set these. local: for its own
+    implementation, whose fused softmax ignores windows."""
+    found = []
+    if model.window is not None:
+        found += ["--window-size", f"{model.window - 1},0"]
+        found += ["--no-masked-softmax-fusion"] if local else []
+    if model.full_attention_every is not None:
+        found += ["--window-attn-skip-freq", str(model.full_attention_every)]
+    if model.attention_scale is not None:
+        found += ["--softmax-scale", repr(model.attention_scale)]
+    return found
+
+
 def args_of(run: RunConfig, tensor: int, pipeline: int, implementation: str, step: int) -> Namespace:
     """Arguments for Megatron's --use-checkpoint-args, under the names of 2023 to 2026. `vocab_size` must be known."""
     c = run.model
+    linear = c.rope_scaling is not None and c.rope_scaling.kind == "linear"
+    factor = c.rope_scaling.factor if c.rope_scaling else LLAMA3.factor
     theta = int(c.rope_theta) if c.rope_theta == int(c.rope_theta) else c.rope_theta
     return Namespace(
         num_layers=c.layers, encoder_num_layers=c.layers, hidden_size=c.hidden, ffn_hidden_size=c.ffn_width,
@@ -178,14 +258,18 @@ def args_of(run: RunConfig, tensor: int, pipeline: int, implementation: str, ste
         seq_length=c.sequence_length, encoder_seq_length=c.sequence_length,
         max_position_embeddings=c.longest,
         position_embedding_type="rope", add_position_embedding=True, use_rotary_position_embeddings=False,
-        rotary_base=theta, rotary_percent=1.0, rotary_interleaved=False, rotary_seq_len_interpolation_factor=None,
-        use_rope_scaling=c.rope_scaling is not None,
-        rope_scaling_factor=c.rope_scaling.factor if c.rope_scaling else LLAMA3.factor, no_rope_freq=None,
-        normalization="RMSNorm", norm_epsilon=c.norm_eps, layernorm_epsilon=c.norm_eps, apply_layernorm_1p=False,
-        layernorm_zero_centered_gamma=False, apply_residual_connection_post_layernorm=False,
+        rotary_base=theta, rotary_percent=1.0, rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=factor if linear else None,
+        use_rope_scaling=c.rope_scaling is not None and not linear,
+        rope_scaling_factor=LLAMA3.factor if linear else factor, no_rope_freq=None,
+        normalization="RMSNorm", norm_epsilon=c.norm_eps, layernorm_epsilon=c.norm_eps,
+        apply_layernorm_1p=c.zero_centered_norms, layernorm_zero_centered_gamma=c.zero_centered_norms,
+        apply_residual_connection_post_layernorm=False,
         add_bias_linear=False, add_qkv_bias=c.qkv_bias, swiglu=True, squared_relu=False, openai_gelu=False,
         quick_geglu=False, qk_layernorm=bool(c.qk_norm), qk_l2_norm=False, multi_latent_attention=False,
-        softmax_type="vanilla", window_size=None, num_experts=None, mtp_num_layers=None,
+        softmax_type="vanilla", softmax_scale=c.attention_scale,
+        window_size=None if c.window is None else (c.window - 1, 0), window_attn_skip_freq=c.full_attention_every,
+        num_experts=None, mtp_num_layers=None,
         untie_embeddings_and_output_weights=not c.tied, attention_dropout=0.0, hidden_dropout=0.0,
         apply_query_key_layer_scaling=False, init_method_std=c.init_std,
         vocab_size=c.vocab_size, padded_vocab_size=c.padded_vocab,

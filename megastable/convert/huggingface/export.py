@@ -28,6 +28,7 @@ from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.architectures import QWEN2, architecture_of
 from megastable.convert.huggingface.card import card
 from megastable.convert.huggingface.folder import CONFIG
+from megastable.convert.huggingface.gguf import unsupported
 from megastable.convert.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary
 from megastable.convert.huggingface.names import split, table
 from megastable.convert.huggingface.parity import ParityReport
@@ -198,6 +199,8 @@ def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
             "transformers 5 replaces the tokenizer of a Qwen2 by Qwen's own, which gives other ids: load this one with "
             f"PreTrainedTokenizerFast.from_pretrained({made.out.name!r})"
         )
+    if problem := unsupported(made.run.model):
+        return [*notes, f"to-gguf does not write this model: {problem}"]
     try:
         words = vocabulary(written.content, made.run.model.vocab_size)
     except CheckpointError as error:

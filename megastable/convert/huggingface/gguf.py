@@ -21,7 +21,7 @@ from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint.target import refuse_existing
 from megastable.config.model import ModelConfig
-from megastable.convert.huggingface.architectures import LLAMA, OLMO2, architecture_of
+from megastable.convert.huggingface.architectures import LLAMA, OLMO2, QWEN2, QWEN3, architecture_of
 from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
 from megastable.convert.huggingface.tokenizer_export import CONFIG, CONTROL, FILE, NORMAL
@@ -57,17 +57,10 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
         raise CheckpointError(f"the package gguf, which writes such files, is not installed: {INSTALL}")
     import gguf
 
-    config, kind = source.config, architecture_of(source.config)
-    if kind is OLMO2 and config.head_width * config.heads != config.hidden:
-        raise CheckpointError(
-            f"{folder}: llama.cpp's OLMo 2 has heads of hidden / heads = {config.hidden / config.heads:g}, and this "
-            f"model has head_dim {config.head_width}"
-        )
-    factors = _factors(config)
-    if factors is not None and kind is not LLAMA:
-        raise CheckpointError(
-            f"{folder}: llama.cpp scales rotary embeddings as llama3 only in a Llama, not in {kind.name}"
-        )
+    if problem := unsupported(source.config):
+        raise CheckpointError(f"{folder}: {problem}")
+    config = reachable(source.config)
+    kind, factors = architecture_of(config), _factors(config)
     assert config.vocab_size is not None
     words, settings = _tokenizer(source.path, config.vocab_size)
     writer = gguf.GGUFWriter(None, kind.type)
@@ -121,6 +114,34 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
     return Gguf(out, kind.name, precision, tensors, out.stat().st_size, words.notes)
 
 
+def unsupported(config: ModelConfig) -> str:
+    """What of a model is not written, because llama.cpp does not compute the same, or is not known to; "" for
+    nothing."""
+    c = reachable(config)
+    kind, scaling = architecture_of(c), c.rope_scaling
+    if kind not in (QWEN3, QWEN2, LLAMA, OLMO2):
+        return f"{kind.name} is not written as GGUF, only {', '.join(k.name for k in (QWEN3, QWEN2, LLAMA, OLMO2))}"
+    if c.window is not None:
+        return f"llama.cpp knows no windows of a {kind.name}, and this model's are of {c.window} tokens"
+    if kind is OLMO2 and c.head_width * c.heads != c.hidden:
+        return (
+            f"llama.cpp's OLMo 2 has heads of hidden / heads = {c.hidden / c.heads:g}, and this model has head_dim "
+            f"{c.head_width}"
+        )
+    if scaling is not None and scaling.kind == "yarn":
+        return "rotary embeddings scaled as yarn are not written as GGUF"
+    if scaling is not None and scaling.kind == "llama3" and kind is not LLAMA:
+        return f"llama.cpp scales rotary embeddings as llama3 only in a Llama, not in {kind.name}"
+    return ""
+
+
+def reachable(config: ModelConfig) -> ModelConfig:
+    """The same model without windows that no token leaves."""
+    if config.window is None or config.window < config.longest:
+        return config
+    return config.model_copy(update={"window": None, "full_attention_every": None})
+
+
 def _kind(source: HuggingFaceFolder, name: str) -> tuple[torch.dtype, str]:
     held = source.dtype(name)
     if len(source.shape(name)) == 1 or held not in (torch.bfloat16, torch.float16):
@@ -130,7 +151,7 @@ def _kind(source: HuggingFaceFolder, name: str) -> tuple[torch.dtype, str]:
 
 def _factors(config: ModelConfig) -> npt.NDArray[np.float32] | None:
     """llama.cpp's divisors for the frequencies of a Llama 3, fp32 [head_width / 2]; None for other models."""
-    if config.rope_scaling is None or config.rope_scaling.kind == "linear":
+    if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
         return None
     rope, cpu = Rope.of(config), torch.device("cpu")
     return np.asarray((frequencies(rope._replace(scaling=None), cpu) / frequencies(rope, cpu)).numpy())

@@ -11,9 +11,11 @@ from megastable.base.errors import ConfigError
 from megastable.base.text import visible
 from megastable.checkpoint import store
 from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.whole import run_of
 from megastable.config import recipe
 from megastable.convert.foreign.deepspeed import import_deepspeed
 from megastable.convert.foreign.megatron import export_megatron, import_megatron
+from megastable.convert.foreign.megatron_args import flags_of
 from megastable.convert.reshaping import Made
 from megastable.convert.tool.verifying import good
 
@@ -40,17 +42,20 @@ def from_megatron(folder: Path, out: Path, recipe_path: Path | None, overrides: 
     return made
 
 
-def to_megatron(checkpoint: Path, out: Path, tensor: int, pipeline: int, local: bool, silent: bool) -> Path:
-    """What was written. Raises CheckpointError, ConfigError."""
+def to_megatron(
+    checkpoint: Path, out: Path, tensor: int, pipeline: int, local: bool, silent: bool
+) -> tuple[Path, list[str]]:
+    """What was written, and Megatron's options that load it. Raises CheckpointError, ConfigError."""
     refuse_existing(out)
-    return export_megatron(good(checkpoint, silent), out, tensor, pipeline, local=local)
+    source = good(checkpoint, silent)
+    written = export_megatron(source, out, tensor, pipeline, local=local)
+    options = ["--load", str(out), "--use-checkpoint-args", "--no-load-optim", "--no-load-rng"]
+    return written, options + flags_of(run_of(source).model, local)
 
 
-def load_hint(out: Path, written: Path) -> str:
+def load_hint(written: Path, options: Sequence[str]) -> str:
     """How Megatron loads what was written."""
-    return visible(
-        f"{written}: load it with --load {shlex.quote(str(out))} --use-checkpoint-args --no-load-optim --no-load-rng"
-    )
+    return visible(f"{written}: load it with {shlex.join(options)}")
 
 
 def made_of(out: Path, checkpoint: Path) -> Made:

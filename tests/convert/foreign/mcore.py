@@ -10,12 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 class _NoTracker:
     """In place of the random states of GPUs, which dropout would take."""
 
     fork = staticmethod(contextlib.nullcontext)
+
+
+class _NoGpu(TorchFunctionMode):
+    """Megatron's masks of windows, which it makes on a GPU, on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{k: v for k, v in (kwargs or {}).items() if (k, v) != ("device", "cuda")})
 
 
 @contextlib.contextmanager
@@ -54,7 +62,8 @@ def build(args: Any, tensor: int = 1, pipeline: int = 1, stage: int = 0) -> Any:
             qk_layernorm=args.qk_layernorm, hidden_dropout=args.hidden_dropout,
             attention_dropout=args.attention_dropout, params_dtype=torch.float32, pipeline_dtype=torch.float32,
             use_cpu_initialization=True, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline,
-            bias_activation_fusion=False, transformer_impl="local",
+            bias_activation_fusion=False, transformer_impl="local", softmax_scale=args.softmax_scale,
+            window_size=args.window_size, window_attn_skip_freq=args.window_attn_skip_freq,
         )  # fmt: skip
     spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     return GPTModel(
@@ -63,6 +72,7 @@ def build(args: Any, tensor: int = 1, pipeline: int = 1, stage: int = 0) -> Any:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
     ).eval()  # fmt: skip
 
 
@@ -82,7 +92,8 @@ def logits(folder: Path, tokens: Tensor, tensor: int, pipeline: int) -> Tensor |
         dist.recv(hidden, rank - tensor)
         model.set_input_tensor(hidden)
     mask = torch.ones(1, 1, s, s).triu(1).bool()
-    found: Tensor = model(tokens, torch.arange(s).expand(b, -1), mask)
+    with _NoGpu():
+        found: Tensor = model(tokens, torch.arange(s).expand(b, -1), mask)
     if stage < pipeline - 1:
         dist.send(found.contiguous(), rank + tensor)
         return None

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.whole import WholeState, run_of
+from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
-from megastable.convert.foreign.deepspeed import find, import_deepspeed
+from megastable.convert.foreign.deepspeed import find, import_deepspeed, unseen
 from megastable.convert.foreign.zero import ZeroState
 from megastable.convert.huggingface.names import table
 from megastable.engine.flatstate import KINDS
@@ -202,6 +203,18 @@ def test_weights_moments_and_step_are_the_engines(
     assert "rope_theta=10000 norm_eps=1e-05" in said[2]  # where nothing else says it
     [event] = RunDirectory(tmp_path / "run").events(Imported)
     assert event["steps"] == STEPS and event["source"] == str(folder / name / f"global_step{STEPS}")
+
+
+def test_every_choice_that_only_the_recipe_knows_is_told() -> None:
+    model = ModelConfig(
+        heads=8, hidden=64, norms="deep", window=9, attention_scale=0.5, activation="gelu", qk_norm="full", dropout=0.1,
+        rope_scaling={"kind": "linear", "factor": 2.0},
+    )  # fmt: skip
+    told = unseen(model)
+    assert told.startswith(
+        "heads=8 kv_heads=8 rope_theta=10000 norm_eps=1e-05 rope_scaling=(kind='linear' factor=2.0"
+    )
+    assert told.endswith(" norms=deep attention_scale=0.5 window=9 activation=gelu")
 
 
 def test_training_goes_on_as_if_nothing_had_happened(trained: Any, tmp_path: Path) -> None:

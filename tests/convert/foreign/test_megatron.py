@@ -22,8 +22,10 @@ from megastable.checkpoint.new_run import write_run
 from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.whole import WholeState, parameters, run_of
+from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.convert.foreign.megatron import MegatronState, export_megatron, find, import_megatron
+from megastable.convert.foreign.megatron_args import CENTERED, flags_of
 from megastable.convert.foreign.megatron_names import NORMS
 from tests.convert.foreign import mcore
 from tests.convert.foreign.junk import spoilt
@@ -89,6 +91,8 @@ def our_logits(checkpoint: Path) -> Tensor:
     [
         {}, {"qk_norm": False}, {"tied": True}, {"kv_heads": 8}, {"heads": 4, "kv_heads": 1, "head_dim": None},
         {"qk_norm": False, "qkv_bias": True}, {"rope_theta": 1e9, "rope_scaling": LLAMA3},
+        {"rope_scaling": {"kind": "linear", "factor": 4.0}}, {"attention_scale": 0.9}, {"window": 5},
+        {"window": 5, "full_attention_every": 2},
     ],
     ids=str,
 )  # fmt: skip
@@ -157,6 +161,11 @@ def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
         ({}, False),
         ({"tied": True, "qk_norm": False}, True),
         ({"qkv_bias": True, "rope_scaling": LLAMA3, "max_positions": 99}, False),
+        (
+            {"zero_centered_norms": True, "attention_scale": 0.9, "window": 5, "full_attention_every": 2},
+            False,
+        ),
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0}, "window": 1}, True),
     ],
     ids=str,
 )
@@ -165,6 +174,16 @@ def test_every_layout_comes_back_as_the_same_bytes(
 ) -> None:
     source = ours(**model)
     before = WholeState(source)
+    keys = (
+        "head_width",
+        "tied",
+        "qkv_bias",
+        "rope_scaling",
+        "sequence_length",
+        "longest",
+        "score_scale",
+        "window",
+    )
     for tensor, pipeline in LAYOUTS:
         name = f"{tensor}-{pipeline}"
         export_megatron(source, tmp_path / name, tensor, pipeline, local=local)
@@ -179,7 +198,7 @@ def test_every_layout_comes_back_as_the_same_bytes(
         # Padding and sizes came along: the recipe that Megatron's arguments make is the old one's.
         model_after, model_before = run_of(checkpoint).model, run_of(source).model
         assert model_after.padded_vocab == model_before.padded_vocab
-        for key in ("head_width", "tied", "qkv_bias", "rope_scaling", "sequence_length", "longest"):
+        for key in (*keys, "full_attention_every", "zero_centered_norms"):
             assert getattr(model_after, key) == getattr(model_before, key)
 
 
@@ -215,7 +234,11 @@ def changed(
         ("use_rope_scaling", True), ("rotary_percent", 0.5), ("rotary_interleaved", True), ("add_bias_linear", True),
         ("add_qkv_bias", True), ("num_experts", 8), ("position_embedding_type", "learned_absolute"),
         ("apply_layernorm_1p", True), ("layernorm_zero_centered_gamma", True), ("normalization", "LayerNorm"),
-        ("swiglu", False), ("squared_relu", True), ("multi_latent_attention", True), ("window_size", (128, 0)),
+        ("apply_layernorm_1p", "yes"), ("swiglu", False), ("squared_relu", True), ("multi_latent_attention", True),
+        ("window_size", (128, 0)), ("window_size", (128, 128)), ("window_size", (-1, 0)), ("window_size", "128"),
+        ("softmax_scale", 0.5), ("softmax_scale", 0), ("softmax_scale", "x"), ("openai_gelu", True),
+        ("rotary_seq_len_interpolation_factor", "4"), ("activation_func_clamp_value", 7.0), ("quick_geglu", True),
+        ("apply_residual_connection_post_layernorm", True),
         ("softmax_type", "learnable"), ("mtp_num_layers", 1), ("attention_output_gate", True), ("qk_l2_norm", True),
         ("rotary_seq_len_interpolation_factor", 4), ("use_mup", True), ("spec", ["a", "b"]),
         ("virtual_pipeline_model_parallel_size", 2), ("num_layers", 6), ("rotary_base", 10_000),
@@ -231,9 +254,51 @@ def test_an_option_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, 
         "untie_embeddings_and_output_weights": "model.tied", "add_qkv_bias": "model.qkv_bias",
         "use_rope_scaling": "model.rope_scaling",
     }  # fmt: skip
-    with pytest.raises(CheckpointError, match=names.get(key, key)):
+    # What this model can have, but the recipe's has not.
+    centered = "model.zero_centered_norms=False, in the checkpoint True"
+    message = {
+        ("window_size", (128, 0)): "model.window=None, in the checkpoint 129",
+        ("softmax_scale", 0.5): "model.attention_scale=None, in the checkpoint 0.5",
+        ("rotary_seq_len_interpolation_factor", 4): "model.rope_scaling=None, in the checkpoint {'kind': 'linear'",
+        (CENTERED[0], True): centered, (CENTERED[1], True): centered,
+    }.get((key, value) if key != "spec" else (), names.get(key, key))  # fmt: skip
+    with pytest.raises(CheckpointError, match=message):
         import_megatron(folder, tmp_path / "run", run_of(ours()), print)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("every", [1, [1, 0], "x", True])
+def test_other_patterns_of_windows_are_refused(ours: Any, tmp_path: Path, every: Any) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["args"].window_size, content["args"].window_attn_skip_freq = (8, 0), every
+
+    folder = changed(ours, tmp_path / "megatron", change)
+    with pytest.raises(CheckpointError, match=r"window_attn_skip_freq=.*all but every n-th"):
+        import_megatron(folder, tmp_path / "run", None, print)
+
+
+def test_a_choice_of_the_recipe_that_megatron_has_not_is_refused(ours: Any, tmp_path: Path) -> None:
+    """Its tensors have the same names and shapes."""
+    export_megatron(ours(), tmp_path / "megatron")
+    for key, value in (
+        ("logit_softcap", 30.0),
+        ("activation", "gelu"),
+        ("norms", "deep"),
+        ("swiglu_clamp", 7.0),
+    ):
+        run = run_of(ours())
+        run = run.model_copy(update={"model": run.model.model_copy(update={key: value})})
+        with pytest.raises(CheckpointError, match=f"model.{key}={value}, in the checkpoint"):
+            import_megatron(tmp_path / "megatron", tmp_path / "run", run, print)
+
+
+def test_options_that_megatron_does_not_take_from_a_checkpoint() -> None:
+    model = ModelConfig(window=129, full_attention_every=4, attention_scale=0.5)
+    assert flags_of(ModelConfig()) == []
+    assert flags_of(model) == "--window-size 128,0 --window-attn-skip-freq 4 --softmax-scale 0.5".split()
+    assert (
+        flags_of(ModelConfig(window=1), local=True) == "--window-size 0,0 --no-masked-softmax-fusion".split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +355,10 @@ def test_a_tied_head_that_differs_is_refused(ours: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "tensor", "pipeline", "match"),
     [
-        ({"rope_scaling": {"kind": "linear", "factor": 2.0}}, 1, 1, "rope_scaling=.*only Llama 3.1"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_length": 9}}, 1, 1, "rope_scaling=.*Llama 3.1"),
+        ({"logit_softcap": 9.0}, 1, 1, "logit_softcap=9.0"), ({"activation": "gelu"}, 1, 1, "activation=gelu"),
+        ({"norms": "both"}, 1, 1, "norms=both"), ({"embedding_scale": 2.0}, 1, 1, "embedding_scale=2.0"),
+        ({"mup": {"base_width": 16}}, 1, 1, "model.mup="),
         ({"rope_scaling": LLAMA3 | {"original_length": 4096}}, 1, 1, "rope_scaling=.*original_length=8192"),
         ({"qk_norm": "full"}, 1, 1, "qk_norm=full"), ({"norms": "after"}, 1, 1, "norms=after"),
         ({}, 3, 1, "tensor=3 does not divide model.heads"), ({}, 1, 3, "pipeline=3 does not divide"),
@@ -302,6 +370,12 @@ def test_what_megatron_cannot_be_is_said_before_anything_is_written(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         export_megatron(ours(**model), tmp_path / "megatron", tensor, pipeline)
+    assert not list(tmp_path.iterdir())
+
+
+def test_zero_centered_norms_are_transformer_engines(ours: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"zero_centered_norms=True: .*only transformer_engine"):
+        export_megatron(ours(zero_centered_norms=True), tmp_path / "megatron", local=True)
     assert not list(tmp_path.iterdir())
 
 
