@@ -41,6 +41,7 @@ EVENT_COLOURS = {
     "incident": "yellow", "discarded": "yellow", "hang": "yellow", "restart": "yellow", "warning": "yellow",
     "alert": "red", "ended": "red", "unstable": "red", "checkpoint_failed": "red", "checkpoint_rejected": "red",
     "hook_failed": "red", "finished": "green", "handover": "yellow", "fell_back": "yellow", "rate_cut": "yellow",
+    "trend": "yellow",
 }  # fmt: skip
 
 

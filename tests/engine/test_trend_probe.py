@@ -186,8 +186,9 @@ def test_a_row_is_stale_by_its_own_second_moment() -> None:
         {},
         [],
     )
-    # Unscaled and clipped to a half, the first is 1, the second 1000 times what was known of it.
-    gradient = torch.tensor([2.0, 2.0, 0.0]).repeat_interleave(4) * 8
+    # Unscaled, the square of the first is 144 times its second moment, but clipped to a half 36 times; of the second
+    # 1000 times.
+    gradient = torch.tensor([12.0, 2.0, 0.0]).repeat_interleave(4) * 8
     probe.gradients(flat, {(0, 0): gradient}, 8.0)
     probe._add(name, "weight", master)
     probe._second_moment(flat, f, 0.5)
@@ -196,4 +197,4 @@ def test_a_row_is_stale_by_its_own_second_moment() -> None:
         totals[0, cell] += total
         totals[1, cell] += count
     row = trend_probe._row(totals, 0.5)
-    assert row["stale"] == 0.5 and row["fresh"] == pytest.approx(8 / float(v.sum()))
+    assert row["stale"] == 0.5 and row["fresh"] == pytest.approx((4 * 36 + 4) / float(v.sum()))
