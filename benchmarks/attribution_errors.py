@@ -34,7 +34,8 @@ from megastable.data.source import Source
 from megastable.data.text_files import TextFiles
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
-from megastable.engine.engine import Engine, Measured
+from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.recovery.sample_replay import Laboratory, Trained

@@ -35,7 +35,8 @@ from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import distributed, patches
-from megastable.engine.engine import Engine, Measured
+from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology

@@ -39,8 +39,9 @@ from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Skips
 from megastable.engine import distributed, patches
-from megastable.engine.engine import Engine, Measured
+from megastable.engine.engine import Engine
 from megastable.engine.layer_stats import LayerStatistics
+from megastable.engine.measured import Measured
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology

@@ -12,7 +12,7 @@ from drills import faults
 from drills.plan import VARIABLE, Plan, Policy
 from drills.skipstep import SkipStep
 from megastable import train
-from megastable.engine.engine import Measured
+from megastable.engine.measured import Measured
 from megastable.recovery.recovery import Recovery
 from megastable.stability.signals import Verdict
 

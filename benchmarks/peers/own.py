@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw_of, trained
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
-from megastable.engine.engine import Engine, Measured
+from megastable.engine.engine import Engine
 from megastable.engine.kernel_choice import choose
+from megastable.engine.measured import Measured
 from megastable.model import gpt
 from megastable.model.loss import LossFunction
 from megastable.parallel.layout import Layout

@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -33,6 +32,7 @@ from megastable.engine.hostcopy import Filled
 from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
 from megastable.engine.logit_clipping import LogitClipping
+from megastable.engine.measured import Judge, Measured
 from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.worker_clipping import Worker
 from megastable.engine.zero import Bf16, wrapper
@@ -44,48 +44,13 @@ from megastable.model.loss import LossFunction
 from megastable.optim.build import build as build_optimizer
 from megastable.optim.build import shared_state
 from megastable.optim.clipping import CLIPPINGS, Clipping, by_norm
-from megastable.optim.pieces import Piece, PieceOptimizer, Surroundings, WholeParameter
+from megastable.optim.pieces import Piece, PieceOptimizer, Surroundings
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.tied import TiedGradient
 from megastable.parallel.topology import ContextParallel, TensorParallel, Topology
 
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of a step before the optimizer runs. The same numbers on every rank.
-
-    losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of the
-    step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not finite. votes: of
-    all ranks (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's range, which a smaller loss
-    scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None if the recipe does not use
-    it.
-    """
-
-    losses: Tensor
-    squares: Tensor
-    grad_norm: float
-    votes: tuple[float, ...]
-    loss_scale: float
-    overflow: bool = False
-    fp8: bool | None = None
-
-    @property
-    def loss(self) -> float:
-        return float(self.losses.mean())
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
 CLIPPING = "clipping/"  # prefix of the clipping's state among the shared state
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "_step_applied")
-
-
-class Judge(Protocol):
-    """The gate: True clips and updates, False drops the gradients. A pure function of its input."""
-
-    def __call__(self, measured: Measured) -> bool: ...
 
 
 class Engine:
@@ -152,7 +117,7 @@ class Engine:
             return None
         t = self.topology
         tensor = t.tensor_rank, t.layout.tensor
-        parameters = _whole(flat, t.layout.tensor)
+        parameters = flat.whole_parameters(t.layout.tensor)
         if isinstance(inner, PieceOptimizer):
             inner.attach(self.masters, flat.fragments, Surroundings(parameters, tensor, t.stage_group()))
         if o.clipping.kind == "norm":
@@ -509,14 +474,3 @@ class Engine:
     def refresh_weights(self) -> None:
         """Copy the master weights to the parameters in compute precision."""
         self.zero.refresh_weights()
-
-
-def _whole(flat: FlatState, tensor: int) -> dict[str, WholeParameter]:
-    """Every parameter of the whole model by name; tensor: size of the tensor group. Collective."""
-    held = {f.name: (f.placement, f.shape) for f in flat.fragments}
-    found = {name: of for each in gathered(held) for name, of in each.items()}
-    parameters = {}
-    for row, (name, (placement, shape)) in enumerate(sorted(found.items())):
-        whole = tuple(n * tensor if dim == placement.dim else n for dim, n in enumerate(shape))
-        parameters[name] = WholeParameter(placement, whole, row)
-    return parameters

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megastable.base.collectives import gathered
 from megastable.base.tensor_size import Size
-from megastable.optim.pieces import MOMENTS, PieceOptimizer, UpdateSize
+from megastable.optim.pieces import MOMENTS, PieceOptimizer, UpdateSize, WholeParameter
 from megastable.parallel.fragments import Fragment
 
 # fp32 master weights; an average of gradients (Adam's first moment, a momentum); Adam's second moment. An optimizer
@@ -201,3 +201,13 @@ class FlatState:
                 piece = self.piece(fragment, kind)
                 assert piece is not None
                 piece.copy_(read(fragment, kind))
+
+    def whole_parameters(self, tensor: int) -> dict[str, WholeParameter]:
+        """Every parameter of the whole model by name; tensor: size of the tensor group. Collective."""
+        held = {f.name: (f.placement, f.shape) for f in self.fragments}
+        found = {name: of for each in gathered(held) for name, of in each.items()}
+        parameters = {}
+        for row, (name, (placement, shape)) in enumerate(sorted(found.items())):
+            whole = tuple(n * tensor if dim == placement.dim else n for dim, n in enumerate(shape))
+            parameters[name] = WholeParameter(placement, whole, row)
+        return parameters

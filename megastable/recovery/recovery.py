@@ -20,7 +20,8 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
 from megastable.engine import nan_locator
-from megastable.engine.engine import Engine, Judge, Measured
+from megastable.engine.engine import Engine
+from megastable.engine.measured import Judge, Measured
 from megastable.recovery.deferring import Deferring
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort

@@ -6,7 +6,8 @@ import math
 
 from megastable.base.deterministic import exact
 from megastable.data.loader import Step
-from megastable.engine.engine import Engine, Measured
+from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
 from megastable.stability import attribution
 from megastable.stability.attribution import Replay, Result
 from megastable.stability.robust import Trend

@@ -13,7 +13,8 @@ from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader
 from megastable.data.skips import Selection
-from megastable.engine.engine import Engine, Measured
+from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
 from megastable.optim.schedule import progress, warmup
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort

@@ -19,7 +19,7 @@ from megastable.checkpoint.store import RunState
 from megastable.config.stability import StabilityConfig
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
-from megastable.engine.engine import Measured
+from megastable.engine.measured import Measured
 from megastable.recovery import new_kinds
 from megastable.recovery.by_heart import ByHeart
 from megastable.recovery.incident_log import IncidentLog

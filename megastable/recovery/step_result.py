@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import Step
-from megastable.engine.engine import Measured
+from megastable.engine.measured import Measured
 
 
 @dataclass(frozen=True)

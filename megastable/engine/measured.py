@@ -1,0 +1,43 @@
+"""Measurements of a step before its update, and the gate that judges them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of a step before the optimizer runs. The same numbers on every rank.
+
+    losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of the
+    step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not finite. votes: of
+    all ranks (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's range, which a smaller loss
+    scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None if the recipe does not use
+    it.
+    """
+
+    losses: Tensor
+    squares: Tensor
+    grad_norm: float
+    votes: tuple[float, ...]
+    loss_scale: float
+    overflow: bool = False
+    fp8: bool | None = None
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses.mean())
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class Judge(Protocol):
+    """The gate: True clips and updates, False drops the gradients. A pure function of its input."""
+
+    def __call__(self, measured: Measured) -> bool: ...
