@@ -86,6 +86,24 @@ def test_switched_off_it_is_the_same_bytes_as_without(recipe: str) -> None:
     assert again[0] == within[0]
 
 
+@pytest.mark.parametrize(
+    "model",
+    [{"norms": norms} for norms in ("after", "both", "mixed", "deep", "branch")]
+    + [{"activation": "gelu", "swiglu_clamp": 1.0, "norms": "both", "zero_centered_norms": True}],
+    ids=str,
+)
+def test_every_architecture_computes_in_fp8(model: dict[str, Any]) -> None:
+    """All linear layers, with a loss near that without; switched off, the same bytes."""
+    plain, (within, fp8) = built(config(model=model)), fitted(config(model=model))
+    without, eight = gradients(plain), gradients(within)
+    assert len(fp8.layers) == len(linears(within)) > 0
+    assert eight[0] != without[0] and abs(eight[0] - without[0]) < 0.05
+    fp8.on = False
+    off = gradients(within)
+    assert off[0] == without[0]
+    assert all(torch.equal(a, b) for a, b in zip(off[1], without[1], strict=True))
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputation_changes_nothing(recipe: str, recompute: str) -> None:

@@ -38,6 +38,7 @@ from megastable.fp8_check.effect import (
     passes,
 )
 from megastable.model.gpt import GPT
+from megastable.model.kernels import Kernels
 from megastable.model.loss import LossFunction
 from megastable.parallel.topology import TensorParallel
 
@@ -52,7 +53,8 @@ def model(**parts: Any) -> PlainModel:
         "vocab_size": VOCABULARY, "vocab_multiple": 64, "init_std": 0.1,
     }  # fmt: skip
     run = RunConfig.model_validate({"model": shape | parts, "data": {"corpora": [{"path": "data/none"}]}})
-    gpt = GPT(run.model, TensorParallel(), "none", 1).to(torch.bfloat16)
+    kernels = Kernels("reference" if run.model.attention_softcap else "sdpa")
+    gpt = GPT(run.model, TensorParallel(), "none", 1, kernels=kernels).to(torch.bfloat16)
     return PlainModel(gpt, run, Path("none"), 1, "")
 
 
@@ -98,6 +100,22 @@ def test_a_healthy_model_keeps_nothing() -> None:
                 assert 0.9 * ordinary < t.error < (2.0 if outcome.recipe == "delayed" else 1.1) * ordinary
             assert all(0.001 < error < 0.12 for error in layer.products.values())
     assert {t.format for t in found.outcomes[2].layers[0].tensors.values()} == {"E4M3"}
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"norms": "both", "zero_centered_norms": True, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 8,
+         "activation": "gelu"},
+        {"norms": "deep"},
+    ],
+    ids=["Gemma 2", "DeepNorm"],
+)  # fmt: skip
+def test_other_architectures_keep_nothing(choices: dict[str, Any]) -> None:
+    found, announced, made = checked(model(**choices), ("current",))
+    (outcome,) = found.outcomes
+    assert announced == made and outcome.stable and not outcome.keep and len(outcome.layers) == 3 * 4
+    assert 0.95 < outcome.everything.cosine < 0.99999
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -51,6 +51,25 @@ def test_transformer_engine_keeps_no_parts_apart(
     assert [kernels_on(c, "cuda").attention for c in (config, plain)] == ["sdpa", "te"]
 
 
+@pytest.mark.parametrize("cap", [None, 50.0])
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+@pytest.mark.parametrize("attention", ["auto", "reference", "sdpa", "blocked", "te"])
+def test_the_planner_chooses_alike(attention: str, kind: str, cap: float | None) -> None:
+    config = RunConfig.model_validate(
+        {
+            "kernels": {"attention": attention},
+            "precision": {"kind": kind},
+            "model": {"attention_softcap": cap},
+        }
+    )
+    assert kernels_on(config, "cpu").attention == choose(config, CPU).attention
+
+
+def test_the_planner_takes_no_transformer_engine_for_capped_logits() -> None:
+    tree = {"kernels": {"attention": "te"}, "model": {"attention_softcap": 50.0}}
+    assert kernels_on(RunConfig.model_validate(tree), "cuda").attention == "sdpa"
+
+
 @pytest.mark.parametrize(
     ("parts", "note"),
     [
