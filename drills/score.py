@@ -283,8 +283,9 @@ def within(s: Score) -> bool:
 
 
 def better(s: Score) -> bool:
-    """Whether a run ends better than the clean one, by more than equivalent runs differ."""
-    return s.excess is not None and s.excess < -TARGET
+    """Whether a run ends better than the clean one, by more than equivalent runs differ. A slow fault is not about how
+    it ends."""
+    return s.begin is None and s.excess is not None and s.excess < -TARGET
 
 
 def met(scores: Sequence[Score]) -> bool:

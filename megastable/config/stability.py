@@ -348,7 +348,7 @@ class TrendsConfig(Section):
     """Change of a layer's output by one update, relative to itself."""
     update_least: PositiveFloat = 0.01
     """Root mean square of an update, relative to the learning rate."""
-    stale_share: Fraction = 0.005
+    stale_share: Fraction = 0.002
     """Share of the rows of embedding or head with a gradient whose second moment is below a hundredth of its square."""
     stale_factor: PositiveFloat = 4.0
     """As `stale_share`, times the usual share of this run."""

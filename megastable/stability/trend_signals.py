@@ -177,18 +177,19 @@ def updates(step: int, rate: float, rows: Rows, history: LookHistory, width: int
 def tokens(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     c = history.config
     for table, row in _with(rows, "stale"):
-        name, share = table.removesuffix(".weight"), row["stale"]
-        held = history.series.get(f"stale {name}", Series())
-        usual = median(held.values) if len(held.values) >= LATEST else 0.0
-        limit = max(c.stale_share, c.stale_factor * usual)
-        if share < limit:  # what is beyond it is not to become usual
-            history.add(f"stale {name}", step, share)
+        name = table.removesuffix(".weight")
+        share = history.add(f"stale {name}", step, row["stale"]).level
+        usually = history.series.setdefault(f"usually stale {name}", Series())
+        usual = median(usually.values) if usually.values else 0.0
+        known, limit = len(usually.values) >= 2 * LATEST, max(c.stale_share, c.stale_factor * usual)
+        if share < limit or not known:  # what is beyond it is not to become usual
+            history.add(f"usually stale {name}", step, row["stale"])
         text = (
             f"{share:.1%} of the {name}'s rows with a gradient (usually {usual:.1%}) have a second moment that has not "
             "kept up with it: tokens that were rare until now come in numbers, and each moves its row by more than a "
             "full learning rate"
         )
-        yield Reading(name, share / limit, text, {"stale": share, "usual": usual})
+        yield Reading(name, share / limit if known else 0.0, text, {"stale": share, "usual": usual})
 
 
 def layers(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
