@@ -27,10 +27,10 @@ from megastable.base.errors import user_errors
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.engine.kernel_choice import choose
+from megastable.model.attention_scores import Scores
 from megastable.model.cores import CORES
 from megastable.model.kernels import DTYPES
 from megastable.model.mlp import activation_of
-from megastable.model.scores import Scores
 from megastable.parallel.layout import Layout
 from megastable.plan import work
 from megastable.plan.cluster import ClusterConfig, Efficiency, Link, Peak

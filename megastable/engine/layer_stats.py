@@ -28,8 +28,8 @@ from megastable.base.collectives import gathered
 from megastable.engine.flatstate import CHUNK, FlatState
 from megastable.fp8.amax_history import SLOTS
 from megastable.fp8.controller import Fp8
+from megastable.model.attention_scores import FULL, Scores, softcap
 from megastable.model.gpt import Block, open_stream
-from megastable.model.scores import FULL, Scores, softcap
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
 

@@ -25,9 +25,9 @@ from megastable.base.errors import CheckpointError, DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.tokenizer import Tokenizer
 from megastable.model.attention import Attention
+from megastable.model.attention_scores import Scores, softcap
 from megastable.model.gpt import Block, Head
 from megastable.model.rope import rope_table, rotate
-from megastable.model.scores import Scores, softcap
 
 SMALLEST = 64  # tokens that there is room for at least
 AT_ONCE = 2048  # tokens of a long prompt in one pass: what bounds the memory of activations and masks

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
+from megastable.model.attention_scores import FULL, Scores
 from megastable.model.cores import CORES, Core
 from megastable.model.highest_logits import raise_highest
 from megastable.model.kernels import Kernels
 from megastable.model.memo import Latest
 from megastable.model.norm import RMSNorm, SplitRMSNorm
 from megastable.model.rope import Rope, rope_table, rotate, rotation
-from megastable.model.scores import FULL, Scores
 from megastable.parallel.layers import ColumnParallelBias, ColumnParallelLinear, RowParallelLinear
 from megastable.parallel.mappings import to_heads, to_tokens
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megastable.base import products
-from megastable.model.scores import FULL, Scores
+from megastable.model.attention_scores import FULL, Scores
 
 ROWS = 256  # queries of a block
 DOCUMENT_ROWS = 64  # the same with documents: every block also covers the document of its first query

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megastable.base import products
 from megastable.model import sizes
-from megastable.model.scores import softcap
+from megastable.model.attention_scores import softcap
 from megastable.parallel.topology import TensorParallel
 
 # Elementwise work on a chunk goes in blocks of this many logits, to stay in a CPU's cache.

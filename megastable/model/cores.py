@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megastable.base.products import is_cast
+from megastable.model.attention_scores import FULL, Scores, softcap
 from megastable.model.blocked import blocked_attention
-from megastable.model.scores import FULL, Scores, softcap
 
 
 class Run(Protocol):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
+from megastable.model.attention_scores import Scores
 from megastable.model.dropout import dropped
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
@@ -27,7 +28,6 @@ from megastable.model.loss import Features, LossFunction, project
 from megastable.model.mlp import MLP
 from megastable.model.norm import RMSNorm
 from megastable.model.residual import Residual
-from megastable.model.scores import Scores
 from megastable.model.sizes import layer_costs
 from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megastable.parallel.mappings import enter

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megastable.base.products import is_cast
-from megastable.model.scores import FULL, Scores
+from megastable.model.attention_scores import FULL, Scores
 
 SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # at a time: fits a CPU's cache, fills a GPU
 FEWEST = 16  # queries at a time, even if their scores are more

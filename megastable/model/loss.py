@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megastable.base.products import linear
 from megastable.model import sizes
+from megastable.model.attention_scores import softcap
 from megastable.model.chunked import chunked_objective
-from megastable.model.scores import softcap
 from megastable.parallel.topology import TensorParallel
 
 

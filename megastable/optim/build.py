@@ -12,9 +12,9 @@ from megastable.config.optimizers import OptimizerConfig
 from megastable.optim.adafactor import Adafactor
 from megastable.optim.adamw import AdamW
 from megastable.optim.fused import FusedAdamW
-from megastable.optim.groups import parameter_groups
 from megastable.optim.lamb import Lamb
 from megastable.optim.muon import Muon
+from megastable.optim.parameter_groups import parameter_groups
 from megastable.optim.pieces import PieceOptimizer
 from megastable.optim.sgd import SGD
 from megastable.optim.spam import Spam

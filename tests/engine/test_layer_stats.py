@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import INDICATORS, LayerStatistics, attention_chunks
+from megastable.model.attention_scores import Scores
 from megastable.model.gpt import GPT, Block
-from megastable.model.scores import Scores
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel

@@ -12,12 +12,12 @@ from torch.nn.attention import SDPBackend
 
 from megastable.config.model import ModelConfig
 from megastable.model import cores
+from megastable.model.attention_scores import FULL
 from megastable.model.chunked import chunked_objective
 from megastable.model.cores import CORES, reference_attention
 from megastable.model.gpt import GPT
 from megastable.model.kernels import Kernels
 from megastable.model.loss import LossFunction, project
-from megastable.model.scores import FULL
 from megastable.parallel.topology import TensorParallel
 
 ATTENTION = [

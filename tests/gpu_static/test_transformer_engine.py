@@ -10,9 +10,9 @@ from torch import nn
 
 from megastable.config.tree import RunConfig
 from megastable.fp8 import te
+from megastable.model.attention_scores import FULL
 from megastable.model.cores import _te_core
 from megastable.model.gpt import GPT
-from megastable.model.scores import FULL
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 from tests.gpu_static import fake

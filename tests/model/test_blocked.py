@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.base import products
 from megastable.model import blocked
+from megastable.model.attention_scores import FULL, Scores
 from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
-from megastable.model.scores import FULL, Scores
 
 CPU = torch.device("cpu")
 BF16 = pytest.mark.skipif(not supported(CPU, torch.bfloat16), reason="no exact bf16 products on this machine")

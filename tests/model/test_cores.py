@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from megastable.model import cores
+from megastable.model.attention_scores import FULL, Scores
 from megastable.model.cores import CORES, attention_mask, reference_attention, see
-from megastable.model.scores import FULL, Scores
 
 S, B, D = 11, 2, 8
 ON_A_CPU = ["reference", "sdpa", "blocked"]

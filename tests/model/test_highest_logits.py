@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megastable.model import highest_logits
+from megastable.model.attention_scores import Scores
 from megastable.model.cores import attention_mask
 from megastable.model.highest_logits import raise_highest
-from megastable.model.scores import Scores
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 30])
