@@ -27,7 +27,7 @@ from megastable.base.errors import user_errors
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.engine.kernel_choice import choose
-from megastable.model.attention_scores import Scores
+from megastable.model.attention_scores import AttentionScores
 from megastable.model.cores import CORES
 from megastable.model.kernels import DTYPES
 from megastable.model.mlp import activation_of
@@ -98,7 +98,7 @@ def _attention(config: RunConfig, z: work.WorkSizes, dtype: torch.dtype) -> floa
     """TFLOP/s of causal attention, forward and backward, counted as in `work.block`."""
     m, b = config.model, config.train.micro_batch
     core = CORES[choose(config, CPU).attention]
-    scores = Scores.of(m, 0)._replace(window=None)  # `work.attended` knows the windows
+    scores = AttentionScores.of(m, 0)._replace(window=None)  # `work.attended` knows the windows
 
     def drawn(heads: int) -> Tensor:
         return (

@@ -28,7 +28,7 @@ from megastable.base.collectives import gathered
 from megastable.engine.flatstate import CHUNK, FlatState
 from megastable.fp8.amax_history import SLOTS
 from megastable.fp8.controller import Fp8
-from megastable.model.attention_scores import FULL, Scores, softcap
+from megastable.model.attention_scores import FULL, AttentionScores, softcap
 from megastable.model.gpt import Block, open_stream
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
@@ -255,7 +255,7 @@ def _ratio(squares: float, of: float) -> float:
 
 @torch.no_grad()
 def attention_chunks(
-    q: Tensor, k: Tensor, segments: Tensor | None, scores: Scores = FULL, most: int = SCORES
+    q: Tensor, k: Tensor, segments: Tensor | None, scores: AttentionScores = FULL, most: int = SCORES
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Entropy (nats) and largest logit (before a cap) of attention, both fp32 [b, k, q / k, c], for c queries at a
     time.
@@ -279,7 +279,7 @@ def attention_chunks(
         yield _entropy(q[..., begin:end, :], k[..., :end], refused, scores)
 
 
-def _entropy(q: Tensor, k: Tensor, refused: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _entropy(q: Tensor, k: Tensor, refused: Tensor, scores: AttentionScores) -> tuple[Tensor, Tensor]:
     """One chunk: q [b, k, q / k, c, d], k fp32 [b, k, d, n], refused broadcastable to [b, k, q / k, c, n]. A function,
     so that its scores are freed before the next chunk's."""
     rows = q.float().flatten(2, 3) * scores.factor(q.shape[-1])

@@ -25,7 +25,7 @@ from megastable.base.errors import CheckpointError, DataError
 from megastable.checkpoint.plain import PlainModel
 from megastable.data.tokenizer import Tokenizer
 from megastable.model.attention import Attention
-from megastable.model.attention_scores import Scores, softcap
+from megastable.model.attention_scores import AttentionScores, softcap
 from megastable.model.gpt import Block, Head
 from megastable.model.rope import rope_table, rotate
 
@@ -100,7 +100,7 @@ def _attend(attention: Attention, name: str, cache: KeyValueCache, x: Tensor) ->
     return attention.out(y.permute(2, 0, 1, 3).reshape(n, b, -1))
 
 
-def _core(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+def _core(q: Tensor, k: Tensor, v: Tensor, scores: AttentionScores) -> Tensor:
     """Attention of the last n of L positions: q [b, q, n, d], k and v [b, k, L, d]. Only the keys that a window reaches
     are read.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
-from megastable.model.attention_scores import FULL, Scores
+from megastable.model.attention_scores import FULL, AttentionScores
 from megastable.model.cores import CORES, Core
 from megastable.model.highest_logits import raise_highest
 from megastable.model.kernels import Kernels
@@ -47,7 +47,7 @@ def _rotation(segments: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
 
 
 @Latest
-def _prepared(segments: Tensor, core: Core, scores: Scores) -> Any:
+def _prepared(segments: Tensor, core: Core, scores: AttentionScores) -> Any:
     return core.prepare(segments, scores, segments.shape[1], segments.device)
 
 
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         recompute_core: bool,
         kernels: Kernels,
         cp: ContextParallel = WHOLE,
-        scores: Scores = FULL,
+        scores: AttentionScores = FULL,
     ) -> None:
         super().__init__()
         self.cp, self.scores = cp, scores

@@ -11,7 +11,7 @@ from torch import Tensor
 from megastable.config.model import ModelConfig
 
 
-class Scores(NamedTuple):
+class AttentionScores(NamedTuple):
     """scale: factor of q k; None: 1 / sqrt(d). cap: logits z become cap tanh(z / cap) (Gemma 2, arXiv:2408.00118,
     section 2); None: as they are. window: a query sees this many keys, its own included; None: all up to its own."""
 
@@ -20,7 +20,7 @@ class Scores(NamedTuple):
     window: int | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, block: int) -> Scores:
+    def of(cls, config: ModelConfig, block: int) -> AttentionScores:
         window = config.window_of(block)
         seen = window if window and window < config.longest else None
         return cls(config.score_scale, config.attention_softcap, seen)
@@ -36,7 +36,7 @@ class Scores(NamedTuple):
         return seen if self.window is None else seen & (behind < self.window)
 
 
-FULL = Scores()
+FULL = AttentionScores()
 
 
 def softcap(z: Tensor, cap: float | None) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megastable.base import products
-from megastable.model.attention_scores import FULL, Scores
+from megastable.model.attention_scores import FULL, AttentionScores
 
 ROWS = 256  # queries of a block
 DOCUMENT_ROWS = 64  # the same with documents: every block also covers the document of its first query
@@ -178,7 +178,7 @@ def _past(c: int, keys: int, window: int) -> Tensor:
 class _Call:
     """Shapes and scratch of one forward or backward, and views of its tensors by block."""
 
-    def __init__(self, q: Tensor, k: Tensor, segments: Tensor | None, scores: Scores) -> None:
+    def __init__(self, q: Tensor, k: Tensor, segments: Tensor | None, scores: AttentionScores) -> None:
         self.b, self.q, self.s, self.d = q.shape
         self.k = k.shape[1]
         self.g = self.q // self.k
@@ -241,7 +241,7 @@ def _forward(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output [b, q, s, d], and `room` probabilities kept for the backward, flat (or none)."""
-    call = _Call(q, k, segments, Scores(scale, cap, window))
+    call = _Call(q, k, segments, AttentionScores(scale, cap, window))
     keys, values = call.pairs(k), call.pairs(v)
     y = _like_stream(q)
     kept = q.new_empty(room)
@@ -275,7 +275,7 @@ def _backward(
     scale: float | None, cap: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, given that of y."""
-    call = _Call(q, k, segments, Scores(scale, cap, window))
+    call = _Call(q, k, segments, AttentionScores(scale, cap, window))
     d = call.d
     keys, values = call.pairs(k), call.pairs(v)
     values = torch.cat([values, values.new_zeros(*values.shape[:2], EXTRA)], -1)
@@ -364,7 +364,7 @@ class _Eager(torch.autograd.Function):
 
 
 def blocked_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scores: Scores = FULL
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, scores: AttentionScores = FULL
 ) -> Tensor:
     """Causal softmax(q k^T * scale) v, inside documents. q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d].
 

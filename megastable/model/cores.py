@@ -2,8 +2,9 @@
 kernels.
 
 Shapes: q [b, q, s, d], k and v [b, k, s, d] -> [b, q, s, d]; b micro-batch, q query heads, k key/value heads, s
-sequence, d head width. A core gets the `Scores` of its block, and what it `prepare`d from them and from segments, int32
-[b, s]: with those a token attends only to tokens of its own segment. GQA: Ainslie et al., arXiv:2305.13245.
+sequence, d head width. A core gets the `AttentionScores` of its block, and what it `prepare`d from them and from
+segments, int32 [b, s]: with those a token attends only to tokens of its own segment. GQA: Ainslie et al.,
+arXiv:2305.13245.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megastable.base.products import is_cast
-from megastable.model.attention_scores import FULL, Scores, softcap
+from megastable.model.attention_scores import FULL, AttentionScores, softcap
 from megastable.model.blocked import blocked_attention
 
 
-class Run(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Any, scores: Scores = FULL) -> Tensor:
+class RunCore(Protocol):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Any, scores: AttentionScores = FULL
+    ) -> Tensor:
         """documents: what the core prepared."""
         ...
 
 
-def _segments(segments: Tensor | None, scores: Scores, length: int, device: torch.device) -> Tensor | None:
+def _segments(
+    segments: Tensor | None, scores: AttentionScores, length: int, device: torch.device
+) -> Tensor | None:
     return segments
 
 
@@ -39,8 +44,8 @@ class Core:
     """run(q, k, v, documents, scores); documents: prepare(segments or None, scores, length, device), the same for all
     blocks with these scores."""
 
-    run: Run
-    prepare: Callable[[Tensor | None, Scores, int, torch.device], Any] = _segments
+    run: RunCore
+    prepare: Callable[[Tensor | None, AttentionScores, int, torch.device], Any] = _segments
 
 
 # cuDNN's kernel is the fastest on Hopper; if it refuses, torch tries the next.
@@ -56,7 +61,7 @@ GROUPED = (torch.bfloat16, torch.float16)
 
 
 def attention_mask(
-    segments: Tensor | None, scores: Scores, length: int, device: torch.device
+    segments: Tensor | None, scores: AttentionScores, length: int, device: torch.device
 ) -> Tensor | None:
     """bool [b or 1, 1, s, s]: causal, in the window and inside one document; None: causal, and nothing else."""
     if segments is None:
@@ -65,13 +70,13 @@ def attention_mask(
 
 
 @lru_cache(maxsize=4)
-def _mask(scores: Scores, length: int, device: torch.device) -> Tensor:
+def _mask(scores: AttentionScores, length: int, device: torch.device) -> Tensor:
     index = torch.arange(length, device=device)
     return scores.mask(index, index)[None, None]
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: Scores = FULL
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: AttentionScores = FULL
 ) -> Tensor:
     """In plain fp32, scores and all. documents: segments [b, s]."""
     (groups, (length, d)) = q.shape[1] // k.shape[1], q.shape[2:]
@@ -85,7 +90,7 @@ def reference_attention(
 
 
 def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMask | None, scores: Scores = FULL
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | BlockMask | None, scores: AttentionScores = FULL
 ) -> Tensor:
     """torch's fused kernels (fp32 softmax inside). documents: a mask of s x s, or on a GPU the result of `see`."""
     scale = scores.scale
@@ -115,7 +120,9 @@ def sdpa_attention(
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1, scale=scale)
 
 
-def see(segments: Tensor | None, scores: Scores, length: int, device: torch.device) -> BlockMask | None:
+def see(
+    segments: Tensor | None, scores: AttentionScores, length: int, device: torch.device
+) -> BlockMask | None:
     """The block mask of FlexAttention (arXiv:2412.05496): which blocks of queries attend to which blocks of keys. None:
     other kernels can do it."""
     if segments is None:
@@ -147,7 +154,7 @@ def _capped(cap: float) -> Callable[..., Tensor]:
     return modified
 
 
-def _sdpa_mask(segments: Tensor | None, scores: Scores, length: int, device: torch.device) -> Any:
+def _sdpa_mask(segments: Tensor | None, scores: AttentionScores, length: int, device: torch.device) -> Any:
     return (see if device.type == "cuda" else attention_mask)(segments, scores, length, device)
 
 
@@ -157,7 +164,7 @@ def _flex() -> Callable[..., Any]:
 
 
 @torch.compiler.disable
-def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None, scores: Scores = FULL) -> Tensor:
+def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None, scores: AttentionScores = FULL) -> Tensor:
     """Transformer Engine's kernels, which support neither segments nor caps."""
     assert documents is None and scores.cap is None, "kernel_choice.choose takes another core for these"
     core = _te_core(q.shape[1], k.shape[1], q.shape[-1], scores)
@@ -167,7 +174,7 @@ def te_attention(q: Tensor, k: Tensor, v: Tensor, documents: None, scores: Score
 
 
 @lru_cache(maxsize=8)
-def _te_core(heads: int, groups: int, width: int, scores: Scores) -> Callable[..., Tensor]:
+def _te_core(heads: int, groups: int, width: int, scores: AttentionScores) -> Callable[..., Tensor]:
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
-from megastable.model.attention_scores import Scores
+from megastable.model.attention_scores import AttentionScores
 from megastable.model.dropout import dropped
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
@@ -107,7 +107,7 @@ class Block(nn.Module):
         )
         self.attention_norm = norm(f"{name}.attention_norm", scale=residual.norm)
         self.attention = Attention(
-            config, tp, f"{name}.attention", core, kernels, cp, Scores.of(config, index)
+            config, tp, f"{name}.attention", core, kernels, cp, AttentionScores.of(config, index)
         )
         self.mlp_norm = norm(f"{name}.mlp_norm", scale=residual.norm)
         self.mlp = MLP(config, tp, f"{name}.mlp", core)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megastable.base.products import is_cast
-from megastable.model.attention_scores import FULL, Scores
+from megastable.model.attention_scores import FULL, AttentionScores
 
 SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # at a time: fits a CPU's cache, fills a GPU
 FEWEST = 16  # queries at a time, even if their scores are more
 
 
 def raise_highest(
-    highest: Tensor, q: Tensor, k: Tensor, segments: Tensor | None, scores: Scores = FULL
+    highest: Tensor, q: Tensor, k: Tensor, segments: Tensor | None, scores: AttentionScores = FULL
 ) -> None:
     """highest <- max(highest, largest causal q k * scale) of every head, in place, without gradients.
 

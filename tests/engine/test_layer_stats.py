@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import INDICATORS, LayerStatistics, attention_chunks
-from megastable.model.attention_scores import Scores
+from megastable.model.attention_scores import AttentionScores
 from megastable.model.gpt import GPT, Block
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
@@ -357,7 +357,7 @@ def test_attention_in_chunks_is_that_of_the_whole(
     q = spread * torch.randn(b, kv * groups, s, d, generator=g)
     k = torch.randn(b, kv, s, d, generator=g)
     segments = (torch.rand(b, s, generator=g) < 0.3).cumsum(1).int() if apart else None
-    parts = list(attention_chunks(q, k, segments, Scores(cap=cap, window=window), scores))
+    parts = list(attention_chunks(q, k, segments, AttentionScores(cap=cap, window=window), scores))
     entropy, highest = (torch.cat(x, -1).flatten(1, 2) for x in zip(*parts, strict=True))
     wanted, logits = whole_attention(q, k, segments, cap, window)
     assert torch.allclose(entropy.double(), wanted, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastable.base import products
 from megastable.model import blocked
-from megastable.model.attention_scores import FULL, Scores
+from megastable.model.attention_scores import FULL, AttentionScores
 from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ class Case(NamedTuple):
     v: Tensor
     dy: Tensor
     segments: Tensor | None
-    scores: Scores = FULL
+    scores: AttentionScores = FULL
 
 
 def case(
@@ -60,7 +60,7 @@ def allowed(case: Case) -> Tensor:
     return (causal & (case.segments[:, :, None] == case.segments[:, None, :]))[:, None]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, of: Scores = FULL) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, of: AttentionScores = FULL) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if of.scale is None else of.scale)
@@ -110,7 +110,7 @@ shapes = {
     "d": st.sampled_from([8, 24, 32]),
     "documents": st.booleans(),
     "scores": st.builds(
-        Scores,
+        AttentionScores,
         st.sampled_from([None, 0.3]),
         st.sampled_from([None, 1.0, 30.0]),
         st.sampled_from([None, 1, 5, 13, 200]),
@@ -123,7 +123,7 @@ shapes = {
 @settings(max_examples=25)
 @given(**shapes)
 def test_fp32_equals_the_plain_softmax(
-    kept: int, b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: Scores
+    kept: int, b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: AttentionScores
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "KEPT", kept)
@@ -139,7 +139,7 @@ def test_fp32_equals_the_plain_softmax(
 @settings(max_examples=25)
 @given(**shapes)
 def test_bf16_equals_the_plain_softmax_up_to_its_rounding(
-    b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: Scores
+    b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: AttentionScores
 ) -> None:
     inputs = case(b, k, groups, s, d, torch.bfloat16, documents)._replace(scores=scores)
     for got, wanted in zip(results(inputs, "blocked"), results(inputs, "exact"), strict=True):
@@ -320,8 +320,8 @@ def test_compiles_to_one_graph_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("scores", [FULL, Scores(0.3, 2.0, 9)], ids=["plain", "capped window"])
-def test_the_operator_keeps_the_rules_of_operators(documents: bool, scores: Scores) -> None:
+@pytest.mark.parametrize("scores", [FULL, AttentionScores(0.3, 2.0, 9)], ids=["plain", "capped window"])
+def test_the_operator_keeps_the_rules_of_operators(documents: bool, scores: AttentionScores) -> None:
     """Schema, fake shapes and strides, gradients through AOT, with static and symbolic sizes: torch's own check."""
     inputs = case(2, 2, 2, 40, 16, torch.float32, documents)
     q, k, v = (t.detach().requires_grad_() for t in inputs[:3])

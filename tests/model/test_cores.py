@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from megastable.model import cores
-from megastable.model.attention_scores import FULL, Scores
+from megastable.model.attention_scores import FULL, AttentionScores
 from megastable.model.cores import CORES, attention_mask, reference_attention, see
 
 S, B, D = 11, 2, 8
@@ -22,8 +22,8 @@ FAST = ON_A_CPU[1:]
 SEGMENTS = torch.tensor([[0] * 5 + [1] + [2] * 5, [0] * S])
 CPU = torch.device("cpu")
 SCORES = {
-    "plain": FULL, "scaled": Scores(scale=0.7), "capped": Scores(cap=0.8), "window": Scores(window=3),
-    "all": Scores(0.7, 0.8, 3), "window of one": Scores(window=1),
+    "plain": FULL, "scaled": AttentionScores(scale=0.7), "capped": AttentionScores(cap=0.8),
+    "window": AttentionScores(window=3), "all": AttentionScores(0.7, 0.8, 3), "window of one": AttentionScores(window=1),
 }  # fmt: skip
 
 
@@ -34,7 +34,9 @@ def qkv(heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[T
     ]
 
 
-def run(core: Callable[..., Tensor], tensors: list[Tensor], documents: Any, scores: Scores) -> list[Tensor]:
+def run(
+    core: Callable[..., Tensor], tensors: list[Tensor], documents: Any, scores: AttentionScores
+) -> list[Tensor]:
     """The output and the three gradients."""
     out = core(*tensors, documents, scores)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
@@ -131,7 +133,7 @@ def test_what_a_gpu_computes_by_flex_attention_equals_the_reference(
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])
 def test_the_mask_is_causal_in_the_window_and_inside_one_document(window: int | None, apart: bool) -> None:
-    mask = attention_mask(SEGMENTS if apart else None, Scores(window=window), S, CPU)
+    mask = attention_mask(SEGMENTS if apart else None, AttentionScores(window=window), S, CPU)
     if mask is None:
         assert not apart and window is None
         return

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megastable.model import highest_logits
-from megastable.model.attention_scores import Scores
+from megastable.model.attention_scores import AttentionScores
 from megastable.model.cores import attention_mask
 from megastable.model.highest_logits import raise_highest
 
@@ -27,7 +27,7 @@ def test_it_is_that_of_the_scores(
     q = torch.randn(s, b, heads, d, generator=drawn).to(dtype).permute(1, 2, 0, 3)  # as attention lays it out
     k = torch.randn(s, b, kv, d, generator=drawn).to(dtype).permute(1, 2, 0, 3)
     segments = (torch.rand(b, s, generator=drawn) < 0.1).cumsum(1).int() if apart else None
-    of = Scores(scale=0.5, cap=1.0, window=window)  # of the logits before the cap
+    of = AttentionScores(scale=0.5, cap=1.0, window=window)  # of the logits before the cap
     scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) * 0.5
     seen = attention_mask(segments if segments is not None else torch.zeros(b, s), of, s, q.device)
     assert seen is not None
