@@ -360,8 +360,8 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
     rows = (
         size if device == "cuda" or config.parallel.tensor > 1 else min(size, max(LOSS_BLOCK // columns, 1))
     )
-    wide_copies = 0 if m.logit_softcap is None else 3  # in fp32: given, divided, their tanh
-    scratch = 0 if kernels.compile else rows * columns * FP32 * (1 + wide_copies)
+    copies = 4 if m.logit_softcap is not None else 1  # in fp32; with a cap also given, divided, their tanh
+    scratch = 0 if kernels.compile else rows * columns * FP32 * copies
     yield Item("logits", "logits of a chunk", size * columns * z.e + scratch, ("loss",))
     yield Item("logits", "gradient of the head, summed", real * wide + part, ("loss",))
     yield Item("logits", "gradient of the features", features, ("loss",))
