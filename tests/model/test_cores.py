@@ -23,7 +23,8 @@ SEGMENTS = torch.tensor([[0] * 5 + [1] + [2] * 5, [0] * S])
 CPU = torch.device("cpu")
 SCORES = {
     "plain": FULL, "scaled": AttentionScores(scale=0.7), "capped": AttentionScores(cap=0.8),
-    "window": AttentionScores(window=3), "all": AttentionScores(0.7, 0.8, 3), "window of one": AttentionScores(window=1),
+    "window": AttentionScores(window=3), "all": AttentionScores(0.7, 0.8, 3),
+    "window of one": AttentionScores(window=1),
 }  # fmt: skip
 
 
