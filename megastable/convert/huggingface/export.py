@@ -30,6 +30,7 @@ from megastable.convert.huggingface.card import card
 from megastable.convert.huggingface.folder import CONFIG
 from megastable.convert.huggingface.gguf import unsupported
 from megastable.convert.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary
+from megastable.convert.huggingface.mup_scales import exact, factor_of, without_mup
 from megastable.convert.huggingface.names import split, table
 from megastable.convert.huggingface.parity import ParityReport
 from megastable.convert.huggingface.settings import settings_of
@@ -91,6 +92,8 @@ def to_hf(
     run = run_of(checkpoint)
     whole = WholeState(checkpoint)
     whole.check_fits(run.model)
+    scaled = run.model
+    run = run.model_copy(update={"model": without_mup(scaled)})
     found, notes = (None, []) if without_tokenizer else _tokenizer(run, tokenizer)
     entries = [
         (part.name, DTYPES[dtype], part.shape) for parts in table(run.model).values() for part in parts
@@ -106,7 +109,10 @@ def to_hf(
     with staged_directory(out) as folder:
         try:
             _write_weights(
-                folder, planned, whole, run.model, DTYPES[dtype], lambda done: watch(done, made.bytes)
+                folder,
+                planned,
+                _theirs(whole, run.model, scaled, DTYPES[dtype]),
+                lambda done: watch(done, made.bytes),
             )
         except OSError as error:
             raise CheckpointError(_refused(out, error, made.bytes)) from None
@@ -123,6 +129,11 @@ def to_hf(
             made.notes.append(
                 f"max_position_embeddings is {run.model.longest:,}, as it was imported; this run trained on "
                 f"{run.model.sequence_length:,} tokens at a time"
+            )
+        if scaled.mup is not None:
+            rounded = "exactly" if exact(scaled) else "rounded once: the ratios of sizes are no powers of two"
+            made.notes.append(
+                f"muP's scales are multiplied into the weights, {rounded}; an import finds none"
             )
         _write_settings(folder, run, dtype, found, pad)
         if check is not None:
@@ -226,13 +237,11 @@ def _room(out: Path, size: int) -> None:
 def _write_weights(
     folder: Path,
     planned: dict[str, list[Entry]],
-    whole: WholeState,
-    config: ModelConfig,
-    dtype: torch.dtype,
+    tensors: Iterator[tuple[str, Tensor]],
     watch: Callable[[int], None],
 ) -> None:
     done = 0
-    with closing(ahead(_theirs(whole, config, dtype))) as stream:
+    with closing(ahead(tensors)) as stream:
         for file, entries in planned.items():
             # Without this metadata transformers 4 does not load a file.
             with TensorFile(folder / file, entries, {"format": "pt"}) as writer:
@@ -254,9 +263,14 @@ def ahead(given: Iterator[T]) -> Generator[T, None, None]:
             yield item
 
 
-def _theirs(whole: WholeState, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _theirs(
+    whole: WholeState, config: ModelConfig, scaled: ModelConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """scaled: the checkpoint's model, which may have muP's scales."""
     for ours, parts in table(config).items():
         tensor = whole.tensor(ours, "weight")
+        if (factor := factor_of(ours, scaled)) != 1:
+            tensor = tensor * factor
         if not all(map(math.isfinite, tensor.aminmax())):  # the fastest check that also detects NaN
             raise CheckpointError(
                 f"{whole.checkpoint}: {ours} holds values that are not finite: export an older checkpoint"

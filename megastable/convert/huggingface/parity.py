@@ -27,6 +27,7 @@ from megastable.config.tree import RunConfig
 from megastable.convert.huggingface import logits
 from megastable.convert.huggingface.architectures import OWN
 from megastable.convert.huggingface.folder import HuggingFaceFolder
+from megastable.convert.huggingface.mup_scales import factor_of, without_mup
 from megastable.convert.huggingface.names import merge, split, table
 from megastable.convert.huggingface.tokenizer_export import real_text
 from megastable.data.corpora import open_corpora
@@ -123,15 +124,16 @@ def compare(
 
     Raises CheckpointError, ConfigError."""
     theirs, run = HuggingFaceFolder(folder, accept), run_of(checkpoint)
+    plain = without_mup(run.model)
     found = ParityReport(checkpoint, folder, tensors=sum(map(len, theirs.parts.values())))
-    _same_model(checkpoint, run, theirs)
+    _same_model(checkpoint, plain, theirs)
     for key in NUMBERS:
-        mine, other = _effective(run.model, key), _effective(theirs.config, key)
+        mine, other = _effective(plain, key), _effective(theirs.config, key)
         if mine != other:
             found.settings.append(f"model.{key} is {other} in the folder, and {mine} in the checkpoint")
     held = {theirs.dtype(part.name) for parts in theirs.parts.values() for part in parts}
     found.precision = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
-    weights = _Rounded(WholeState(checkpoint), theirs)
+    weights = _Rounded(WholeState(checkpoint), run.model, theirs)
     samples = _samples(run, theirs, seed, found.notes)
     whole, largest = _memory(theirs, samples)
     free = free_memory.free()
@@ -160,9 +162,9 @@ def compare(
     return found
 
 
-def _same_model(checkpoint: Path, run: RunConfig, folder: HuggingFaceFolder) -> None:
+def _same_model(checkpoint: Path, ours: ModelConfig, folder: HuggingFaceFolder) -> None:
     """Check that both describe the same model. Raises CheckpointError with the difference."""
-    ours, theirs = run.model, folder.config
+    theirs = folder.config
     for key in ModelConfig.model_fields:
         a, b = _effective(ours, key), _effective(theirs, key)
         if a != b and key not in OWN and key not in (*NUMBERS, "full_attention_every"):
@@ -229,15 +231,19 @@ def _positions(tokens: Tensor, folder: HuggingFaceFolder) -> Tensor:
 
 
 class _Rounded:
-    """The checkpoint's weights rounded as the folder should hold them; records the tensors that differ."""
+    """The checkpoint's weights, times muP's scales if `model` has them, rounded as the folder should hold them; records
+    the tensors that differ."""
 
-    def __init__(self, whole: WholeState, folder: HuggingFaceFolder) -> None:
-        self.whole, self.folder, self.unequal = whole, folder, set[str]()
+    def __init__(self, whole: WholeState, model: ModelConfig, folder: HuggingFaceFolder) -> None:
+        self.whole, self.model, self.folder, self.unequal = whole, model, folder, set[str]()
         self.table = table(folder.config)
 
     def __call__(self, name: str) -> Tensor:
-        """fp32, with the padding of the vocabulary unchanged."""
+        """fp32, with the padding of the vocabulary unchanged; for our model, so without those scales."""
         tensor, parts = self.whole.tensor(name, "weight"), self.table[name]
+        factor = factor_of(name, self.model)
+        if factor != 1:
+            tensor = tensor * factor
         rounded = {}
         for theirs, part in split(tensor, parts).items():
             held = self.folder.tensor(theirs)
@@ -247,7 +253,8 @@ class _Rounded:
             if not torch.equal(mine.view(torch.uint8), held.view(torch.uint8)):  # -0.0 is not 0.0, nan is nan
                 self.unequal.add(theirs)
             rounded[theirs] = mine.float()
-        return merge(rounded, parts, len(tensor))
+        whole = merge(rounded, parts, len(tensor))
+        return whole if factor == 1 else whole / factor
 
     def all_unequal(self) -> list[str]:
         for name in self.table:

@@ -56,6 +56,50 @@ def test_logits_are_the_same_in_transformers(make: Make, tmp_path: Path, name: s
         assert torch.equal(ours(tokens), theirs(tokens))
 
 
+MUP = {"base_width": 8, "base_layers": 1, "base_head_dim": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "mup", "exactly"),
+    [
+        ({"layers": 4}, MUP, True),
+        ({"layers": 3, "qk_norm": False}, {"base_width": 24, "base_layers": 1}, False),
+        ({"layers": 2, "qk_norm": "full", "norms": "after"}, MUP, True),
+    ],
+    ids=["qwen3", "llama", "olmo2"],
+)
+def test_mups_scales_become_a_part_of_the_weights(
+    make: Make, tmp_path: Path, model: dict[str, Any], mup: dict[str, int], exactly: bool
+) -> None:
+    checkpoint = make(model | {"mup": mup})
+    made = to_hf(checkpoint, tmp_path / "out", dtype="fp32", check=compare)
+    assert made.checked is not None and not made.checked.failed
+    assert all(row.largest < 1e-4 for row in made.checked.rows)
+    (note,) = (note for note in made.notes if "muP" in note)
+    assert ("exactly" in note) == exactly
+    ours, theirs = load_plain(checkpoint), load_folder(tmp_path / "out")
+    tokens = torch.arange(VOCABULARY)[:40].unsqueeze(0)
+    logits = ours(tokens)
+    torch.testing.assert_close(logits, theirs(tokens), rtol=1e-5, atol=1e-5)
+    assert theirs.config.mup is None and float(logits.detach().std()) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"layers": 1, "tied": True}, "model.mup with model.tied"),
+        ({"layers": 1, "qk_norm": False}, "model.mup.base_head_dim with model.qk_norm=false"),
+        ({"layers": 1, "zero_centered_norms": True}, "model.mup with model.zero_centered_norms"),
+    ],
+)
+def test_scales_that_no_weight_can_take_are_refused(
+    make: Make, tmp_path: Path, model: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        to_hf(make(model | {"mup": MUP}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_shards_hold_what_one_file_would(make: Make, tmp_path: Path) -> None:
     checkpoint = make(MODELS["qwen3"])
     one = to_hf(checkpoint, tmp_path / "one")
