@@ -66,7 +66,8 @@ class MupConfig(Section):
     """
 
     base_width: PositiveInt = Field(examples=[256])
-    """`model.hidden` of the model that the hyperparameters were tuned on."""
+    """`model.hidden` of the model that the hyperparameters were tuned on; `ffn` and the heads' total width are in
+    proportion."""
     base_layers: PositiveInt | None = Field(default=None, examples=[4])
     """`model.layers` of that model; null: widths only, no transfer over depths."""
     base_head_dim: PositiveInt | None = Field(default=None, examples=[64])

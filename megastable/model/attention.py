@@ -31,7 +31,7 @@ class Places(NamedTuple):
     """Positions and documents of the tokens of a micro-batch; the same for all layers.
 
     cos, sin: fp32, broadcastable to [s, b, 1, d / 2]. segments [b, s] where attention is restricted to documents;
-    documents: what the core prepared. keys: of the samples' dropout, int64 [b], in training with dropout.
+    documents: what the core prepared. keys: of dropout in both halves of the block, int64 [2, b], in training with it.
     """
 
     cos: Tensor

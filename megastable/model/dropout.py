@@ -30,12 +30,23 @@ def keys_of(positions: Tensor, seed: int) -> Tensor:
     return _mixed(positions * OF_SAMPLE + seed)
 
 
-def dropped(x: Tensor, keys: Tensor, share: float, place: int, first: int) -> Tensor:
-    """x [s, b, h] without a random `share` of its elements, the others divided by 1 - share. keys: int64 [b]; place:
-    number of the dropout in the model; first: position in the sample of this rank's first token."""
-    s, _, h = x.shape
+def at_places(keys: Tensor, *places: int) -> Tensor:
+    """Keys, int64 [places, b], of samples at places in the model, numbers from 0 on. Not for compiled code, which would
+    be compiled again for every place."""
+    return torch.stack([keys + _wrapped(place * OF_PLACE) for place in places])
+
+
+def _wrapped(number: int) -> int:
+    """As a product of int64 would be."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def dropped(x: Tensor, keys: Tensor, share: float, first: int) -> Tensor:
+    """x [s, b, h] without a random `share` of its elements, the others divided by 1 - share. keys: int64 [b], at a place
+    in the model; first: position in the sample of this rank's first token."""
+    s, h = x.shape[0], x.shape[2]
     tokens = torch.arange(first, first + s, device=x.device)
     channels = torch.arange(h, device=x.device)
-    rows = _mixed(keys + tokens[:, None] * OF_TOKEN + place * OF_PLACE)
+    rows = _mixed(keys + tokens[:, None] * OF_TOKEN)
     bits = (_mixed(rows[..., None] + channels * OF_CHANNEL) >> (64 - FINE)) & ((1 << FINE) - 1)
     return x.masked_fill(bits < round(share * (1 << FINE)), 0.0) * (1 / (1 - share))

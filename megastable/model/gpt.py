@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
 from megastable.model.attention_scores import AttentionScores
-from megastable.model.dropout import dropped
+from megastable.model.dropout import at_places, dropped
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
 from megastable.model.loss import Features, LossFunction, project
@@ -67,7 +67,7 @@ class Embedding(VocabParallelEmbedding):
         if self.factor != 1.0:
             x = x * self.factor
         if self.training and keys is not None:
-            x = dropped(x, keys, self.dropout, 0, self.part * len(x))
+            x = dropped(x, *at_places(keys, 0), self.dropout, self.part * len(x))
         return _with(inputs, x)
 
 
@@ -130,7 +130,7 @@ class Block(nn.Module):
             return
         whole = self._kernels.whole_blocks
         between = torch.compile(self.attention.between, fullgraph=whole, dynamic=False)
-        self._fast = lambda x, at: self.around(x, lambda y: self.attention(y, at, between))
+        self._fast = lambda x, at: self.around(x, lambda y: self.attention(y, at, between), at.keys)
         if isinstance(self.mlp, MLP):
             self.mlp.activation = torch.compile(self.mlp.activation, fullgraph=whole, dynamic=False)
 
@@ -138,7 +138,7 @@ class Block(nn.Module):
         x, segments, keys = open_stream(stream)
         at = self._places(x, segments)
         if self.training and keys is not None:
-            at = at._replace(keys=keys)
+            at = at._replace(keys=at_places(keys, 1 + 2 * self._index, 2 + 2 * self._index))
         run = self._halves if self.in_halves else self._fast
         again = (self.recompute or self.in_halves) and torch.is_grad_enabled()
         return _with(stream, _recomputed(run, x, at) if again else run(x, at))
@@ -168,13 +168,11 @@ class Block(nn.Module):
 
     def around(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None = None) -> Tensor:
         """The block with `attend` in place of its attention; `attend` maps x [s, b, hidden] to the same shape. keys:
-        of dropout, if there is any."""
+        of dropout in both halves, int64 [2, b], if there is any."""
         return self._fed(self._attended(x, attend, keys), keys)
 
-    def _dropped(self, x: Tensor, keys: Tensor | None, place: int) -> Tensor:
-        if keys is None:
-            return x
-        return dropped(x, keys, self._dropout, 1 + 2 * self._index + place, self._part * len(x))
+    def _dropped(self, x: Tensor, keys: Tensor | None, half: int) -> Tensor:
+        return x if keys is None else dropped(x, keys[half], self._dropout, self._part * len(x))
 
     def _attended(self, x: Tensor, attend: Callable[[Tensor], Tensor], keys: Tensor | None) -> Tensor:
         return self.residual.join(

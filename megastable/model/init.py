@@ -34,7 +34,7 @@ def threads_to_draw() -> int:
 
 
 def std_of(name: str, rows: int, columns: int, config: ModelConfig) -> float:
-    """Standard deviation of a whole initial matrix [rows, columns], outputs by inputs, before DeepNorm's factor.
+    """Standard deviation of an initial matrix [rows, columns], outputs by inputs, before DeepNorm's factor.
 
     Under muP (arXiv:2203.03466, table 8) that of the blocks' matrices falls with the root of the width.
     """
@@ -57,19 +57,24 @@ def std_of(name: str, rows: int, columns: int, config: ModelConfig) -> float:
     return std / math.sqrt(2 * (config.layers / config.depth_ratio))
 
 
-def gains(placement: Placement, rows: int, config: ModelConfig) -> list[tuple[int, float]]:
-    """(rows, factor of the standard deviation) of the parts of a whole matrix of `rows`, from the top.
+def section_stds(
+    placement: Placement, rows: int, columns: int, config: ModelConfig
+) -> list[tuple[int, float]]:
+    """(rows, standard deviation) of the parts of a whole matrix, from the top: fused matrices are several.
 
     DeepNorm scales values, attention output and MLP by (8 layers)^(-1/4), not queries and keys (arXiv:2203.00555,
     figure 2).
     """
-    if config.norms != "deep" or not placement.name.startswith("blocks."):
-        return [(rows, 1.0)]
-    gain = (8 * config.layers) ** -0.25
+    sections = placement.sections if placement.dim == 0 else (rows,)
+    gain = (
+        (8 * config.layers) ** -0.25
+        if config.norms == "deep" and placement.name.startswith("blocks.")
+        else 1.0
+    )
+    found = [(n, std_of(placement.name, n, columns, config) * gain) for n in sections]
     if placement.name.endswith(".attention.qkv.weight"):
-        q, k, v = placement.sections
-        return [(q + k, 1.0), (v, gain)]
-    return [(rows, gain)]
+        found[:2] = [(n, std / gain) for n, std in found[:2]]
+    return found
 
 
 def _generator(placement: Placement, seed: int) -> torch.Generator:
@@ -81,13 +86,14 @@ def _of_vector(placement: Placement, config: ModelConfig) -> float:
     return 0.0 if placement.name.endswith(".bias") or config.zero_centered_norms else 1.0
 
 
-def _gained(chunk: Tensor, first: int, parts: list[tuple[int, float]]) -> Tensor:
-    """Rows of a whole matrix, from `first` on, times the factors of `gains`; in place."""
+def _scaled(chunk: Tensor, first: int, parts: list[tuple[int, float]]) -> Tensor:
+    """Rows of a whole matrix, from `first` on, drawn with the deviation of its first part, with that of their own; in
+    place."""
     begin = 0
-    for rows, factor in parts:
+    for rows, std in parts:
         end = begin + rows
-        if factor != 1.0:
-            chunk[max(begin - first, 0) : max(end - first, 0)] *= factor
+        if std != parts[0][1]:
+            chunk[max(begin - first, 0) : max(end - first, 0)] *= std / parts[0][1]
         begin = end
     return chunk
 
@@ -96,9 +102,10 @@ def whole_weight(placement: Placement, shape: tuple[int, ...], config: ModelConf
     """The initial value, fp32, of the whole tensor: the plain reference of `fill`."""
     if len(shape) == 1:
         return torch.full(shape, _of_vector(placement, config))
-    std = std_of(placement.name, shape[0], shape[1], config)
-    drawn = torch.empty(shape).normal_(0.0, std, generator=_generator(placement, seed))
-    return _gained(drawn, 0, gains(placement, shape[0], config))
+    parts = section_stds(placement, shape[0], shape[1], config)
+    return _scaled(
+        torch.empty(shape).normal_(0.0, parts[0][1], generator=_generator(placement, seed)), 0, parts
+    )
 
 
 @dataclass(frozen=True)
@@ -157,9 +164,9 @@ def _fill(part: ParameterPart, config: ModelConfig, tp: TensorParallel, seed: in
     if placement.dim is not None:
         whole = sum(placement.sections)
         rows, columns = (whole, columns) if placement.dim == 0 else (rows, whole)
-    std, parts = std_of(placement.name, rows, columns, config), gains(placement, rows, config)
-    for first, chunk in _chunks(rows, columns, std, _generator(placement, seed)):
-        _gained(chunk, first, parts)
+    parts = section_stds(placement, rows, columns, config)
+    for first, chunk in _chunks(rows, columns, parts[0][1], _generator(placement, seed)):
+        _scaled(chunk, first, parts)
         for at, mine in _of_shard(chunk, first, placement, tp):
             begin = at * part.shape[1] - part.start  # of these rows in `into`
             low, high = max(-begin, 0), min(mine.numel(), len(into) - begin)

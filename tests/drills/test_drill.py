@@ -129,7 +129,7 @@ def test_a_user_sees_what_was_wrong_and_no_traceback(tmp_path: Path) -> None:
     tool = start(tmp_path, "flood")
     out, errors = tool.communicate(timeout=PATIENCE)
     assert (tool.returncode, out) == (2, "") and "Traceback" not in errors
-    message = "flood: there is no such scenario: all, gross, thin, random-tokens"
+    message = "flood: there is no such scenario: all, gross, thin, slow, random-tokens"
     assert message in " ".join(errors.replace("│", "").split()) and not list(tmp_path.iterdir())
 
 

@@ -5,28 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megastable.model.dropout import dropped, keys_of
+from megastable.model.dropout import at_places, dropped, keys_of
 from tests.shapes import kept
 
 S, B, H, SHARE, SEED = 16, 3, 24, 0.25, 1234
 
 
 def factors(positions: torch.Tensor, place: int = 3, seed: int = SEED, share: float = SHARE) -> torch.Tensor:
-    return dropped(torch.ones(S, len(positions), H), keys_of(positions, seed), share, place, 0)
+    return dropped(torch.ones(S, len(positions), H), *at_places(keys_of(positions, seed), place), share, 0)
 
 
-def test_it_is_its_definition() -> None:
+@pytest.mark.parametrize("place", [0, 3, 7, 200, 10_001])
+def test_it_is_its_definition(place: int) -> None:
     positions = torch.tensor([0, 7, 2**40 + 5])
-    wanted = kept(positions, S, H, 3, SHARE, SEED).transpose(0, 1)
-    torch.testing.assert_close(factors(positions), wanted, rtol=1e-6, atol=0)
+    wanted = kept(positions, S, H, place, SHARE, SEED).transpose(0, 1)
+    torch.testing.assert_close(factors(positions, place), wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_shard_of_the_sequence_has_the_mask_of_its_tokens(parts: int) -> None:
     x = torch.randn(S, B, H)
-    keys = keys_of(torch.arange(B), SEED)
-    whole = dropped(x, keys, SHARE, 3, 0)
-    shards = [dropped(part, keys, SHARE, 3, i * len(part)) for i, part in enumerate(x.chunk(parts))]
+    (keys,) = at_places(keys_of(torch.arange(B), SEED), 3)
+    whole = dropped(x, keys, SHARE, 0)
+    shards = [dropped(part, keys, SHARE, i * len(part)) for i, part in enumerate(x.chunk(parts))]
     assert torch.equal(torch.cat(shards), whole)
 
 
@@ -51,7 +52,7 @@ def test_the_share_is_right_everywhere_and_masks_are_independent() -> None:
 
 def test_gradients_pass_where_values_do() -> None:
     x = torch.randn(S, B, H, requires_grad=True)
-    y = dropped(x, keys_of(torch.arange(B), SEED), SHARE, 0, 0)
+    y = dropped(x, keys_of(torch.arange(B), SEED), SHARE, 0)
     y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad == 0, y == 0)
 
@@ -60,5 +61,5 @@ def test_gradients_pass_where_values_do() -> None:
 def test_low_precision_has_the_same_mask(dtype: torch.dtype) -> None:
     positions = torch.arange(B)
     x = torch.ones(S, B, H, dtype=dtype)
-    y = dropped(x, keys_of(positions, SEED), SHARE, 3, 0)
+    y = dropped(x, *at_places(keys_of(positions, SEED), 3), SHARE, 0)
     assert y.dtype == dtype and torch.equal(y == 0, factors(positions) == 0)

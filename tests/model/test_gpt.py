@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from megastable.config.model import ModelConfig
 from megastable.model import gpt
+from megastable.model.dropout import keys_of
 from megastable.model.gpt import GPT
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
@@ -106,7 +107,7 @@ def gradients(model: GPT, inputs: gpt.Stream, labels: Tensor) -> tuple[Tensor, d
         {"swiglu_clamp": 0.3},
         {"activation": "gelu", "swiglu_clamp": 0.3},
         {"attention_scale": 0.1, "embedding_scale": 3.0},
-        {"mup": {"base_width": 8, "base_layers": 1, "base_head_dim": 2}},
+        {"mup": {"base_width": 8, "base_layers": 1, "base_head_dim": 2, "zero_output": False}},
         GEMMA_2,
     ],
     ids=[
@@ -278,24 +279,51 @@ def test_costs_spread_a_large_model_evenly() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "kinds"),
-    [({}, 1), ({"norm_scaling": True}, 2), ({"norms": "branch"}, 1), ({"norms": "mixed"}, 2), (GEMMA_2, 2)],
-    ids=["plain", "norm-scaling", "branch", "mixed", "gemma2"],
+    [
+        ({}, 1),
+        ({"norm_scaling": True}, 2),
+        ({"norms": "branch"}, 1),
+        ({"norms": "mixed"}, 2),
+        (GEMMA_2, 2),
+        ({"dropout": 0.2}, 1),
+    ],
+    ids=["plain", "norm-scaling", "branch", "mixed", "gemma2", "dropout"],
 )
 def test_blocks_are_compiled_once_for_every_kind(changes: dict[str, Any], kinds: int) -> None:
     """Twelve blocks, more than torch would compile anew; a later step, with other numbers, compiles nothing. With
     LayerNorm scaling the first block has no factor."""
     c = config(layers=12, hidden=16, ffn=24, **changes)
     tokens, labels, _ = batch()
-    wanted = gradients(build(c, kernels=Kernels("blocked")), tokens, labels)
+    keys = keys_of(torch.arange(BATCH), 5)
+    inputs = (tokens, keys, keys) if c.dropout else tokens
+    wanted = gradients(build(c, kernels=Kernels("blocked")), inputs, labels)
     torch._dynamo.reset()
     counters.clear()
     with without_kernels():
         model = build(c, kernels=Kernels("blocked", compile=True))
         for updates in (UPDATES + 1, UPDATES):
             gpt.set_updates(model, c, updates)
-            loss, grads = gradients(model, tokens, labels)
+            loss, grads = gradients(model, inputs, labels)
     assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"]
     assert float(loss) == pytest.approx(float(wanted[0]), rel=1e-5)
     for name, g in grads.items():
         torch.testing.assert_close(g, wanted[1][name], rtol=1e-3, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_an_mlp_in_fp8_is_compiled_in_pieces_with_dropout() -> None:
+    """As Transformer Engine has it: the code between its modules."""
+    c, (tokens, labels, _) = config(dropout=0.3), batch()
+    keys = keys_of(torch.arange(BATCH), 5)
+    wanted, _ = gradients(build(c), (tokens, keys, keys), labels)
+    with without_kernels():
+        model = build(c, kernels=Kernels(compile=True))
+        for block in model.modules():
+            if isinstance(block, gpt.Block):
+                block.in_pieces()
+        loss, _ = gradients(model, (tokens, keys, keys), labels)
+        without, _ = gradients(model, tokens, labels)
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-5) and float(without) != pytest.approx(
+        float(loss)
+    )
     torch._dynamo.reset()

@@ -130,7 +130,8 @@ def test_standard_deviations() -> None:
         ({"init": "fan_in"}, 1 / 16, 1 / 16 / 8**0.5, 1 / 16, 512**-0.5 / 8**0.5, 0.02, 1 / 16),
         (
             {"init": "xavier", "residual_init": "same"},
-            (2 / 768) ** 0.5, (2 / 512) ** 0.5, (2 / 1280) ** 0.5, (2 / 768) ** 0.5, 0.02, (2 / 512) ** 0.5,
+            ((2 / 512) ** 0.5, (2 / 384) ** 0.5, (2 / 384) ** 0.5), (2 / 512) ** 0.5,
+            (2 / 768) ** 0.5, (2 / 768) ** 0.5, 0.02, (2 / 512) ** 0.5,
         ),
         ({"init": "small"}, *[(2 / 1280) ** 0.5, (2 / 1280 / 8) ** 0.5] * 2, 0.02, (2 / 1280) ** 0.5),
         ({"mup": {"base_width": 64}}, 0.01, 0.01 / 8**0.5, 0.01, 0.01 / 8**0.5, 0.02, 0.0),
@@ -138,13 +139,13 @@ def test_standard_deviations() -> None:
             {"mup": {"base_width": 64, "base_layers": 2, "zero_output": False}},
             0.01, 0.01 / 4**0.5, 0.01, 0.01 / 4**0.5, 0.02, 0.02,
         ),
-        ({"norms": "deep"}, None, 0.02 * 32**-0.25, 0.02 * 32**-0.25, 0.02 * 32**-0.25, 0.02, 0.02),
+        ({"norms": "deep"}, (0.02, 0.02, 0.02 * 32**-0.25), *[0.02 * 32**-0.25] * 3, 0.02, 0.02),
     ],
     ids=["normal", "same", "zero", "fan-in", "xavier", "small", "mup", "completep", "deep"],
 )  # fmt: skip
 def test_standard_deviations_of_every_choice(
     changes: dict[str, Any],
-    qkv: float | None,
+    qkv: float | tuple[float, float, float],
     out: float,
     gate_up: float,
     down: float,
@@ -160,13 +161,11 @@ def test_standard_deviations_of_every_choice(
         "embedding": embedding,
         "head": head,
     }
-    if qkv is None:  # DeepNorm: values are scaled, queries and keys are not
-        for i in range(4):
-            whole = made.pop(f"blocks.{i}.attention.qkv.weight")
-            made |= {f"{i}.qk.weight": whole[:384], f"{i}.v.weight": whole[384:]}
-        wanted |= {"qk": 0.02, "v": 0.02 * 32**-0.25}
-    else:
-        wanted["attention.qkv"] = qkv
+    parts = qkv if isinstance(qkv, tuple) else (qkv, qkv, qkv)
+    for i in range(4):
+        whole = made.pop(f"blocks.{i}.attention.qkv.weight").split((256, 128, 128))
+        made |= {f"{i}.{which}.weight": part for which, part in zip(("q", "k", "v"), whole, strict=True)}
+    wanted |= dict(zip((".q", ".k", ".v"), parts, strict=True))
     for name, w in made.items():
         (std,) = (value for ending, value in wanted.items() if name.endswith(f"{ending}.weight"))
         assert float(w.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * w.numel())), name

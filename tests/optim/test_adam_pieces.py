@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.optim import build, spam
 from megastable.optim.adafactor import bands
 from megastable.optim.fused import LANES
 from megastable.optim.pieces import PieceOptimizer, Surroundings, WholeParameter
 from megastable.parallel.fragments import Fragment
-from megastable.parallel.sharding import Placement
+from megastable.parallel.sharding import Placement, place
 
 ROWS, WIDTH = 13, 7
 N = ROWS * WIDTH
@@ -26,7 +27,8 @@ def trained(name: str, before: int) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
     module = torch.nn.Linear(WIDTH, ROWS, bias=False)
     settings = OptimizerConfig.model_validate({"name": name, "lr": 3e-3, "spam": {"threshold": 10.0}})
-    optimizer = build.build(module, settings, compiled=False)
+    place(module.weight, Placement("blocks.0.mlp.down.weight"), 1)
+    optimizer = build.build(module, settings, ModelConfig(), compiled=False)
     assert isinstance(optimizer, PieceOptimizer)
     flat = torch.zeros(before + N + 3)
     flat[before : before + N] = torch.randn(N, generator=g)

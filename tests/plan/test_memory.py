@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
+from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
@@ -281,11 +282,15 @@ def test_state_of_an_optimizer_is_what_it_keeps(name: str) -> None:
 
     from megastable.optim.build import build
     from megastable.optim.pieces import MOMENTS, PieceOptimizer
+    from megastable.parallel.sharding import Placement, place
     from megastable.plan.updates import cost
 
     chosen = {"name": "adafactor", "adafactor": {"momentum": 0.9}} if name == "momentum" else {"name": name}
     settings = OptimizerConfig.model_validate(chosen)
-    optimizer = build(nn.Sequential(nn.Linear(3, 4)), settings, compiled=False)
+    module = nn.Linear(3, 4)
+    for name, parameter in module.named_parameters():
+        place(parameter, Placement(name), 1)
+    optimizer = build(module, settings, ModelConfig(), compiled=False)
     matrices, vectors = (
         optimizer.kinds_of(group) if isinstance(optimizer, PieceOptimizer) else MOMENTS
         for group in optimizer.param_groups

@@ -19,7 +19,7 @@ def test_groups_and_state(tied: bool) -> None:
 
     model = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab_size=250, tied=tied)
     settings = OptimizerConfig(name="muon")
-    optimizer = build(GPT(model, TensorParallel(), "none", 1), settings, compiled=False)
+    optimizer = build(GPT(model, TensorParallel(), "none", 1), settings, model, compiled=False)
     assert isinstance(optimizer, Muon)
     kept = [
         (sorted(p.numel() for p in group["params"]), len(optimizer.kinds_of(group)))

@@ -10,6 +10,7 @@ from megastable.checkpoint.vitals import Vitals
 from megastable.recovery.rewind_points import Points, RewindState
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.sample_history import WatchState
+from megastable.stability.trends import TrendsState
 from tests.checkpoint.states import state_of
 
 
@@ -18,7 +19,7 @@ def test_what_only_checkpoints_need_is_not_copied() -> None:
     ring = SimpleNamespace(steps=[], take=lambda step, extra, counters: kept.append(extra))
     points: Any = SimpleNamespace(ring=ring)
     state = state_of(recent_losses=[3.0], stability={"samples": [1.0]}, vitals=Vitals(losses=[2.5]))
-    Points.take(points, state, DetectorState(), WatchState())
+    Points.take(points, state, DetectorState(), WatchState(), TrendsState())
     state.recent_losses.append(4.0)
     (point,) = kept
     assert point.state.recent_losses == [3.0] and point.state.stability == {}

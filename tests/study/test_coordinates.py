@@ -138,7 +138,7 @@ def _recorded(path: str, overrides: tuple[str, ...]) -> dict[str, bool]:
             own.setdefault("embedding", []).append(x)
             for n, block in enumerate(list(model.children())[1 : 1 + config.model.layers], start=1):
                 middle = block._attended(
-                    x, lambda y, block=block, x=x: block.attention(y, block._places(x, None))
+                    x, lambda y, block=block, x=x: block.attention(y, block._places(x, None)), None
                 )
                 y = block(x)
                 own.setdefault(f"{n}.attention", []).append(middle - x)
