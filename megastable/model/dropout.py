@@ -42,8 +42,8 @@ def _wrapped(number: int) -> int:
 
 
 def dropped(x: Tensor, keys: Tensor, share: float, first: int) -> Tensor:
-    """x [s, b, h] without a random `share` of its elements, the others divided by 1 - share. keys: int64 [b], at a place
-    in the model; first: position in the sample of this rank's first token."""
+    """x [s, b, h] without a random `share` of its elements, the others divided by 1 - share. keys: int64 [b], of
+    `at_places`; first: position in the sample of this rank's first token."""
     s, h = x.shape[0], x.shape[2]
     tokens = torch.arange(first, first + s, device=x.device)
     channels = torch.arange(h, device=x.device)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megastable.report.figures import save
 from megastable.report.scale import drawable
-from megastable.study.coordinate_study import FLAT, CoordinateGrid, PlaceScale, geometric, named
+from megastable.study.coordinate_study import FLAT, FLAT_CHANGE, CoordinateGrid, PlaceScale, geometric, named
 from megastable.study.coordinates import Coordinates
 
 
@@ -22,7 +22,7 @@ def table(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> Table:
     shown = Table(
         "parametrization", "place", "at initialization", f"after {grid.steps} steps", "change since", "flat",
         *(f"RMS at {n}" for n in sorted(grid.sizes)),
-        caption=f"slopes of log scale against log {size}; flat: both of the later ones within {FLAT:g} of 0",
+        caption=f"slopes of log scale against log {size}; flat: after the last step within {FLAT:g} of 0, the change within {FLAT_CHANGE:g}",
     )  # fmt: skip
     for one in found:
         shown.add_row(
@@ -60,7 +60,7 @@ def tree(
 ) -> dict[str, Any]:
     """Everything as JSON. models: root mean squares by place, one for each step from 0 on."""
     return about | {
-        "per": "depth" if grid.deep else "width", "sizes": grid.sizes, "steps": grid.steps, "flat_below": FLAT,
+        "per": "depth" if grid.deep else "width", "sizes": grid.sizes, "steps": grid.steps, "flat_below": FLAT, "flat_change_below": FLAT_CHANGE,
         "places": [asdict(one) | {"flat": one.flat} for one in found],
         "models": [
             {"way": way, "size": size, "seed": seed, **asdict(results[name])}

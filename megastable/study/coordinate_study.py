@@ -22,7 +22,9 @@ from megastable.study.study_directory import StudyDirectory
 from megastable.study.trial import QUIET
 from megastable.study.workers import Work, run_all
 
-FLAT = 0.1  # the steepest slope that counts as flat
+FLAT = 0.1  # the steepest slope of a scale that counts as flat
+# The same of its change since initialization: narrow models still show a part that vanishes with the width.
+FLAT_CHANGE = 0.25
 # Small enough for a wide model on a CPU.
 SMALL = ("train.global_batch=8", "train.micro_batch=8", "model.sequence_length=64",
          "train.batch_warmup=null", "train.sequence_warmup=null")  # fmt: skip
@@ -53,11 +55,15 @@ class CoordinateGrid:
         }
 
     def name(self, way: str, size: int, seed: int) -> str:
-        return f"{way}-{'depth' if self.deep else 'width'}{size}-s{seed}"
+        base = (
+            f"-from{min(self.sizes)}" if way == MUP else ""
+        )  # the same size from another base is another model
+        return f"{way}{base}-{'depth' if self.deep else 'width'}{size}-s{seed}"
 
     def overrides(self, way: str, size: int, seed: int) -> tuple[str, ...]:
         shape = at_depth(size) if self.deep else at_width(self.config.model, size)
-        return (*self.common, *shape, *(self.scaled if way == MUP else ()), f"run.seed={seed}")
+        scaled = self.scaled if way == MUP else ("model.mup=null",)
+        return (*self.common, *shape, *scaled, f"run.seed={seed}")
 
     @property
     def scaled(self) -> tuple[str, ...]:
@@ -119,7 +125,7 @@ class PlaceScale:
 
     @property
     def flat(self) -> bool:
-        return abs(self.last) < FLAT and abs(self.change) < FLAT
+        return abs(self.last) < FLAT and abs(self.change) < FLAT_CHANGE
 
 
 def scales(grid: CoordinateGrid, results: Mapping[str, Coordinates]) -> list[PlaceScale]:

@@ -61,7 +61,7 @@ def test_slopes_of_scales_that_are_known() -> None:
     assert found["embedding"].rms == pytest.approx({64: 24, 128: 3 * 128**0.5, 256: 48})
 
 
-@pytest.mark.parametrize(("last", "change", "flat"), [(0.05, 0, True), (0, -0.11, False), (0.11, 0, False)])
+@pytest.mark.parametrize(("last", "change", "flat"), [(0.05, 0.2, True), (0, -0.26, False), (0.11, 0, False)])
 def test_flat_is_flat_at_the_end_and_in_the_change(last: float, change: float, flat: bool) -> None:
     g = grid(seeds=(1,))
     results = {g.name(PLAIN, n, 1): model(n**last, n**change) for n in g.sizes}
@@ -95,7 +95,10 @@ def test_mup_scales_from_the_smallest_model() -> None:
     wide, deep = grid((256, 64)), grid((8, 2), deep=True)
     assert "model.mup.base_width=64" in wide.overrides(MUP, 256, 1)
     assert {"model.mup.base_width=256", "model.mup.base_layers=2"} <= set(deep.overrides(MUP, 8, 1))
-    assert not any("model.mup" in override for override in wide.overrides(PLAIN, 256, 1))
+    assert wide.overrides(PLAIN, 256, 1)[-2] == "model.mup=null"
+    # From another base the same width is another model.
+    assert wide.name(MUP, 256, 1) != grid((256, 32)).name(MUP, 256, 1)
+    assert wide.name(PLAIN, 256, 1) == grid((256, 32)).name(PLAIN, 256, 1)
 
 
 def test_a_file_holds_the_whole_result(tmp_path: Path) -> None:
