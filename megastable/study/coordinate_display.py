@@ -22,7 +22,8 @@ def table(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> Table:
     shown = Table(
         "parametrization", "place", "at initialization", f"after {grid.steps} steps", "change since", "flat",
         *(f"RMS at {n}" for n in sorted(grid.sizes)),
-        caption=f"slopes of log scale against log {size}; flat: after the last step within {FLAT:g} of 0, the change within {FLAT_CHANGE:g}",
+        caption=f"slopes of log scale against log {size}; flat: after the last step within {FLAT:g} of 0, the change "
+        f"within {FLAT_CHANGE:g}",
     )  # fmt: skip
     for one in found:
         shown.add_row(
@@ -60,7 +61,8 @@ def tree(
 ) -> dict[str, Any]:
     """Everything as JSON. models: root mean squares by place, one for each step from 0 on."""
     return about | {
-        "per": "depth" if grid.deep else "width", "sizes": grid.sizes, "steps": grid.steps, "flat_below": FLAT, "flat_change_below": FLAT_CHANGE,
+        "per": "depth" if grid.deep else "width", "sizes": grid.sizes, "steps": grid.steps, "flat_below": FLAT,
+        "flat_change_below": FLAT_CHANGE,
         "places": [asdict(one) | {"flat": one.flat} for one in found],
         "models": [
             {"way": way, "size": size, "seed": seed, **asdict(results[name])}
