@@ -67,7 +67,7 @@ class Embedding(VocabParallelEmbedding):
         if self.factor != 1.0:
             x = x * self.factor
         if self.training and keys is not None:
-            x = dropped(x, *at_places(keys, 0), self.dropout, self.part * len(x))
+            x = dropped(x, at_places(keys, 0)[0], self.dropout, self.part * len(x))
         return _with(inputs, x)
 
 

@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor": 2}),
-    "pp2": (2, {"pipeline": 2}),
+    "pp2-deeper": (2, {"pipeline": 2, "model": {"layers": 5}}),
     "dp3": (3, {}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "sequence-tp2-pp2-full": (4, {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"}),
@@ -53,7 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def recipe(name: str, options: dict[str, Any]) -> RunConfig:
     model, optimizer = CHOICES[name]
-    return trained.recipe(optimizer, **options | {"model": model})
+    return trained.recipe(optimizer, **options | {"model": options.get("model", {}) | model})
 
 
 @cache
@@ -63,8 +63,8 @@ def ran(layout: str) -> list[dict[str, Any]]:
 
 
 @cache
-def plainly(name: str, tied: bool) -> Any:
-    c = recipe(name, {"tied": tied})
+def plainly(name: str, tied: bool, layers: int = 2) -> Any:
+    c = recipe(name, {"tied": tied, "model": {"layers": layers}})
     decay = c.optimizer.weight_decay
 
     def rule(w: Any) -> reference.AdamW:
@@ -77,7 +77,7 @@ def plainly(name: str, tied: bool) -> Any:
 @pytest.mark.parametrize("name", CHOICES)
 def test_ten_steps(layout: str, name: str) -> None:
     ranks, c = ran(layout), recipe(name, LAYOUTS[layout][1])
-    norms, rule = plainly(name, c.model.tied)
+    norms, rule = plainly(name, c.model.tied, c.model.layers)
     for rank in ranks:
         assert rank[name]["norms"] == ranks[0][name]["norms"]
         assert rank[name]["norms"] == pytest.approx(norms, rel=1e-5)
