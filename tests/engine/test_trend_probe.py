@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.engine.test_layer_stats import (
     engine_of,
     hooks_of,
     plain,
+    recipe,
     whole_attention,
 )
 
@@ -37,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def look(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
     """Some steps of each case, the last of them looked at."""
-    trend_probe.STALE = STALE
+    trend_probe.STALE, trend_probe.QUERIES = STALE, recipe().model.sequence_length // 2
     found = []
     for parts in cases:
         engine, steps = engine_of(parts, world)
@@ -94,7 +96,8 @@ def test_one_process_equals_a_plain_calculation(one: dict[str, Any]) -> None:
             assert row["update"] / row["weight"] == pytest.approx(of["update_ratio"], rel=1e-3)
             assert ("stale" in row) == (name in trend_probe.TABLES)
             continue
-        entropy, highest = one["seen"][f"{name} qk"]
+        # Of every other query, with the last one.
+        entropy, highest = (x[..., 1::2] for x in one["seen"][f"{name} qk"])
         x, y = (t[:, :1].double() for t in one["seen"][name])
         assert row["entropy"] == pytest.approx(float(entropy[0].mean()), rel=1e-4)
         assert row["logit"] == pytest.approx(float(highest[0].max()), rel=1e-4)
@@ -133,7 +136,7 @@ def test_every_layout_finds_the_same_on_every_rank(group: tuple[str, ...], one: 
 
 def dropped(world: int) -> list[bool]:
     """A look at a refused step, then one at an applied step; whether each finds nothing of the other."""
-    trend_probe.STALE = STALE
+    trend_probe.STALE, trend_probe.QUERIES = STALE, recipe().model.sequence_length // 2
     engine, steps = engine_of({}, world)
     engine.train_step(steps[0], RATE, lambda m: True)
     engine.trends.watch()
@@ -151,6 +154,52 @@ def dropped(world: int) -> list[bool]:
 def test_a_refused_step_leaves_no_trace() -> None:
     (found,) = run_ranks(1, dropped, 1)
     assert found == [True, True]
+
+
+def test_positions_are_evenly_spaced_with_the_last_one() -> None:
+    assert trend_probe.evenly(8, 4) == [1, 3, 5, 7] and trend_probe.evenly(3, 4) == [0, 1, 2]
+    for length in (513, 1000, 131072):
+        at = trend_probe.evenly(length, 512)
+        gaps = {b - a for a, b in pairwise(at)}
+        assert len(at) == 512 and at[-1] == length - 1 and max(gaps) - min(gaps) <= 1
+
+
+def entries(world: int) -> list[int]:
+    """How often the tally is added to for the attention of a look's micro-batches, and the number of blocks."""
+    engine, steps = engine_of({"micro_batch": 2}, world)
+    engine.trends.watch()
+    engine.train_step(steps[0], RATE, lambda m: True)
+    kind, kinds = trend_probe.KINDS.index("attention"), len(trend_probe.KINDS)
+    cells = [cell for cell in engine.trends.tally._cells if cell % kinds == kind]
+    return [len(cells), len(engine.probe.blocks)]
+
+
+def test_the_tally_is_added_to_once_for_each_block() -> None:
+    ((found, blocks),) = run_ranks(1, entries, 1)
+    assert found == blocks == 2
+
+
+def young(world: int, model: dict[str, Any], updates: list[int]) -> list[list[float]]:
+    """What blocks add when so many updates were applied."""
+    found = []
+    engine, steps = engine_of({"model": model}, world)
+    for number in updates:
+        engine.updates = number
+        engine.trends.watch()
+        engine.measures_update = True
+        engine.train_step(steps[0], 0.0, lambda m: True)
+        rows = engine.trends.collect(engine.flat_state(), engine.kept)
+        found.append([row["added"] for row in rows.values() if "added" in row])
+    return found
+
+
+def test_a_young_branch_does_not_fade() -> None:
+    """norms=branch scales branches up from 0 at the start of a run."""
+    model = {"norms": "branch", "branch_steps": 1000}
+    ((none, first, old),) = run_ranks(1, young, 1, model, [0, 10, 1000])
+    assert len(first) == 2 and all(math.isfinite(added) and added > 0.01 for added in none)
+    # The first block's input has not been normed: the norm of the sum changes it more than the branch does.
+    assert first[1] == pytest.approx(old[1], rel=0.5)
 
 
 def test_a_row_is_stale_by_its_own_second_moment() -> None:
