@@ -179,6 +179,26 @@ def test_the_tally_is_added_to_once_for_each_block() -> None:
     assert found == blocks == 2
 
 
+def shared(world: int) -> int:
+    """How often the pieces of the gradients are made at a step that both probes watch."""
+    engine, steps = engine_of({}, world)
+    made, real = list[int](), engine.zero.gradients
+
+    def gradients(fragments: Any) -> Any:
+        made.append(len(fragments))
+        return real(fragments)
+
+    engine.zero.gradients = gradients
+    engine.trends.watch()
+    engine.probe.watch()
+    engine.train_step(steps[0], RATE, lambda m: True)
+    return made.count(len(engine.flat_state().fragments))
+
+
+def test_both_probes_share_the_pieces_of_the_gradients() -> None:
+    assert run_ranks(1, shared, 1) == [1]
+
+
 def young(world: int, model: dict[str, Any], updates: list[int]) -> list[list[float]]:
     """What blocks add when so many updates were applied."""
     found = []

@@ -210,3 +210,17 @@ def test_a_change_of_the_length_starts_entropy_and_evaluations_anew(corpus: Path
     assert series["entropy blocks.0"]["steps"] == [step for step in end["looks"] if step >= changed][-16:]
     assert min(series["added blocks.0"]["steps"]) < changed
     assert {e["step"] for e in end["state"]["evaluations"]} == {s for s in range(5, 41, 5) if s >= changed}
+
+
+@pytest.mark.parametrize(("optimizer", "signals"), [("adamw", {"updates"}), ("lamb", set())])
+def test_only_updates_like_adams_are_measured_against_the_rate(
+    optimizer: str, signals: set[str], corpus: Path, tmp_path: Path
+) -> None:
+    """A limit that every update is below."""
+    parts = {
+        "optimizer": {"name": optimizer, "lr": 1e-3}, "schedule": {"warmup_steps": 2},
+        "stability": {"trends": {**TRENDS, "update_least": 1e3, "update_change": 1e3}},
+        "train": {"steps": 12, "global_batch": 8},
+    }  # fmt: skip
+    run_ranks(1, looked, recipe(corpus, tmp_path / "run", **parts))
+    assert {event["signal"] for event in told(tmp_path / "run")} == signals

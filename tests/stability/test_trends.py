@@ -274,6 +274,9 @@ def test_a_logit_that_grows_on_is_told_once_and_early(rate: float, within: int) 
         ((step, trend),) = of_logits(lambda s: 10 * math.exp(rate * max(0, s - 200)), 0.05, seed)
         assert not trend.over and step <= 200 + within
         assert trend.numbers["logit"] < 100
+    ((step, trend),) = of_logits(lambda s: 10 * math.exp(rate * max(0, s - 200)), 0.0, 0)
+    # The level is the median of three looks.
+    assert trend.numbers["logit"] == pytest.approx(10 * math.exp(rate * (step - 25 - 200)))
 
 
 def test_other_data_have_levels_of_their_own() -> None:
