@@ -150,7 +150,8 @@ def weights(step: int, rate: float | None, rows: Rows, history: LookHistory, wid
         straight, grown = median(parts), now / max(first, TINY) - 1
         text = (
             f"the norm of the {kind} weights has grown by {grown:.0%} in {last[-1][0] - last[0][0]} steps, "
-            f"{straight:.2g} times what all updates of these steps add up to"
+            f"{straight:.2g} times what all updates of these steps add up to: "
+            "something besides the optimizer changes them"
         )
         severe = straight / c.straightness if grown > LEAST_GROWTH else 0.0
         yield Reading(kind, severe, text, {"straightness": straight, "growth": grown, "norm": now})
@@ -232,7 +233,7 @@ SIGNALS: dict[str, Signal] = {
     ),
     "weights": Signal(
         weights,
-        "optimizer.weight_decay; a look at whatever else changes the weights: a rate of one group, or other code",
+        "find what else changes the weights: other code, or memory that is damaged",
     ),
     "updates": Signal(
         updates,
