@@ -51,7 +51,7 @@ SLOW = (
         "attention logits grow exponentially", CLEAN_BARE,
     ),
     _slow(
-        "stale-moments", "absent tokens come one by one, then in numbers, with beta2 0.999", "tokens", "rare_tokens",
+        "stale-moments", "absent tokens come one by one, then ever more, with beta2 0.999", "tokens", "rare_tokens",
         1.0, "their rows' second moments are nearly zero", CLEAN_ABSENT, step=250,
     ),
     _slow(

@@ -71,7 +71,7 @@ def dying_block(fault: Fault) -> None:
 
 
 def rare_tokens(fault: Fault) -> None:
-    """Some tokens are absent (others stand in for them), then come one by one, then in numbers."""
+    """Some tokens are absent (others stand in for them), then come one by one, then ever more often."""
     real = Engine.train_step
 
     def train_step(self: Engine, micro_batches: Sequence[MicroBatch], *args: Any, **options: Any) -> Any:

@@ -329,7 +329,8 @@ class TrendsConfig(Section):
     interval: PositiveInt = 25
     """Steps between two looks. [steps]"""
     start: NonNegativeInt = 100
-    """Steps before the first look; `signs` are about these. [steps]"""
+    """Steps before the first look; `signs` are about these. There is none while the learning rate warms up either.
+    [steps]"""
     window: int = Field(default=16, ge=6)
     """Looks over which growth is extrapolated. [looks]"""
     confirm: PositiveInt = 2
@@ -342,12 +343,13 @@ class TrendsConfig(Section):
     """Largest attention logit below which its growth is not judged."""
     logit_horizon: PositiveInt = 2000
     """Within how many steps the largest attention logit would reach 10,000, at its present growth. [steps]"""
-    straightness: PositiveFloat = 0.9
-    """Growth of a norm, relative to the sum of all updates: 1 if each points straight outwards."""
+    straightness: PositiveFloat = 1.1
+    """Growth of a norm, relative to the sum of all updates. The optimizer alone gives at most 1, if every update points
+    straight outwards: more means that something else changes the weights."""
     update_change: PositiveFloat = 0.5
     """Change of a layer's output by one update, relative to itself."""
     update_least: PositiveFloat = 0.01
-    """Root mean square of an update, relative to the learning rate."""
+    """Root mean square of an update, relative to the learning rate: of optimizers with updates like Adam's."""
     stale_share: Fraction = 0.002
     """Share of the rows of embedding or head with a gradient whose second moment is below a hundredth of its square."""
     stale_factor: PositiveFloat = 4.0

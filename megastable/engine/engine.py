@@ -244,6 +244,14 @@ class Engine:
         n = table.numel() // 2
         return flat[:n], flat[n : 2 * n], flat[2 * n :].tolist()
 
+    def _show_gradients(self, scale: float) -> None:
+        """To the probes that watch the step. The pieces are freed before the update."""
+        if watching := [probe for probe in (self.probe, self.trends) if probe.watching]:
+            flat = self.flat_state()
+            pieces = self.zero.gradients(flat.fragments)
+            for probe in watching:
+                probe.gradients(flat, pieces, scale)
+
     def _gate(self, lr_kwargs: Any = None) -> None:
         """Replaces DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
         self.zero.average()
@@ -263,9 +271,7 @@ class Engine:
         norm_or_inf = math.inf if broken else grad_norm
         in_fp8 = None if self.fp8 is None else self.fp8.on
         self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow, in_fp8)
-        for probe in [probe for probe in (self.probe, self.trends) if probe.watching]:
-            flat = self.flat_state()
-            probe.gradients(flat, self.zero.gradients(flat.fragments), scale)
+        self._show_gradients(scale)
         assert self._judge is not None
         self._wait_for_copies()
         if self._judge(self.measured):

@@ -255,28 +255,36 @@ def _ratio(squares: float, of: float) -> float:
 
 @torch.no_grad()
 def attention_chunks(
-    q: Tensor, k: Tensor, segments: Tensor | None, scores: AttentionScores = FULL, most: int = SCORES
+    q: Tensor,
+    k: Tensor,
+    segments: Tensor | None,
+    scores: AttentionScores = FULL,
+    most: int = SCORES,
+    at: Sequence[int] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Entropy (nats) and largest logit (before a cap) of attention, both fp32 [b, k, q / k, c], for c queries at a
     time.
 
-    q [b, q, s, d], k [b, k, s, d], after the rotation; segments [b, s]: attention stays inside documents. At most
-    `most` scores, but at least those of one query of each head, are in memory at a time; those of keys after a
-    chunk are not computed.
+    q [b, q, s, d], k [b, k, s, d], after the rotation; segments [b, s]: attention stays inside documents. at: ascending
+    positions of the queries to examine, of which q [b, q, n, d] consists then; None: all. At most `most` scores, but at
+    least those of one query of each head, are in memory at a time; those of keys after a chunk are not computed.
     """
-    b, heads, s, _ = q.shape
+    b, heads, n, _ = q.shape
+    s, at = k.shape[2], at or range(n)
     kv, groups = k.shape[1], heads // k.shape[1]
     # An eighth at most: a chunk's first query is compared with the keys of its last.
-    at_a_time = max(1, min(most // (b * heads * s), -(-s // 8)))
+    at_a_time = max(1, min(most // (b * heads * s), -(-n // 8)))
     q, k = q.unflatten(1, (kv, groups)), k.float().transpose(-2, -1)
     index = torch.arange(s, device=q.device)
-    for begin in range(0, s, at_a_time):
-        end = min(begin + at_a_time, s)
-        refused = ~scores.mask(index[begin:end], index[:end])
+    queries = index if n == s else torch.tensor(at, device=q.device)
+    for begin in range(0, n, at_a_time):
+        end = min(begin + at_a_time, n)
+        here, last = queries[begin:end], at[end - 1] + 1
+        refused = ~scores.mask(here, index[:last])
         if segments is not None:
-            refused = refused | (segments[:, begin:end, None] != segments[:, None, :end])
+            refused = refused | (segments[:, here, None] != segments[:, None, :last])
             refused = refused[:, None, None]
-        yield _entropy(q[..., begin:end, :], k[..., :end], refused, scores)
+        yield _entropy(q[..., begin:end, :], k[..., :last], refused, scores)
 
 
 def _entropy(q: Tensor, k: Tensor, refused: Tensor, scores: AttentionScores) -> tuple[Tensor, Tensor]:

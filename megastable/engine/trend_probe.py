@@ -9,11 +9,12 @@
 `Probe` (layer_stats.py) measures every sample of a step, for the records. A trend needs far less: the first sample of
 each data rank's first micro-batch. The cost of a look, per rank:
 
-- attention: the projection to q and k, and the scores, of that sample, without gradients: less than a sixth of the
-  sample's share of the step;
-- memory passes over this rank's part of gradients, weights and second moments (12 bytes a parameter) and, for the
-  update, over weights and both moments once more (12 bytes); 4 bytes for each row of embedding and head are kept
-  until the update is done.
+- attention: of that sample the projection to q and k, and the scores of at most 512 evenly spaced queries, without
+  gradients: less than a sixth of the sample's share of the step. Entropy and largest logit of a longer sample are those
+  of these queries;
+- memory passes over this rank's part of gradients and weights (8 bytes a parameter in fp32), over the second moments of
+  embedding and head, and, for the update, over weights and both moments once more (12 bytes); 4 bytes for each row of
+  embedding and head are kept until the update is done.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
 from megastable.model.gpt import Block, open_stream
 from megastable.parallel.fragments import Fragment, rectangles
 
-KINDS = ("attention", "added", "stream", "gradient", "weight", "update", "second_moment", "table", "stale")
+KINDS = ("attention", "added", "stream", "gradient", "weight", "update", "table", "stale")
+QUERIES = 512  # of a sample whose attention is examined
 TABLES = ("embedding.weight", "head.weight")  # a row for every token
 # From here on a row moves by a full learning rate in one step, whatever came before: Adam's first moment takes up a
 # tenth of a fresh gradient g, and 0.1 g / sqrt(v) = 1 at g^2 / v = 100. Only beta2 > 0.99 lets it get this far.
 STALE = 100.0
+YOUNGEST = 1e-6  # share of a branch's full size, at least: it is 0 before the first update
 
 Look = dict[str, dict[str, float]]
 
@@ -89,9 +92,15 @@ class TrendProbe:
         x, segments, _ = open_stream(stream)
         one, apart = x[:, :1], None if segments is None else segments[:1]
         queries, keys = block.queries_and_keys(one if apart is None else (one, apart))
-        for entropy, highest in attention_chunks(queries, keys, apart, block.attention.scores):
-            total = entropy.sum(dtype=torch.float64)
-            self.tally.add(block.name, "attention", total, entropy.numel(), highest.amax())
+        at = evenly(queries.shape[2], QUERIES)
+        if len(at) < queries.shape[2]:
+            queries = queries[:, :, torch.tensor(at, device=queries.device)]
+        parts = [
+            (entropy.sum(dtype=torch.float64), highest.amax())
+            for entropy, highest in attention_chunks(queries, keys, apart, block.attention.scores, at=at)
+        ]
+        total, most = (torch.stack(of) for of in zip(*parts, strict=True))
+        self.tally.add(block.name, "attention", total.sum(), queries.shape[:3].numel(), most.amax())
 
     @torch.no_grad()
     def _after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -101,9 +110,11 @@ class TrendProbe:
         x, y = (open_stream(given)[0] for given in (args[0], output))
         before, after = x[:, :1].float(), y[:, :1].float()
         self._add(block.name, "stream", before)
-        self._add(block.name, "added", after - before)
+        # A branch that still grows in (norms=branch) is measured at its full size: it does not fade.
+        scale = 1.0 if block.grown is None else block.grown.clamp_min(YOUNGEST)
+        self._add(block.name, "added", after - before, scale)
 
-    def _add(self, row: str, kind: str, x: Tensor, scale: float = 1.0) -> None:
+    def _add(self, row: str, kind: str, x: Tensor, scale: float | Tensor = 1.0) -> None:
         """Add the squares of x / scale to a cell."""
         for part in x.detach().reshape(-1).split(self._chunk):
             norm = torch.linalg.vector_norm(part, dtype=torch.float32).double()
@@ -137,8 +148,7 @@ class TrendProbe:
 
         kept: what clipping left of the gradient's norm. Of a block: "entropy" (mean of its attention, nats), "logit"
         (the largest q k / sqrt(d)), "added" (RMS of what the block added to the residual stream, relative to the
-        stream). Of a parameter: "weight", "gradient", "update" (L2 norms), "numel"; "fresh" (mean square of the
-        clipped gradient over the mean of Adam's second moment, without its bias); of embedding and head "stale": the
+        stream). Of a parameter: "weight", "gradient", "update" (L2 norms), "numel"; of embedding and head "stale": the
         share of the rows with a gradient that are `STALE`.
         """
         self.watching = False
@@ -146,23 +156,21 @@ class TrendProbe:
             weight = flat.piece(f, "weight")
             if f.counted and weight is not None:
                 self._add(f.name, "weight", weight)
-                self._second_moment(flat, f, kept)
+                self._stale(flat, f, kept)
         for size in flat.updates():
             self._sum(size.name, "update", size.squares, size.numel)
         numbers, rows = self.tally.reduce(), list(self.tally.rows)
         self.tally.clear()
         self._rows.clear()
-        return {name: _row(numbers[:, i], kept) for i, name in enumerate(rows)}
+        return {name: _row(numbers[:, i]) for i, name in enumerate(rows)}
 
-    def _second_moment(self, flat: FlatState, f: Fragment, kept: float) -> None:
-        v = flat.piece(f, "exp_avg_sq")
+    def _stale(self, flat: FlatState, f: Fragment, kept: float) -> None:
+        v = flat.piece(f, "exp_avg_sq") if f.name in TABLES else None
         state = flat.optimizer.state.get(flat.masters[f.group], {})
         if v is None or "step" not in state:
             return
         # A tensor: it may be on the device, and is not waited for.
         unbias = 1 - flat.settings[f.group]["betas"][1] ** state["step"].double()
-        for part in v.split(self._chunk):
-            self._sum(f.name, "second_moment", part.sum(dtype=torch.float32) / unbias, part.numel())
         for r, squares in zip(rectangles(f), self._rows.get((f.group, f.offset), ()), strict=False):
             known = r.of(v).sum(1, dtype=torch.float32) / unbias
             # Counted, not weighed: one rare token that fills a document is no trend.
@@ -170,7 +178,13 @@ class TrendProbe:
             self._sum(f.name, "stale", (squares * kept**2 > STALE * known).sum(), squares.numel())
 
 
-def _row(numbers: Tensor, kept: float) -> dict[str, float]:
+def evenly(length: int, most: int) -> list[int]:
+    """At most so many positions of a sequence, evenly spaced, with the last one."""
+    n = min(length, most)
+    return [(i + 1) * length // n - 1 for i in range(n)]
+
+
+def _row(numbers: Tensor) -> dict[str, float]:
     """The numbers of one row, from its totals, counts and maxima, fp64 [3, kinds]."""
     total, count, highest = (dict(zip(KINDS, line.tolist(), strict=True)) for line in numbers)
     found: dict[str, float] = {}
@@ -183,8 +197,6 @@ def _row(numbers: Tensor, kept: float) -> dict[str, float]:
             found[kind] = math.sqrt(total[kind])
     if count["weight"]:
         found["numel"] = count["weight"]
-    if total["second_moment"] > 0:
-        found["fresh"] = total["gradient"] * kept**2 / total["second_moment"]
     if total["table"] > 0:
         found["stale"] = total["stale"] / total["table"]
     return found

@@ -178,12 +178,12 @@ class Recovery:
         if state.mix and mix != state.mix:
             # The data mix changed on purpose: the detector accepts a new level of the loss as its effect. Also while an
             # incident is open, whose proof is then judged by the new level.
-            self._mixed = True
+            self._other_data()
             if self.settings.enabled:
                 self.log.emit(MixChanged(step=state.step + 1, old=state.mix, new=mix), say=True)
         if state.piece and batch.piece != state.piece:
             # The same text in other pieces has another level of the loss.
-            self._mixed = True
+            self._other_data()
             self.log.emit(
                 LengthChanged(step=state.step + 1, position=batch.first, old=state.piece, new=batch.piece),
                 say=True,
@@ -193,6 +193,10 @@ class Recovery:
                 BatchChanged(step=state.step + 1, position=batch.first, old=state.batch, new=size), say=True
             )
         self.choose_precision(state)
+
+    def _other_data(self) -> None:
+        self._mixed = True
+        self.trends.changed()
 
     def choose_precision(self, state: RunState) -> None:
         """FP8, or the precision of the rest, for the step after `state`; a change is journaled and printed."""

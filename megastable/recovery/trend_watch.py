@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megastable.checkpoint.store import RunState
+from megastable.config.rules import ADAM_LIKE
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
+from megastable.optim.schedule import progress, warmup
 from megastable.run.events.stability_events import TrendEvent
 from megastable.run.log import RunLog
 from megastable.stability.trends import TrendNotice, Trends, TrendsState
@@ -23,11 +25,14 @@ class TrendWatch:
         self.engine, self.log = engine, log
         self.enabled = c.enabled and c.trends.enabled
         self.trends = Trends(c.trends, config.model.hidden, state)
-        self.ratio = config.model.width_ratio
+        self.schedule, self.ratio = config.schedule, config.model.width_ratio
+        self.adam_sized = config.optimizer.name in ADAM_LIKE
 
-    def begin(self, step: int) -> bool:
-        """Before a step: watch it, if a look is due; whether it is."""
-        due = self.enabled and self.trends.looks(step)
+    def begin(self, state: RunState) -> bool:
+        """Before the step after `state`: watch it, if a look is due; whether it is. None is while the rate warms up:
+        weights that start at zero grow straight, attention sharpens and logits grow, as they should."""
+        warming = progress(self.schedule, state.updates, state.trained_tokens) < warmup(self.schedule)
+        due = self.enabled and not warming and self.trends.looks(state.step + 1)
         if due:
             self.engine.trends.watch()
         return due
@@ -41,7 +46,8 @@ class TrendWatch:
             return
         rows = self.engine.trends.collect(self.engine.flat_state(), self.engine.kept)
         # What is measured against the rate are updates of the blocks' matrices, which have muP's.
-        self._tell(state.step, self.trends.measured(state.step, lr / self.ratio, rows))
+        rate = lr / self.ratio if self.adam_sized else None
+        self._tell(state.step, self.trends.measured(state.step, rate, rows))
 
     def evaluated(self, state: RunState, loss: float) -> None:
         """After an evaluation at `state`; loss: nats per token."""

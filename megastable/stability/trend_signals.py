@@ -3,11 +3,12 @@
     entropy   attention of a block collapses (Zhai et al., arXiv:2303.06296)
     logits    the largest attention logit grows towards divergence (Dehghani et al., arXiv:2302.05442, section 2;
               Wortsman et al., arXiv:2309.14322, section 3.1: about 1e4)
-    weights   norms of a kind of parameter grow faster than its updates explain
-    updates   updates too large for the weights (Yang, Simon & Bernstein, arXiv:2310.17813), or far smaller than the
-              learning rate, because Adam's eps outweighs the second moment (arXiv:2309.14322, section 3.4)
+    weights   the norm of a kind of parameter grows by more than the sum of its updates: something else changes it
+    updates   updates too large for the weights (Yang, Simon & Bernstein, arXiv:2310.17813), or, of optimizers with
+              updates like Adam's, far smaller than the learning rate: eps outweighs the second moment
+              (arXiv:2309.14322, section 3.4)
     tokens    rows of embedding or head whose second moment has not kept up with fresh gradients (Wortsman et al.,
-              arXiv:2304.13013, section 3): rare tokens that come in numbers
+              arXiv:2304.13013, section 3): rare tokens that have become frequent
     layers    a block that adds less and less to the residual stream
 
 A signal is the worst of its places; its severity is 1 at the limit. `SIGNALS` has what each is about, and its remedy.
@@ -26,7 +27,8 @@ from pydantic import BaseModel, ConfigDict
 from megastable.config.stability import TrendsConfig
 
 LATEST = 3  # looks whose median is the present level: a look sees one sample a rank
-DIVERGED = 1e4  # an attention logit that spells divergence
+DIVERGED = 1e4  # an attention logit seen at divergence
+SLOWS = 0.9  # severity of growth that slows down: below the limit, and above trends.CALM
 LEAST_GROWTH = 0.1  # relative growth of a norm below which its direction says nothing
 SAME, TINY = 1e-6, 1e-30  # least update, relative and absolute, and other divisors
 
@@ -59,7 +61,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Signal:
-    """read: of (step, rate, rows, config, width, series by name), which it extends. remedy: for people."""
+    """read: of (step, rate, rows, history, width); it extends the history. remedy: for people."""
 
     read: Callable[..., Iterable[Reading]]
     remedy: str
@@ -95,7 +97,7 @@ class LookHistory:
         return level, held.best
 
 
-def entropy(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+def entropy(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     allowed = 1 - history.config.entropy_left
     for block, row in _with(rows, "entropy"):
         level, best = history.fallen(f"entropy {block}", step, row["entropy"])
@@ -105,33 +107,36 @@ def entropy(step: int, rate: float, rows: Rows, history: LookHistory, width: int
         yield Reading(block, (1 - level / best) / allowed, text, {"entropy": level, "best": best})
 
 
-def logits(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+def logits(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+    """Growth of the logarithm over the window and over its newer half, extrapolated. If it slows down so fast that it
+    would end before, it is no warning, nor the end of one: two halves of a window are noisy."""
     c = history.config
     for block, row in _with(rows, "logit"):
         held = history.add(f"logit {block}", step, row["logit"])
-        if not row["logit"] >= c.logit_floor:
+        level = held.level
+        if not level >= c.logit_floor:
             yield Reading(block, 0.0, "", {})
             continue
-        grows = slope(held.steps, [math.log(max(value, 1.0)) for value in held.values])
-        left = math.log(DIVERGED / min(row["logit"], DIVERGED))
+        logs = [math.log(max(value, 1.0)) for value in held.values]
+        spans = [(held.steps[-n:], logs[-n:]) for n in (len(logs), max(2 * LATEST, len(logs) // 2))]
+        grows, ahead = min(slope(*of) for of in spans), min(still(*of) for of in spans)
+        left = math.log(DIVERGED / min(level, DIVERGED))
         steps = left / grows if grows > 0 else (0.0 if not left else math.inf)
         text = (
-            f"the largest attention logit of {block} is {row['logit']:.0f}, and at its present growth (a factor of "
+            f"the largest attention logit of {block} is {level:.0f}, and at its present growth (a factor of "
             f"{math.exp(min(100 * grows, 99.0)):.2g} per 100 steps) it reaches {DIVERGED:,.0f} in {steps:.0f} steps"
         )
-        yield Reading(
-            block,
-            c.logit_horizon / max(steps, 1.0),
-            text,
-            {"logit": row["logit"], "growth": grows, "steps": steps},
-        )
+        severe = c.logit_horizon / max(steps, 1.0)
+        if ahead < left:
+            severe = min(severe, SLOWS)
+        yield Reading(block, severe, text, {"logit": level, "growth": grows, "steps": steps})
 
 
-def weights(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
-    """Straightness: growth of the norm over the path that the updates of all steps add up to. Updates that pull in all
-    directions give next to nothing, and nothing gives more than 1."""
+def weights(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+    """Straightness: growth of the norm, relative to the summed norms of the updates of all steps: about 0 if their
+    directions are random, 1 if all point straight outwards. More than 1 cannot come from the optimizer alone."""
     c = history.config
-    for kind, (norm, update, _, _) in kinds(rows).items():
+    for kind, (norm, update, _) in kinds(rows).items():
         norms, updates = history.add(f"norm {kind}", step, norm), history.add(f"update {kind}", step, update)
         n = min(len(norms.values), LATEST + 1)
         if n <= LATEST or norms.steps != updates.steps:
@@ -145,19 +150,20 @@ def weights(step: int, rate: float, rows: Rows, history: LookHistory, width: int
         straight, grown = median(parts), now / max(first, TINY) - 1
         text = (
             f"the norm of the {kind} weights has grown by {grown:.0%} in {last[-1][0] - last[0][0]} steps, "
-            f"{straight:.2g} times what all updates of these steps add up to"
+            f"{straight:.2g} times what all updates of these steps add up to: "
+            "something besides the optimizer changes them"
         )
         severe = straight / c.straightness if grown > LEAST_GROWTH else 0.0
         yield Reading(kind, severe, text, {"straightness": straight, "growth": grown, "norm": now})
 
 
-def updates(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+def updates(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     c = history.config
-    for kind, (norm, update, numel, moments) in kinds(rows).items():
+    for kind, (norm, update, numel) in kinds(rows).items():
         if kind not in ("attention", "mlp") or not norm > 0:
             continue
         change = update / norm * math.sqrt(width) / 2
-        small = update / math.sqrt(numel) / rate if rate > 0 and moments else math.inf
+        small = update / math.sqrt(numel) / rate if rate else math.inf
         if change / c.update_change >= c.update_least / max(small, TINY):
             text = (
                 f"an update changes the {kind} weights by {update / norm:.1%} of their norm: the output of a layer may "
@@ -174,7 +180,7 @@ def updates(step: int, rate: float, rows: Rows, history: LookHistory, width: int
             yield Reading(kind, c.update_least / max(small, TINY), text, {"update_by_rate": small})
 
 
-def tokens(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+def tokens(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     c = history.config
     for table, row in _with(rows, "stale"):
         name = table.removesuffix(".weight")
@@ -186,13 +192,13 @@ def tokens(step: int, rate: float, rows: Rows, history: LookHistory, width: int)
             history.add(f"usually stale {name}", step, row["stale"])
         text = (
             f"{share:.1%} of the {name}'s rows with a gradient (usually {usual:.1%}) have a second moment that has not "
-            "kept up with it: tokens that were rare until now come in numbers, and each moves its row by more than a "
+            "kept up with it: tokens that were rare until now are frequent, and each moves its row by more than a "
             "full learning rate"
         )
         yield Reading(name, share / limit if known else 0.0, text, {"stale": share, "usual": usual})
 
 
-def layers(step: int, rate: float, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
+def layers(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     """Gradients reach a block's input weights (q, k, v, gate, up) through its output weights, which get theirs
     directly: the ratio of both falls with the scale of what the block passes on, whatever the loss, the other blocks
     and the noise of the batch do. Or the block adds next to nothing to the stream."""
@@ -227,7 +233,7 @@ SIGNALS: dict[str, Signal] = {
     ),
     "weights": Signal(
         weights,
-        "optimizer.weight_decay; a look at whatever else changes the weights: a rate of one group, or other code",
+        "find what else changes the weights: other code, or memory that is damaged",
     ),
     "updates": Signal(
         updates,
@@ -244,17 +250,16 @@ SIGNALS: dict[str, Signal] = {
 }
 
 
-def kinds(rows: Rows) -> dict[str, tuple[float, float, float, bool]]:
-    """By kind of parameter: norm, norm of the update, number of elements, whether Adam's second moments exist."""
-    found: dict[str, tuple[float, float, float, bool]] = {}
+def kinds(rows: Rows) -> dict[str, tuple[float, float, float]]:
+    """By kind of parameter: norm, norm of the update, number of elements."""
+    found: dict[str, tuple[float, float, float]] = {}
     for name, row in rows.items():
         if "weight" not in row or "update" not in row:
             continue
         kind = kind_of(name)
-        norm, update, numel, moments = found.get(kind, (0.0, 0.0, 0.0, False))
+        norm, update, numel = found.get(kind, (0.0, 0.0, 0.0))
         found[kind] = (
             math.hypot(norm, row["weight"]), math.hypot(update, row["update"]), numel + row["numel"],
-            moments or "fresh" in row,
         )  # fmt: skip
     return found
 
@@ -269,8 +274,25 @@ def kind_of(name: str) -> str:
 
 def slope(steps: list[int], values: list[float]) -> float:
     """Median slope of all pairs (Theil and Sen), per step; 0 of fewer than six."""
+    return _slope(steps, values) if len(values) >= 2 * LATEST else 0.0
+
+
+def still(steps: list[int], values: list[float]) -> float:
+    """By how much values still grow if their slope goes on to shrink as it did from the older half to the newer one;
+    0 if they no longer grow, inf if they do not slow down or are fewer than six."""
     if len(values) < 2 * LATEST:
+        return math.inf
+    half = len(values) // 2
+    older, newer = _slope(steps[:half], values[:half]), _slope(steps[half:], values[half:])
+    if newer <= 0:
         return 0.0
+    if newer >= older:
+        return math.inf
+    shrinks = newer / older  # in half of the time
+    return newer * (steps[-1] - steps[0]) / 2 * shrinks / (1 - shrinks)
+
+
+def _slope(steps: list[int], values: list[float]) -> float:
     pairs = [
         (values[j] - values[i]) / (steps[j] - steps[i])
         for i in range(len(values))

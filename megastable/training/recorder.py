@@ -37,7 +37,7 @@ class StepRecorder:
         # Also at the second refused update, to see the trouble per layer.
         step = state.step + 1
         self._look = due(self.config.layers_interval, step) or state.discards_in_a_row == 1
-        trend = self.recovery.watch.begin(step)
+        trend = self.recovery.watch.begin(state)
         self.engine.measures_update = (
             self._look or trend or due(self.config.norms_interval, step) or self.recovery.signs.measures(step)
         )

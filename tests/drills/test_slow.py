@@ -66,7 +66,7 @@ def test_two_steps_of_a_fault(kind: str, changes: tuple[str, ...], corpus: Path,
         assert factor == pytest.approx(0.25 if name.endswith(changes) else 1.0, rel=1e-3), name
 
 
-def test_rare_tokens_come_one_by_one_then_in_numbers() -> None:
+def test_rare_tokens_come_one_by_one_then_ever_more_often() -> None:
     tokens = torch.arange(1024).repeat(8).view(8, 1024)
     batch = MicroBatch(tokens, tokens.roll(-1, 1), torch.arange(8), None)
 

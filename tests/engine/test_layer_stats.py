@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import INDICATORS, LayerStatistics, attention_chunks
+from megastable.engine.trend_probe import evenly
 from megastable.model.attention_scores import AttentionScores
 from megastable.model.gpt import GPT, Block
 from megastable.parallel.layout import Layout
@@ -346,11 +347,11 @@ def test_a_run_records_its_layers_and_draws_their_curves(corpus: Path, tmp_path:
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 2, 3, 17, 5))), apart=st.booleans(), scores=st.integers(1, 2000),
     spread=st.sampled_from([0.0, 1.0, 100.0]), seed=st.integers(0, 99), cap=st.sampled_from([None, 0.5, 20.0]),
-    window=st.sampled_from([None, 1, 4]),
+    window=st.sampled_from([None, 1, 4]), most=st.integers(1, 17),
 )  # fmt: skip
 def test_attention_in_chunks_is_that_of_the_whole(
     sizes: tuple[int, ...], apart: bool, scores: int, spread: float, seed: int, cap: float | None,
-    window: int | None,
+    window: int | None, most: int,
 ) -> None:  # fmt: skip
     b, kv, groups, s, d = sizes
     g = torch.Generator().manual_seed(seed)
@@ -364,6 +365,13 @@ def test_attention_in_chunks_is_that_of_the_whole(
     assert torch.allclose(highest.double(), logits, rtol=1e-4, atol=1e-5)
     at_once = max(x.numel() for x, _ in parts) * s
     assert at_once <= max(scores, b * kv * groups * s)
+    at = evenly(s, most)
+    parts = list(
+        attention_chunks(q[:, :, at], k, segments, AttentionScores(cap=cap, window=window), scores, at)
+    )
+    entropy, highest = (torch.cat(x, -1).flatten(1, 2) for x in zip(*parts, strict=True))
+    assert torch.allclose(entropy.double(), wanted[..., at], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(highest.double(), logits[..., at], rtol=1e-4, atol=1e-5)
 
 
 def test_uniform_attention_has_the_entropy_of_its_length() -> None:

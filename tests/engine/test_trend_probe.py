@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from tests.engine.test_layer_stats import (
     whole_attention,
 )
 
-BETA2 = recipe().optimizer.betas[1]
 STALE = 1.5  # rows above it are some of those of random tokens
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2},
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def look(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
     """Some steps of each case, the last of them looked at."""
-    trend_probe.STALE = STALE
+    trend_probe.STALE, trend_probe.QUERIES = STALE, recipe().model.sequence_length // 2
     found = []
     for parts in cases:
         engine, steps = engine_of(parts, world)
@@ -54,8 +54,7 @@ def look(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
             assert applied
         rows = engine.trends.collect(engine.flat_state(), engine.kept)
         hooks = hooks_of(engine) - hooks
-        shards = {kind: engine.flat_state().shards(kind) for kind in ("exp_avg_sq",)} if world == 1 else {}
-        found.append({"rows": rows, "seen": seen, "hooks": hooks, "kept": engine.kept, "shards": shards})
+        found.append({"rows": rows, "seen": seen, "hooks": hooks, "kept": engine.kept})
         assert not engine.trends.watching
     return found
 
@@ -91,17 +90,14 @@ def test_one_process_equals_a_plain_calculation(one: dict[str, Any]) -> None:
     for name, row in rows.items():
         if name in sizes:
             of, n = wanted.layers[name], sizes[name]
-            v = one["shards"]["exp_avg_sq"][name].double() / (1 - BETA2**STEPS)
             assert row["numel"] == n
             assert row["weight"] == pytest.approx(of["weight_rms"] * math.sqrt(n), rel=1e-4)
             assert row["gradient"] == pytest.approx(of["gradient_rms"] * math.sqrt(n), rel=1e-4)
             assert row["update"] / row["weight"] == pytest.approx(of["update_ratio"], rel=1e-3)
-            assert row["fresh"] == pytest.approx(
-                (row["gradient"] * one["kept"]) ** 2 / float(v.sum()), rel=1e-4
-            )
             assert ("stale" in row) == (name in trend_probe.TABLES)
             continue
-        entropy, highest = one["seen"][f"{name} qk"]
+        # Of every other query, with the last one.
+        entropy, highest = (x[..., 1::2] for x in one["seen"][f"{name} qk"])
         x, y = (t[:, :1].double() for t in one["seen"][name])
         assert row["entropy"] == pytest.approx(float(entropy[0].mean()), rel=1e-4)
         assert row["logit"] == pytest.approx(float(highest[0].max()), rel=1e-4)
@@ -140,7 +136,7 @@ def test_every_layout_finds_the_same_on_every_rank(group: tuple[str, ...], one: 
 
 def dropped(world: int) -> list[bool]:
     """A look at a refused step, then one at an applied step; whether each finds nothing of the other."""
-    trend_probe.STALE = STALE
+    trend_probe.STALE, trend_probe.QUERIES = STALE, recipe().model.sequence_length // 2
     engine, steps = engine_of({}, world)
     engine.train_step(steps[0], RATE, lambda m: True)
     engine.trends.watch()
@@ -158,6 +154,72 @@ def dropped(world: int) -> list[bool]:
 def test_a_refused_step_leaves_no_trace() -> None:
     (found,) = run_ranks(1, dropped, 1)
     assert found == [True, True]
+
+
+def test_positions_are_evenly_spaced_with_the_last_one() -> None:
+    assert trend_probe.evenly(8, 4) == [1, 3, 5, 7] and trend_probe.evenly(3, 4) == [0, 1, 2]
+    for length in (513, 1000, 131072):
+        at = trend_probe.evenly(length, 512)
+        gaps = {b - a for a, b in pairwise(at)}
+        assert len(at) == 512 and at[-1] == length - 1 and max(gaps) - min(gaps) <= 1
+
+
+def entries(world: int) -> list[int]:
+    """How often the tally is added to for the attention of a look's micro-batches, and the number of blocks."""
+    engine, steps = engine_of({"micro_batch": 2}, world)
+    engine.trends.watch()
+    engine.train_step(steps[0], RATE, lambda m: True)
+    kind, kinds = trend_probe.KINDS.index("attention"), len(trend_probe.KINDS)
+    cells = [cell for cell in engine.trends.tally._cells if cell % kinds == kind]
+    return [len(cells), len(engine.probe.blocks)]
+
+
+def test_the_tally_is_added_to_once_for_each_block() -> None:
+    ((found, blocks),) = run_ranks(1, entries, 1)
+    assert found == blocks == 2
+
+
+def shared(world: int) -> int:
+    """How often the pieces of the gradients are made at a step that both probes watch."""
+    engine, steps = engine_of({}, world)
+    made, real = list[int](), engine.zero.gradients
+
+    def gradients(fragments: Any) -> Any:
+        made.append(len(fragments))
+        return real(fragments)
+
+    engine.zero.gradients = gradients
+    engine.trends.watch()
+    engine.probe.watch()
+    engine.train_step(steps[0], RATE, lambda m: True)
+    return made.count(len(engine.flat_state().fragments))
+
+
+def test_both_probes_share_the_pieces_of_the_gradients() -> None:
+    assert run_ranks(1, shared, 1) == [1]
+
+
+def young(world: int, model: dict[str, Any], updates: list[int]) -> list[list[float]]:
+    """What blocks add when so many updates were applied."""
+    found = []
+    engine, steps = engine_of({"model": model}, world)
+    for number in updates:
+        engine.updates = number
+        engine.trends.watch()
+        engine.measures_update = True
+        engine.train_step(steps[0], 0.0, lambda m: True)
+        rows = engine.trends.collect(engine.flat_state(), engine.kept)
+        found.append([row["added"] for row in rows.values() if "added" in row])
+    return found
+
+
+def test_a_young_branch_does_not_fade() -> None:
+    """norms=branch scales branches up from 0 at the start of a run."""
+    model = {"norms": "branch", "branch_steps": 1000}
+    ((none, first, old),) = run_ranks(1, young, 1, model, [0, 10, 1000])
+    assert len(first) == 2 and all(math.isfinite(added) and added > 0.01 for added in none)
+    # The first block's input has not been normed: the norm of the sum changes it more than the branch does.
+    assert first[1] == pytest.approx(old[1], rel=0.5)
 
 
 def test_a_row_is_stale_by_its_own_second_moment() -> None:
@@ -191,10 +253,9 @@ def test_a_row_is_stale_by_its_own_second_moment() -> None:
     gradient = torch.tensor([12.0, 2.0, 0.0]).repeat_interleave(4) * 8
     probe.gradients(flat, {(0, 0): gradient}, 8.0)
     probe._add(name, "weight", master)
-    probe._second_moment(flat, f, 0.5)
+    probe._stale(flat, f, 0.5)
     totals = torch.zeros(3, len(trend_probe.KINDS), dtype=torch.float64)
     for cell, count, total in zip(probe.tally._cells, probe.tally._counts, probe.tally._totals, strict=True):
         totals[0, cell] += total
         totals[1, cell] += count
-    row = trend_probe._row(totals, 0.5)
-    assert row["stale"] == 0.5 and row["fresh"] == pytest.approx((4 * 36 + 4) / float(v.sum()))
+    assert trend_probe._row(totals)["stale"] == 0.5

@@ -10,6 +10,7 @@ import pytest
 from megastable.config.tree import RunConfig
 from megastable.report.postmortem import write_incidents
 from megastable.run.directory import RunDirectory
+from megastable.run.events.data_events import LengthChanged
 from megastable.run.events.stability_events import IncidentEvent, TrendEvent
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
@@ -69,7 +70,11 @@ def test_a_collapse_is_warned_of_on_every_rank_alike(name: str, corpus: Path, tm
     assert all(event["what"] == "warned" and event["step"] > FAULT for event in found)
     assert {"entropy", "weights"} <= {event["signal"] for event in found}
     assert set(states[0]["standing"]) == {event["signal"] for event in found}
-    assert len(found) == len({event["signal"] for event in found})  # once each
+    # Each place once, with others of the same look in one line.
+    for signal, places in states[0]["standing"].items():
+        lines = [event["text"].partition("; and so for ")[2] for event in found if event["signal"] == signal]
+        assert sum(1 + int(others.split()[0] if others else 0) for others in lines) == len(places)
+    assert {"blocks.0", "blocks.1"} == {place["where"] for place in states[0]["standing"]["entropy"]}
 
 
 def test_a_healthy_run_is_silent_and_what_is_off_measures_nothing(corpus: Path, tmp_path: Path) -> None:
@@ -129,13 +134,13 @@ def test_a_rewind_rolls_the_history_back(tmp_path: Path) -> None:
     incidents = list(run.events(IncidentEvent))
     assert end["code"] == 0 and end["done"] and any(event["what"] == "rewound" for event in incidents)
     (back,) = [event["to_step"] for event in incidents if event["what"] == "rewound"]
-    assert back == 30 and end["looks"] == [*range(3, 32), 49, 50]
+    assert back == 30 and end["looks"] == [*range(11, 32), 49, 50]
     norms = end["state"]["series"]["norm mlp"]["steps"]
     assert norms == [step for step in end["looks"] if step != 31][-len(norms) :] and 30 in norms
     (warned, *_) = told(tmp_path / "run")
-    assert (warned["signal"], warned["step"]) == ("updates", 4)
+    assert (warned["signal"], warned["step"]) == ("updates", 12)
     (sentence,) = incidents[0]["summary"]["warnings"]
-    assert sentence == f"step 4: {warned['text']}"
+    assert sentence == f"step 12: {warned['text']}"
     write_incidents(tmp_path / "run")
     pages = list((tmp_path / "run").rglob("postmortem.md"))
     assert pages and all(f"Warned before, and not over: {sentence}" in page.read_text() for page in pages)
@@ -163,3 +168,59 @@ def test_an_evaluation_is_judged(tmp_path: Path) -> None:
     assert all("validation" in state for state in states)
     (event,) = [event for event in told(tmp_path / "run") if event["signal"] == "validation"]
     assert event["step"] == 30 and event["remedy"] and event["numbers"]["risen"] > 0.02
+
+
+def looked(config: RunConfig) -> dict[str, Any]:
+    """Steps that are looked at, and the state in the end."""
+    trainer, looks = trainer_of(config), list[int]()
+    judge = trainer.recovery.trends
+    measured = judge.measured
+
+    def look(step: int, rate: float | None, rows: Any) -> Any:
+        looks.append(step)
+        return measured(step, rate, rows)
+
+    judge.measured = look
+    assert trainer.train() == 0
+    return {"looks": looks, "state": judge.state.model_dump()}
+
+
+@pytest.mark.parametrize("unit", ["steps", "tokens"])
+def test_no_look_while_the_rate_warms_up(unit: str, corpus: Path, tmp_path: Path) -> None:
+    each = 8 * 32 if unit == "tokens" else 1
+    schedule = dict.fromkeys(("warmup_steps", "total_steps"))
+    schedule |= {f"warmup_{unit}": 20 * each, f"total_{unit}": 30 * each}
+    parts = {"schedule": schedule, "train": {"steps": 30, "global_batch": 8}}
+    (end,) = run_ranks(1, looked, recipe(corpus, tmp_path / "run", **parts))
+    assert end["looks"] == [22, 24, 26, 28, 30]
+
+
+def test_a_change_of_the_length_starts_entropy_and_evaluations_anew(corpus: Path, tmp_path: Path) -> None:
+    """Samples of 16 tokens in the first half, of 32 in the second."""
+    parts = {
+        "train": {
+            "steps": 40, "global_batch": 8, "eval_interval": 5, "eval_samples": 8,
+            "sequence_warmup": {"start": 16, "tokens": 20 * 8 * 32},
+        },
+    }  # fmt: skip
+    (end,) = run_ranks(1, looked, recipe(corpus, tmp_path / "run", **parts))
+    series = end["state"]["series"]
+    changed = max(e.step for e in RunDirectory(tmp_path / "run").events(LengthChanged))
+    assert 10 < changed < 30
+    assert series["entropy blocks.0"]["steps"] == [step for step in end["looks"] if step >= changed][-16:]
+    assert min(series["added blocks.0"]["steps"]) < changed
+    assert {e["step"] for e in end["state"]["evaluations"]} == {s for s in range(5, 41, 5) if s >= changed}
+
+
+@pytest.mark.parametrize(("optimizer", "signals"), [("adamw", {"updates"}), ("lamb", set())])
+def test_only_updates_like_adams_are_measured_against_the_rate(
+    optimizer: str, signals: set[str], corpus: Path, tmp_path: Path
+) -> None:
+    """A limit that every update is below."""
+    parts = {
+        "optimizer": {"name": optimizer, "lr": 1e-3}, "schedule": {"warmup_steps": 2},
+        "stability": {"trends": {**TRENDS, "update_least": 1e3, "update_change": 1e3}},
+        "train": {"steps": 12, "global_batch": 8},
+    }  # fmt: skip
+    run_ranks(1, looked, recipe(corpus, tmp_path / "run", **parts))
+    assert {event["signal"] for event in told(tmp_path / "run")} == signals

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -35,7 +37,7 @@ def healthy(look: int) -> Rows:
 
 
 def weight(gradient: float) -> dict[str, float]:
-    return {"weight": 10.0, "update": 0.05, "gradient": gradient, "numel": 1e4, "fresh": 1.0}
+    return {"weight": 10.0, "update": 0.05, "gradient": gradient, "numel": 1e4}
 
 
 def run(
@@ -66,10 +68,10 @@ def logits(rows: Rows, n: int) -> None:
 
 
 def straight(rows: Rows, n: int) -> None:
-    """Every update points outwards: the norm grows by their sum."""
+    """Something adds as much again as the updates: the norm grows by 1.3 times their sum."""
     for part in ("attention.qkv", "attention.out"):
         for block in ("blocks.0", "blocks.1"):
-            rows[f"{block}.{part}.weight"]["weight"] += 0.05 * CONFIG.interval * n
+            rows[f"{block}.{part}.weight"]["weight"] += 1.3 * 0.05 * CONFIG.interval * n
 
 
 def large(rows: Rows, n: int) -> None:
@@ -160,15 +162,16 @@ def test_large_logits_that_do_not_grow_and_small_ones_that_do_say_nothing() -> N
     assert run(lambda rows, n: rows["blocks.1"].update(logit=min(19.0, 1.1**n)), fault=1) == []
 
 
-def test_a_norm_may_grow_within_its_updates() -> None:
-    """Half of every update outwards is fast, and explained."""
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_norm_may_grow_by_all_of_its_updates(share: float) -> None:
+    """Updates that all point straight outwards are fast, and explained: as of parameters that start at zero."""
 
-    def half(rows: Rows, n: int) -> None:
+    def outwards(rows: Rows, n: int) -> None:
         for name, row in rows.items():
             if "attention" in name:
-                row["weight"] += 0.5 * 0.05 * CONFIG.interval * n
+                row["weight"] += share * 0.05 * CONFIG.interval * n
 
-    assert run(half) == []
+    assert run(outwards) == []
 
 
 def test_a_norm_that_hardly_grows_is_no_trend_however_straight() -> None:
@@ -176,7 +179,7 @@ def test_a_norm_that_hardly_grows_is_no_trend_however_straight() -> None:
         for name, row in rows.items():
             if "attention" in name:
                 row["update"] = 0.005
-                row["weight"] += 0.005 * CONFIG.interval * n  # 1.2 % a look
+                row["weight"] += 1.3 * 0.005 * CONFIG.interval * n  # 1.6 % a look
 
     assert run(tiny, looks=32) == []
 
@@ -195,13 +198,101 @@ def test_the_usual_share_of_rare_tokens_is_no_trend() -> None:
         assert names(found) == told
 
 
+@pytest.mark.parametrize("optimizer", ["of Adam's size", "another"])
+def test_small_updates_are_a_warning_of_optimizers_with_updates_like_adams_only(optimizer: str) -> None:
+    """LAMB changes a weight by the rate times its norm: far less than the rate per element."""
+    judge, found = Trends(CONFIG, WIDTH), list[TrendNotice]()
+    for look in range(1, 20):
+        rows = healthy(look)
+        small(rows, look)
+        rate = RATE if optimizer == "of Adam's size" else None
+        found += judge.measured(100 + 25 * look, rate, rows)
+    assert [trend.signal for trend in found] == (["updates"] if optimizer == "of Adam's size" else [])
+
+
 def test_places_that_fall_together_are_told_in_one_line() -> None:
     def both(rows: Rows, n: int) -> None:
-        collapse(rows, n)
-        rows["blocks.0"]["entropy"] *= 0.8**n
+        for block, factor in (("blocks.0", 0.3), ("blocks.1", 0.35)):
+            rows[block]["entropy"] *= factor
 
-    ((_, trend),) = run(both)
+    judge = Trends(CONFIG, WIDTH)
+    ((_, trend),) = run(both, trends=judge)
     assert "blocks.0 has fallen" in trend.text and trend.text.endswith("and so for 1 other")
+    assert [sentence.partition(": ")[2] for sentence in judge.standing] == [trend.text]
+
+
+def test_a_place_that_stands_hides_no_other_and_the_last_ends_the_signal() -> None:
+    def one_by_one(rows: Rows, n: int) -> None:
+        rows["blocks.0"]["entropy"] *= 0.4 if n < 30 else 1.0
+        rows["blocks.1"]["entropy"] *= 0.4 if 10 <= n < 20 else 1.0
+
+    judge = Trends(CONFIG, WIDTH)
+    (first, second) = run(one_by_one, looks=45, trends=judge)
+    assert "blocks.0 has fallen" in first[1].text and "blocks.1 has fallen" in second[1].text
+    assert not first[1].over and not second[1].over and first[0] < 29 < second[0] < 35
+    (standing,) = judge.standing
+    assert "blocks.0" in standing and "other" not in standing
+    ((_, over),) = run(lambda rows, n: None, looks=10, trends=judge)
+    assert over.over and judge.standing == [] and judge.state.streaks == {}
+
+
+def test_looks_in_a_row_are_those_of_one_place() -> None:
+    """The block that is worst changes from look to look."""
+
+    def turns(rows: Rows, n: int) -> None:
+        table = ("attention", "mlp")[n % 2]
+        for name, row in rows.items():
+            if table in name:
+                row["update"] = 2 * CONFIG.update_change * 2 / math.sqrt(WIDTH) * 10.0
+
+    assert run(turns) == []
+
+
+def of_logits(value: Callable[[int], float], noise: float, seed: int) -> list[tuple[int, TrendNotice]]:
+    """What is told of a logit, a function of the step, up to 10,000."""
+    judge, random, found = Trends(CONFIG, WIDTH), Random(seed), list[tuple[int, TrendNotice]]()
+    for step in range(125, 2025, 25):
+        if value(step) < 1e4:
+            logit = value(step) * math.exp(noise * random.gauss(0, 1))
+            found += [(step, t) for t in judge.measured(step, None, {"blocks.0": {"logit": logit}})]
+    return found
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.004, 0.006, 0.01, 0.02, 0.05])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_logit_that_saturates_is_not_extrapolated(rate: float, noise: float) -> None:
+    """A logistic curve up to 40, from anywhere in the grid of looks."""
+    for shift in range(0, 100, 5):
+        curve = partial(lambda step, at: 40 / (1 + math.exp(-rate * (step - at))), at=900 + shift)
+        assert of_logits(curve, noise, shift) == []
+
+
+@pytest.mark.parametrize(("rate", "within"), [(0.004, 600), (0.006, 275), (0.01, 200), (0.02, 100)])
+def test_a_logit_that_grows_on_is_told_once_and_early(rate: float, within: int) -> None:
+    """Exponential from step 200 on; single samples scatter by 5 %."""
+    for seed in range(10):
+        ((step, trend),) = of_logits(lambda s: 10 * math.exp(rate * max(0, s - 200)), 0.05, seed)
+        assert not trend.over and step <= 200 + within
+        assert trend.numbers["logit"] < 100
+    ((step, trend),) = of_logits(lambda s: 10 * math.exp(rate * max(0, s - 200)), 0.0, 0)
+    # The level is the median of three looks.
+    assert trend.numbers["logit"] == pytest.approx(10 * math.exp(rate * (step - 25 - 200)))
+
+
+def test_other_data_have_levels_of_their_own() -> None:
+    """Attention of longer samples and losses of another mix are not compared with those before."""
+    judge = Trends(CONFIG, WIDTH)
+    assert run(trends=judge) == []
+    evaluated(judge, [(3.0, 3.0), (2.0, 2.5)])
+    saved, passed = judge.state, "passed blocks.0"
+    judge.changed()
+    assert run(lambda rows, n: rows["blocks.1"].update(entropy=0.5), fault=1, trends=judge) == []
+    assert evaluated(judge, [(2.2, 2.4), (2.3, 2.3), (2.1, 2.2)], first=3) == []
+    assert len(judge.state.evaluations) == 3 and len(judge.state.series[passed].steps) == CONFIG.window
+    judge.rewind(saved, 350)
+    # Back before the change, with what was evaluated up to there.
+    assert [e.step for e in judge.state.evaluations] == [100, 200, 300]
+    assert max(judge.state.series["entropy blocks.1"].values) > 1
 
 
 @pytest.mark.parametrize("key", ["entropy", "logit", "added", "weight", "gradient", "update", "stale"])
