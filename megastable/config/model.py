@@ -72,9 +72,9 @@ class MupConfig(Section):
     """`model.layers` of that model; null: widths only, no transfer over depths."""
     base_head_dim: PositiveInt | None = Field(default=None, examples=[64])
     """Width of its heads; null: as here."""
-    zero_output: bool = True
+    zero_output: bool = False
     """The output layer starts at zero, unless tied (arXiv:2203.03466, section D.2): what a random one adds to the
-    logits depends on the width."""
+    logits depends on the width. In short runs of ours it cost much (docs/catalogue.md)."""
 
 
 class ModelConfig(Section):

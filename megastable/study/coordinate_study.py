@@ -67,11 +67,16 @@ class CoordinateGrid:
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """muP from the smallest model on."""
-        smallest = min(self.sizes)
+        """muP from the smallest model on. What a random output layer adds to the logits vanishes with the width
+        (arXiv:2203.03466, section D.2): here it starts at zero."""
+        smallest, zero = min(self.sizes), "model.mup.zero_output=true"
         if self.deep:
-            return (f"model.mup.base_width={self.config.model.hidden}", f"model.mup.base_layers={smallest}")
-        return (f"model.mup.base_width={smallest}",)
+            return (
+                f"model.mup.base_width={self.config.model.hidden}",
+                f"model.mup.base_layers={smallest}",
+                zero,
+            )
+        return f"model.mup.base_width={smallest}", zero
 
     @property
     def every(self) -> dict[str, tuple[str, int, int]]:

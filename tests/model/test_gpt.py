@@ -107,7 +107,7 @@ def gradients(model: GPT, inputs: gpt.Stream, labels: Tensor) -> tuple[Tensor, d
         {"swiglu_clamp": 0.3},
         {"activation": "gelu", "swiglu_clamp": 0.3},
         {"attention_scale": 0.1, "embedding_scale": 3.0},
-        {"mup": {"base_width": 8, "base_layers": 1, "base_head_dim": 2, "zero_output": False}},
+        {"mup": {"base_width": 8, "base_layers": 1, "base_head_dim": 2}},
         GEMMA_2,
     ],
     ids=[
