@@ -16,8 +16,8 @@ from megastable.parallel.fragments import Fragment, rectangles
 
 DYING = "blocks.1."  # the last block of a drill's model
 RARE = 512  # token ids from here on, half of the vocabulary: those of rare pieces of words
-# Share of them that come at first, two tokens of a step: of five the loss shows it at once.
-TRICKLE = 0.004
+# Share of them that come at first, three tokens of a step: of two some looks see none, of five the loss shows it soon.
+TRICKLE = 0.006
 FEW, RAMP = 100, 100  # for so many steps; then ever more, up to all
 
 Before = Callable[[Engine, int], None]  # (engine, its step): what happens before it
