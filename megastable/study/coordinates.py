@@ -7,17 +7,14 @@ its change since initialization. With an optimizer's groups and rates as in a ru
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megastable.base import durable
-from megastable.base.errors import DataError
-from megastable.run.directory import as_json
+from megastable.study.saved_result import SavedResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +27,7 @@ OPEN = ("kernels.compile=false", "kernels.loss=reference", "parallel.recompute=n
 
 
 @dataclass(frozen=True)
-class Coordinates:
+class Coordinates(SavedResult):
     """Of one model. rms, change: by place, one number for each step from 0 (initialization) on. losses: of the training
     steps, nats per token."""
 
@@ -38,27 +35,13 @@ class Coordinates:
     change: dict[str, list[float]]
     losses: list[float]
 
-    def save(self, path: Path) -> None:
-        """Write it to a file, complete or not at all. Raises DataError."""
-        try:
-            durable.write_file(path, (as_json(asdict(self)) + "\n").encode())
-        except OSError as error:
-            raise DataError(f"{path} could not be written: {error}: make room, start again") from None
-
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Raises DataError for a file that is no result."""
-        try:
-            found: dict[str, Any] = json.loads(path.read_text())
-            rms, change = (
-                {str(place): [float(x) for x in values] for place, values in found[key].items()}
-                for key in ("rms", "change")
-            )
-            return cls(rms, change, [float(loss) for loss in found["losses"]])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{path}: no measured activations ({error!r}): remove it, and they are measured again"
-            ) from None
+    def parsed(cls, found: dict[str, Any]) -> Self:
+        rms, change = (
+            {str(place): [float(x) for x in values] for place, values in found[key].items()}
+            for key in ("rms", "change")
+        )
+        return cls(rms, change, [float(loss) for loss in found["losses"]])
 
 
 def measure(recipe: str, overrides: tuple[str, ...], steps: int, output: Path) -> None:

@@ -5,19 +5,18 @@ A run that diverges is a result: its losses are infinite from there on.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from megastable.base import durable
 from megastable.base.errors import DataError
 from megastable.run import records
-from megastable.run.directory import RunDirectory, as_json, read_object
+from megastable.run.directory import RunDirectory, read_object
+from megastable.study.saved_result import SavedResult
 
 WINDOW = 10  # steps over which a loss is smoothed
 LEARNT = 0.05  # nats per token by which a run must end below its first loss to count as trained
@@ -38,7 +37,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class TrialResult:
+class TrialResult(SavedResult):
     """losses: smoothed, of every step, nats per token; inf from the step on where it diverged. first: the loss of the
     first batch, before any update. validation: at the end; nan = not measured. seconds: of all steps."""
 
@@ -76,26 +75,12 @@ class TrialResult:
             float(sum(table.column("seconds").to_pylist())), int(summary.get("parameters") or 0),
         )  # fmt: skip
 
-    def save(self, path: Path) -> None:
-        """Write it to a file, complete or not at all. Raises DataError."""
-        try:
-            durable.write_file(path, (as_json(asdict(self)) + "\n").encode())
-        except OSError as error:
-            raise DataError(f"{path} could not be written: {error}: make room, start again") from None
-
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Raises DataError for a file that is no result."""
-        try:
-            found: dict[str, Any] = json.loads(path.read_text())
-            return cls(
-                tuple(float(loss) for loss in found["losses"]), float(found["first"]), float(found["validation"]),
-                float(found["seconds"]), int(found["parameters"]),
-            )  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}: not the result of a trial ({error!r}): remove it, and it runs again"
-            ) from None
+    def parsed(cls, found: dict[str, Any]) -> Self:
+        return cls(
+            tuple(float(loss) for loss in found["losses"]), float(found["first"]), float(found["validation"]),
+            float(found["seconds"]), int(found["parameters"]),
+        )  # fmt: skip
 
 
 def smoothed(losses: Sequence[float]) -> tuple[float, ...]:

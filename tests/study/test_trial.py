@@ -40,5 +40,5 @@ def test_a_file_holds_the_whole_result(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(DataError, match=r"x\.json: not the result of a trial"):
+    with pytest.raises(DataError, match=r"x\.json: not the result of a run"):
         TrialResult.load(path)
