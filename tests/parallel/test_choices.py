@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero-centered": ({"norms": "after", "qk_norm": "full", "zero_centered_norms": True}, {}),
     "caps": ({"attention_softcap": 1.5, "logit_softcap": 1.0, "qk_norm": False}, {}),
     "windows": ({"window": 6, "full_attention_every": 2, "rope_scaling": YARN}, {}),
-    "clamp": ({"activation": "gelu", "swiglu_clamp": 0.2}, {}),
+    "clamp": ({"activation": "gelu", "swiglu_clamp": 0.5}, {}),
     "spike-no-more": ({"init": "small", "embedding_scale": "sqrt_hidden"}, {"decay_embeddings": False}),
     "zero-residual": ({"residual_init": "zero"}, {}),
     "dropout": ({"dropout": 0.2, "norms": "both"}, {}),
