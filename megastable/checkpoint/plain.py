@@ -22,6 +22,7 @@ from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import recipe
 from megastable.config.model import ModelConfig
+from megastable.config.rules import caps_logits
 from megastable.config.tree import RunConfig
 from megastable.model.gpt import GPT, Head, set_updates
 from megastable.model.kernels import PLAIN, Kernels
@@ -97,8 +98,7 @@ def load_plain(
 
 def without_weights(config: ModelConfig, device: torch.device) -> GPT:
     """The model on the meta device, with kernels that compute it on `device`: its initial weights are not drawn."""
-    # As in engine/kernel_choice.py: torch's kernels for CPUs do not cap logits.
-    capped = config.attention_softcap is not None and device.type != "cuda"
+    capped = config.attention_softcap is not None and not caps_logits(PLAIN.attention, device.type)
     with torch.device("meta"):
         return GPT(config, TensorParallel(), recompute="none", seed=None, kernels=CAPPED if capped else PLAIN)
 

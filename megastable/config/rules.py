@@ -20,6 +20,11 @@ ADAM_LIKE = (
 LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that FP8 can compute
 
 
+def caps_logits(attention: str, device: str) -> bool:
+    """Whether an attention kernel has model.attention_softcap on a device of this type."""
+    return attention in ("reference", "blocked") or (attention == "sdpa" and device == "cuda")
+
+
 def impossible(c: RunConfig) -> list[str]:
     """Impossible combinations, and those that DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
     m, p, bad = c.model, c.parallel, []

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
+from megastable.config.rules import caps_logits
 from megastable.config.tree import RunConfig
 from megastable.model.blocked import supported
 from megastable.model.kernels import DTYPES, Kernels
@@ -45,12 +46,10 @@ def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype
     """The reason why this core cannot be used."""
     if attention == "blocked" and not supported(device, dtype):
         return "it supports only CPUs, in fp32, and in bf16 where oneDNN has bf16 products"
-    capped = config.model.attention_softcap is not None
-    if attention == "sdpa" and capped and device.type != "cuda":
-        return "torch's kernels for CPUs do not cap logits, as model.attention_softcap asks for"
+    if config.model.attention_softcap is not None and not caps_logits(attention, device.type):
+        whose = "Transformer Engine does" if attention == "te" else "torch's kernels for CPUs do"
+        return f"{whose} not cap logits, as model.attention_softcap asks for"
     if attention == "te":
-        if capped:
-            return "Transformer Engine does not cap logits, as model.attention_softcap asks for"
         fp8 = config.precision.fp8
         if fp8 is not None and fp8.recipe == "delayed":
             # It would register itself in Transformer Engine's global list, and its messages would disturb a pipeline's.

@@ -115,12 +115,11 @@ class Attention(nn.Module):
 
     def places(self, length: int, segments: Tensor | None, device: torch.device) -> Places:
         """Positions for a micro-batch of samples of `length` tokens."""
+        scores = self.scores.within(length)
         if segments is not None:
-            return Places(
-                *_rotation(segments, self.rope), segments, _prepared(segments, self.core, self.scores)
-            )
+            return Places(*_rotation(segments, self.rope), segments, _prepared(segments, self.core, scores))
         cos, sin = rope_table(length, self.rope, device)
-        documents = self.core.prepare(None, self.scores, length, device)
+        documents = self.core.prepare(None, scores, length, device)
         return Places(cos[:, None, None], sin[:, None, None], None, documents)
 
     def forward(

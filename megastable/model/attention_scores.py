@@ -21,9 +21,11 @@ class AttentionScores(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, block: int) -> AttentionScores:
-        window = config.window_of(block)
-        seen = window if window and window < config.longest else None
-        return cls(config.score_scale, config.attention_softcap, seen)
+        return cls(config.score_scale, config.attention_softcap, config.window_of(block))
+
+    def within(self, length: int) -> AttentionScores:
+        """The same for samples of `length` tokens: without a window that none of them reaches."""
+        return self if self.window is None or self.window < length else self._replace(window=None)
 
     def factor(self, width: int) -> float:
         """The factor of q k. width: of a head."""

@@ -148,8 +148,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, out: Tensor) -> Tensor:
     if q.dtype == torch.float32:
         return torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
     # oneDNN may use bf16 instructions, which multiply bf16 values exactly and sum in fp32. If it does not, the product
-    # is
-    # as exact, but slower.
+    # is as exact, but slower.
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
@@ -376,7 +375,7 @@ def blocked_attention(
     # Computed here: a compiled graph in the disk cache must depend on the value that it was compiled for.
     # With a cap the backward needs the logits as well: both are computed again.
     room = kept_size(*q.shape) if keep and scores.cap is None else 0
-    window = scores.window if scores.window and scores.window < q.shape[2] else None
+    scores = scores.within(q.shape[2])
     if torch.compiler.is_compiling():
-        return _op(q, k, v, documents, room, scores.scale, scores.cap, window)[0]
-    return _Eager.apply(q, k, v, documents, room, scores.scale, scores.cap, window)[0]
+        return _op(q, k, v, documents, room, *scores)[0]
+    return _Eager.apply(q, k, v, documents, room, *scores)[0]

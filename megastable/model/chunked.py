@@ -95,8 +95,7 @@ class _Chunked(torch.autograd.Function):
         dx = torch.empty_like(flat) if grads[0] else None
         dw = _WeightGradient(real, many=size < tokens) if grads[1] else None
         # Rows keep the padded length: a vocabulary of 50257 would break the alignment that products need. The padding
-        # is
-        # zeroed because oneDNN's bf16 products read it and multiply it by zero: a NaN there would spread.
+        # is zeroed because oneDNN's bf16 products read it and multiply it by zero: a NaN there would spread.
         buffer = flat.new_empty((size, columns))
         buffer[:, rows:] = 0.0
         buffer = buffer[:, :rows]

@@ -193,10 +193,14 @@ class Block(nn.Module):
 def set_updates(module: nn.Module, config: ModelConfig, updates: int) -> None:
     """Set the factor of the branches of `norms=branch` to min(1, t / T), t = updates applied so far."""
     if config.norms == "branch":
-        for block in module.modules():
-            if isinstance(block, Block):
-                share, device = min(1.0, updates / config.branch_steps), block.attention_norm.weight.device
-                block.grown = torch.tensor(share, dtype=torch.float32, device=device)
+        blocks = [part for part in module.modules() if isinstance(part, Block)]
+        share, devices = (
+            min(1.0, updates / config.branch_steps),
+            {b.attention_norm.weight.device for b in blocks},
+        )
+        grown = {device: torch.tensor(share, dtype=torch.float32, device=device) for device in devices}
+        for block in blocks:
+            block.grown = grown[block.attention_norm.weight.device]
 
 
 def _recomputed(run: Callable[..., Tensor], *args: Any) -> Tensor:

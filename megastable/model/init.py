@@ -66,15 +66,14 @@ def section_stds(
     figure 2).
     """
     sections = placement.sections if placement.dim == 0 else (rows,)
-    gain = (
-        (8 * config.layers) ** -0.25
-        if config.norms == "deep" and placement.name.startswith("blocks.")
-        else 1.0
-    )
-    found = [(n, std_of(placement.name, n, columns, config) * gain) for n in sections]
-    if placement.name.endswith(".attention.qkv.weight"):
-        found[:2] = [(n, std / gain) for n, std in found[:2]]
-    return found
+    gains = [1.0] * len(sections)
+    if config.norms == "deep" and placement.name.startswith("blocks."):
+        plain = 2 if placement.name.endswith(".attention.qkv.weight") else 0
+        gains[plain:] = [(8 * config.layers) ** -0.25] * (len(sections) - plain)
+    return [
+        (n, gain * std_of(placement.name, n, columns, config))
+        for n, gain in zip(sections, gains, strict=True)
+    ]
 
 
 def _generator(placement: Placement, seed: int) -> torch.Generator:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megastable.base.host_memory import taken
 from megastable.config import deepspeed_json
-from megastable.config.rules import LINEARS
+from megastable.config.rules import LINEARS, caps_logits
 from megastable.config.tree import RunConfig
 from megastable.model.sizes import chunk_size, elements_on, fp8_linears
 from megastable.optim.ownership import LIMIT
@@ -129,14 +129,15 @@ def _footprint(
 def kernels_on(config: RunConfig, device: Device) -> PlannedKernels:
     """The result of `kernel_choice.choose` on such a device, if everything is installed there."""
     wanted, gpu = config.kernels, device == "cuda"
-    capped = config.model.attention_softcap is not None
-    best = "sdpa" if gpu else "blocked"
-    if not gpu and config.precision.kind == "fp16":
-        best = "reference" if capped else "sdpa"
-    te = gpu and config.precision.kind != "fp32" and not config.segmented and not capped
-    possible = {"reference": True, "sdpa": gpu or not capped, "blocked": best == "blocked", "te": te}
+    capped, fp16 = config.model.attention_softcap is not None, config.precision.kind == "fp16"
+    te = gpu and config.precision.kind != "fp32" and not config.segmented
+    there = {"reference": True, "sdpa": True, "blocked": not gpu and not fp16, "te": te}
+    possible = {
+        name for name, is_there in there.items() if is_there and (not capped or caps_logits(name, device))
+    }
+    best = next(name for name in ("blocked", "sdpa", "reference") if name in possible)
     attention: str = wanted.attention
-    if not possible.get(attention):  # "auto", too
+    if attention not in possible:  # "auto", too
         attention = best
     compiled = gpu if wanted.compile == "auto" else wanted.compile
     loss = "chunked" if wanted.loss == "auto" else wanted.loss

@@ -96,14 +96,14 @@ def _recording(engine: Engine, config: RunConfig) -> Iterator[dict[str, Tensor]]
     """Fills a dictionary while the model computes. With `OPEN` kernels only."""
     import torch
 
-    from megastable.model.gpt import Block, Embedding
+    from megastable.model.gpt import Block, Embedding, open_stream
 
     parts: dict[str, list[Tensor]] = {}
     found: dict[str, Tensor] = {}
 
     def keep(place: str) -> Any:
         def hook(module: Any, given: Any, output: Any) -> None:
-            x = output[0] if isinstance(output, tuple) else output
+            x, *_ = open_stream(output)
             parts.setdefault(place, []).append(x.detach().float().flatten().cpu())
 
         return hook
