@@ -52,6 +52,7 @@ class RunDirectory:
         self.summary = root / "summary.json"
         self.progress = root / "progress.json"
         self.control = root / "control.json"
+        self.store = root / "store.json"  # address of the supervisor (wire.py)
         self.logs = root / "logs"
         self.incidents = root / "incidents"
         self.waiting: list[str] = []  # events that the disk refused so far (log.py)

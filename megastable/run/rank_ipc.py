@@ -1,4 +1,4 @@
-"""Defines the messages between ranks and supervisor, which are files of the run directory."""
+"""Defines the messages between ranks and supervisor: files of the run directory, and heartbeats (wire.py)."""
 
 from __future__ import annotations
 
@@ -70,6 +70,19 @@ class Progress(BaseModel):
     tokens_per_second: float | None = None
     seconds: float | None = None
     applied: bool | None = None
+
+
+class Beat(BaseModel):
+    """A heartbeat of a rank, over the network (wire.py). activity: what it does (base/activity.py), for `lasted`
+    seconds; step: steps done; entered: collectives entered, by process group; time: by its own clock."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    time: float
+    activity: str
+    lasted: float
+    step: int | None = None
+    entered: dict[str, int] = {}
 
 
 def mark(run: RunDirectory, attempt: int) -> str:

@@ -1,0 +1,223 @@
+"""The supervisor's store: listens for the heartbeats of all ranks and for the agents of all hosts, in a thread.
+
+It holds the last word of each. One connection per rank: the kernel closes it when a process dies, at once, while a host
+that is gone is only silent. So the order in which connections end says who died first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import resource
+import secrets
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from megastable.base.errors import ConfigError
+from megastable.run.directory import RunDirectory
+from megastable.run.wire import (
+    GREETING,
+    LONGEST,
+    Address,
+    Lines,
+    Message,
+    WireError,
+    encoded,
+    nonce,
+    prepare,
+    proof,
+)
+
+GREETED = 10.0  # seconds for a peer to prove that it knows the token
+WAITING = 4096  # connections that the kernel may hold for us: all ranks come at once
+
+
+@dataclass
+class Heard:
+    """The last word of a rank. at: time.monotonic() of it; closed: ... of the end of its connection; beat: its
+    fields as in `Beat` (rank_ipc.py)."""
+
+    rank: int
+    host: str
+    pid: int
+    at: float
+    beat: Message = field(default_factory=dict)
+    closed: float | None = None
+
+
+@dataclass
+class AgentLink:
+    """An agent's connection. name: of its host in the host file; local: its address on the connection; at: of its last
+    word; clock: how far its clock is ahead of ours, in seconds, at most; inbox: what it said, oldest first."""
+
+    name: str
+    hello: Message
+    local: str
+    at: float
+    clock: float
+    connection: Any
+    inbox: deque[Message] = field(default_factory=deque)
+    state: Message = field(default_factory=dict)
+    closed: float | None = None
+
+
+class Store:
+    """Of one supervisor. Use as a context manager. interface: the one address to listen on.
+
+    attempt: the only one whose ranks are heard; others are told to end. ranks: by rank. agents: by name. Both are
+    written by the store's thread, and may be read at any time.
+    """
+
+    def __init__(self, run: RunDirectory, interface: str = "127.0.0.1") -> None:
+        self.run, self.interface = run, interface
+        self.attempt = 0
+        self.ranks: dict[int, Heard] = {}
+        self.agents: dict[str, AgentLink] = {}
+        self.token = secrets.token_hex(32)
+        self._loop = asyncio.new_event_loop()
+        self._connections: set[_Connection] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="store", daemon=True)
+
+    def __enter__(self) -> Store:
+        """Raises ConfigError if it cannot listen."""
+        _allow_many_files()
+        self._thread.start()
+        made = asyncio.run_coroutine_threadsafe(
+            self._loop.create_server(lambda: _Connection(self), self.interface, 0, backlog=WAITING),
+            self._loop,
+        )
+        try:
+            self._server = made.result()
+            port = int(self._server.sockets[0].getsockname()[1])
+            self.address = Address(host=self.interface, port=port, token=self.token)
+            self.address.write(self.run.store)
+        except OSError as error:
+            self.__exit__()
+            raise ConfigError(
+                f"the supervisor cannot listen on {self.interface} (supervise.interface), or write {self.run.store}: "
+                f"{error}"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        if hasattr(self, "_server"):
+            self._server.close()
+        for connection in list(self._connections):
+            connection.transport.close()
+        await asyncio.sleep(0)  # the transports close in the next turn of the loop
+
+    def begin(self, attempt: int) -> None:
+        """A new attempt begins: forget the ranks of older ones, and tell those that still speak to end."""
+        self.attempt, self.ranks = attempt, {}
+        self._loop.call_soon_threadsafe(self._tell_ranks)
+
+    def _tell_ranks(self) -> None:
+        for connection in self._connections:
+            if connection.rank is not None:
+                connection.say({"attempt": self.attempt})
+
+    def send(self, name: str, message: Message) -> bool:
+        """Send to the agent of a host; False if it is not connected. That it was sent does not mean that it arrived."""
+        agent = self.agents.get(name)
+        if agent is None or agent.closed is not None:
+            return False
+        self._loop.call_soon_threadsafe(agent.connection.say, message)
+        return True
+
+
+class _Connection(asyncio.Protocol):
+    """One peer, in the store's thread."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.lines = Lines(GREETING)
+        self.nonce = nonce()
+        self.greeted = False
+        self.rank: Heard | None = None
+        self.agent: AgentLink | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        prepare(transport.get_extra_info("socket"))
+        self.store._connections.add(self)
+        self.say({"nonce": self.nonce})
+        self.limit = asyncio.get_running_loop().call_later(GREETED, self._expire)
+
+    def _expire(self) -> None:
+        if not self.greeted:
+            self.transport.abort()
+
+    def say(self, message: Message) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(encoded(message))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self.lines.feed(data):
+                if self.greeted:
+                    self._hear(message)
+                else:
+                    self._greet(message)
+        except (WireError, KeyError, TypeError, ValueError):
+            self.transport.abort()  # not one of ours
+
+    def _greet(self, hello: Message) -> None:
+        theirs = str(hello["nonce"])
+        if not hmac.compare_digest(
+            str(hello.get("proof")), proof(self.store.token, "client", theirs, self.nonce)
+        ):
+            raise WireError("a peer that does not know the token")
+        self.greeted, self.lines.longest = True, LONGEST
+        now = time.monotonic()
+        if hello["role"] == "rank":
+            self.rank = Heard(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), now)
+            if int(hello["attempt"]) == self.store.attempt:
+                self.store.ranks[self.rank.rank] = self.rank
+        else:
+            self.agent = AgentLink(
+                str(hello["name"]), hello, str(self.transport.get_extra_info("peername")[0]), now,
+                float(hello["time"]) - time.time(), self,
+            )  # fmt: skip
+            before = self.store.agents.get(self.agent.name)
+            if before is not None and before.closed is None:
+                before.connection.transport.abort()  # the same host again: the old connection is a dead one
+            self.store.agents[self.agent.name] = self.agent
+        shown = proof(self.store.token, "server", self.nonce, theirs)
+        self.say({"proof": shown, "attempt": self.store.attempt})
+
+    def _hear(self, message: Message) -> None:
+        now = time.monotonic()
+        if self.rank is not None:
+            self.rank.at, self.rank.beat = now, message
+        elif self.agent is not None:
+            self.agent.at = now
+            if "state" in message:
+                self.agent.state = message["state"]
+                # Every delay makes the peer's clock look late: the largest difference is nearest to the truth.
+                self.agent.clock = max(self.agent.clock, float(message["time"]) - time.time())
+            else:
+                self.agent.inbox.append(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.limit.cancel()
+        self.store._connections.discard(self)
+        for peer in (self.rank, self.agent):
+            if peer is not None:
+                peer.closed = time.monotonic()
+
+
+def _allow_many_files() -> None:
+    """A connection is a file, and the usual limit is 1,024 of them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
