@@ -29,7 +29,7 @@ from megastable.config.recipe import ROOT
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.run.directory import RunDirectory
-from megastable.supervise.processes import LAUNCHER, free_port
+from megastable.cluster.launcher import LAUNCHER, free_port
 
 WORKER = "drills.worker"
 POLL = 0.1

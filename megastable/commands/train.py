@@ -41,7 +41,7 @@ def train(
         main([recipe, *(overrides or [])])
         return
     from megastable.config import recipe as recipes
-    from megastable.supervise.processes import launcher
+    from megastable.cluster.launcher import launcher
 
     recipes.load(recipe, overrides or [])  # report mistakes before a process starts
     words = launcher("megastable.train", recipe, overrides or [], given)

@@ -17,6 +17,9 @@ LOST = re.compile(
 BEREFT = re.compile(f"{LOST.pattern}|DistBackendError|socket timeout|timed out|timeout", re.IGNORECASE)
 
 
+FLAG = "--supervised"  # the argument of a rank that holds its mark
+
+
 class Control(BaseModel):
     """control.json: what the supervisor wants of all ranks. dump: how many stack dumps it has requested."""
 
@@ -100,6 +103,7 @@ def folder_of(run: RunDirectory, attempt: int) -> Path:
     return run.logs / f"attempt-{attempt:04d}"
 
 
-def log_of(run: RunDirectory, attempt: int) -> Path:
-    """The file with the output of an attempt's launcher and ranks."""
-    return folder_of(run, attempt).with_suffix(".log")
+def log_of(run: RunDirectory, attempt: int, host: str = "") -> Path:
+    """The file with the output of an attempt's launcher and ranks; host: of another than the first one."""
+    folder = folder_of(run, attempt)
+    return folder.with_name(f"{folder.name}-{host}.log" if host else f"{folder.name}.log")

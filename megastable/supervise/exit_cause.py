@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -19,7 +20,7 @@ from megastable.run.events.stability_events import Handover
 from megastable.run.events.training_events import Finished, Stopped, Unstable
 from megastable.run.rank_ipc import BEREFT, LastWords, Progress
 from megastable.supervise.hang_detector import HangDetector
-from megastable.supervise.processes import Fate
+from megastable.cluster.local_attempt import Fate
 
 # With the host in front from pdsh; without, all ranks are on this host and local ranks are global ranks.
 LAUNCHER = re.compile(
@@ -35,6 +36,15 @@ SAID: dict[type[Event], int] = {
     Handover: errors.HANDOVER,
     Unstable: errors.UNSTABLE,
 }
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Whom a hang is due to, as far as is known. told: sentences; host, rank: if it is one."""
+
+    told: Sequence[str] = ()
+    host: str | None = None
+    rank: int | None = None
 
 
 class End(BaseModel):
@@ -60,9 +70,8 @@ class End(BaseModel):
         """Whether a restart is pointless: the training ended as intended, or would end the same way again."""
         return self.code in FINAL or (self.code == errors.BAD_INPUT and not self.trained)
 
-    def by_hang(self, detector: HangDetector, stuck: Sequence[str], here: str) -> End:
-        """This end, after a hang for which the processes were killed. stuck: what is known of ranks of this host that
-        do not respond."""
+    def by_hang(self, detector: HangDetector, suspects: Suspects) -> End:
+        """This end, after a hang for which the processes were killed."""
         if self.certain:
             return self
         phase = detector.phase
@@ -70,8 +79,8 @@ class End(BaseModel):
             f"no progress in {phase!r} for {detector.waited:.0f} s, where {detector.limit:.0f} s is the limit"
         )
         return End(
-            hung=True, what=f"hang in {phase}", failure="; ".join([text, *stuck]),
-            host=here if len(stuck) == 1 else None, step=self.step, cursor=self.cursor, trained=self.trained,
+            hung=True, what=f"hang in {phase}", failure="; ".join([text, *suspects.told]), host=suspects.host,
+            rank=suspects.rank, step=self.step, cursor=self.cursor, trained=self.trained,
         )  # fmt: skip
 
 
@@ -83,9 +92,13 @@ def end_of(
     log: str,
     progress: Progress | None,
     here: str,
+    gone: Mapping[str, str] | None = None,
+    called: Callable[[str], str] = str,
 ) -> End:
-    """events: of the journal since the attempt began. words: last words of its ranks. fates: of its ranks on this host,
-    `here`. code: the launcher's, None = unknown. log: the end of its output. progress: the last one."""
+    """events: of the journal since the attempt began. words: last words of its ranks. fates: of its ranks, where they
+    could be seen. code: the launcher's, None = unknown. log: the end of its output. progress: the last one. here: this
+    host. gone: hosts that nothing is heard of, and why that is believed. called: a host's name in the host file, from
+    the one that its ranks see."""
     said = [SAID[type(event)] for event in events if type(event) in SAID]
     if said:
         return End(code=said[-1], certain=True)
@@ -99,20 +112,25 @@ def end_of(
     trained = progress is not None and progress.seconds is not None
     place: dict[str, Any] = {"step": step, "cursor": cursor, "trained": trained}
     # In the order they were seen. The launcher ends the other ranks by SIGTERM.
-    killed = [(rank, fate.signal) for rank, fate in fates.items() if fate.signal is not None]
+    killed = [(rank, fate.signal, fate.host) for rank, fate in fates.items() if fate.signal is not None]
     killed.sort(key=lambda of: of[1] == signal.SIGTERM)
-    if any(fate.code for fate in fates.values()):
-        killed = [(rank, number) for rank, number in killed if number != signal.SIGTERM]
+    if any(fate.code for fate in fates.values()) or gone:
+        killed = [of for of in killed if of[1] != signal.SIGTERM]
     others = progress is None or progress.world > 1
     to_blame = [w for w in sorted(words, key=lambda w: w.time) if not (others and BEREFT.search(w.error))]
     if to_blame:
         w = to_blame[0]
-        text = f"rank {w.rank} on {w.host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")
+        host: str | None = called(w.host)
+        text = f"rank {w.rank} on {host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")
         return End(
-            code=w.code, what=w.error[:200], rank=w.rank, host=w.host, failure=text, certain=True, **place
+            code=w.code, what=w.error[:200], rank=w.rank, host=host, failure=text, certain=True, **place
         )
-    rank, number = killed[0] if killed else (None, None)
-    host: str | None = here if rank is not None else None
+    rank, number, host = killed[0] if killed else (None, None, None)
+    if number is None and gone:
+        # The ranks elsewhere only lost it.
+        name, why = next(iter(gone.items()))
+        text = f"host {name} is gone: {why}" + (f" (and {len(gone) - 1} others)" if len(gone) > 1 else "")
+        return End(what="host gone", host=name if len(gone) == 1 else None, failure=text, certain=True, **place)
     if number in (None, signal.SIGTERM) and (told := LAUNCHER.search(log)):
         host, status = told["host"] or here, int(told["code"])
         number = -status if status < 0 else None
@@ -127,7 +145,7 @@ def end_of(
         code = next((fate.code for fate in fates.values() if fate.code), None)
     if words:  # all of them lost a rank that left no last words; NCCL also reports its own failures so
         w = min(words, key=lambda w: w.time)
-        text = f"{len(words)} ranks lost another; rank {w.rank} on {w.host} first: {w.error}"
+        text = f"{len(words)} ranks lost another; rank {w.rank} on {called(w.host)} first: {w.error}"
         return End(what="connection lost", host=host, failure=text, **place)
     if code:
         told_last = TOLD.findall(log)

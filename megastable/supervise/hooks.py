@@ -24,7 +24,7 @@ from megastable.base.errors import ConfigError
 from megastable.base.text import visible
 from megastable.config.supervise import REDACTED, SuperviseConfig, hidden
 from megastable.run.directory import as_json
-from megastable.supervise.child_process import ChildProcess, Result
+from megastable.cluster.child_process import ChildProcess, Result
 
 WEBHOOK = Path(__file__).with_name("webhook.py")
 

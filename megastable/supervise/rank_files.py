@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from megastable.base import durable
+from megastable.cluster.fleet import Attempt
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of
-from megastable.supervise.processes import Attempt, describe
 
 Told = TypeVar("Told", bound=BaseModel)
 STACKS = 6.0  # seconds for the ranks to dump their stacks; see heartbeat.OTHERS
@@ -41,18 +41,17 @@ class RankFiles:
         found = (_read(LastWords, path) for path in folder_of(self.run, attempt).glob("rank-*.json"))
         return [words for words in found if words is not None]
 
-    def stacks(self, attempt: Attempt) -> list[str]:
-        """Ask all ranks for their stacks; for local ranks that do not answer, write down the kernel's view. Paths."""
+    def stacks(self, attempt: Attempt) -> tuple[list[str], dict[int, str]]:
+        """Ask all ranks for their stacks: the files, and the kernel's view of ranks that do not answer."""
         progress, folder = self.progress(attempt.number), folder_of(self.run, attempt.number)
         world = progress.world if progress is not None else None
         self.want(dump=self._wanted.dump + 1)
         until = time.monotonic() + STACKS
         while time.monotonic() < until and len(list(folder.glob("*.stacks"))) != world:
             time.sleep(0.2)
-        for rank, process in sorted(attempt.ranks().items()):
-            if not (folder / f"rank-{rank}.stacks").exists():
-                attempt.stuck.append(f"rank {rank} does not answer ({describe(process)})")
-        return [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))]
+        states = sorted(attempt.states().items())
+        mute = {rank: text for rank, text in states if not (folder / f"rank-{rank}.stacks").exists()}
+        return [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))], mute
 
     # To the ranks
 

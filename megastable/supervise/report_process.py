@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megastable.run.directory import RunDirectory
-from megastable.supervise.child_process import ChildProcess, background
+from megastable.cluster.child_process import ChildProcess, background
 
 SECONDS = 300.0  # time limit for writing the incident files
 PAUSE = 5.0  # seconds between two starts: an incident has several events within a second

@@ -16,7 +16,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.event import NOTHING, whole
 from megastable.supervise.hang_detector import patience
 from megastable.supervise.journal_view import WORKS, JournalView
-from megastable.supervise.processes import MODULE
+from megastable.cluster.launcher import MODULE
 
 
 class State(StrEnum):

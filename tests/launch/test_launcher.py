@@ -15,7 +15,7 @@ import pytest
 from drills import runner
 from drills.plan import Policy
 from megastable.run.directory import RunDirectory
-from megastable.supervise.processes import LAUNCHER, command, free_port
+from megastable.cluster.launcher import LAUNCHER, command, free_port
 from tests.distributed import run_main
 from tests.patience import PATIENCE
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megastable.run import records
-from megastable.supervise.processes import LAUNCHER
+from megastable.cluster.launcher import LAUNCHER
 from tests.distributed import run_main
 from tests.patience import PATIENCE
 

@@ -10,7 +10,7 @@ from megastable.base import errors
 from megastable.run.events.reading import event_of
 from megastable.run.rank_ipc import LastWords, Progress
 from megastable.supervise.exit_cause import End, end_of
-from megastable.supervise.processes import Fate
+from megastable.cluster.local_attempt import Fate
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2759: Connection reset by peer."
 LINE = "[08:11] [ERROR] [launch.py:259] ['python', '-u', '--local_rank=1', 'x'] exits with return code = -9"

@@ -30,7 +30,7 @@ from megastable.run.events.supervisor_events import Ended, Hang, Launched, Super
 from megastable.supervise import failed_data, rank_files
 from megastable.supervise import supervisor as module
 from megastable.supervise.notifiers import Notifiers
-from megastable.supervise.processes import FLAG
+from megastable.run.rank_ipc import FLAG
 from megastable.supervise.supervisor import Supervisor
 from megastable.supervise.supervisor_journal import SupervisorJournal
 from tests.conftest import tiny, write_corpus

@@ -1,5 +1,4 @@
-"""Starts the processes of an attempt on this host, finds them again by a mark in their arguments, polls and ends
-them."""
+"""An attempt on this host: starts its processes, finds them again by a mark in their arguments, polls and ends them."""
 
 from __future__ import annotations
 
@@ -8,70 +7,73 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from megastable.base.errors import ConfigError
 from megastable.run.directory import RunDirectory
-from megastable.run.rank_ipc import mark
+from megastable.run.rank_ipc import FLAG, mark
 
-# Not the `deepspeed` script beside the interpreter: there is none if DeepSpeed is on PYTHONPATH.
-LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
-MODULE = "megastable.train"  # default module to train with
-FLAG = "--supervised"
 SCAN = 2.0  # seconds between two scans of all processes of the host
-BASE_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Fate:
-    """How a process ended: by exit code or signal; neither if unknown."""
+    """How a process ended: by exit code or signal; neither if unknown. host: where it ran."""
 
     code: int | None = None
     signal: int | None = None
+    host: str = ""
 
 
-class Attempt:
-    """One start of the launcher, on this host; also one that an earlier supervisor started (`found`).
+class LocalAttempt:
+    """One start of the launcher, on this host; also one that an earlier supervisor or agent started (`found`).
 
     code: the launcher's exit code, once it has ended, if we started it. fates: how ranks of this host ended, by rank.
-    stuck: what is known of ranks that do not respond.
     """
 
     def __init__(
         self, run: RunDirectory, number: int, launcher: subprocess.Popen[bytes] | None = None
     ) -> None:
         self.run, self.number, self._launcher = run, number, launcher
+        self.host = socket.gethostname()
         self._ranks: dict[int, int] = {}  # by process
         self._scanned = -SCAN
         self._others = False
         self.fates: dict[int, Fate] = {}
-        self.stuck: list[str] = []
+        self.gone: dict[str, str] = {}  # this host is here
         self.code: int | None = None
 
     @classmethod
-    def start(cls, run: RunDirectory, number: int, command: Sequence[str], log: Path) -> Attempt:
-        """Start `command`. Its output goes to a file, so that it outlives this process. Raises ConfigError."""
+    def start(
+        cls,
+        run: RunDirectory,
+        number: int,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> LocalAttempt:
+        """Start `command`. Its output goes to a file, so that it outlives this process. environment: instead of ours.
+        Raises ConfigError."""
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 launcher = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    start_new_session=True, env=environment,
                 )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"{command[0]} could not be started: {error}") from None
         return cls(run, number, launcher)
 
     @classmethod
-    def found(cls, run: RunDirectory) -> Attempt | None:
-        """The newest attempt of an earlier supervisor that still runs; older ones are killed."""
-        alive = sorted({number for _, number in _marked(run)})
+    def found(cls, run: RunDirectory) -> LocalAttempt | None:
+        """The newest attempt that runs here already; older ones are killed."""
+        alive = alive_here(run)
         for number in alive[:-1]:
             cls(run, number).end()
         return cls(run, alive[-1]) if alive else None
@@ -82,7 +84,7 @@ class Attempt:
             self.code = self._launcher.poll()
         for pid, rank in self._ranks.items():
             if rank not in self.fates and (fate := _fate(pid)) is not None:
-                self.fates[rank] = fate
+                self.fates[rank] = replace(fate, host=self.host)
         running = self._launcher is not None and self.code is None
         if not running or time.monotonic() - self._scanned >= SCAN:
             self._scan()
@@ -111,12 +113,17 @@ class Attempt:
         if self._launcher is not None:
             self._launcher.wait()
 
-    def ranks(self) -> dict[int, psutil.Process]:
-        """The ranks running here, by number."""
-        return {rank: process for process, rank in _ranks(self._processes())}
+    def states(self) -> dict[int, str]:
+        """The kernel's view of the ranks running here, by rank."""
+        return {rank: _describe(process) for process, rank in _ranks(self._processes())}
 
     def _processes(self) -> list[psutil.Process]:
         return [process for process, number in _marked(self.run) if number == self.number]
+
+
+def alive_here(run: RunDirectory) -> list[int]:
+    """The attempts of which processes run on this host, the oldest first."""
+    return sorted({number for _, number in _marked(run)})
 
 
 def _marked(run: RunDirectory) -> Iterator[tuple[psutil.Process, int]]:
@@ -149,7 +156,7 @@ def _kill_group(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def describe(process: psutil.Process) -> str:
+def _describe(process: psutil.Process) -> str:
     """The kernel's view of a process."""
     try:
         state = process.status()
@@ -170,43 +177,3 @@ def _fate(pid: int) -> Fate | None:
     if os.WIFSIGNALED(status):
         return Fate(signal=os.WTERMSIG(status))
     return Fate(code=os.WEXITSTATUS(status))
-
-
-def command(
-    run: RunDirectory, number: int, module: str, recipe: str, overrides: Sequence[str], given: Sequence[str]
-) -> list[str]:
-    """The command that starts an attempt."""
-    words = launcher(module, recipe, overrides, given, number)
-    return [*words, f"run.dir={run.root}", f"{FLAG}={mark(run, number)}"]
-
-
-def launcher(
-    module: str, recipe: str, overrides: Sequence[str], given: Sequence[str], number: int = 0
-) -> list[str]:
-    """The deepspeed launcher of this interpreter, with a port of its own; given: further arguments for it."""
-    several = any(a.startswith(("--hostfile", "-H", "--num_nodes")) for a in given)
-    # Free ports of another host are unknown here.
-    port = BASE_PORT + number % 64 if several else free_port()
-    ports = [] if any(a.startswith("--master_port") for a in given) else ["--master_port", str(port)]
-    quiet = [] if any(a in ("--quiet", "-q") or a.startswith("--log_level") for a in given) else ["--quiet"]
-    return [*LAUNCHER, *quiet, *ports, *given, "--module", module, recipe, *overrides]
-
-
-def hosts(given: Sequence[str]) -> int:
-    """Number of hosts, as far as the launcher's arguments tell."""
-    for flag, value in zip(given, [*given[1:], ""]):
-        name, _, joined = flag.partition("=")
-        if name in ("--hostfile", "-H"):
-            try:
-                lines = Path(joined or value).read_text().splitlines()
-            except OSError:
-                return 1
-            return sum(bool(line.split("#")[0].strip()) for line in lines)
-    return 1
-
-
-def free_port() -> int:
-    """A port that is free on this host now."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])

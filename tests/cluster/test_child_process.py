@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megastable.supervise.child_process import TAIL, ChildProcess, Result
+from megastable.cluster.child_process import TAIL, ChildProcess, Result
 from megastable.supervise.log_tail import LogTail, end_of_log
 from tests.patience import PATIENCE
 

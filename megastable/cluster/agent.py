@@ -1,0 +1,184 @@
+"""The agent: one process per host of a supervised run, which starts, watches and ends the ranks of that host.
+
+    python -m megastable.cluster.agent RUN_DIR --name NAME
+
+It does what the supervisor's store tells it, and reports how every local rank ended: only on its own host can that be
+seen. The launcher runs in a session of its own, so an agent that dies takes nothing with it; the next one finds the
+processes by their mark. Without a connection it goes on watching, and looks for the supervisor, which may be another
+process by then. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import NoReturn
+
+from megastable import __version__
+from megastable.base.errors import FAILED, OK, ConfigError
+from megastable.cluster.launcher import free_port
+from megastable.cluster.local_attempt import LocalAttempt, alive_here
+from megastable.run.directory import RunDirectory
+from megastable.run.wire import Address, Link, Message
+
+LOOK = 0.2  # seconds between two looks at the processes
+REPORT = 1.0  # ... between two reports that say nothing new
+AGAIN = 1.0  # ... between two tries to connect
+PATIENT = 2.0  # ... for one try
+ORPHANED = 600.0  # seconds without a supervisor and without ranks, after which an agent ends
+SCHEDULERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MV2_COMM_WORLD")  # variables of the task that the agent is
+
+
+class Agent:
+    """Of one run, on this host. name: of the host, as the supervisor knows it."""
+
+    def __init__(self, run: RunDirectory, name: str) -> None:
+        self.run, self.name = run, name
+        self.attempt = LocalAttempt.found(run)
+        self.running = self.attempt is not None
+        self.problem = ""  # why the newest attempt could not be started
+        self.port = free_port()  # for the ranks to meet at, if this host is the first
+        self.ended = 0  # attempts up to this one are gone from here
+        self.code: int | None = None  # to end with, once the supervisor said so
+
+    def work(self) -> int:
+        """Until the supervisor says that the run is over, or there is none. The exit code."""
+        alone = time.monotonic()
+        while self.code is None:
+            try:
+                link = self._connect()
+            except OSError:
+                self._look()
+                if self.running:
+                    alone = time.monotonic()
+                elif time.monotonic() - alone > ORPHANED:
+                    return FAILED
+                time.sleep(AGAIN)
+                continue
+            try:
+                self._serve(link)
+            except OSError:
+                pass  # the supervisor is gone, or the way to it
+            finally:
+                link.close()
+            alone = time.monotonic()
+        return self.code
+
+    def _connect(self) -> Link:
+        address = Address.read(self.run.store)
+        if address is None:
+            raise FileNotFoundError(self.run.store)
+        hello = {
+            "role": "agent", "name": self.name, "hostname": socket.gethostname(), "pid": os.getpid(),
+            "version": __version__, "time": time.time(),
+        }  # fmt: skip
+        return Link(address, hello, PATIENT)
+
+    def _serve(self, link: Link) -> None:
+        told: Message = {}
+        due = 0.0
+        while self.code is None:
+            self._look()
+            state = self._state()
+            if state != told or time.monotonic() >= due:
+                link.send({"state": state, "time": time.time()})
+                told, due = state, time.monotonic() + REPORT
+            for message in link.receive(LOOK):
+                self._obey(message, link)
+
+    def _look(self) -> None:
+        if self.attempt is not None:
+            self.running = self.attempt.look()
+
+    def _state(self) -> Message:
+        """What the supervisor hears; see `Hosts` and `RemoteAttempt`."""
+        a = self.attempt
+        return {
+            "attempt": None if a is None else a.number,
+            "running": self.running,
+            "code": None if a is None else a.code,
+            "problem": self.problem,
+            "fates": {} if a is None else {r: [f.code, f.signal] for r, f in a.fates.items()},
+            "ended": self.ended,
+            "port": self.port,
+        }
+
+    def _obey(self, message: Message, link: Link) -> None:
+        if "launch" in message:
+            self._launch(message["launch"])
+        elif "end" in message:
+            self._end(int(message["end"]))
+        elif "states" in message:
+            found = self.attempt.states() if self.attempt is not None else {}
+            link.send({"states": {str(rank): text for rank, text in found.items()}})
+        elif "quit" in message:
+            self.code = int(message["quit"])
+
+    def _launch(self, wanted: Message) -> None:
+        number = int(wanted["attempt"])
+        if self.attempt is not None and self.attempt.number >= number:
+            return  # told twice
+        self._end(number - 1)
+        words = [sys.executable, *map(str, wanted["words"])]
+        environment = own_environment() | {k: str(v) for k, v in wanted["environment"].items()}
+        self.problem = ""
+        try:
+            self.attempt = LocalAttempt.start(self.run, number, words, self.run.root / wanted["log"], environment)
+            self.running = True
+        except ConfigError as error:
+            self.attempt, self.problem = LocalAttempt(self.run, number), str(error)
+            self.running = False
+
+    def _end(self, number: int) -> None:
+        """Kill what is left of all attempts up to `number`, whoever started them, stopped processes too."""
+        for alive in alive_here(self.run):
+            if alive <= number:
+                mine = self.attempt if self.attempt is not None and self.attempt.number == alive else None
+                (mine or LocalAttempt(self.run, alive)).end()
+        if self.attempt is not None and self.attempt.number <= number:
+            self.attempt.end()
+            self.running = False
+        self.port = free_port()
+        self.ended = max(self.ended, number)
+
+
+def own_environment() -> dict[str, str]:
+    """Our environment, without what makes us a task of a scheduler: the ranks would take themselves for one."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(SCHEDULERS)}
+
+
+def only_agent(run: RunDirectory) -> socket.socket | None:
+    """What keeps other agents of this run off this host as long as it is open; None if there is one already. A name
+    in the network namespace: a file would be shared with other hosts, or be left behind."""
+    name = blake2b(f"{os.getuid()} {run.root.resolve()}".encode(), digest_size=16).hexdigest()
+    s = socket.socket(socket.AF_UNIX)
+    try:
+        s.bind(f"\0megastable-agent-{name}")
+    except OSError:
+        s.close()
+        return None
+    return s
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser(prog="python -m megastable.cluster.agent", description=__doc__)
+    parser.add_argument("run", type=Path, help="the run directory, on a file system that all hosts share")
+    parser.add_argument("--name", required=True, help="of this host, as in the host file")
+    args = parser.parse_args()
+    run = RunDirectory(args.run)
+    held = only_agent(run)
+    if held is None:
+        print(f"an agent of {run.root} is on this host already", flush=True)
+        sys.exit(OK)
+    with held:
+        code = Agent(run, args.name).work()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

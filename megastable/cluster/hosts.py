@@ -1,0 +1,185 @@
+"""Several hosts with an agent on each: starts the agents, knows which hosts are there, and starts attempts on all."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megastable import __version__
+from megastable.cluster.child_process import ChildProcess
+from megastable.cluster.exported import exported
+from megastable.cluster.fleet import Attempt
+from megastable.cluster.hostfile import Host, include, lines
+from megastable.cluster.launcher import command
+from megastable.cluster.remote_attempt import RemoteAttempt
+from megastable.cluster.store import AgentLink, Store
+from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import log_of
+
+FRESH = 5.0  # seconds since an agent's last word within which it counts as there
+AGAIN = 5.0  # ... between two tries to start one
+STARTED = 30.0  # ... for one try
+TOLD = 3.0  # ... between two times that it is told the same
+FIRST_LOOK = 20.0  # ... for agents with processes of an earlier supervisor to connect
+
+
+class Reach(Protocol):
+    """A way to run a command on a host."""
+
+    detached: bool  # whether what it starts must leave its session, so as to outlive it
+
+    def words(self, host: str, command: Sequence[str]) -> list[str]: ...
+
+
+class Hosts:
+    """Of one run. reach: how agents are started; None: by somebody else, as in the pods of Kubernetes. silence: seconds
+    without a word after which a host that does not answer either counts as gone."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        store: Store,
+        hosts: Sequence[Host],
+        reach: Reach | None,
+        silence: float,
+        module: str,
+        recipe: str,
+        overrides: Sequence[str],
+        given: Sequence[str],
+    ) -> None:
+        self.run, self.store, self.hosts, self.reach, self.silence = run, store, list(hosts), reach, silence
+        self.what = (module, recipe, overrides)
+        self.given = list(given)
+        self.names = [host.name for host in self.hosts]
+        self._tries: dict[str, ChildProcess] = {}
+        self._tried: dict[str, float] = {}
+        self._failed: dict[str, str] = {}  # why the last try to start an agent did
+        self._told: dict[str, float] = {}
+
+    # Agents
+
+    def agent(self, name: str) -> AgentLink | None:
+        """The agent of a host, if it is there now."""
+        found = self.store.agents.get(name)
+        there = found is not None and found.closed is None and time.monotonic() - found.at < FRESH
+        return found if there else None
+
+    def revive(self, name: str) -> str:
+        """Try to start an agent on a host that has none; why there is none."""
+        now = time.monotonic()
+        running = self._tries.get(name)
+        if running is not None and (result := running.poll()) is not None:
+            del self._tries[name]
+            self._failed[name] = "" if result.code == 0 else _reason(result.tail, result.code)
+        elif running is None and self.reach is not None and now - self._tried.get(name, -AGAIN) >= AGAIN:
+            self._tried[name] = now
+            self._tries[name] = ChildProcess(self.reach.words(name, self._agent_words(name)), STARTED)
+        return self._failed.get(name) or "its agent has not connected"
+
+    def _agent_words(self, name: str) -> list[str]:
+        words = [sys.executable, "-m", "megastable.cluster.agent", str(self.run.root), "--name", name]
+        if self.reach is None or not self.reach.detached:
+            return words
+        # The agent must outlive the ssh that starts it. Its own words go where those of the ranks do.
+        log = self.run.logs / f"agent-{name}.log"
+        line = (
+            f"cd {shlex.quote(str(Path.cwd()))} && mkdir -p {shlex.quote(str(self.run.logs))} && "
+            f"PYTHONPATH={shlex.quote(str(Path.cwd()))}:$PYTHONPATH setsid {shlex.join(words)} "
+            f"</dev/null >>{shlex.quote(str(log))} 2>&1 &"
+        )
+        return ["sh", "-c", line]
+
+    def unreachable(self, name: str) -> str | None:
+        """Why the last try to reach a host failed; None if it did not, or none was made."""
+        return self._failed.get(name) or None
+
+    # Fleet
+
+    def found(self) -> Attempt | None:
+        until = time.monotonic() + FIRST_LOOK
+        while any(self.agent(name) is None or not self._state(name) for name in self.names):
+            for name in self.names:
+                if self.agent(name) is None:
+                    self.revive(name)
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        running = [state["attempt"] for name in self.names if (state := self._state(name)).get("running")]
+        if not running:
+            return None
+        self.store.begin(max(running))
+        return RemoteAttempt(self, max(running), {})
+
+    def _state(self, name: str) -> Mapping[str, object]:
+        found = self.store.agents.get(name)
+        return {} if found is None else found.state
+
+    def missing(self, attempt: int) -> Mapping[str, str]:
+        found = {}
+        for name in self.names:
+            agent = self.agent(name)
+            if agent is None:
+                found[name] = self.revive(name)
+            elif agent.hello.get("version") != __version__:
+                self._tell(name, {"quit": 0})
+                found[name] = "its agent is of another version of megastable, and ends"
+            elif agent.state.get("ended", -1) < attempt:
+                self._tell(name, {"end": attempt})
+                found[name] = f"processes of attempt {attempt} may still be there"
+        return found
+
+    def _tell(self, name: str, message: dict[str, object]) -> None:
+        now = time.monotonic()
+        if now - self._told.get(name, -TOLD) >= TOLD and self.store.send(name, message):
+            self._told[name] = now
+
+    def start(self, number: int) -> Attempt:
+        first = self.agent(self.names[0])
+        assert first is not None
+        slots = self.run.root / "hostfile"
+        slots.write_text(lines(self.hosts))
+        wanted = {}
+        for index, name in enumerate(self.names):
+            meeting = ["--master_addr", first.local] if not _has(self.given, "--master_addr") else []
+            given = ["--hostfile", str(slots), *include(self.hosts), "--no_ssh", "--node_rank", str(index), *meeting]
+            words = command(self.run, number, *self.what, [*given, *self.given], port=int(first.state["port"]))
+            log = log_of(self.run, number, "" if index == 0 else name).relative_to(self.run.root)
+            wanted[name] = {
+                "launch": {
+                    "attempt": number, "words": words[1:], "environment": exported() if self.reach else {},
+                    "log": str(log),
+                }
+            }  # fmt: skip
+        self.store.begin(number)
+        self._told.clear()
+        return RemoteAttempt(self, number, wanted)
+
+    def called(self, hostname: str) -> str:
+        agents = list(self.store.agents.values())
+        names = [agent.name for agent in agents if agent.hello.get("hostname") == hostname]
+        return names[0] if len(names) == 1 else hostname
+
+    def close(self, code: int) -> None:
+        for name in self.names:
+            self.store.send(name, {"quit": code})
+        until = time.monotonic() + FRESH
+        while any(self.agent(name) for name in self.names) and time.monotonic() < until:
+            time.sleep(0.05)
+        for running in self._tries.values():
+            running.kill()
+
+
+def _has(given: Sequence[str], flag: str) -> bool:
+    return any(word == flag or word.startswith(f"{flag}=") for word in given)
+
+
+def _reason(tail: str, code: int | None) -> str:
+    """The last line that a failed try printed."""
+    lines = [line for line in tail.splitlines() if line.strip()]
+    if lines:
+        return lines[-1].strip()[:300]
+    return "no answer" if code is None else f"exit code {code}"
