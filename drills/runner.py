@@ -25,11 +25,11 @@ from drills.score import Score, score
 from drills.stage import OVERRIDES, Stage
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, MegastableError
+from megastable.cluster.launcher import LAUNCHER, free_port
 from megastable.config.recipe import ROOT
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.run.directory import RunDirectory
-from megastable.cluster.launcher import LAUNCHER, free_port
 
 WORKER = "drills.worker"
 POLL = 0.1

@@ -10,6 +10,7 @@ import time
 # Within a step, in this order; the other ones are the phases of a run (rank_ipc.Progress).
 DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER = "data", "forward", "backward", "reduce", "optimizer"
 
+step: int | None = None  # steps done
 _now: tuple[str, float] = ("starting", time.monotonic())
 
 

@@ -25,6 +25,7 @@ UNSTABLE = 76  # the gate gave up: the run cannot continue on its own
 NO_SPACE = 77  # checkpoints cannot be written
 HANDOVER = 78  # restart: the run continues from a checkpoint before the incident
 SUPERSEDED = 79  # the supervisor has started another attempt: this one must stop writing
+HOST_GONE = 80  # a host stayed away, or is faulty: continue without it, or once it is back
 INTERRUPTED = 130  # Ctrl-C, as shells have it
 
 

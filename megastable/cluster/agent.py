@@ -128,7 +128,9 @@ class Agent:
         environment = own_environment() | {k: str(v) for k, v in wanted["environment"].items()}
         self.problem = ""
         try:
-            self.attempt = LocalAttempt.start(self.run, number, words, self.run.root / wanted["log"], environment)
+            self.attempt = LocalAttempt.start(
+                self.run, number, words, self.run.root / wanted["log"], environment
+            )
             self.running = True
         except ConfigError as error:
             self.attempt, self.problem = LocalAttempt(self.run, number), str(error)

@@ -65,8 +65,10 @@ class Hosts:
     def agent(self, name: str) -> AgentLink | None:
         """The agent of a host, if it is there now."""
         found = self.store.agents.get(name)
-        there = found is not None and found.closed is None and time.monotonic() - found.at < FRESH
-        return found if there else None
+        if found is None or found.closed is not None or time.monotonic() - found.at >= FRESH:
+            return None
+        self._failed.pop(name, None)
+        return found
 
     def revive(self, name: str) -> str:
         """Try to start an agent on a host that has none; why there is none."""
@@ -111,7 +113,6 @@ class Hosts:
         running = [state["attempt"] for name in self.names if (state := self._state(name)).get("running")]
         if not running:
             return None
-        self.store.begin(max(running))
         return RemoteAttempt(self, max(running), {})
 
     def _state(self, name: str) -> Mapping[str, object]:
@@ -145,8 +146,18 @@ class Hosts:
         wanted = {}
         for index, name in enumerate(self.names):
             meeting = ["--master_addr", first.local] if not _has(self.given, "--master_addr") else []
-            given = ["--hostfile", str(slots), *include(self.hosts), "--no_ssh", "--node_rank", str(index), *meeting]
-            words = command(self.run, number, *self.what, [*given, *self.given], port=int(first.state["port"]))
+            given = [
+                "--hostfile",
+                str(slots),
+                *include(self.hosts),
+                "--no_ssh",
+                "--node_rank",
+                str(index),
+                *meeting,
+            ]
+            words = command(
+                self.run, number, *self.what, [*given, *self.given], port=int(first.state["port"])
+            )
             log = log_of(self.run, number, "" if index == 0 else name).relative_to(self.run.root)
             wanted[name] = {
                 "launch": {
@@ -154,7 +165,6 @@ class Hosts:
                     "log": str(log),
                 }
             }  # fmt: skip
-        self.store.begin(number)
         self._told.clear()
         return RemoteAttempt(self, number, wanted)
 

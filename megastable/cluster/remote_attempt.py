@@ -106,5 +106,7 @@ class RemoteAttempt:
             time.sleep(0.05)
         for agent in asked:
             for message in list(agent.inbox):
-                found |= {int(rank): f"{agent.name}: {text}" for rank, text in message.get("states", {}).items()}
+                found |= {
+                    int(rank): f"{agent.name}: {text}" for rank, text in message.get("states", {}).items()
+                }
         return found

@@ -38,10 +38,11 @@ WAITING = 4096  # connections that the kernel may hold for us: all ranks come at
 
 @dataclass
 class Heard:
-    """The last word of a rank. at: time.monotonic() of it; closed: ... of the end of its connection; beat: its
+    """The last word of a rank of `attempt`. at: time.monotonic() of it; closed: ... of the end of its connection; beat: its
     fields as in `Beat` (rank_ipc.py)."""
 
     rank: int
+    attempt: int
     host: str
     pid: int
     at: float
@@ -118,13 +119,19 @@ class Store:
 
     def begin(self, attempt: int) -> None:
         """A new attempt begins: forget the ranks of older ones, and tell those that still speak to end."""
-        self.attempt, self.ranks = attempt, {}
-        self._loop.call_soon_threadsafe(self._tell_ranks)
+        asyncio.run_coroutine_threadsafe(self._begin(attempt), self._loop).result()
 
-    def _tell_ranks(self) -> None:
+    async def _begin(self, attempt: int) -> None:
+        self.attempt, self.ranks = attempt, {}
         for connection in self._connections:
             if connection.rank is not None:
-                connection.say({"attempt": self.attempt})
+                connection.say({"attempt": attempt})
+                self.meet(connection.rank)
+
+    def meet(self, rank: Heard) -> None:
+        """In the store's thread: a rank has connected, or its attempt has begun for us."""
+        if rank.attempt == self.attempt:
+            self.ranks[rank.rank] = rank
 
     def send(self, name: str, message: Message) -> bool:
         """Send to the agent of a host; False if it is not connected. That it was sent does not mean that it arrived."""
@@ -180,9 +187,10 @@ class _Connection(asyncio.Protocol):
         self.greeted, self.lines.longest = True, LONGEST
         now = time.monotonic()
         if hello["role"] == "rank":
-            self.rank = Heard(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), now)
-            if int(hello["attempt"]) == self.store.attempt:
-                self.store.ranks[self.rank.rank] = self.rank
+            self.rank = Heard(
+                int(hello["rank"]), int(hello["attempt"]), str(hello["host"]), int(hello["pid"]), now
+            )
+            self.store.meet(self.rank)
         else:
             self.agent = AgentLink(
                 str(hello["name"]), hello, str(self.transport.get_extra_info("peername")[0]), now,

@@ -34,7 +34,9 @@ def supervise(
 
     It leaves incidents/ in the run directory, for people to read. `megastable status RUN` says how a run stands.
     """
+    from megastable.cluster.fleet import Here
     from megastable.config import recipe as recipes
+    from megastable.config.supervise import redacted_override
     from megastable.run import directory
     from megastable.run.membership import check_alone
     from megastable.supervise import hooks
@@ -50,7 +52,12 @@ def supervise(
     for text in config.supervise.exposed:
         notifiers.say(f"WARNING: {text}")
     try:
-        supervisor = Supervisor(config, run, notifiers, recipe, overrides or [], context.obj, module)
+        # The ranks send no notifications: they need no password, and other users see their arguments.
+        shown = [redacted_override(text) for text in overrides or []]
+        here = Here(run, module, recipe, shown, context.obj)
+        supervisor = Supervisor(
+            config, run, notifiers, recipe, shown, lambda store: here, context.obj, module
+        )
         raise typer.Exit(supervisor.supervise())
     finally:
         notifiers.close()

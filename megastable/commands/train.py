@@ -40,8 +40,8 @@ def train(
             raise ConfigError(f"{given[0]}: this process is a rank already: say it to what has started it")
         main([recipe, *(overrides or [])])
         return
-    from megastable.config import recipe as recipes
     from megastable.cluster.launcher import launcher
+    from megastable.config import recipe as recipes
 
     recipes.load(recipe, overrides or [])  # report mistakes before a process starts
     words = launcher("megastable.train", recipe, overrides or [], given)

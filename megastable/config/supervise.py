@@ -107,6 +107,13 @@ class SuperviseConfig(Section):
     """Time for last words between the death of a rank and the end of the others. [seconds]"""
     stop_seconds: PositiveFloat = 900.0
     """Time for the checkpoint after SIGTERM. [seconds]"""
+    host_silence: PositiveFloat = 30.0
+    """Time without a word from a host, after which it counts as gone if it cannot be reached either. [seconds]"""
+    wait_for_hosts: NonNegativeFloat = 1800.0
+    """Time to wait for a host that is gone before the run ends (exit code 80). [seconds]"""
+    interface: str | None = Field(default=None, examples=["eth0", "10.0.0.1"])
+    """Network interface, or address, that the supervisor listens on for its ranks; null: 127.0.0.1 on one host, on
+    several the one that leads to the others."""
     backoff_seconds: NonNegativeFloat = 60.0
     """Longest pause between restarts that make no progress. [seconds]"""
     command: str | None = Field(default=None, examples=["mail -s incident me@example.org"])

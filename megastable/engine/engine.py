@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megastable.base import activity
 from megastable.base.collectives import gathered, shared, strangers
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
@@ -168,14 +169,19 @@ class Engine:
             self.qk_clip.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
+        activity.enter(activity.FORWARD)
         with self._computing():
             if self.topology.layout.pipeline > 1:
                 self.ds.train_batch(iter([self._inputs(m) for m in micro_batches]))
             else:
                 self.ds.train()
                 for micro_batch in micro_batches:
+                    activity.enter(activity.FORWARD)
                     inputs, labels = self._inputs(micro_batch)
-                    self.ds.backward(self.ds(inputs, labels))
+                    loss = self.ds(inputs, labels)
+                    activity.enter(activity.BACKWARD)
+                    self.ds.backward(loss)
+                    del loss
                     self.ds.step()
         if self.fp8 is not None:
             self.fp8.settle(self.applied)
@@ -254,6 +260,7 @@ class Engine:
 
     def _gate(self, lr_kwargs: Any = None) -> None:
         """Replaces DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
+        activity.enter(activity.REDUCE)
         self.zero.average()
         if self.tied is not None:
             self._sum_tied(self.tied)
@@ -285,6 +292,7 @@ class Engine:
             self.applied = False
 
     def _step(self, lr_kwargs: Any, known: Any) -> None:
+        activity.enter(activity.OPTIMIZER)
         inner = self.optimizer.optimizer
         if isinstance(inner, PieceOptimizer):
             inner.sizes, inner.recording = [], self.measures_update

@@ -98,6 +98,11 @@ def attempt_of(mark: str | None) -> int | None:
     return None if mark is None else int(mark.partition("@")[0])
 
 
+def run_of(mark: str) -> Path:
+    """The run directory in a mark."""
+    return Path(mark.partition("@")[2])
+
+
 def folder_of(run: RunDirectory, attempt: int) -> Path:
     """The folder for last words and stacks of an attempt's ranks; its output is beside it, as NAME.log."""
     return run.logs / f"attempt-{attempt:04d}"

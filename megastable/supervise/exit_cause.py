@@ -15,12 +15,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from megastable.base import errors
+from megastable.cluster.local_attempt import Fate
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import Handover
 from megastable.run.events.training_events import Finished, Stopped, Unstable
 from megastable.run.rank_ipc import BEREFT, LastWords, Progress
 from megastable.supervise.hang_detector import HangDetector
-from megastable.cluster.local_attempt import Fate
 
 # With the host in front from pdsh; without, all ranks are on this host and local ranks are global ranks.
 LAUNCHER = re.compile(
@@ -130,7 +130,9 @@ def end_of(
         # The ranks elsewhere only lost it.
         name, why = next(iter(gone.items()))
         text = f"host {name} is gone: {why}" + (f" (and {len(gone) - 1} others)" if len(gone) > 1 else "")
-        return End(what="host gone", host=name if len(gone) == 1 else None, failure=text, certain=True, **place)
+        return End(
+            what="host gone", host=name if len(gone) == 1 else None, failure=text, certain=True, **place
+        )
     if number in (None, signal.SIGTERM) and (told := LAUNCHER.search(log)):
         host, status = told["host"] or here, int(told["code"])
         number = -status if status < 0 else None

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 
 from megastable.base.errors import ConfigError
 from megastable.base.text import visible
+from megastable.cluster.child_process import ChildProcess, Result
 from megastable.config.supervise import REDACTED, SuperviseConfig, hidden
 from megastable.run.directory import as_json
-from megastable.cluster.child_process import ChildProcess, Result
 
 WEBHOOK = Path(__file__).with_name("webhook.py")
 

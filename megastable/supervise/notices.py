@@ -12,9 +12,9 @@ from typing import Any
 
 from megastable.base.errors import ConfigError
 from megastable.base.text import visible
+from megastable.cluster.child_process import ChildProcess
 from megastable.config.supervise import SuperviseConfig
 from megastable.run.directory import as_json
-from megastable.cluster.child_process import ChildProcess
 from megastable.supervise.hooks import Hook, hooks_of
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from megastable.cluster.child_process import ChildProcess, background
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.cluster.child_process import ChildProcess, background
 from megastable.supervise.log_tail import LogTail
 
 AGAIN = 60.0  # seconds before a failed one is restarted

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from megastable.run.directory import RunDirectory
 from megastable.cluster.child_process import ChildProcess, background
+from megastable.run.directory import RunDirectory
 
 SECONDS = 300.0  # time limit for writing the incident files
 PAUSE = 5.0  # seconds between two starts: an incident has several events within a second

@@ -11,12 +11,12 @@ from enum import StrEnum
 
 from megastable.base import errors
 from megastable.base.text import duration, visible
+from megastable.cluster.launcher import MODULE
 from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import NOTHING, whole
 from megastable.supervise.hang_detector import patience
 from megastable.supervise.journal_view import WORKS, JournalView
-from megastable.cluster.launcher import MODULE
 
 
 class State(StrEnum):

@@ -1,8 +1,8 @@
 """Supervises a training run: starts the launcher, watches it, finds out why it ended, and restarts it.
 
 It decides by the same policy as the training (stability/policy.py), and keeps no state of its own: killed at any moment
-and restarted, it resumes from the journal and takes over running processes. It imports neither torch nor deepspeed, and
-talks to the ranks through files only (heartbeat.py).
+and restarted, it resumes from the journal and takes over running processes. It imports neither torch nor deepspeed. It
+tells the ranks what it wants through files (heartbeat.py), and hears how they are through its store.
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 from megastable.base import errors
 from megastable.base.errors import ConfigError, MegastableError
-from megastable.config.supervise import redacted_override
+from megastable.cluster.fleet import Attempt, Fleet
+from megastable.cluster.launcher import MODULE
+from megastable.cluster.local_attempt import LocalAttempt
+from megastable.cluster.store import Store
 from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range, ranges_of
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
-from megastable.run.rank_ipc import folder_of, log_of
+from megastable.run.rank_ipc import Beat, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.incident import Breakdown
-from megastable.supervise.exit_cause import End, end_of
+from megastable.supervise.exit_cause import End, Suspects, end_of
 from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
 from megastable.supervise.hang_detector import HangDetector
+from megastable.supervise.hang_suspects import RankView, suspects
 from megastable.supervise.locks import nobody_trains, only_supervisor, wait_until_nobody_trains
 from megastable.supervise.log_tail import end_of_log
 from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.process_incidents import ProcessIncidents
-from megastable.supervise.processes import MODULE, Attempt, command, hosts
 from megastable.supervise.rank_files import RankFiles
 from megastable.supervise.restart_policy import Failure, after_failure, pause
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
@@ -45,6 +48,7 @@ ORDERLY = 30.0
 KNOWN = (errors.OK, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO_SPACE, errors.HANDOVER)
 NO_ROOM = 60.0  # seconds between two tries on a full disk
 LOG_TAIL = 64_000
+SHOWN = 5.0  # seconds of waiting for hosts before it is said
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class StartAgain:
 
 
 class Supervisor:
-    """Supervises one run. recipe, overrides: for the training; given: for deepspeed's launcher; module: to start."""
+    """Supervises one run. recipe, overrides: for the training, without passwords; given: for deepspeed's launcher;
+    module: to start; fleet: what it runs on; interface: that the store listens on."""
 
     def __init__(
         self,
@@ -74,13 +79,16 @@ class Supervisor:
         listener: Listener,
         recipe: str,
         overrides: Sequence[str],
+        fleet: Callable[[Store], Fleet],
         given: Sequence[str] = (),
         module: str = MODULE,
+        interface: str = "127.0.0.1",
     ) -> None:
         self.config, self.run, self.say = config, run, listener.say
         self.recipe, self.given, self.module = recipe, list(given), module
-        # The ranks send no notifications: they need no password, and other users see their arguments.
-        self.overrides = [redacted_override(text) for text in overrides]
+        self.store = Store(run, interface)
+        self.fleet = fleet(self.store)
+        self.overrides = list(overrides)
         self.here = socket.gethostname()
         self.signals = 0
         self.journal = SupervisorJournal(run, listener, lambda: self.signals > 0)
@@ -108,7 +116,8 @@ class Supervisor:
                     "train on: a larger train.steps; anew: another run.dir)"
                 )
                 return errors.OK
-            return self._supervise(state.predecessor)
+            with self.store:
+                return self._supervise(state.predecessor)
 
     def _supervise(self, predecessor: tuple[int, str] | None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -129,6 +138,7 @@ class Supervisor:
             raise
         finally:
             self.prescan.close()
+            self.fleet.close(end.code)
             self.journal.emit(SupervisorEvent(
                 what="ended", pid=os.getpid(), host=self.here, code=end.code, reason=end.reason
             ))  # fmt: skip
@@ -141,17 +151,19 @@ class Supervisor:
         state = self.journal.state
         follows: RunExit | StartAgain | None = None
         if attempt is None and state.under_way:
-            gone = Attempt(self.run, state.attempt)
-            follows = self._settle(gone, self._end(gone, hung=False))
+            gone = LocalAttempt(self.run, state.attempt)  # of which nothing is left
+            follows = self._settle(gone, self._end(gone))
         elif attempt is None and state.unmended is not None:
             # Its end was journaled, but not acted on.
-            remedy = after_failure(state.failures, hosts(self.given), self.config.stability.policy)
+            remedy = after_failure(state.failures, len(self.fleet.names), self.config.stability.policy)
             follows = self._mend(state.unmended, remedy, state.skipped)
         while not isinstance(follows, RunExit):
             if follows is not None:
                 self._pause(follows)
             if self.signals:
                 return RunExit(errors.STOPPED, "stopped between two attempts")
+            if attempt is None and (stays := self._gather()) is not None:
+                return stays
             attempt = attempt or self._launch()
             follows = self._settle(attempt, self._watch(attempt))
             attempt = None
@@ -159,16 +171,16 @@ class Supervisor:
 
     def _refuse_another_host(self, predecessor: tuple[int, str] | None) -> None:
         """Raise for processes of a supervisor on another host: they can be neither seen nor ended from here."""
-        if predecessor is None or predecessor[1] == self.here:
-            return
-        if not nobody_trains(self.run) and Attempt.found(self.run) is None:
+        if predecessor is None or predecessor[1] == self.here or len(self.fleet.names) > 1:
+            return  # of several hosts, the agents see them
+        if not nobody_trains(self.run) and self.fleet.found() is None:
             raise ConfigError(
                 f"run.dir={self.run.root}: the supervisor of before ran on {predecessor[1]}, and its processes still "
                 "train: start this one there"
             )
 
     def _take_over(self, predecessor: tuple[int, str] | None) -> Attempt | None:
-        attempt = Attempt.found(self.run)
+        attempt = self.fleet.found()
         if attempt is None:
             if predecessor is not None:
                 self.say(f"the supervisor of before (process {predecessor[0]}) and its processes are gone")
@@ -178,6 +190,7 @@ class Supervisor:
             log = str(log_of(self.run, attempt.number))
             self.journal.emit(Launched(attempt=attempt.number, command=[], log=log))
         self.ranks.adopt(attempt.number)
+        self.store.begin(attempt.number)
         if predecessor is not None:
             text = f"the supervisor, process {predecessor[0]} on {predecessor[1]}, ended without a word"
             incident = self.incidents.open(Breakdown.CRASH, Cause.PROCESS, text)
@@ -185,18 +198,38 @@ class Supervisor:
             self.incidents.close(incident, "healed")
         return attempt
 
+    def _gather(self) -> RunExit | None:
+        """Wait until every host can begin, with nothing of earlier attempts on it; the end if one stays away."""
+        began, told = time.monotonic(), dict[str, str]()
+        while missing := self.fleet.missing(self.journal.state.attempt):
+            waited = time.monotonic() - began
+            names = ", ".join(missing)
+            if self.signals:
+                return RunExit(errors.STOPPED, f"stopped while waiting for {names}")
+            if waited > self.config.supervise.wait_for_hosts:
+                why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+                return RunExit(errors.HOST_GONE, f"{names} did not come within {waited:.0f} s ({why})")
+            if waited > SHOWN and missing != told:
+                told = dict(missing)
+                for name, reason in missing.items():
+                    self.say(f"waiting for {name}: {reason}")
+            time.sleep(LOOK)
+            self._look()
+        if told:
+            self.say(f"all {len(self.fleet.names)} hosts are there")
+        return None
+
     def _launch(self) -> Attempt:
         number = self.journal.state.attempt + 1
         self.journal.insist(lambda: self.ranks.only(number))
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.signals > 0)
-        log = log_of(self.run, number)
-        arguments = command(self.run, number, self.module, self.recipe, self.overrides, self.given)
         # Journaled first: the next supervisor looks for it.
-        relative = str(log.relative_to(self.run.root))
-        self.journal.emit(Launched(attempt=number, command=arguments, log=relative))
+        log = str(log_of(self.run, number).relative_to(self.run.root))
+        self.journal.emit(Launched(attempt=number, command=[self.module, *self.given], log=log))
         self.journal.listen()
+        self.store.begin(number)
         self.hangs.began()
-        return Attempt.start(self.run, number, arguments, log)
+        return self.fleet.start(number)
 
     def _watch(self, attempt: Attempt) -> End:
         """Wait until the attempt has ended, or was ended."""
@@ -220,10 +253,15 @@ class Supervisor:
                 first_death = now
             if first_death is not None and now - first_death > self._grace(attempt):
                 break
+            if attempt.gone and asked is None:
+                break
             if self.hangs.look(progress, elapsed) and asked is None and first_death is None:
                 hung = True
                 break
-        stacks = self.ranks.stacks(attempt) if hung else []
+        stacks, found = list[str](), Suspects()
+        if hung:
+            stacks, mute = self.ranks.stacks(attempt)
+            found = suspects(self._views(mute))
         attempt.end()
         # Ranks of it on other hosts must end now, too.
         self.journal.insist(lambda: self.ranks.only(attempt.number + 1))
@@ -232,9 +270,24 @@ class Supervisor:
             self.journal.emit(Hang(
                 attempt=attempt.number, phase=self.hangs.phase, waited=round(self.hangs.waited, 1),
                 limit=round(self.hangs.limit, 1), step=progress.step if progress is not None else None,
-                silent=attempt.stuck, stacks=stacks,
+                silent=found.told, stacks=stacks,
             ))  # fmt: skip
-        return self._end(attempt, hung)
+        return self._end(attempt, found if hung else None)
+
+    def _views(self, mute: Mapping[int, str]) -> dict[int, RankView]:
+        """What is known of every rank; mute: the kernel's view of those that do not answer."""
+        now = time.monotonic()
+        found = {}
+        for heard in list(self.store.ranks.values()):
+            beat = Beat.model_validate(heard.beat) if heard.beat else None
+            found[heard.rank] = RankView(
+                host=self.fleet.called(heard.host), silent=now - heard.at, closed=heard.closed is not None,
+                kernel=mute.get(heard.rank, ""), activity=beat.activity if beat else "",
+                lasted=beat.lasted if beat else 0.0, entered=beat.entered if beat else None,
+            )  # fmt: skip
+        return found | {
+            rank: RankView(host=self.here, kernel=text) for rank, text in mute.items() if rank not in found
+        }
 
     def _look(self) -> None:
         self.journal.listen()
@@ -253,13 +306,23 @@ class Supervisor:
 
     # Causes and consequences
 
-    def _end(self, attempt: Attempt, hung: bool) -> End:
+    def _end(self, attempt: Attempt, hang: Suspects | None = None) -> End:
         self.journal.listen()
         log = end_of_log(log_of(self.run, attempt.number), LOG_TAIL)
         words, progress = self.ranks.last_words(attempt.number), self.ranks.progress(attempt.number)
         said = self.journal.state.since
-        end = end_of(said, words, attempt.fates, attempt.code, log, progress, self.here)
-        return end.by_hang(self.hangs, attempt.stuck, self.here) if hung else end
+        end = end_of(
+            said,
+            words,
+            attempt.fates,
+            attempt.code,
+            log,
+            progress,
+            self.here,
+            attempt.gone,
+            self.fleet.called,
+        )
+        return end if hang is None else end.by_hang(self.hangs, hang)
 
     def _settle(self, attempt: Attempt, end: End) -> RunExit | StartAgain:
         """Act on the end of an attempt, which is journaled already."""
@@ -270,7 +333,7 @@ class Supervisor:
         if not end.final and not self.signals:
             step = end.step if end.cursor is not None else None
             failure = Failure(end.what, step, end.host, clock, code=end.code)
-            remedy = after_failure([*state.failures, failure], hosts(self.given), policy)
+            remedy = after_failure([*state.failures, failure], len(self.fleet.names), policy)
             judged = end.code == errors.BAD_INPUT and self.has_data
             if judged and (problem := bad_data(self.config, self.run, lambda: self.signals > 0)):
                 remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused

@@ -30,7 +30,6 @@ class Beats:
     def __init__(self, root: Path, attempt: int, rank: int, host: str) -> None:
         self._store = RunDirectory(root).store
         self._hello = {"role": "rank", "attempt": attempt, "rank": rank, "host": host, "pid": os.getpid()}
-        self.step: int | None = None
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
     def _run(self) -> None:
@@ -60,7 +59,7 @@ class Beats:
         """The fields of `rank_ipc.Beat`."""
         name, lasted = activity.current()
         return {
-            "time": round(time.time(), 3), "activity": name, "lasted": round(lasted, 3), "step": self.step,
+            "time": round(time.time(), 3), "activity": name, "lasted": round(lasted, 3), "step": activity.step,
             "entered": entered(),
         }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from megastable.base import activity
 from megastable.base.collectives import first
 from megastable.base.text import plural
 from megastable.data.loader import Loader, Step
@@ -22,6 +23,7 @@ class Feed:
 
     def next(self) -> Step:
         """The next global batch, with this rank's part of it."""
+        activity.enter(activity.DATA)
         begin = time.perf_counter()
         batch = next(self.loader)
         self.waited = time.perf_counter() - begin

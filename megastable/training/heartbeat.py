@@ -1,4 +1,4 @@
-"""Exchanges files between a rank and the supervisor: progress, stop requests, stacks, last words. No ports, no signals.
+"""Exchanges files between a rank and the supervisor: progress, stop requests, stacks, last words.
 
 Rank 0 writes progress.json, and watches the skip ledger for new lines. Every rank reads control.json: asked to stop, it
 votes for a checkpoint; asked for its stacks, it dumps them in logs/; and a rank of an earlier attempt ends itself, on
@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from torch.distributed import DistError
 
+from megastable.base import activity
 from megastable.base.errors import FAILED, SUPERSEDED, MegastableError
 from megastable.checkpoint.store import RunState
 from megastable.run import directory
@@ -76,6 +77,7 @@ class Heartbeat:
 
     def phase(self, name: str) -> None:
         """Set the current phase; another thread writes it down at once."""
+        activity.enter(name)
         if name != self._facts["phase"]:
             self._facts["phase"] = name
             self._dirty = True
@@ -84,6 +86,7 @@ class Heartbeat:
     def at(self, state: RunState) -> None:
         """Where the run stands, before a step. The first step of a process still counts as its start."""
         self._facts |= {"step": state.step, "cursor": state.cursor}
+        activity.step = state.step
         self._dirty = True
         if "seconds" in self._facts:
             self.phase("step")

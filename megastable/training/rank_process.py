@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.engine.distributed import start_distributed, stop_distributed
 from megastable.run.membership import membership, tasks
-from megastable.run.rank_ipc import attempt_of
+from megastable.run.rank_ipc import attempt_of, run_of
+from megastable.training.beats import Beats
 from megastable.training.heartbeat import parting
 
 
@@ -35,7 +37,10 @@ def main(
     parser.add_argument("--supervised", help=argparse.SUPPRESS)  # the supervisor's mark (rank_ipc.py)
     args = parser.parse_intermixed_args(arguments)
     _join()
+    attempt = attempt_of(args.supervised)
     rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    if attempt is not None:
+        Beats(run_of(args.supervised), attempt, rank, socket.gethostname())
     try:
         config = recipe.load(args.recipe, args.overrides)
         deepspeed_json.build(config, world)
@@ -47,10 +52,10 @@ def main(
         _fail(error)
     try:
         start_distributed(config.run.timeout, config.run.deterministic)
-        code = train(config, recipe.find(args.recipe), attempt_of(args.supervised))
+        code = train(config, recipe.find(args.recipe), attempt)
     except MegastableError as error:
         # The supervisor chose the port, and will choose another for the next attempt.
-        retried = isinstance(error, RendezvousError) and args.supervised is not None
+        retried = isinstance(error, RendezvousError) and attempt is not None
         code = FAILED if retried else error.code
         if rank == 0 or not error.collective:
             print(f"error: {error}", file=sys.stderr, flush=True)

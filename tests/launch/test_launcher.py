@@ -14,8 +14,8 @@ import pytest
 
 from drills import runner
 from drills.plan import Policy
-from megastable.run.directory import RunDirectory
 from megastable.cluster.launcher import LAUNCHER, command, free_port
+from megastable.run.directory import RunDirectory
 from tests.distributed import run_main
 from tests.patience import PATIENCE
 

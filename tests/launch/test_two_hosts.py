@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megastable.run import records
 from megastable.cluster.launcher import LAUNCHER
+from megastable.run import records
 from tests.distributed import run_main
 from tests.patience import PATIENCE
 

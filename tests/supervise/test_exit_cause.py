@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megastable.base import errors
+from megastable.cluster.local_attempt import Fate
 from megastable.run.events.reading import event_of
 from megastable.run.rank_ipc import LastWords, Progress
 from megastable.supervise.exit_cause import End, end_of
-from megastable.cluster.local_attempt import Fate
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2759: Connection reset by peer."
 LINE = "[08:11] [ERROR] [launch.py:259] ['python', '-u', '--local_rank=1', 'x'] exits with return code = -9"
@@ -51,24 +51,24 @@ SAID = {
 def test_what_the_training_said_counts_before_any_exit_code(
     said: str, code: int, launcher: int | None
 ) -> None:
-    assert end(said, code=launcher, fates={0: Fate(signal=6)}) == End(code=code, certain=True)
+    assert end(said, code=launcher, fates={0: Fate(signal=6, host="here")}) == End(code=code, certain=True)
 
 
 def test_a_killed_rank_is_named_not_those_that_lost_it() -> None:
-    found = end(last=[words(0, GLOO)], fates={0: Fate(code=1), 1: Fate(signal=9)})
+    found = end(last=[words(0, GLOO)], fates={0: Fate(code=1), 1: Fate(signal=9, host="here")})
     assert (found.what, found.rank, found.host, found.signal) == ("SIGKILL", 1, "here", 9)
     assert (found.step, found.cursor) == (12, 88)  # the last words are newer than the progress
     assert found.failure == "rank 1 on here was killed by signal 9 (SIGKILL)"
 
 
 def test_the_launchers_own_sigterm_is_not_the_cause() -> None:
-    assert end(fates={0: Fate(signal=15), 1: Fate(signal=11)}).what == "SIGSEGV"
-    assert end(fates={1: Fate(signal=9), 0: Fate(signal=9)}).rank == 1  # as they were seen
+    assert end(fates={0: Fate(signal=15, host="here"), 1: Fate(signal=11)}).what == "SIGSEGV"
+    assert end(fates={1: Fate(signal=9, host="here"), 0: Fate(signal=9)}).rank == 1  # as they were seen
 
 
 def test_an_error_of_its_own_counts_before_what_followed_from_it() -> None:
     last = [words(0, GLOO, 0.5), words(3, "ValueError: no", 2.0), words(2, "KeyError: 'x'", 1.0)]
-    found = end(last=last, fates={0: Fate(signal=15)})
+    found = end(last=last, fates={0: Fate(signal=15, host="here")})
     assert (found.rank, found.host, found.what) == (2, "node-2", "KeyError: 'x'")
     assert found.failure == "rank 2 on node-2 ended with: KeyError: 'x' (train.py:9)"
 
@@ -76,7 +76,7 @@ def test_an_error_of_its_own_counts_before_what_followed_from_it() -> None:
 def test_on_another_host_the_launchers_log_tells() -> None:
     found = end(last=[words(0, GLOO)], log=f"noise\nnode-7: {LINE}\n", fates={0: Fate(code=1)})
     assert (found.host, found.signal, found.what) == ("node-7", 9, "SIGKILL")
-    assert end(log=LINE, fates={0: Fate(signal=15)}).what == "SIGKILL"
+    assert end(log=LINE, fates={0: Fate(signal=15, host="here")}).what == "SIGKILL"
     assert found.rank is None and end(log=LINE, fates={0: Fate(code=1), 1: Fate()}).rank == 1
     found = end(log=LINE.replace("-9", "3").replace("'--local_rank=1', ", ""))
     assert (found.code, found.what, found.host) == (3, "code 3", "here")

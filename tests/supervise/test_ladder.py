@@ -27,10 +27,10 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
+from megastable.run.rank_ipc import FLAG
 from megastable.supervise import failed_data, rank_files
 from megastable.supervise import supervisor as module
 from megastable.supervise.notifiers import Notifiers
-from megastable.run.rank_ipc import FLAG
 from megastable.supervise.supervisor import Supervisor
 from megastable.supervise.supervisor_journal import SupervisorJournal
 from tests.conftest import tiny, write_corpus

@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from megastable import __version__
+from megastable.cluster.launcher import free_port
 from megastable.commands import drill, fp8_check, prepare
 from megastable.commands.root import COMMANDS, app, load
-from megastable.cluster.launcher import free_port
 from tests.checkpoint.states import make_run
 from tests.conftest import tiny
 from tests.forensics.shelves import Plain

@@ -1,0 +1,140 @@
+"""The store: who is let in, what it hears, what it notices at once."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megastable.cluster.store import Store
+from megastable.run.directory import RunDirectory
+from megastable.run.wire import Address, Link, WireError, encoded
+from tests.patience import PATIENCE
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(RunDirectory(tmp_path)) as store:
+        yield store
+
+
+def until(what: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def rank(store: Store, number: int = 0, attempt: int = 1) -> Link:
+    hello = {"role": "rank", "attempt": attempt, "rank": number, "host": "first", "pid": 7}
+    return Link(store.address, hello)
+
+
+def agent(store: Store, name: str = "first", ahead: float = 0.0) -> Link:
+    return Link(store.address, {"role": "agent", "name": name, "hostname": name, "time": time.time() + ahead})
+
+
+def test_the_address_is_for_the_user_alone(store: Store) -> None:
+    assert Address.read(store.run.store) == store.address
+    assert store.run.store.stat().st_mode & 0o777 == 0o600
+    assert store.address.host == "127.0.0.1"
+
+
+def test_heartbeats_are_heard_and_a_death_is_seen_at_once(store: Store) -> None:
+    store.begin(1)
+    links = [rank(store, number) for number in range(3)]
+    assert links[0].welcome["attempt"] == 1
+    for number, link in enumerate(links):
+        link.send({"activity": "forward", "step": number})
+    until(lambda: {r: h.beat.get("step") for r, h in store.ranks.items()} == {0: 0, 1: 1, 2: 2})
+    links[1].close()
+    until(lambda: store.ranks[1].closed is not None)
+    assert store.ranks[0].closed is None is store.ranks[2].closed
+
+
+def test_ranks_of_another_attempt_are_told_and_not_heard(store: Store) -> None:
+    early = rank(store, 0, attempt=2)  # before the supervisor takes it over
+    store.begin(2)
+    until(lambda: 0 in store.ranks)
+    assert early.receive(PATIENCE) == [{"attempt": 2}]
+    store.begin(3)
+    assert early.receive(PATIENCE) == [{"attempt": 3}]
+    early.send({"activity": "forward"})
+    late = rank(store, 5, attempt=2)
+    assert late.welcome["attempt"] == 3
+    new = rank(store, 1, attempt=3)
+    until(lambda: 1 in store.ranks)
+    assert list(store.ranks) == [1]
+    new.close()
+
+
+def test_an_agent_is_told_and_its_clock_is_known(store: Store) -> None:
+    assert not store.send("second", {"end": 1})
+    link = agent(store, "second", ahead=40.0)
+    until(lambda: "second" in store.agents)
+    assert store.send("second", {"end": 1})
+    assert link.receive(PATIENCE) == [{"end": 1}]
+    link.send({"state": {"running": False}, "time": time.time() + 40})
+    link.send({"states": {"0": "asleep"}})
+    until(lambda: list(store.agents["second"].inbox) == [{"states": {"0": "asleep"}}])
+    assert store.agents["second"].state == {"running": False}
+    assert 39 < store.agents["second"].clock <= 40
+    again = agent(store, "second")  # the old connection is a dead one
+    with pytest.raises(OSError, match=r"closed|reset"):
+        while True:
+            link.receive(PATIENCE)
+    assert store.agents["second"].closed is None
+    again.close()
+
+
+def test_strangers_are_not_let_in(store: Store) -> None:
+    """Without the token, with a forged one, with anything but our language, or with nothing."""
+    wrong = store.address.model_copy(update={"token": "guess"})
+    with pytest.raises(OSError):
+        Link(wrong, {"role": "rank", "attempt": 0, "rank": 0, "host": "x", "pid": 1})
+    for words in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[1]\n",
+        b"{}\n",
+        b"x" * 10_000,
+        encoded({"nonce": 1, "role": "agent"}),
+    ):
+        with socket.create_connection((store.address.host, store.address.port)) as s:
+            s.settimeout(PATIENCE)
+            s.sendall(words)
+            seen = b""
+            while data := _received(s):
+                seen += data
+            assert seen.count(b"\n") == 1 and store.token.encode() not in seen
+    assert not store.ranks and not store.agents
+
+
+def _received(s: socket.socket) -> bytes:
+    try:
+        return s.recv(4096)
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_supervisor_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address(host="127.0.0.1", port=server.getsockname()[1], token="secret")
+
+        def impostor() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(encoded({"nonce": "1"}))
+                peer.recv(4096)
+                peer.sendall(encoded({"proof": "guess", "attempt": 9}))
+                peer.recv(4096)
+
+        import threading
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(WireError, match="does not know"):
+            Link(address, {"role": "agent"})
+        thread.join()
