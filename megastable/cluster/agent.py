@@ -172,14 +172,21 @@ def main() -> NoReturn:
     parser.add_argument("run", type=Path, help="the run directory, on a file system that all hosts share")
     parser.add_argument("--name", required=True, help="of this host, as in the host file")
     args = parser.parse_args()
-    run = RunDirectory(args.run)
+    sys.exit(attend(args.run, args.name))
+
+
+def attend(root: Path | None, name: str) -> int:
+    """Be the agent of this host, until the supervisor says that the run is over. The exit code, which is the run's.
+    Raises ConfigError without a run directory: its address is in there."""
+    if root is None:
+        raise ConfigError("run.dir: say it, the same on all hosts: the supervisor's address is in there")
+    run = RunDirectory(root)
     held = only_agent(run)
     if held is None:
         print(f"an agent of {run.root} is on this host already", flush=True)
-        sys.exit(OK)
+        return OK
     with held:
-        code = Agent(run, args.name).work()
-    sys.exit(code)
+        return Agent(run, name).work()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ class Attempt(Protocol):
     """
 
     number: int
-    code: int | None
     fates: dict[int, Fate]
     gone: dict[str, str]
+
+    @property
+    def code(self) -> int | None: ...
 
     def look(self) -> bool:
         """Whether anything of it runs. Poll often."""
@@ -38,7 +40,8 @@ class Attempt(Protocol):
 class Fleet(Protocol):
     """The hosts of a run. names: of all of them, the one with rank 0 first."""
 
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]: ...
 
     def found(self) -> Attempt | None:
         """An attempt that runs already, started by an earlier supervisor."""

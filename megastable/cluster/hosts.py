@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from megastable import __version__
 from megastable.cluster.child_process import ChildProcess
@@ -15,10 +14,12 @@ from megastable.cluster.exported import exported
 from megastable.cluster.fleet import Attempt
 from megastable.cluster.hostfile import Host, include, lines
 from megastable.cluster.launcher import command
+from megastable.cluster.reach import Nowhere, Reach
 from megastable.cluster.remote_attempt import RemoteAttempt
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import log_of
+from megastable.run.wire import Message
 
 FRESH = 5.0  # seconds since an agent's last word within which it counts as there
 AGAIN = 5.0  # ... between two tries to start one
@@ -27,24 +28,16 @@ TOLD = 3.0  # ... between two times that it is told the same
 FIRST_LOOK = 20.0  # ... for agents with processes of an earlier supervisor to connect
 
 
-class Reach(Protocol):
-    """A way to run a command on a host."""
-
-    detached: bool  # whether what it starts must leave its session, so as to outlive it
-
-    def words(self, host: str, command: Sequence[str]) -> list[str]: ...
-
-
 class Hosts:
-    """Of one run. reach: how agents are started; None: by somebody else, as in the pods of Kubernetes. silence: seconds
-    without a word after which a host that does not answer either counts as gone."""
+    """Of one run. reach: how agents are started. silence: seconds without a word after which a host that does not
+    answer either counts as gone."""
 
     def __init__(
         self,
         run: RunDirectory,
         store: Store,
         hosts: Sequence[Host],
-        reach: Reach | None,
+        reach: Reach,
         silence: float,
         module: str,
         recipe: str,
@@ -77,14 +70,17 @@ class Hosts:
         if running is not None and (result := running.poll()) is not None:
             del self._tries[name]
             self._failed[name] = "" if result.code == 0 else _reason(result.tail, result.code)
-        elif running is None and self.reach is not None and now - self._tried.get(name, -AGAIN) >= AGAIN:
+        elif running is None and now - self._tried.get(name, -AGAIN) >= AGAIN:
             self._tried[name] = now
-            self._tries[name] = ChildProcess(self.reach.words(name, self._agent_words(name)), STARTED)
+            words = self.reach.words(name, self._agent_words(name))
+            if words is not None:
+                # An agent in the foreground keeps what started it busy for as long as it lives.
+                self._tries[name] = ChildProcess(words, STARTED if self.reach.detached else float("inf"))
         return self._failed.get(name) or "its agent has not connected"
 
     def _agent_words(self, name: str) -> list[str]:
         words = [sys.executable, "-m", "megastable.cluster.agent", str(self.run.root), "--name", name]
-        if self.reach is None or not self.reach.detached:
+        if not self.reach.detached:
             return words
         # The agent must outlive the ssh that starts it. Its own words go where those of the ranks do.
         log = self.run.logs / f"agent-{name}.log"
@@ -95,9 +91,9 @@ class Hosts:
         )
         return ["sh", "-c", line]
 
-    def unreachable(self, name: str) -> str | None:
-        """Why the last try to reach a host failed; None if it did not, or none was made."""
-        return self._failed.get(name) or None
+    def unreachable(self, name: str) -> bool:
+        """Whether the last try to reach a host failed, or none can be made."""
+        return bool(self._failed.get(name)) or self.reach.words(name, ["true"]) is None
 
     # Fleet
 
@@ -110,12 +106,13 @@ class Hosts:
             if time.monotonic() > until:
                 break
             time.sleep(0.1)
-        running = [state["attempt"] for name in self.names if (state := self._state(name)).get("running")]
+        states = [self._state(name) for name in self.names]
+        running = [int(state["attempt"]) for state in states if state.get("running")]
         if not running:
             return None
         return RemoteAttempt(self, max(running), {})
 
-    def _state(self, name: str) -> Mapping[str, object]:
+    def _state(self, name: str) -> Message:
         found = self.store.agents.get(name)
         return {} if found is None else found.state
 
@@ -143,6 +140,7 @@ class Hosts:
         assert first is not None
         slots = self.run.root / "hostfile"
         slots.write_text(lines(self.hosts))
+        variables = {} if isinstance(self.reach, Nowhere) else exported()
         wanted = {}
         for index, name in enumerate(self.names):
             meeting = ["--master_addr", first.local] if not _has(self.given, "--master_addr") else []
@@ -161,8 +159,7 @@ class Hosts:
             log = log_of(self.run, number, "" if index == 0 else name).relative_to(self.run.root)
             wanted[name] = {
                 "launch": {
-                    "attempt": number, "words": words[1:], "environment": exported() if self.reach else {},
-                    "log": str(log),
+                    "attempt": number, "words": words[1:], "environment": variables, "log": str(log),
                 }
             }  # fmt: skip
         self._told.clear()

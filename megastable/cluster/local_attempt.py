@@ -90,12 +90,13 @@ class LocalAttempt:
             self._scan()
         return running or self._others
 
-    def _scan(self) -> None:
-        """Scan the arguments of every process of the host; too slow for every poll."""
+    def _scan(self) -> dict[int, psutil.Process]:
+        """Scan the arguments of every process of the host; too slow for every poll. The ranks found."""
         processes = self._processes()
         self._scanned, self._others = time.monotonic(), bool(processes)
-        for process, rank in _ranks(processes):
-            self._ranks[process.pid] = rank
+        found = {rank: process for process, rank in _ranks(processes)}
+        self._ranks |= {process.pid: rank for rank, process in found.items()}
+        return found
 
     def end(self) -> None:
         """Kill everything at once: ranks stuck in a collective do not react to softer signals."""
@@ -115,7 +116,7 @@ class LocalAttempt:
 
     def states(self) -> dict[int, str]:
         """The kernel's view of the ranks running here, by rank."""
-        return {rank: _describe(process) for process, rank in _ranks(self._processes())}
+        return {rank: _describe(process) for rank, process in self._scan().items()}
 
     def _processes(self) -> list[psutil.Process]:
         return [process for process, number in _marked(self.run) if number == self.number]

@@ -73,7 +73,7 @@ class RemoteAttempt:
         silent = time.monotonic() - self.heard(name)
         if silent <= self.hosts.silence:
             return
-        if self.hosts.reach is None or self.hosts.unreachable(name) is not None:
+        if self.hosts.unreachable(name):
             self.gone.setdefault(name, f"no word from it for {silent:.0f} s; {why}")
 
     def heard(self, name: str) -> float:
@@ -96,7 +96,7 @@ class RemoteAttempt:
             time.sleep(0.05)
 
     def states(self) -> dict[int, str]:
-        found = {}
+        found: dict[int, str] = {}
         asked = [a for name in self.hosts.names if (a := self.hosts.agent(name)) is not None]
         for agent in asked:
             agent.inbox.clear()

@@ -38,8 +38,8 @@ WAITING = 4096  # connections that the kernel may hold for us: all ranks come at
 
 @dataclass
 class Heard:
-    """The last word of a rank of `attempt`. at: time.monotonic() of it; closed: ... of the end of its connection; beat: its
-    fields as in `Beat` (rank_ipc.py)."""
+    """The last word of a rank of `attempt`. at: time.monotonic() of it; closed: ... of the end of its connection; beat:
+    the fields of `Beat` (rank_ipc.py)."""
 
     rank: int
     attempt: int

@@ -34,7 +34,11 @@ def supervise(
 
     It leaves incidents/ in the run directory, for people to read. `megastable status RUN` says how a run stands.
     """
-    from megastable.cluster.fleet import Here
+    from megastable.cluster import agent
+    from megastable.cluster.fleet import Fleet, Here
+    from megastable.cluster.hosts import Hosts
+    from megastable.cluster.placement import interface, placed
+    from megastable.cluster.store import Store
     from megastable.config import recipe as recipes
     from megastable.config.supervise import redacted_override
     from megastable.run import directory
@@ -43,9 +47,14 @@ def supervise(
     from megastable.supervise.notifiers import Notifiers
     from megastable.supervise.supervisor import Supervisor
 
-    check_alone(os.environ)
+    given = context.obj
+    place = placed(given, os.environ)
     config = recipes.load(recipe, overrides or [])
+    if place.node > 0:
+        raise typer.Exit(agent.attend(config.run.dir, place.hosts[place.node].name))
+    check_alone(os.environ)
     hooks.check(config.supervise)  # before anything is created
+    address = interface(config.supervise.interface, place.hosts, place.reach)
     run = directory.make(config, recipes.find(recipe))
     run.compare(config)
     notifiers = Notifiers(config, run)
@@ -54,10 +63,14 @@ def supervise(
     try:
         # The ranks send no notifications: they need no password, and other users see their arguments.
         shown = [redacted_override(text) for text in overrides or []]
-        here = Here(run, module, recipe, shown, context.obj)
-        supervisor = Supervisor(
-            config, run, notifiers, recipe, shown, lambda store: here, context.obj, module
-        )
+
+        def fleet(store: Store) -> Fleet:
+            if not place.hosts:
+                return Here(run, module, recipe, shown, place.given)
+            silence = config.supervise.host_silence
+            return Hosts(run, store, place.hosts, place.reach, silence, module, recipe, shown, place.given)
+
+        supervisor = Supervisor(config, run, notifiers, recipe, shown, fleet, given, module, address)
         raise typer.Exit(supervisor.supervise())
     finally:
         notifiers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,8 +85,7 @@ def test_an_agent_is_told_and_its_clock_is_known(store: Store) -> None:
     assert 39 < store.agents["second"].clock <= 40
     again = agent(store, "second")  # the old connection is a dead one
     with pytest.raises(OSError, match=r"closed|reset"):
-        while True:
-            link.receive(PATIENCE)
+        link.receive(PATIENCE)
     assert store.agents["second"].closed is None
     again.close()
 
@@ -130,8 +130,6 @@ def test_a_supervisor_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path)
                 peer.recv(4096)
                 peer.sendall(encoded({"proof": "guess", "attempt": 9}))
                 peer.recv(4096)
-
-        import threading
 
         thread = threading.Thread(target=impostor)
         thread.start()
