@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
     ".ci/run",
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("launch/*.s*")),
-    "tests/launch/two_hosts.sh",
 ]
 
 

@@ -1,0 +1,315 @@
+"""Several hosts on one machine: each with its own processes, network, name, /dev/shm and sshd.
+
+    with Hosts(folder, 3) as hosts:
+        hosts["first"].run(["ssh", "second", "hostname"])
+        hosts["third"].power_off()
+
+They meet on a switch, a bridge that belongs to no host and whose ports can be cut, and share one file system,
+`hosts.shared`, for run directories. The checkout, the environment and /tmp are those of the machine, at the same paths.
+Needs root; everything ends with the process that made them, however that ends (namespaces.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from drills.namespaces import HOST, ROOM, SECONDS, First, Started, command, entering, missing
+from drills.shared_disk import SIZE, SharedDisk
+from megastable.base.errors import ConfigError
+
+NAMES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+NETWORK = "10.77.0"  # exists only in the namespaces
+SWITCH = """
+mount -t tmpfs tmpfs /run
+mount --bind "$1" /etc/hosts
+ip link add switch type bridge
+ip link set switch up
+ip link set lo up
+"""
+# PID 1 of a host. As an init it also collects the orphans: what died must not stay as a zombie.
+BOOT = """
+hostname "$1"
+mount -t sysfs sysfs /sys
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs /run
+mkdir /run/sshd
+ip link set lo up
+"""
+SSHD = """HostKey {ssh}/host
+AuthorizedKeysFile {ssh}/user.pub
+PermitRootLogin prohibit-password
+StrictModes no
+UsePAM no
+PidFile none
+MaxStartups 100
+"""
+# A program, as pdsh and the deepspeed launcher start `ssh` without asking us.
+SSH = """#!/bin/sh
+exec {program} -F none -i {ssh}/user -o IdentitiesOnly=yes -o BatchMode=yes -o LogLevel=ERROR \\
+  -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "$@"
+"""
+# Of a rank or a task: a launcher on a host of ours would take itself for one.
+FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+QUEUE = "burst 32kbit latency 400ms".split()  # of a slow link
+
+
+class Host:
+    """One host, on from the start. name: also its host name. address: of its eth0."""
+
+    def __init__(self, hosts: Hosts, number: int) -> None:
+        self._hosts, self.name = hosts, NAMES[number]
+        self.address, self._port = f"{NETWORK}.{number + 1}", f"port{number}"
+        self._card = f"02:00:00:00:00:{number + 1:02x}"
+        self._first: First | None = None
+        self.power_on()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def on(self) -> bool:
+        return self._first is not None and self._first.alive
+
+    @property
+    def pid(self) -> int:
+        """Its process 1, as this process numbers it. Raises ConfigError while it is off."""
+        if self._first is None or not self._first.alive:
+            raise ConfigError(f"host {self.name} is off")
+        return self._first.pid
+
+    # Processes
+
+    def start(
+        self,
+        words: Sequence[str | Path],
+        output: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> Started:
+        """Start a process. output: a file that its output is added to; environment: beside the hosts' own; folder: to
+        work in, this process's own if None."""
+        command, variables = self._call(words, environment, folder)
+        with (output or Path(os.devnull)).open("ab") as log:
+            return Started(command, variables, log.fileno())
+
+    def run(
+        self,
+        words: Sequence[str | Path],
+        seconds: float | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a process to its end, within `seconds`. Raises subprocess.TimeoutExpired; the process is killed then."""
+        command, variables = self._call(words, environment, folder)
+        return subprocess.run(
+            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+        )
+
+    def _call(
+        self, words: Sequence[str | Path], environment: Mapping[str, str] | None, folder: Path | None
+    ) -> tuple[list[str | Path], dict[str, str]]:
+        enter = entering(self.pid, "mount", "net", "pid", "uts", "ipc")
+        there: list[str | Path] = [
+            "env",
+            f"--chdir={folder or Path.cwd()}",
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "--",
+        ]
+        return [*enter, *there, *words], {**self._hosts.environment, **(environment or {})}
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """All its living processes but the first, as this process numbers them."""
+        here = os.readlink(f"/proc/{self.pid}/ns/pid")
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.Error):
+                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/pid") == here:
+                    yield process
+
+    def find(self, *words: str) -> list[psutil.Process]:
+        """Its processes with all of `words` in their command line, oldest first."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.Error):
+                if all(word in " ".join(process.cmdline()) for word in words):
+                    found.append((process.create_time(), process.pid, process))
+        return [process for *_, process in sorted(found, key=lambda of: of[:2])]
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Its ranks, by number: of the processes with a RANK the oldest, as children inherit it."""
+        found: dict[int, tuple[float, psutil.Process]] = {}
+        for process in self.processes():
+            with suppress(psutil.Error):
+                number = process.environ().get("RANK", "")
+                born = process.create_time()
+                if number.isdecimal() and born < found.get(int(number), (float("inf"),))[0]:
+                    found[int(number)] = born, process
+        return {number: process for number, (_, process) in sorted(found.items())}
+
+    # Power, sshd and link
+
+    def power_on(self) -> None:
+        """Boot: the same name and address; /dev/shm, /run and the process table are empty."""
+        if self.on:
+            return
+        self._first = First([*entering(self._hosts.room, "mount", "net"), *HOST], BOOT, self.name)
+        with suppress(ConfigError):  # of a host whose first process was killed
+            self._switch("delete", self._port)
+        # Its network card stays the same: others still know where the old one was.
+        peer = f"name eth0 address {self._card} netns {self.pid}".split()
+        self._switch("add", self._port, "master", "switch", "type", "veth", "peer", *peer)
+        self._switch("set", self._port, "up")
+        network = entering(self.pid, "net")
+        command([*network, "ip", "address", "add", f"{self.address}/24", "dev", "eth0"])
+        command([*network, "ip", "link", "set", "eth0", "up"])
+        self.start_sshd()
+
+    def power_off(self) -> None:
+        """As by its power switch: its peers hear no more of it, not even that connections end."""
+        if not self.on:
+            return
+        self.cut()
+        assert self._first is not None
+        self._first.end()
+        self._first = None
+
+    def start_sshd(self) -> None:
+        """Start sshd, as the service manager of a host would."""
+        program = shutil.which("sshd") or "sshd"  # it wants an absolute path
+        folder = self._hosts.folder
+        done = self.run(
+            [program, "-f", folder / "ssh/sshd_config", "-E", folder / f"sshd-{self}.log"], SECONDS
+        )
+        if done.returncode:
+            raise ConfigError(f"sshd on host {self}: {done.stdout}{done.stderr}".strip())
+
+    def kill_sshd(self) -> bool:
+        """Kill sshd and the processes of its sessions, which what they run may outlive; whether there was one."""
+        found = [process for process in self.processes() if process.name() == "sshd"]
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return bool(found)
+
+    def cut(self) -> None:
+        """Pull its cable at the switch: packets in both directions are lost."""
+        self._switch("set", self._port, "down")
+
+    def join(self) -> None:
+        """Plug the cable in again."""
+        self._switch("set", self._port, "up")
+
+    def slow(self, bits: int) -> None:
+        """Let only so many bits a second pass in each direction, until `fast`."""
+        for queue in self._queues("replace"):
+            command([*queue, "tbf", "rate", f"{bits}bit", *QUEUE])
+
+    def fast(self) -> None:
+        """The full speed again."""
+        for queue in self._queues("delete"):
+            with suppress(ConfigError):  # it was not slow
+                command(queue)
+
+    def cannot_slow(self) -> str | None:
+        """Why `slow` does not work here, if so: not every kernel has the queue that it needs."""
+        try:
+            self.slow(1_000_000_000)
+        except ConfigError as error:
+            return str(error)
+        self.fast()
+        return None
+
+    def received(self) -> int:
+        """Bytes that have come in over its eth0 since it was switched on."""
+        lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.split()[0] == "eth0:")
+
+    def _switch(self, *words: str) -> None:
+        command([*entering(self._hosts.room, "net"), "ip", "link", *words])
+
+    def _queues(self, what: str) -> Iterator[list[str]]:
+        for pid, device in ((self._hosts.room, self._port), (self.pid, "eth0")):
+            yield [*entering(pid, "net"), "tc", "qdisc", what, "dev", device, "root"]
+
+
+class Hosts:
+    """`with Hosts(folder) as hosts`: so many hosts, by name, until its end. size: bytes of the shared file system.
+
+    folder: absolute, for keys, logs, and the mount point of `shared`; gets `hostfile`. environment: of all processes
+    on them; its PATH begins with a `bin` whose ssh knows the key. Raises ConfigError where they cannot be made.
+    """
+
+    def __init__(self, folder: Path, number: int = 2, size: int = SIZE, slots: int = 1) -> None:
+        self.folder, self._number, self._size = folder.resolve(), number, size
+        self._hosts: dict[str, Host] = {}
+        self._slots = slots
+        self.shared: SharedDisk
+        self.environment: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> Host:
+        return self._hosts[name]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts.values())
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    @property
+    def room(self) -> int:
+        """A process in the room where switch and shared disk stand, and no host: its namespaces."""
+        return self._room.pid
+
+    def __enter__(self) -> Self:
+        if reason := missing():
+            raise ConfigError(reason)
+        self._write_files()
+        self._room = First(ROOM, SWITCH, self.folder / "hosts")
+        try:
+            self.shared = SharedDisk(self.room, self.folder / "shared", self._size)
+            for number in range(self._number):
+                host = Host(self, number)
+                self._hosts[host.name] = host
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Switch everything off. What lies on the shared file system is gone."""
+        if hasattr(self, "shared"):
+            self.shared.thaw()  # nothing can kill a process that writes to a frozen file system
+        for host in self:
+            host.power_off()
+        self._room.end()
+
+    def _write_files(self) -> None:
+        ssh, binaries = self.folder / "ssh", self.folder / "bin"
+        ssh.mkdir(mode=0o700, parents=True)
+        binaries.mkdir()
+        for name in ("user", "host"):
+            command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / name])
+        (ssh / "sshd_config").write_text(SSHD.format(ssh=ssh))
+        (binaries / "ssh").write_text(SSH.format(ssh=ssh, program=shutil.which("ssh")))
+        (binaries / "ssh").chmod(0o755)
+        addresses = {NAMES[i]: f"{NETWORK}.{i + 1}" for i in range(self._number)}
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        (self.folder / "hostfile").write_text("".join(f"{name} slots={self._slots}\n" for name in addresses))
+        ours = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        self.environment = {**ours, "PATH": f"{binaries}:{os.environ.get('PATH', os.defpath)}"}
