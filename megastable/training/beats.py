@@ -29,6 +29,7 @@ class Beats:
 
     def __init__(self, root: Path, attempt: int, rank: int, host: str) -> None:
         self._store = RunDirectory(root).store
+        self._attempt = attempt
         self._hello = {"role": "rank", "attempt": attempt, "rank": rank, "host": host, "pid": os.getpid()}
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
@@ -64,13 +65,12 @@ class Beats:
         }  # fmt: skip
 
     def _obey(self, message: dict[str, Any]) -> None:
-        if int(message.get("attempt", 0)) > self._hello["attempt"]:
+        if int(message.get("attempt", 0)) > self._attempt:
             os._exit(SUPERSEDED)
 
 
 def entered() -> dict[str, int]:
     """By name of the process group: how many collectives this rank has entered in it. Names are equal on all ranks."""
     world = distributed_c10d._world
-    return {
-        world.pg_names[group]: group._get_sequence_number_for_group() for group in list(world.pg_map) if group
-    }
+    groups: list[Any] = list(world.pg_map)  # at once: the training thread may add some
+    return {world.pg_names[group]: group._get_sequence_number_for_group() for group in groups}

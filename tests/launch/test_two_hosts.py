@@ -10,8 +10,8 @@ import pytest
 
 from drills.hosts import Hosts
 from drills.namespaces import missing
-from megastable.run import records
 from megastable.cluster.launcher import LAUNCHER
+from megastable.run import records
 from tests.distributed import run_main
 from tests.patience import PATIENCE
 
