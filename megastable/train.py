@@ -195,7 +195,7 @@ class Trainer:
         """What this rank wants all of them to do after the step: stop, read the skip ledger again; and how far its part
         of a checkpoint is."""
         return (
-            float(self.stop.signal is not None),
+            float(self.stop.wanted),
             float(self.heart.more_skips),
             *self.checkpoints.saver.votes(),
         )
@@ -237,7 +237,8 @@ class Trainer:
 
 def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> int:
     """A whole run on this rank; the process group exists already. attempt: of the supervisor. The exit code."""
-    stop = StopRequest()
+    # A supervisor counts its own time, which begins before ours.
+    stop = StopRequest(config.run.max_hours if attempt is None else None)
     config, corpora = open_data(config)
     config, run = open_run(config, recipe_path)
     with Heartbeat(run, dist.get_rank(), dist.get_world_size(), config.train.steps, stop, attempt) as heart:

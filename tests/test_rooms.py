@@ -28,7 +28,7 @@ TRAINING = {
     "recovery": "base config run parallel optim model data stability fp8 engine checkpoint",
     "training": "base config run parallel optim model data stability fp8 engine checkpoint recovery",
 }
-SUPERVISOR = {"supervise": "base config run data stability"}
+SUPERVISOR = {"cluster": "base config run", "supervise": "base config run cluster data stability"}
 # They read run directories and checkpoints, or start runs of their own; nothing that trains imports one.
 WINGS = {"convert", "forensics", "fp8_check", "generate", "plan", "report", "study"}
 # Commands stand above all rooms: a module for each, which cli.py starts, and named as people call it.

@@ -24,7 +24,7 @@ from megastable.base.errors import FAILED, OK, ConfigError
 from megastable.cluster.launcher import free_port
 from megastable.cluster.local_attempt import LocalAttempt, alive_here
 from megastable.run.directory import RunDirectory
-from megastable.run.wire import Address, Link, Message
+from megastable.run.wire import Address, Message, StoreClient
 
 LOOK = 0.2  # seconds between two looks at the processes
 REPORT = 1.0  # ... between two reports that say nothing new
@@ -69,7 +69,7 @@ class Agent:
             alone = time.monotonic()
         return self.code
 
-    def _connect(self) -> Link:
+    def _connect(self) -> StoreClient:
         address = Address.read(self.run.store)
         if address is None:
             raise FileNotFoundError(self.run.store)
@@ -77,9 +77,9 @@ class Agent:
             "role": "agent", "name": self.name, "hostname": socket.gethostname(), "pid": os.getpid(),
             "version": __version__, "time": time.time(),
         }  # fmt: skip
-        return Link(address, hello, PATIENT)
+        return StoreClient(address, hello, PATIENT)
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: StoreClient) -> None:
         told: Message = {}
         due = 0.0
         while self.code is None:
@@ -108,7 +108,7 @@ class Agent:
             "port": self.port,
         }
 
-    def _obey(self, message: Message, link: Link) -> None:
+    def _obey(self, message: Message, link: StoreClient) -> None:
         if "launch" in message:
             self._launch(message["launch"])
         elif "end" in message:

@@ -12,7 +12,7 @@ from megastable import __version__
 from megastable.cluster.child_process import ChildProcess
 from megastable.cluster.exported import exported
 from megastable.cluster.fleet import Attempt
-from megastable.cluster.hostfile import Host, include, lines
+from megastable.cluster.hostfile import HostSlots, include, lines
 from megastable.cluster.launcher import command
 from megastable.cluster.reach import Nowhere, Reach
 from megastable.cluster.remote_attempt import RemoteAttempt
@@ -36,7 +36,7 @@ class Hosts:
         self,
         run: RunDirectory,
         store: Store,
-        hosts: Sequence[Host],
+        hosts: Sequence[HostSlots],
         reach: Reach,
         silence: float,
         module: str,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import psutil
 
 from megastable.base.errors import ConfigError
-from megastable.cluster.hostfile import Host, chosen, read, trimmed
+from megastable.cluster.hostfile import HostSlots, chosen, read, trimmed
 from megastable.cluster.reach import Nowhere, Reach, Srun, Ssh
 
 USUAL = Path("/job/hostfile")  # where the deepspeed launcher looks for one
@@ -21,11 +21,11 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Placement:
+class HostChoice:
     """hosts: empty for this host alone. given: the launcher's other arguments. node: which of the hosts this process
     is on, where each starts its own; 0: the one that supervises."""
 
-    hosts: Sequence[Host]
+    hosts: Sequence[HostSlots]
     reach: Reach
     given: Sequence[str]
     node: int = 0
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"arguments for the deepspeed launcher: {message}")
 
 
-def placed(given: Sequence[str], environment: Mapping[str, str]) -> Placement:
+def placed(given: Sequence[str], environment: Mapping[str, str]) -> HostChoice:
     """Raises ConfigError for arguments that contradict each other, or a bad host file."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for flags, kind, usual in (
@@ -52,34 +52,34 @@ def placed(given: Sequence[str], environment: Mapping[str, str]) -> Placement:
         return _without_ssh(a, rest)
     if a.launcher.lower() == "slurm":
         hosts, reach = _allocated(a, environment), Srun(environment)
-        return Placement(hosts, reach, rest) if len(hosts) > 1 else Placement([], reach, _local(a, rest))
+        return HostChoice(hosts, reach, rest) if len(hosts) > 1 else HostChoice([], reach, _local(a, rest))
     if not a.hostfile.is_file():
         if a.hostfile != USUAL or a.num_nodes > 1:
             raise ConfigError(f"{a.hostfile} is not there: it names the hosts, a line NAME slots=N for each")
-        return Placement([], Ssh(), list(given))
+        return HostChoice([], Ssh(), list(given))
     hosts = trimmed(chosen(read(a.hostfile), a.include, a.exclude), a.num_nodes, a.num_gpus)
     if len(hosts) == 1 and not a.force_multi:
-        return Placement([], Ssh(), list(given))  # the launcher starts it here, without ssh
+        return HostChoice([], Ssh(), list(given))  # the launcher starts it here, without ssh
     if a.launcher.lower() != "pdsh":
         raise ConfigError(f"--launcher {a.launcher}: supervised runs know pdsh (by ssh) and slurm (by srun)")
-    return Placement(hosts, Ssh(a.ssh_port), rest)
+    return HostChoice(hosts, Ssh(a.ssh_port), rest)
 
 
-def _without_ssh(a: Any, rest: Sequence[str]) -> Placement:
+def _without_ssh(a: Any, rest: Sequence[str]) -> HostChoice:
     if a.hostfile.is_file():
         hosts = trimmed(chosen(read(a.hostfile), a.include, a.exclude), a.num_nodes, a.num_gpus)
     elif a.num_nodes < 1 or a.num_gpus < 1:
         raise ConfigError("--no_ssh needs --hostfile, or --num_nodes and --num_gpus")
     else:
-        hosts = [Host(f"node-{index}", tuple(range(a.num_gpus))) for index in range(a.num_nodes)]
+        hosts = [HostSlots(f"node-{index}", tuple(range(a.num_gpus))) for index in range(a.num_nodes)]
     if not 0 <= a.node_rank < len(hosts):
         raise ConfigError(
             f"--no_ssh needs --node_rank, from 0 to {len(hosts) - 1}: which of the hosts this one is"
         )
-    return Placement(hosts, Nowhere(hosts[0].name), rest, a.node_rank)
+    return HostChoice(hosts, Nowhere(hosts[0].name), rest, a.node_rank)
 
 
-def _allocated(a: Any, environment: Mapping[str, str]) -> list[Host]:
+def _allocated(a: Any, environment: Mapping[str, str]) -> list[HostSlots]:
     """The nodes of the allocation."""
     nodes = environment.get("SLURM_JOB_NODELIST")
     if nodes is None:
@@ -95,7 +95,7 @@ def _allocated(a: Any, environment: Mapping[str, str]) -> list[Host]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"scontrol show hostnames {nodes} failed: {error}") from None
-    hosts = [Host(name, tuple(range(gpus))) for name in listed.stdout.split()]
+    hosts = [HostSlots(name, tuple(range(gpus))) for name in listed.stdout.split()]
     return trimmed(chosen(hosts, a.include, a.exclude), a.num_nodes)
 
 
@@ -103,7 +103,7 @@ def _local(a: Any, rest: Sequence[str]) -> list[str]:
     return [*(["--num_gpus", str(a.num_gpus)] if a.num_gpus > 0 else []), *rest]
 
 
-def interface(wanted: str | None, hosts: Sequence[Host], reach: Reach) -> str:
+def interface(wanted: str | None, hosts: Sequence[HostSlots], reach: Reach) -> str:
     """The address to listen on. wanted: supervise.interface. Raises ConfigError."""
     if wanted is not None:
         addresses = {

@@ -38,6 +38,7 @@ def supervise(
     from megastable.cluster.fleet import Fleet, Here
     from megastable.cluster.hosts import Hosts
     from megastable.cluster.placement import interface, placed
+    from megastable.cluster.reach import Nowhere
     from megastable.cluster.store import Store
     from megastable.config import recipe as recipes
     from megastable.config.supervise import redacted_override
@@ -49,10 +50,11 @@ def supervise(
 
     given = context.obj
     place = placed(given, os.environ)
+    if not isinstance(place.reach, Nowhere):
+        check_alone(os.environ)
     config = recipes.load(recipe, overrides or [])
     if place.node > 0:
         raise typer.Exit(agent.attend(config.run.dir, place.hosts[place.node].name))
-    check_alone(os.environ)
     hooks.check(config.supervise)  # before anything is created
     address = interface(config.supervise.interface, place.hosts, place.reach)
     run = directory.make(config, recipes.find(recipe))

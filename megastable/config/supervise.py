@@ -90,8 +90,9 @@ class SuperviseConfig(Section):
     """The supervisor (docs/clusters.md). Budgets of restarts are in `stability.policy`, with all others.
 
     A step may take `hang_factor` times the median of the last ones, at least `hang_floor`; all else (the start, a
-    checkpoint, a rewind) `hang_unknown`, or `hang_factor` times the longest of its kind where that is more. Ten times
-    is far beyond a slow file system and far below a night.
+    checkpoint, a rewind) `hang_unknown`, or `hang_factor` times the longest of its kind where that is more. Once three
+    of a kind were seen, 300 seconds take the place of a longer `hang_unknown`. Ten times is far beyond a slow file
+    system and far below a night.
 
     A webhook is a password but for its host, and so are the addresses and tokens in `command`: written copies of this
     configuration have `<redacted>` instead.

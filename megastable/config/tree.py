@@ -292,6 +292,10 @@ class RunSection(Section):
     """Seed of initial weights and of the data order."""
     timeout: PositiveInt = 1800
     """When a collective counts as hung. [seconds]"""
+    rendezvous: PositiveInt = 60
+    """Time for all ranks to meet at the start, from the first one on. [seconds]"""
+    max_hours: PositiveFloat | None = Field(default=None, examples=[23.5])
+    """Stop with a checkpoint and exit code 75 after this time, as before an allocation ends; null: never. [hours]"""
     deterministic: bool = False
     """On GPUs, use only kernels that sum in a fixed order: bit-exact, but slower. CPUs always do."""
 

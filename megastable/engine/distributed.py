@@ -21,11 +21,11 @@ from megastable.base.hardware import ranks_of_host
 from megastable.engine import patches
 
 
-def start_distributed(timeout: float, deterministic: bool = False) -> None:
+def start_distributed(timeout: float, deterministic: bool = False, rendezvous: float = 60.0) -> None:
     """Join the process group that the launcher describes in the environment.
 
-    timeout: seconds before a collective counts as hung. deterministic: `run.deterministic`, for this process from now
-    on.
+    timeout: seconds before a collective counts as hung. rendezvous: ... before the ranks must have met. deterministic:
+    `run.deterministic`, for this process from now on. Raises RendezvousError.
     """
     if deterministic:
         prepare()
@@ -44,18 +44,21 @@ def start_distributed(timeout: float, deterministic: bool = False) -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks of one host share its cores; by default every rank would start a thread per core.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_host()))
+    backend = "nccl" if device().type == "cuda" else "gloo"
     try:
+        # A limit of its own: torch would wait for a host that is gone as long as for a collective.
+        store, rank, world = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=rendezvous)))
+        limit = datetime.timedelta(seconds=timeout)
+        store.set_timeout(limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         with silence():
-            deepspeed.init_distributed(
-                dist_backend="nccl" if device().type == "cuda" else "gloo",
-                timeout=datetime.timedelta(seconds=timeout),
-                verbose=False,
-            )
-    except dist.DistNetworkError as error:
+            deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RendezvousError(
             f"the ranks cannot meet at {where}: {str(error).splitlines()[0]}. If another run is on this host, "
-            "give this one a port of its own: deepspeed --master_port 29600 ..."
+            "give this one a port of its own: deepspeed --master_port 29600 ...; if some only start slowly, a longer "
+            "run.rendezvous"
         ) from None
 
 

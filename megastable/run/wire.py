@@ -97,7 +97,7 @@ def prepare(s: socket.socket) -> None:
     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LOST_AFTER * 1000))
 
 
-class Link:
+class StoreClient:
     """A client's connection to the supervisor. hello: who we are. welcome: its answer. Raises OSError, as all methods
     do when the connection is lost. local: our own address on it."""
 

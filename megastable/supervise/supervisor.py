@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from types import FrameType
 
 from megastable.base import errors
@@ -40,6 +41,7 @@ from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.process_incidents import ProcessIncidents
 from megastable.supervise.rank_files import RankFiles
 from megastable.supervise.restart_policy import Failure, after_failure, pause
+from megastable.supervise.storage_probe import StorageProbe
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
 
 LOOK = 0.2  # seconds between polls: a dead rank waits about a second for the launcher to notice
@@ -91,9 +93,11 @@ class Supervisor:
         self.overrides = list(overrides)
         self.here = socket.gethostname()
         self.signals = 0
+        self.until = inf if config.run.max_hours is None else time.monotonic() + 3600 * config.run.max_hours
         self.journal = SupervisorJournal(run, listener, lambda: self.signals > 0)
         self.incidents = ProcessIncidents(self.journal)
         self.hangs = HangDetector(config.supervise)
+        self.storage = StorageProbe(run.root / ".storage")
         self.ranks = RankFiles(run, listener.say)
         self.prescan = PrescanProcess(config, run, recipe, self.overrides, listener.say)
         self.has_data = (
@@ -235,7 +239,7 @@ class Supervisor:
         """Wait until the attempt has ended, or was ended."""
         seen = time.monotonic()
         first_death = asked = None
-        hung = False
+        hung, progress = False, None
         while attempt.look():
             time.sleep(LOOK)
             now = time.monotonic()
@@ -255,7 +259,8 @@ class Supervisor:
                 break
             if attempt.gone and asked is None:
                 break
-            if self.hangs.look(progress, elapsed) and asked is None and first_death is None:
+            late = self.hangs.look(progress, elapsed)
+            if late and asked is None and first_death is None and not self._storage_stalls():
                 hung = True
                 break
         stacks, found = list[str](), Suspects()
@@ -274,6 +279,15 @@ class Supervisor:
             ))  # fmt: skip
         return self._end(attempt, found if hung else None)
 
+    def _storage_stalls(self) -> bool:
+        """Whether the run directory does not answer: then nobody hangs, all wait for it, and the clock begins anew."""
+        seconds = self.storage.stalled()
+        if seconds is None:
+            return False
+        self.say(f"WARNING: {self.run.root} has not answered for {seconds:.0f} s: the ranks may wait for it")
+        self.hangs.forgive()
+        return True
+
     def _views(self, mute: Mapping[int, str]) -> dict[int, RankView]:
         """What is known of every rank; mute: the kernel's view of those that do not answer."""
         now = time.monotonic()
@@ -290,6 +304,9 @@ class Supervisor:
         }
 
     def _look(self) -> None:
+        if not self.signals and time.monotonic() > self.until:
+            self.say(f"stopping: the {self.config.run.max_hours:g} hours of run.max_hours have passed")
+            self.signals = 1
         self.journal.listen()
         self.prescan.poll()
 

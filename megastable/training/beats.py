@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from megastable.base import activity
 from megastable.base.errors import SUPERSEDED
 from megastable.run.directory import RunDirectory
-from megastable.run.wire import Address, Link
+from megastable.run.wire import Address, StoreClient
 
 SECONDS = 1.0  # between two heartbeats
 AGAIN = 2.0  # ... between two tries to connect
@@ -44,7 +44,7 @@ class Beats:
         address = Address.read(self._store)
         if address is None:
             raise FileNotFoundError(self._store)
-        link = Link(address, self._hello)
+        link = StoreClient(address, self._hello)
         try:
             self._obey(link.welcome)
             while True:

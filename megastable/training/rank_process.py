@@ -51,7 +51,7 @@ def main(
             time.sleep(30)
         _fail(error)
     try:
-        start_distributed(config.run.timeout, config.run.deterministic)
+        start_distributed(config.run.timeout, config.run.deterministic, config.run.rendezvous)
         code = train(config, recipe.find(args.recipe), attempt)
     except MegastableError as error:
         # The supervisor chose the port, and will choose another for the next attempt.

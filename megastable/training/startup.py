@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import signal
 import socket
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -22,16 +24,21 @@ from megastable.run.directory import RunDirectory
 
 
 class StopRequest:
-    """Set by SIGTERM or SIGINT; a second SIGINT interrupts at once."""
+    """Set by SIGTERM or SIGINT, or after so many hours; a second SIGINT interrupts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, hours: float | None = None) -> None:
         self.signal: int | None = None
+        self._until = math.inf if hours is None else time.monotonic() + 3600 * hours
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._set)
 
     def ask(self) -> None:
         """Request a stop, as the signal does."""
         self.signal = self.signal or signal.SIGTERM
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None or time.monotonic() > self._until
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal is not None:

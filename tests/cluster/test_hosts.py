@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megastable.cluster.fleet import Attempt
-from megastable.cluster.hostfile import Host
+from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.hosts import Hosts
 from megastable.cluster.store import Store
 from megastable.run.directory import RunDirectory
@@ -57,7 +57,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirector
 
 
 def hosts(run: RunDirectory, store: Store, silence: float = 2.0) -> Hosts:
-    there = [Host("first", (0, 1))]
+    there = [HostSlots("first", (0, 1))]
     return Hosts(run, store, there, ThisHost(), silence, "waiting_rank", "recipe.yaml", [], [])
 
 

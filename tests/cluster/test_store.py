@@ -12,7 +12,7 @@ import pytest
 
 from megastable.cluster.store import Store
 from megastable.run.directory import RunDirectory
-from megastable.run.wire import Address, Link, WireError, encoded
+from megastable.run.wire import Address, StoreClient, WireError, encoded
 from tests.patience import PATIENCE
 
 
@@ -29,13 +29,15 @@ def until(what: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def rank(store: Store, number: int = 0, attempt: int = 1) -> Link:
+def rank(store: Store, number: int = 0, attempt: int = 1) -> StoreClient:
     hello = {"role": "rank", "attempt": attempt, "rank": number, "host": "first", "pid": 7}
-    return Link(store.address, hello)
+    return StoreClient(store.address, hello)
 
 
-def agent(store: Store, name: str = "first", ahead: float = 0.0) -> Link:
-    return Link(store.address, {"role": "agent", "name": name, "hostname": name, "time": time.time() + ahead})
+def agent(store: Store, name: str = "first", ahead: float = 0.0) -> StoreClient:
+    return StoreClient(
+        store.address, {"role": "agent", "name": name, "hostname": name, "time": time.time() + ahead}
+    )
 
 
 def test_the_address_is_for_the_user_alone(store: Store) -> None:
@@ -94,7 +96,7 @@ def test_strangers_are_not_let_in(store: Store) -> None:
     """Without the token, with a forged one, with anything but our language, or with nothing."""
     wrong = store.address.model_copy(update={"token": "guess"})
     with pytest.raises(OSError):
-        Link(wrong, {"role": "rank", "attempt": 0, "rank": 0, "host": "x", "pid": 1})
+        StoreClient(wrong, {"role": "rank", "attempt": 0, "rank": 0, "host": "x", "pid": 1})
     for words in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1]\n",
@@ -134,5 +136,5 @@ def test_a_supervisor_that_does_not_know_the_token_is_not_obeyed(tmp_path: Path)
         thread = threading.Thread(target=impostor)
         thread.start()
         with pytest.raises(WireError, match="does not know"):
-            Link(address, {"role": "agent"})
+            StoreClient(address, {"role": "agent"})
         thread.join()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megastable.config.supervise import SuperviseConfig
 from megastable.run.rank_ipc import Progress
-from megastable.supervise.hang_detector import TICK, HangDetector
+from megastable.supervise.hang_detector import LEARNT, LEAST, TICK, HangDetector
 
 CONFIG = SuperviseConfig(hang_factor=10, hang_floor=5, hang_unknown=100)
 
@@ -52,6 +52,19 @@ def test_other_phases_are_learnt_from_the_longest(phase: str) -> None:
     looks(patience, progress(6), 1)
     looks(patience, progress(6, phase), 1)
     assert patience.limit == pytest.approx(10 * 30, rel=0.1)
+
+
+def test_a_phase_that_is_known_well_is_not_waited_for_as_long_as_an_unknown_one() -> None:
+    config = CONFIG.model_copy(update={"hang_unknown": 1800.0})
+    patience = trained(config)
+    for number in range(LEARNT):
+        assert not looks(patience, progress(5 + number, "checkpoint"), 2) and patience.limit == 1800
+        looks(patience, progress(6 + number), 1)
+    looks(patience, progress(20, "checkpoint"), 1)
+    assert patience.limit == LEAST
+    assert not looks(patience, progress(20, "checkpoint"), 298) and looks(
+        patience, progress(20, "checkpoint"), 3
+    )
 
 
 def test_the_start_is_learnt_whole_from_the_launch_to_the_first_step() -> None:
