@@ -30,6 +30,9 @@ class Attempt(Protocol):
     def look(self) -> bool:
         """Whether anything of it runs. Poll often."""
 
+    def witness(self) -> tuple[str, Path]:
+        """The host whose launcher failed first, and its log; else the host of rank 0."""
+
     def end(self) -> None:
         """Kill everything at once: ranks stuck in a collective do not react to softer signals."""
 

@@ -156,7 +156,7 @@ class Hosts:
             words = command(
                 self.run, number, *self.what, [*given, *self.given], port=int(first.state["port"])
             )
-            log = log_of(self.run, number, "" if index == 0 else name).relative_to(self.run.root)
+            log = self.log(number, name).relative_to(self.run.root)
             wanted[name] = {
                 "launch": {
                     "attempt": number, "words": words[1:], "environment": variables, "log": str(log),
@@ -164,6 +164,10 @@ class Hosts:
             }  # fmt: skip
         self._told.clear()
         return RemoteAttempt(self, number, wanted)
+
+    def log(self, number: int, name: str) -> Path:
+        """The output of an attempt on a host."""
+        return log_of(self.run, number, "" if name == self.names[0] else name)
 
     def called(self, hostname: str) -> str:
         agents = list(self.store.agents.values())

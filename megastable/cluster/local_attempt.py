@@ -16,7 +16,7 @@ import psutil
 
 from megastable.base.errors import ConfigError
 from megastable.run.directory import RunDirectory
-from megastable.run.rank_ipc import FLAG, mark
+from megastable.run.rank_ipc import FLAG, log_of, mark
 
 SCAN = 2.0  # seconds between two scans of all processes of the host
 
@@ -97,6 +97,10 @@ class LocalAttempt:
         found = {rank: process for process, rank in _ranks(processes)}
         self._ranks |= {process.pid: rank for rank, process in found.items()}
         return found
+
+    def witness(self) -> tuple[str, Path]:
+        """This host, and the attempt's log."""
+        return self.host, log_of(self.run, self.number)
 
     def end(self) -> None:
         """Kill everything at once: ranks stuck in a collective do not react to softer signals."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megastable.cluster.local_attempt import Fate
@@ -83,6 +84,11 @@ class RemoteAttempt:
             rank.at for rank in list(self.hosts.store.ranks.values()) if self.hosts.called(rank.host) == name
         ]
         return max([self._began, *ranks, *([agent.at] if agent is not None else [])])
+
+    def witness(self) -> tuple[str, Path]:
+        first = self.hosts.names[0]
+        name = next((name for name, code in self._codes.items() if code), first)
+        return name, self.hosts.log(self.number, name)
 
     def end(self) -> None:
         self._over = True

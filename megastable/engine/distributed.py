@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch.distributed.rendezvous import rendezvous as meet
 
 from megastable.base.deterministic import prepare
 from megastable.base.errors import MegastableError, RendezvousError
@@ -47,7 +48,7 @@ def start_distributed(timeout: float, deterministic: bool = False, rendezvous: f
     backend = "nccl" if device().type == "cuda" else "gloo"
     try:
         # A limit of its own: torch would wait for a host that is gone as long as for a collective.
-        store, rank, world = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=rendezvous)))
+        store, rank, world = next(meet("env://", timeout=datetime.timedelta(seconds=rendezvous)))
         limit = datetime.timedelta(seconds=timeout)
         store.set_timeout(limit)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)

@@ -8,6 +8,7 @@ tells the ranks what it wants through files (heartbeat.py), and hears how they a
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -27,7 +28,14 @@ from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range, ranges_of
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import whole
-from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
+from megastable.run.events.supervisor_events import (
+    Ended,
+    Hang,
+    HostsAwaited,
+    Launched,
+    Restart,
+    SupervisorEvent,
+)
 from megastable.run.rank_ipc import Beat, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.incident import Breakdown
@@ -51,6 +59,10 @@ KNOWN = (errors.OK, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO
 NO_ROOM = 60.0  # seconds between two tries on a full disk
 LOG_TAIL = 64_000
 SHOWN = 5.0  # seconds of waiting for hosts before it is said
+# What ssh says of a host that will not come by waiting.
+HOPELESS = re.compile(
+    "could not resolve|permission denied|host key verification|no such identity", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,7 @@ class Supervisor:
         self.overrides = list(overrides)
         self.here = socket.gethostname()
         self.signals = 0
+        self.launched = False  # whether this process has started an attempt
         self.until = inf if config.run.max_hours is None else time.monotonic() + 3600 * config.run.max_hours
         self.journal = SupervisorJournal(run, listener, lambda: self.signals > 0)
         self.incidents = ProcessIncidents(self.journal)
@@ -213,10 +226,17 @@ class Supervisor:
             if waited > self.config.supervise.wait_for_hosts:
                 why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
                 return RunExit(errors.HOST_GONE, f"{names} did not come within {waited:.0f} s ({why})")
-            if waited > SHOWN and missing != told:
+            if waited > SHOWN and missing.keys() != told.keys():
                 told = dict(missing)
+                self.journal.emit(HostsAwaited(
+                    attempt=self.journal.state.attempt, hosts=list(missing), reasons=list(missing.values())
+                ))  # fmt: skip
                 for name, reason in missing.items():
                     self.say(f"waiting for {name}: {reason}")
+            hopeless = [(name, reason) for name, reason in missing.items() if HOPELESS.search(reason)]
+            if hopeless and not self.launched and waited > SHOWN:
+                name, reason = hopeless[0]
+                raise ConfigError(f"host {name}: {reason} (as by: ssh {name} true)")
             time.sleep(LOOK)
             self._look()
         if told:
@@ -233,6 +253,7 @@ class Supervisor:
         self.journal.listen()
         self.store.begin(number)
         self.hangs.began()
+        self.launched = True
         return self.fleet.start(number)
 
     def _watch(self, attempt: Attempt) -> End:
@@ -325,20 +346,13 @@ class Supervisor:
 
     def _end(self, attempt: Attempt, hang: Suspects | None = None) -> End:
         self.journal.listen()
-        log = end_of_log(log_of(self.run, attempt.number), LOG_TAIL)
+        witness, log = attempt.witness()
         words, progress = self.ranks.last_words(attempt.number), self.ranks.progress(attempt.number)
         said = self.journal.state.since
         end = end_of(
-            said,
-            words,
-            attempt.fates,
-            attempt.code,
-            log,
-            progress,
-            self.here,
-            attempt.gone,
+            said, words, attempt.fates, attempt.code, end_of_log(log, LOG_TAIL), progress, witness, attempt.gone,
             self.fleet.called,
-        )
+        )  # fmt: skip
         return end if hang is None else end.by_hang(self.hangs, hang)
 
     def _settle(self, attempt: Attempt, end: End) -> RunExit | StartAgain:
@@ -385,6 +399,8 @@ class Supervisor:
         if remedy.action is Action.STOP:
             mendable = end.code == errors.NO_SPACE or remedy.cause is Cause.STORAGE
             code = end.code if mendable and end.code is not None else errors.UNSTABLE
+            if remedy.cause is Cause.HARDWARE:
+                code = errors.HOST_GONE
             reason = f"{remedy.reason}. The last failure: {end.failure}. {self._advice(number, end)}"
             return RunExit(code, reason)
         delay = pause(self.journal.state.failures, self.config.supervise.backoff_seconds)

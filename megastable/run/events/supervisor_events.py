@@ -83,6 +83,19 @@ class Hang(Event):
         return f"no progress for {number(self.get('waited'), '.0f')} s in {self.get('phase')}{limit}"
 
 
+class HostsAwaited(Event):
+    """The next attempt waits for hosts. hosts: their names; reasons: why each is not there."""
+
+    NAME = "hosts_awaited"
+    attempt: Whole
+    hosts: Items
+    reasons: Items
+
+    def words(self) -> str:
+        found = zip(self.get("hosts") or (), self.get("reasons") or (), strict=False)
+        return "waiting for " + "; ".join(f"{name}: {reason}" for name, reason in found)
+
+
 class Restart(Event):
     """delay: seconds until then."""
 
