@@ -22,7 +22,7 @@ from typing import Self
 
 import psutil
 
-from drills.namespaces import HOST, ROOM, SECONDS, First, Started, command, entering, missing
+from drills.namespaces import GROUP, HOST, ROOM, SECONDS, First, Started, command, entering, missing
 from drills.shared_disk import SIZE, SharedDisk
 from megastable.base.errors import ConfigError
 
@@ -70,6 +70,7 @@ class Host:
         self.address, self._port = f"{NETWORK}.{number + 1}", f"port{number}"
         self._card = f"02:00:00:00:00:{number + 1:02x}"
         self._first: First | None = None
+        self._started: list[Started] = []
         self.power_on()
 
     def __str__(self) -> str:
@@ -99,7 +100,9 @@ class Host:
         work in, this process's own if None."""
         command, variables = self._call(words, environment, folder)
         with (output or Path(os.devnull)).open("ab") as log:
-            return Started(command, variables, log.fileno())
+            started = Started(command, variables, log.fileno())
+        self._started.append(started)
+        return started
 
     def run(
         self,
@@ -111,8 +114,9 @@ class Host:
         """Run a process to its end, within `seconds`. Raises subprocess.TimeoutExpired; the process is killed then."""
         command, variables = self._call(words, environment, folder)
         return subprocess.run(
-            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
-        )
+            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds,
+            process_group=GROUP,
+        )  # fmt: skip
 
     def _call(
         self, words: Sequence[str | Path], environment: Mapping[str, str] | None, folder: Path | None
@@ -162,6 +166,7 @@ class Host:
         """Boot: the same name and address; /dev/shm, /run and the process table are empty."""
         if self.on:
             return
+        self.power_off()  # what is left of it, if its first process was killed
         self._first = First([*entering(self._hosts.room, "mount", "net"), *HOST], BOOT, self.name)
         with suppress(ConfigError):  # of a host whose first process was killed
             self._switch("delete", self._port)
@@ -176,12 +181,15 @@ class Host:
 
     def power_off(self) -> None:
         """As by its power switch: its peers hear no more of it, not even that connections end."""
-        if not self.on:
+        if self._first is None:
             return
-        self.cut()
-        assert self._first is not None
-        self._first.end()
-        self._first = None
+        if self.on:
+            self.cut()
+        self._first.kill()
+        for started in self._started:
+            started.resume()
+        self._first.wait()
+        self._first, self._started = None, []
 
     def start_sshd(self) -> None:
         """Start sshd, as the service manager of a host would."""
@@ -296,7 +304,8 @@ class Hosts:
             self.shared.thaw()  # nothing can kill a process that writes to a frozen file system
         for host in self:
             host.power_off()
-        self._room.end()
+        self._room.kill()
+        self._room.wait()
 
     def _write_files(self) -> None:
         ssh, binaries = self.folder / "ssh", self.folder / "bin"

@@ -27,6 +27,9 @@ SECONDS = 30.0  # for a command that sets something up, and for a first process 
 READY = "ready"  # what a first process prints
 # Ends with the pipe. PIPEs are closed in all other children of the process that made it.
 WAIT = f"echo {READY} && read -r _"
+# A group of its own in the session of whoever starts it, not a new session: when that one ends, the kernel lets what is
+# stopped in the group go on (setpgid(2), orphaned process groups).
+GROUP = 0
 ROOM = "unshare --mount --net --propagation private --".split()
 HOST = "unshare --mount --net --pid --uts --ipc --fork --kill-child --mount-proc --".split()
 # What hosts are made of. Where one of these is forbidden, as in most containers, so are hosts.
@@ -88,11 +91,14 @@ class First:
     def alive(self) -> bool:
         return self._outer.poll() is None
 
-    def end(self) -> None:
-        """Kill it, and with it all processes of its process namespace, if it has one; return when they are gone."""
+    def kill(self) -> None:
+        """Kill it, and with it all processes of its process namespace, if it has one."""
         if self.alive:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Return when they are gone."""
         self._outer.communicate()
 
 
@@ -102,7 +108,7 @@ class Started:
     def __init__(self, words: Sequence[str | Path], environment: Mapping[str, str], output: int) -> None:
         self._nsenter = subprocess.Popen(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=GROUP,
         )  # fmt: skip
         until = time.monotonic() + SECONDS
         while not (found := children(self._nsenter.pid)) and self.poll() is None:
@@ -120,6 +126,12 @@ class Started:
     def wait(self, seconds: float | None = None) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""
         return self._nsenter.wait(seconds)
+
+    def resume(self) -> None:
+        """Let `nsenter` notice how it ended: it stops when the process is stopped. A process that nobody reaps holds up
+        the end of its namespace."""
+        if self.poll() is None:
+            self._nsenter.send_signal(signal.SIGCONT)
 
     def send(self, number: signal.Signals) -> bool:
         """Whether it was there to be sent to."""

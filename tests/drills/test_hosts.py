@@ -235,13 +235,14 @@ def test_a_full_disk_takes_nothing_until_it_is_freed(hosts: Hosts, first: Host) 
 
 
 OWNER = """
-import json, sys, time
+import json, signal, sys, time
 from pathlib import Path
 from drills.hosts import Hosts
 with Hosts(Path(sys.argv[1]), 2, 64 << 20) as hosts:
     started = [host.start(["bash", "-c", "(setsid sleep 888 &); sleep 888; true"]) for host in hosts]
     while any(len(host.find("sleep 888")) < 3 for host in hosts):
         time.sleep(0.02)
+    started[0].send(signal.SIGSTOP)
     processes = [p.pid for host in hosts for p in [*host.processes()]] + [host.pid for host in hosts] + [hosts.room]
     if hosts.shared.cannot_freeze is None:
         hosts.shared.freeze()
