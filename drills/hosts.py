@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -188,18 +188,16 @@ class Host:
         self._first.kill()
         for started in self._started:
             started.resume()
-        self._first.wait()
+        self._first.end()
         self._first, self._started = None, []
 
     def start_sshd(self) -> None:
         """Start sshd, as the service manager of a host would."""
         program = shutil.which("sshd") or "sshd"  # it wants an absolute path
         folder = self._hosts.folder
-        done = self.run(
-            [program, "-f", folder / "ssh/sshd_config", "-E", folder / f"sshd-{self}.log"], SECONDS
-        )
-        if done.returncode:
-            raise ConfigError(f"sshd on host {self}: {done.stdout}{done.stderr}".strip())
+        log = folder / f"sshd-{self}.log"
+        if self.run([program, "-f", folder / "ssh/sshd_config", "-E", log], SECONDS).returncode:
+            raise ConfigError(f"sshd on host {self}: {log.read_text().strip()}")
 
     def kill_sshd(self) -> bool:
         """Kill sshd and the processes of its sessions, which what they run may outlive; whether there was one."""
@@ -261,6 +259,8 @@ class Hosts:
         self.folder, self._number, self._size = folder.resolve(), number, size
         self._hosts: dict[str, Host] = {}
         self._slots = slots
+        self._room: First
+        self._ending: ExitStack
         self.shared: SharedDisk
         self.environment: dict[str, str] = {}
 
@@ -282,30 +282,24 @@ class Hosts:
         if reason := missing():
             raise ConfigError(reason)
         self._write_files()
-        self._room = First(ROOM, SWITCH, self.folder / "hosts")
-        try:
+        with ExitStack() as stack:
+            self._room = First(ROOM, SWITCH, self.folder / "hosts")
+            stack.callback(self._room.end)
             self.shared = SharedDisk(self.room, self.folder / "shared", self._size)
             for number in range(self._number):
                 host = Host(self, number)
+                stack.callback(host.power_off)
                 self._hosts[host.name] = host
-        except BaseException:
-            self.end()
-            raise
+            # Before all others: nothing can end a process that writes to a frozen file system.
+            stack.callback(self.shared.thaw)
+            self._ending = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
-
-    def end(self) -> None:
         """Switch everything off. What lies on the shared file system is gone."""
-        if hasattr(self, "shared"):
-            self.shared.thaw()  # nothing can kill a process that writes to a frozen file system
-        for host in self:
-            host.power_off()
-        self._room.kill()
-        self._room.wait()
+        self._ending.close()
 
     def _write_files(self) -> None:
         ssh, binaries = self.folder / "ssh", self.folder / "bin"

@@ -21,7 +21,7 @@ import psutil
 
 from megastable.base.errors import ConfigError
 
-TOOLS = "unshare nsenter setpriv env ip mount hostname ssh ssh-keygen sshd fsfreeze mkfs.ext4".split()
+TOOLS = "unshare nsenter setpriv env ip tc mount hostname ssh ssh-keygen sshd fsfreeze mkfs.ext4".split()
 PACKAGES = "util-linux iproute2 openssh-server openssh-client e2fsprogs hostname"
 SECONDS = 30.0  # for a command that sets something up, and for a first process to be ready
 READY = "ready"  # what a first process prints
@@ -65,6 +65,8 @@ def command(words: Sequence[str | Path]) -> str:
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{' '.join(map(str, words))}: no end within {SECONDS:.0f} s") from None
+    except OSError as error:
+        raise ConfigError(str(error)) from None
     if done.returncode:
         raise ConfigError(f"{' '.join(map(str, words))}: {done.stderr.strip() or f'code {done.returncode}'}")
     return done.stdout
@@ -97,8 +99,9 @@ class First:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> None:
-        """Return when they are gone."""
+    def end(self) -> None:
+        """The same; return when they are gone."""
+        self.kill()
         self._outer.communicate()
 
 

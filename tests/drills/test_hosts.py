@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from drills.hosts import Host, Hosts
@@ -79,9 +80,12 @@ def test_processes_are_not_shared(first: Host, second: Host) -> None:
     started = first.start(["sleep", "1234"])
     assert started.process is not None
     until(lambda: started.process is not None and started.process.cmdline() == ["sleep", "1234"])
-    inside = int(said(first, "pgrep", "-f", "^sleep 1234"))
-    assert inside < 1000 != started.process.pid
-    assert second.run(["pgrep", "-f", "^sleep 1234"], PATIENCE).returncode == 1
+    numbers = Path(f"/proc/{started.process.pid}/status").read_text().partition("NSpid:")[2].splitlines()[0]
+    inside = numbers.split()[-1]
+    assert inside != str(started.process.pid)
+    assert said(first, "cat", f"/proc/{inside}/cmdline").split("\0")[:2] == ["sleep", "1234"]
+    look = ["bash", "-c", "cat /proc/[0-9]*/cmdline 2> /dev/null | tr '\\0' ' '; true"]
+    assert "sleep 1234" in said(first, *look) and "sleep 1234" not in said(second, *look)
     assert [p.pid for p in first.find("sleep", "1234")] == [started.process.pid]
     assert second.find("sleep", "1234") == []
     assert started.send(signal.SIGTERM) and started.wait(PATIENCE) == -signal.SIGTERM
@@ -93,7 +97,7 @@ def test_the_first_process_collects_orphans(first: Host) -> None:
     # Its parent ends before it does.
     said(first, "bash", "-c", "(setsid bash -c 'sleep 0.1; echo > /dev/shm/over' > /dev/null 2>&1 &)")
     until(lambda: first.run(["test", "-e", "/dev/shm/over"]).returncode == 0)
-    until(lambda: "defunct" not in said(first, "ps", "ax"))
+    until(lambda: ") Z " not in said(first, "bash", "-c", "cat /proc/[0-9]*/stat 2> /dev/null; true"))
 
 
 def test_memory_and_run_are_not_shared_and_the_disk_is(hosts: Hosts, first: Host, second: Host) -> None:
@@ -297,8 +301,32 @@ def loop_devices(folder: Path) -> list[str]:
     return found
 
 
-def test_what_cannot_be_made_is_an_error_that_names_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "ssh").mkdir()
-    (tmp_path / "ssh/user").write_text("a key that was there before")
-    with pytest.raises((ConfigError, FileExistsError)), Hosts(tmp_path):
+def test_a_host_that_cannot_boot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drills.hosts.SSHD", "NoSuchOption\n")
+    with pytest.raises(ConfigError, match=r"sshd on host first: .*NoSuchOption"), Hosts(tmp_path):
         raise AssertionError("made")
+    until(lambda: not loop_devices(tmp_path))
+    until(
+        lambda: (
+            not any(
+                str(tmp_path) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])
+            )
+        )
+    )
+
+
+def test_without_a_loop_device_the_shared_disk_can_fill_up_but_not_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drills.shared_disk.MAKE", ["mkfs.none"])
+    with Hosts(tmp_path, 1, SMALL) as hosts:
+        disk = hosts.shared
+        assert "tmpfs" in said(hosts["first"], "stat", "-fc", "%T", disk.folder)
+        with pytest.raises(ConfigError, match=r"cannot be stalled here: .*mkfs\.none"):
+            disk.freeze()
+        assert SMALL / 2 < disk.room() <= SMALL
+        disk.fill()
+        refused = hosts["first"].run(["cp", ROOT / "LICENSE", disk.folder], PATIENCE)
+        assert disk.room() == 0 and "No space left" in refused.stderr
+        disk.free()
+        said(hosts["first"], "cp", ROOT / "LICENSE", disk.folder)
