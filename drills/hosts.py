@@ -167,6 +167,13 @@ class Host:
         if self.on:
             return
         self.power_off()  # what is left of it, if its first process was killed
+        try:
+            self._boot()
+        except BaseException:
+            self.power_off()
+            raise
+
+    def _boot(self) -> None:
         self._first = First([*entering(self._hosts.room, "mount", "net"), *HOST], BOOT, self.name)
         with suppress(ConfigError):  # of a host whose first process was killed
             self._switch("delete", self._port)
@@ -184,7 +191,8 @@ class Host:
         if self._first is None:
             return
         if self.on:
-            self.cut()
+            with suppress(ConfigError):  # it has no cable yet
+                self.cut()
         self._first.kill()
         for started in self._started:
             started.resume()

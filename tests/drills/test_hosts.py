@@ -269,12 +269,15 @@ def test_nothing_is_left_of_them(how: str, tmp_path: Path) -> None:
         [sys.executable, "-c", OWNER, tmp_path, how], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
-    assert owner.stdout is not None
-    processes = json.loads(owner.stdout.readline())
-    assert len(processes) > 10 and (how != "killed" or all(alive(pid) for pid in processes))
-    if how == "killed":
+    try:
+        assert owner.stdout is not None
+        processes = json.loads(owner.stdout.readline())
+        assert len(processes) > 10 and (how != "killed" or all(alive(pid) for pid in processes))
+        if how == "killed":
+            owner.kill()
+        _, complaint = owner.communicate(timeout=PATIENCE)
+    finally:
         owner.kill()
-    _, complaint = owner.communicate(timeout=PATIENCE)
     assert owner.returncode == {"killed": -signal.SIGKILL, "fails": 1, "ends": 0}[how], complaint
     until(lambda: not any(alive(pid) for pid in processes))
     until(lambda: not loop_devices(tmp_path))
