@@ -224,6 +224,29 @@ def test_a_frozen_disk_stalls_writers_until_it_thaws(hosts: Hosts, first: Host) 
     said(first, "bash", "-c", f"echo written > {disk.folder}/later")
 
 
+def test_a_disk_that_somebody_else_froze_is_an_error(hosts: Hosts) -> None:
+    disk = hosts.shared
+    if disk.cannot_freeze is not None:
+        pytest.skip(disk.cannot_freeze)
+    freezer = ["nsenter", f"--target={hosts.room}", "--mount", "--", "fsfreeze"]
+    subprocess.run([*freezer, "-f", disk.folder], check=True)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be stalled here: .*busy"):
+            disk.freeze()
+        disk.thaw()
+    finally:
+        subprocess.run([*freezer, "-u", disk.folder], check=True)
+
+
+def test_a_freeze_ends_though_its_folder_has_moved(tmp_path: Path) -> None:
+    with Hosts(tmp_path, 1, SMALL) as hosts:
+        if hosts.shared.cannot_freeze is not None:
+            pytest.skip(hosts.shared.cannot_freeze)
+        hosts.shared.freeze()
+        hosts.shared.folder.rename(tmp_path / "moved")
+    until(lambda: not loop_devices(tmp_path))
+
+
 def test_a_full_disk_takes_nothing_until_it_is_freed(hosts: Hosts, first: Host) -> None:
     disk = hosts.shared
     free = disk.room()
