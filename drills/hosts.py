@@ -15,14 +15,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import psutil
 
-from drills.namespaces import HOST, ROOM, SECONDS, First, Started, command, entering, missing
+from drills.namespaces import GROUP, HOST, ROOM, SECONDS, First, Started, command, entering, missing
 from drills.shared_disk import SIZE, SharedDisk
 from megastable.base.errors import ConfigError
 
@@ -70,6 +70,7 @@ class Host:
         self.address, self._port = f"{NETWORK}.{number + 1}", f"port{number}"
         self._card = f"02:00:00:00:00:{number + 1:02x}"
         self._first: First | None = None
+        self._started: list[Started] = []
         self.power_on()
 
     def __str__(self) -> str:
@@ -99,7 +100,9 @@ class Host:
         work in, this process's own if None."""
         command, variables = self._call(words, environment, folder)
         with (output or Path(os.devnull)).open("ab") as log:
-            return Started(command, variables, log.fileno())
+            started = Started(command, variables, log.fileno())
+        self._started.append(started)
+        return started
 
     def run(
         self,
@@ -111,8 +114,9 @@ class Host:
         """Run a process to its end, within `seconds`. Raises subprocess.TimeoutExpired; the process is killed then."""
         command, variables = self._call(words, environment, folder)
         return subprocess.run(
-            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
-        )
+            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds,
+            process_group=GROUP,
+        )  # fmt: skip
 
     def _call(
         self, words: Sequence[str | Path], environment: Mapping[str, str] | None, folder: Path | None
@@ -162,6 +166,14 @@ class Host:
         """Boot: the same name and address; /dev/shm, /run and the process table are empty."""
         if self.on:
             return
+        self.power_off()  # what is left of it, if its first process was killed
+        try:
+            self._boot()
+        except BaseException:
+            self.power_off()
+            raise
+
+    def _boot(self) -> None:
         self._first = First([*entering(self._hosts.room, "mount", "net"), *HOST], BOOT, self.name)
         with suppress(ConfigError):  # of a host whose first process was killed
             self._switch("delete", self._port)
@@ -176,22 +188,24 @@ class Host:
 
     def power_off(self) -> None:
         """As by its power switch: its peers hear no more of it, not even that connections end."""
-        if not self.on:
+        if self._first is None:
             return
-        self.cut()
-        assert self._first is not None
+        if self.on:
+            with suppress(ConfigError):  # it has no cable yet
+                self.cut()
+        self._first.kill()
+        for started in self._started:
+            started.resume()
         self._first.end()
-        self._first = None
+        self._first, self._started = None, []
 
     def start_sshd(self) -> None:
         """Start sshd, as the service manager of a host would."""
         program = shutil.which("sshd") or "sshd"  # it wants an absolute path
         folder = self._hosts.folder
-        done = self.run(
-            [program, "-f", folder / "ssh/sshd_config", "-E", folder / f"sshd-{self}.log"], SECONDS
-        )
-        if done.returncode:
-            raise ConfigError(f"sshd on host {self}: {done.stdout}{done.stderr}".strip())
+        log = folder / f"sshd-{self}.log"
+        if self.run([program, "-f", folder / "ssh/sshd_config", "-E", log], SECONDS).returncode:
+            raise ConfigError(f"sshd on host {self}: {log.read_text().strip()}")
 
     def kill_sshd(self) -> bool:
         """Kill sshd and the processes of its sessions, which what they run may outlive; whether there was one."""
@@ -253,6 +267,8 @@ class Hosts:
         self.folder, self._number, self._size = folder.resolve(), number, size
         self._hosts: dict[str, Host] = {}
         self._slots = slots
+        self._room: First
+        self._ending: ExitStack
         self.shared: SharedDisk
         self.environment: dict[str, str] = {}
 
@@ -274,29 +290,24 @@ class Hosts:
         if reason := missing():
             raise ConfigError(reason)
         self._write_files()
-        self._room = First(ROOM, SWITCH, self.folder / "hosts")
-        try:
+        with ExitStack() as stack:
+            self._room = First(ROOM, SWITCH, self.folder / "hosts")
+            stack.callback(self._room.end)
             self.shared = SharedDisk(self.room, self.folder / "shared", self._size)
             for number in range(self._number):
                 host = Host(self, number)
+                stack.callback(host.power_off)
                 self._hosts[host.name] = host
-        except BaseException:
-            self.end()
-            raise
+            # Before all others: nothing can end a process that writes to a frozen file system.
+            stack.callback(self.shared.thaw)
+            self._ending = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
-
-    def end(self) -> None:
         """Switch everything off. What lies on the shared file system is gone."""
-        if hasattr(self, "shared"):
-            self.shared.thaw()  # nothing can kill a process that writes to a frozen file system
-        for host in self:
-            host.power_off()
-        self._room.end()
+        self._ending.close()
 
     def _write_files(self) -> None:
         ssh, binaries = self.folder / "ssh", self.folder / "bin"

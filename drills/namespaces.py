@@ -21,12 +21,15 @@ import psutil
 
 from megastable.base.errors import ConfigError
 
-TOOLS = "unshare nsenter setpriv env ip mount hostname ssh ssh-keygen sshd fsfreeze mkfs.ext4".split()
+TOOLS = "unshare nsenter setpriv env ip tc mount hostname ssh ssh-keygen sshd fsfreeze mkfs.ext4".split()
 PACKAGES = "util-linux iproute2 openssh-server openssh-client e2fsprogs hostname"
 SECONDS = 30.0  # for a command that sets something up, and for a first process to be ready
 READY = "ready"  # what a first process prints
 # Ends with the pipe. PIPEs are closed in all other children of the process that made it.
 WAIT = f"echo {READY} && read -r _"
+# A group of its own in the session of whoever starts it, not a new session: when that one ends, the kernel lets what is
+# stopped in the group go on (setpgid(2), orphaned process groups).
+GROUP = 0
 ROOM = "unshare --mount --net --propagation private --".split()
 HOST = "unshare --mount --net --pid --uts --ipc --fork --kill-child --mount-proc --".split()
 # What hosts are made of. Where one of these is forbidden, as in most containers, so are hosts.
@@ -62,6 +65,8 @@ def command(words: Sequence[str | Path]) -> str:
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{' '.join(map(str, words))}: no end within {SECONDS:.0f} s") from None
+    except OSError as error:
+        raise ConfigError(str(error)) from None
     if done.returncode:
         raise ConfigError(f"{' '.join(map(str, words))}: {done.stderr.strip() or f'code {done.returncode}'}")
     return done.stdout
@@ -88,11 +93,15 @@ class First:
     def alive(self) -> bool:
         return self._outer.poll() is None
 
-    def end(self) -> None:
-        """Kill it, and with it all processes of its process namespace, if it has one; return when they are gone."""
+    def kill(self) -> None:
+        """Kill it, and with it all processes of its process namespace, if it has one."""
         if self.alive:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """The same; return when they are gone."""
+        self.kill()
         self._outer.communicate()
 
 
@@ -102,7 +111,7 @@ class Started:
     def __init__(self, words: Sequence[str | Path], environment: Mapping[str, str], output: int) -> None:
         self._nsenter = subprocess.Popen(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=GROUP,
         )  # fmt: skip
         until = time.monotonic() + SECONDS
         while not (found := children(self._nsenter.pid)) and self.poll() is None:
@@ -120,6 +129,12 @@ class Started:
     def wait(self, seconds: float | None = None) -> int:
         """The exit code. Raises subprocess.TimeoutExpired."""
         return self._nsenter.wait(seconds)
+
+    def resume(self) -> None:
+        """Let `nsenter` notice how it ended: it stops when the process is stopped. A process that nobody reaps holds up
+        the end of its namespace."""
+        if self.poll() is None:
+            self._nsenter.send_signal(signal.SIGCONT)
 
     def send(self, number: signal.Signals) -> bool:
         """Whether it was there to be sent to."""

@@ -22,8 +22,8 @@ BALLAST, FILES = "ballast", 8
 MAKE = "mkfs.ext4 -q -F -m 0 -E lazy_itable_init=1,lazy_journal_init=1".split()
 # Thaws when its input ends, too, so also when the process that has frozen it is killed: before everything else that
 # ends with that process, whose writers nothing can kill while they are frozen.
-FREEZE = f'fsfreeze -f "$0" && echo {READY}; read -rt {LONGEST} _; fsfreeze -u "$0"'
-FILE_SYSTEMS = Path("/proc/filesystems")
+# By the folder that it stands in: the path may be renamed or removed meanwhile, outside.
+FREEZE = f'cd "$0" && fsfreeze -f . && {{ echo {READY}; read -rt {LONGEST} _; fsfreeze -u .; }}'
 
 
 class SharedDisk:

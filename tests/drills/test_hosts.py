@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from drills.hosts import Host, Hosts
@@ -79,9 +80,12 @@ def test_processes_are_not_shared(first: Host, second: Host) -> None:
     started = first.start(["sleep", "1234"])
     assert started.process is not None
     until(lambda: started.process is not None and started.process.cmdline() == ["sleep", "1234"])
-    inside = int(said(first, "pgrep", "-f", "^sleep 1234"))
-    assert inside < 1000 != started.process.pid
-    assert second.run(["pgrep", "-f", "^sleep 1234"], PATIENCE).returncode == 1
+    numbers = Path(f"/proc/{started.process.pid}/status").read_text().partition("NSpid:")[2].splitlines()[0]
+    inside = numbers.split()[-1]
+    assert inside != str(started.process.pid)
+    assert said(first, "cat", f"/proc/{inside}/cmdline").split("\0")[:2] == ["sleep", "1234"]
+    look = ["bash", "-c", "cat /proc/[0-9]*/cmdline 2> /dev/null | tr '\\0' ' '; true"]
+    assert "sleep 1234" in said(first, *look) and "sleep 1234" not in said(second, *look)
     assert [p.pid for p in first.find("sleep", "1234")] == [started.process.pid]
     assert second.find("sleep", "1234") == []
     assert started.send(signal.SIGTERM) and started.wait(PATIENCE) == -signal.SIGTERM
@@ -93,7 +97,7 @@ def test_the_first_process_collects_orphans(first: Host) -> None:
     # Its parent ends before it does.
     said(first, "bash", "-c", "(setsid bash -c 'sleep 0.1; echo > /dev/shm/over' > /dev/null 2>&1 &)")
     until(lambda: first.run(["test", "-e", "/dev/shm/over"]).returncode == 0)
-    until(lambda: "defunct" not in said(first, "ps", "ax"))
+    until(lambda: ") Z " not in said(first, "bash", "-c", "cat /proc/[0-9]*/stat 2> /dev/null; true"))
 
 
 def test_memory_and_run_are_not_shared_and_the_disk_is(hosts: Hosts, first: Host, second: Host) -> None:
@@ -220,6 +224,29 @@ def test_a_frozen_disk_stalls_writers_until_it_thaws(hosts: Hosts, first: Host) 
     said(first, "bash", "-c", f"echo written > {disk.folder}/later")
 
 
+def test_a_disk_that_somebody_else_froze_is_an_error(hosts: Hosts) -> None:
+    disk = hosts.shared
+    if disk.cannot_freeze is not None:
+        pytest.skip(disk.cannot_freeze)
+    freezer = ["nsenter", f"--target={hosts.room}", "--mount", "--", "fsfreeze"]
+    subprocess.run([*freezer, "-f", disk.folder], check=True)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be stalled here: .*busy"):
+            disk.freeze()
+        disk.thaw()
+    finally:
+        subprocess.run([*freezer, "-u", disk.folder], check=True)
+
+
+def test_a_freeze_ends_though_its_folder_has_moved(tmp_path: Path) -> None:
+    with Hosts(tmp_path, 1, SMALL) as hosts:
+        if hosts.shared.cannot_freeze is not None:
+            pytest.skip(hosts.shared.cannot_freeze)
+        hosts.shared.freeze()
+        hosts.shared.folder.rename(tmp_path / "moved")
+    until(lambda: not loop_devices(tmp_path))
+
+
 def test_a_full_disk_takes_nothing_until_it_is_freed(hosts: Hosts, first: Host) -> None:
     disk = hosts.shared
     free = disk.room()
@@ -235,13 +262,14 @@ def test_a_full_disk_takes_nothing_until_it_is_freed(hosts: Hosts, first: Host) 
 
 
 OWNER = """
-import json, sys, time
+import json, signal, sys, time
 from pathlib import Path
 from drills.hosts import Hosts
 with Hosts(Path(sys.argv[1]), 2, 64 << 20) as hosts:
     started = [host.start(["bash", "-c", "(setsid sleep 888 &); sleep 888; true"]) for host in hosts]
     while any(len(host.find("sleep 888")) < 3 for host in hosts):
         time.sleep(0.02)
+    started[0].send(signal.SIGSTOP)
     processes = [p.pid for host in hosts for p in [*host.processes()]] + [host.pid for host in hosts] + [hosts.room]
     if hosts.shared.cannot_freeze is None:
         hosts.shared.freeze()
@@ -264,12 +292,15 @@ def test_nothing_is_left_of_them(how: str, tmp_path: Path) -> None:
         [sys.executable, "-c", OWNER, tmp_path, how], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
-    assert owner.stdout is not None
-    processes = json.loads(owner.stdout.readline())
-    assert len(processes) > 10 and (how != "killed" or all(alive(pid) for pid in processes))
-    if how == "killed":
+    try:
+        assert owner.stdout is not None
+        processes = json.loads(owner.stdout.readline())
+        assert len(processes) > 10 and (how != "killed" or all(alive(pid) for pid in processes))
+        if how == "killed":
+            owner.kill()
+        _, complaint = owner.communicate(timeout=PATIENCE)
+    finally:
         owner.kill()
-    _, complaint = owner.communicate(timeout=PATIENCE)
     assert owner.returncode == {"killed": -signal.SIGKILL, "fails": 1, "ends": 0}[how], complaint
     until(lambda: not any(alive(pid) for pid in processes))
     until(lambda: not loop_devices(tmp_path))
@@ -296,8 +327,32 @@ def loop_devices(folder: Path) -> list[str]:
     return found
 
 
-def test_what_cannot_be_made_is_an_error_that_names_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "ssh").mkdir()
-    (tmp_path / "ssh/user").write_text("a key that was there before")
-    with pytest.raises((ConfigError, FileExistsError)), Hosts(tmp_path):
+def test_a_host_that_cannot_boot_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drills.hosts.SSHD", "NoSuchOption\n")
+    with pytest.raises(ConfigError, match=r"sshd on host first: .*NoSuchOption"), Hosts(tmp_path):
         raise AssertionError("made")
+    until(lambda: not loop_devices(tmp_path))
+    until(
+        lambda: (
+            not any(
+                str(tmp_path) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])
+            )
+        )
+    )
+
+
+def test_without_a_loop_device_the_shared_disk_can_fill_up_but_not_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drills.shared_disk.MAKE", ["mkfs.none"])
+    with Hosts(tmp_path, 1, SMALL) as hosts:
+        disk = hosts.shared
+        assert "tmpfs" in said(hosts["first"], "stat", "-fc", "%T", disk.folder)
+        with pytest.raises(ConfigError, match=r"cannot be stalled here: .*mkfs\.none"):
+            disk.freeze()
+        assert SMALL / 2 < disk.room() <= SMALL
+        disk.fill()
+        refused = hosts["first"].run(["cp", ROOT / "LICENSE", disk.folder], PATIENCE)
+        assert disk.room() == 0 and "No space left" in refused.stderr
+        disk.free()
+        said(hosts["first"], "cp", ROOT / "LICENSE", disk.folder)

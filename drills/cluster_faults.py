@@ -1,0 +1,250 @@
+"""Faults of a cluster: what happens to a host, its processes, its link or the shared disk, how it ends, and the right
+answer. Written down before the runs that are reported.
+
+They come from outside: production code knows none of them. One at a time: a process that writes to a stalled disk
+cannot be killed by anything.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from drills.hosts import Host, Hosts
+from drills.namespaces import Started
+from megastable.base.errors import ConfigError
+
+AGENT = re.compile(r"megastable(\.\w+)*\.agent")  # the module that runs on every host of a run
+SLOW = 2_000_000  # bits a second of a slow link: a hundredth of what a small run wants
+HOST_GONE = 80  # exit code of a supervisor whose host stayed away
+
+
+@dataclass
+class Cluster:
+    """What faults happen to. head: the supervisor's host. supervise: starts the supervisor there, as the service
+    manager of a host would; supervisor: the one that runs."""
+
+    hosts: Hosts
+    head: str
+    supervise: Callable[[], Started]
+    supervisor: Started | None = field(default=None)
+
+    def start_supervisor(self) -> None:
+        self.supervisor = self.supervise()
+
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self.hosts]
+
+
+class Place(StrEnum):
+    """Where a fault may happen."""
+
+    ANY = "any host"
+    HEAD = "the supervisor's host"
+    OTHER = "any host but the supervisor's"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault. strike: does it to a host; whether there was anything to do it to. mend: ends it.
+
+    seconds: between the two, at least and at most; None: `mend` may follow at once. back: whether all hosts are there
+    again after `mend`; the run must then end with the bytes of an undisturbed one, else with HOST_GONE. blames: whether
+    the host is to be blamed, rather than none. harmless: whether the run may go on as if nothing had happened, without
+    a verdict. words: one of them must be in a verdict, in whatever case; no words: any verdict will do. impossible: why
+    it cannot be done on these hosts, if so.
+    """
+
+    name: str
+    title: str
+    strike: Callable[[Cluster, Host], bool]
+    mend: Callable[[Cluster, Host], None] = lambda cluster, host: None
+    place: Place = Place.ANY
+    seconds: tuple[float, float] | None = None
+    back: bool = True
+    blames: bool = True
+    harmless: bool = False
+    words: tuple[str, ...] = ()
+    impossible: Callable[[Hosts], str | None] = lambda hosts: None
+
+    def places(self, hosts: Sequence[str], head: str) -> list[str]:
+        """The hosts that it may happen to."""
+        return [
+            host for host in hosts if self.place is Place.ANY or (host == head) == (self.place is Place.HEAD)
+        ]
+
+    def blamed(self, host: str) -> str | None:
+        """The host that a verdict must name, if one."""
+        return host if self.blames else None
+
+    def accepts(self, verdict: str, blamed: str | None, host: str) -> bool:
+        """Whether a verdict is right. verdict: a sentence, empty if there was none; blamed: the host it names."""
+        if not verdict:
+            return self.harmless and blamed is None
+        known = not self.words or any(word.lower() in verdict.lower() for word in self.words)
+        return known and blamed == self.blamed(host)
+
+
+# Processes
+
+
+def _signal_rank(number: signal.Signals) -> Callable[[Cluster, Host], bool]:
+    """To the first rank of a host."""
+
+    def strike(cluster: Cluster, host: Host) -> bool:
+        return _send(list(host.ranks().values())[:1], number)
+
+    return strike
+
+
+def _kill_agent(cluster: Cluster, host: Host) -> bool:
+    return _send(
+        [process for process in host.processes() if AGENT.fullmatch(_module(process))], signal.SIGKILL
+    )
+
+
+def _kill_supervisor(cluster: Cluster, host: Host) -> bool:
+    struck = cluster.supervisor is not None and cluster.supervisor.send(signal.SIGKILL)
+    if struck and cluster.supervisor is not None:
+        cluster.supervisor.wait()
+    return struck
+
+
+def _start_supervisor(cluster: Cluster, host: Host) -> None:
+    cluster.start_supervisor()
+
+
+def _kill_sshd(cluster: Cluster, host: Host) -> bool:
+    return host.kill_sshd()
+
+
+def _start_sshd(cluster: Cluster, host: Host) -> None:
+    host.start_sshd()
+
+
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> bool:
+    sent = False
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+            sent = True
+    return sent
+
+
+def _module(process: psutil.Process) -> str:
+    """The module that a Python process runs, empty if none: not of an ssh or a shell that starts it elsewhere."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return ""
+    if not words or not Path(words[0]).name.startswith("python") or "-m" not in words[:-1]:
+        return ""
+    return words[words.index("-m") + 1]
+
+
+# Hosts and links
+
+
+def _power_off(cluster: Cluster, host: Host) -> bool:
+    host.power_off()
+    return True
+
+
+def _power_on(cluster: Cluster, host: Host) -> None:
+    host.power_on()
+
+
+def _power_on_head(cluster: Cluster, host: Host) -> None:
+    host.power_on()
+    cluster.start_supervisor()
+
+
+def _cut(cluster: Cluster, host: Host) -> bool:
+    host.cut()
+    return True
+
+
+def _join(cluster: Cluster, host: Host) -> None:
+    host.join()
+
+
+def _slow(cluster: Cluster, host: Host) -> bool:
+    host.slow(SLOW)
+    return True
+
+
+def _fast(cluster: Cluster, host: Host) -> None:
+    host.fast()
+
+
+# The shared disk
+
+
+def _fill(cluster: Cluster, host: Host) -> bool:
+    cluster.hosts.shared.fill()
+    return True
+
+
+def _free(cluster: Cluster, host: Host) -> None:
+    cluster.hosts.shared.free()
+
+
+def _freeze(cluster: Cluster, host: Host) -> bool:
+    cluster.hosts.shared.freeze()
+    return True
+
+
+def _thaw(cluster: Cluster, host: Host) -> None:
+    cluster.hosts.shared.thaw()
+
+
+GONE = ("gone", "silent", "unreachable", "not reached", "no word", "lost")
+STILL = ("no progress", "hang", "hung", "stall", "stopped", "not respond", "not answer")
+KINDS = (
+    Kind("killed-rank", "SIGKILL to a rank", _signal_rank(signal.SIGKILL), words=("SIGKILL", "killed")),
+    Kind("stopped-rank", "SIGSTOP to a rank, for good", _signal_rank(signal.SIGSTOP), words=STILL),
+    Kind("killed-agent", "SIGKILL to the agent of a host", _kill_agent, place=Place.OTHER, harmless=True,
+         words=("agent", *GONE)),
+    Kind("killed-supervisor", "SIGKILL to the supervisor, which is started again", _kill_supervisor,
+         _start_supervisor, Place.HEAD, blames=False, harmless=True),
+    Kind("killed-sshd", "sshd of a host and its sessions are killed, sshd comes back", _kill_sshd, _start_sshd,
+         Place.OTHER, (5, 20), harmless=True, words=("ssh", "agent", *GONE)),
+    Kind("killed-host", "a host loses its power, and gets it back", _power_off, _power_on, Place.OTHER, (5, 20),
+         words=GONE),
+    Kind("killed-head", "the supervisor's host loses its power, and gets it back", _power_off, _power_on_head,
+         Place.HEAD, (5, 20), blames=False, harmless=True),
+    Kind("cut-link", "a host's link is cut for good", _cut, place=Place.OTHER, back=False, words=GONE),
+    # A short one is for TCP to get over.
+    Kind("flapping-link", "a host's link is cut for a while", _cut, _join, Place.OTHER, (2, 20), harmless=True,
+         words=(*GONE, *STILL)),
+    Kind("slow-link", "a host's link is slow for a while", _slow, _fast, Place.OTHER, (10, 30), harmless=True,
+         words=("slow", *STILL), impossible=lambda hosts: next(iter(hosts)).cannot_slow()),
+    Kind("full-disk", "the shared disk is full for a while", _fill, _free, seconds=(5, 20), blames=False,
+         harmless=True, words=("space", "full", "disk", "77")),
+    Kind("stalled-disk", "the shared disk stalls for a while", _freeze, _thaw, seconds=(5, 30), blames=False,
+         harmless=True, words=("shared", "disk", "directory", "file system", *STILL),
+         impossible=lambda hosts: hosts.shared.cannot_freeze),
+)  # fmt: skip
+NAMES = tuple(kind.name for kind in KINDS)
+
+
+def choose(names: Sequence[str]) -> list[Kind]:
+    """Kinds by name, in the order of `KINDS`; without names: all. Raises ConfigError."""
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ConfigError(f"{unknown[0]}: there is no such fault: {', '.join(NAMES)}")
+    return [kind for kind in KINDS if not names or kind.name in names]
+
+
+def possible(kinds: Sequence[Kind], hosts: Hosts) -> tuple[list[Kind], dict[str, str]]:
+    """Those that can be done on these hosts; and why the others, by name, cannot."""
+    reasons = {kind.name: kind.impossible(hosts) for kind in kinds}
+    cannot = {name: reason for name, reason in reasons.items() if reason is not None}
+    return [kind for kind in kinds if kind.name not in cannot], cannot
