@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import time
 from hashlib import blake2b
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from megastable import __version__
@@ -44,10 +46,12 @@ class Agent:
         self.problem = ""  # why the newest attempt could not be started
         self.port = free_port()  # for the ranks to meet at, if this host is the first
         self.ended = 0  # attempts up to this one are gone from here
+        self.stop = False  # asked by SIGTERM, as from a scheduler that needs the host
         self.code: int | None = None  # to end with, once the supervisor said so
 
     def work(self) -> int:
         """Until the supervisor says that the run is over, or there is none. The exit code."""
+        signal.signal(signal.SIGTERM, self._asked)
         alone = time.monotonic()
         while self.code is None:
             try:
@@ -68,6 +72,10 @@ class Agent:
                 link.close()
             alone = time.monotonic()
         return self.code
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        """The supervisor stops the whole run, and this agent goes on until then."""
+        self.stop = True
 
     def _connect(self) -> StoreClient:
         address = Address.read(self.run.store)
@@ -106,6 +114,7 @@ class Agent:
             "fates": {} if a is None else {r: [f.code, f.signal] for r, f in a.fates.items()},
             "ended": self.ended,
             "port": self.port,
+            "stop": self.stop,
         }
 
     def _obey(self, message: Message, link: StoreClient) -> None:

@@ -55,6 +55,9 @@ class Fleet(Protocol):
 
     def start(self, number: int) -> Attempt: ...
 
+    def stop_asked(self) -> str | None:
+        """The host whose agent was asked to stop, if one was."""
+
     def called(self, hostname: str) -> str:
         """The name of a host here, from the one that it has itself."""
 
@@ -80,6 +83,9 @@ class Here:
     def start(self, number: int) -> Attempt:
         log: Path = log_of(self.run, number)
         return LocalAttempt.start(self.run, number, command(self.run, number, *self.words), log)
+
+    def stop_asked(self) -> str | None:
+        return None
 
     def called(self, hostname: str) -> str:
         return hostname

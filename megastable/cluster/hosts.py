@@ -169,6 +169,9 @@ class Hosts:
         """The output of an attempt on a host."""
         return log_of(self.run, number, "" if name == self.names[0] else name)
 
+    def stop_asked(self) -> str | None:
+        return next((name for name in self.names if self._state(name).get("stop")), None)
+
     def called(self, hostname: str) -> str:
         agents = list(self.store.agents.values())
         names = [agent.name for agent in agents if agent.hello.get("hostname") == hostname]

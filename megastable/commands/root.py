@@ -25,6 +25,7 @@ COMMANDS = {
     "fp8-check": "Would this model be stable in FP8, and which layers had better stay out of it?",
     "study": "Train many small models: loss against learning rate, scale of activations over widths, seeds compared.",
     "bench": "What things cost, measured on this machine. Needs a checkout.",
+    "chaos": "Let hosts, links, processes and storage fail under the supervisor, and compare. Needs a checkout.",
     "drill": "Train with planted faults under each policy, and compare with a clean run. Needs a checkout.",
 }
 

@@ -328,6 +328,9 @@ class Supervisor:
         if not self.signals and time.monotonic() > self.until:
             self.say(f"stopping: the {self.config.run.max_hours:g} hours of run.max_hours have passed")
             self.signals = 1
+        if not self.signals and (name := self.fleet.stop_asked()) is not None:
+            self.say(f"stopping: the agent on {name} was asked to (SIGTERM)")
+            self.signals = 1
         self.journal.listen()
         self.prescan.poll()
 

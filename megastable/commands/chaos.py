@@ -1,0 +1,101 @@
+"""`megastable chaos`: faults of hosts, links, processes and storage under the real supervisor, on one machine."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megastable.base.errors import FAILED, ConfigError
+from megastable.commands.app import App
+from megastable.commands.checkout import find_beside
+from megastable.commands.options import Json, JsonFile, put_json
+
+app = App()
+STEPS, QUICK_STEPS, QUICK_FAULTS = 400, 200, 3
+QUICK = ("killed-rank", "killed-host", "stopped-rank")
+# So that a quick round fits in minutes; the full one has the supervisor's own limits.
+IMPATIENT = ("supervise.hang_floor=8", "supervise.host_silence=8")
+WAIT = "supervise.wait_for_hosts=60"
+
+
+@app.add(
+    examples="""
+    megastable chaos --quick
+    megastable chaos --hosts 3 --faults 12 --seed 7 --output chaos.json
+    megastable chaos --only flapping-link,stalled-disk
+    megastable chaos --list
+    """,
+    more="The hosts are namespaces: each has its own processes, network, name and sshd; a switch joins them, and a "
+    "shared disk can stall and fill up. That needs root, iproute2, openssh and pdsh. Each fault has a run of its own "
+    "of about a minute; its expected end is written down before.\n\n"
+    "Exit codes: 0 every fault was found, blamed on the right host and ended as it should; 1 not so; 2 bad input, or "
+    "hosts cannot be made here.",
+)
+def chaos(
+    hosts: Annotated[int, typer.Option(min=2, max=8, help="How many")] = 2,
+    faults: Annotated[int | None, typer.Option(min=1, help="How many; 12, --quick 3")] = None,
+    seed: Annotated[int, typer.Option(help="Of kinds, hosts and times")] = 1,
+    only: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of faults; all")] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Three faults, short runs, impatient limits")
+    ] = False,
+    corpus: Annotated[Path | None, typer.Option(help="Prepared; else Python's standard library is")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Where logs and journals are left")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Name the faults, and do nothing")] = False,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Let hosts, links, processes and storage fail under the supervisor, and compare. Needs a checkout.
+
+    The table says what was found after how long, which host was blamed, and whether the run ended with the bytes of an
+    undisturbed one. JSON: a row per fault.
+    """
+    find_beside("drills")
+    from drills import cluster_faults
+    from drills.chaos import plan
+    from drills.chaos_runner import Exercise, struck, undisturbed
+    from drills.chaos_table import summary, table
+    from drills.hosts import NAMES
+    from drills.namespaces import missing
+    from drills.stage import VOCABULARY
+    from drills.table import console
+    from megastable.base.progress_bar import counted, progress
+    from megastable.data.stdlib import prepare_stdlib
+
+    kinds = cluster_faults.choose(
+        [name for name in only.split(",") if name] or (list(QUICK) if quick else [])
+    )
+    if listed:
+        for kind in kinds:
+            print(f"{kind.name}: {kind.title}")
+        return
+    if reason := missing():
+        raise ConfigError(f"hosts cannot be made here: {reason}")
+    steps = QUICK_STEPS if quick else STEPS
+    planned = plan(kinds, NAMES[:hosts], seed, faults or (QUICK_FAULTS if quick else 12), steps)
+    by_name = {kind.name: kind for kind in kinds}
+    with ExitStack() as stack:
+        where = (keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))).resolve()
+        patience = [WAIT, *(IMPATIENT if quick else ())]
+        if corpus is None:
+            corpus = where / "corpus"
+            prepare_stdlib(corpus, vocab_size=VOCABULARY, workers=2, progress=False)
+        exercise = Exercise(corpus, steps, hosts, patience)
+        rows = []
+        with progress(*counted("runs"), silent=as_json) as bar:
+            task = bar.add_task("undisturbed", total=len(planned) + 1)
+            clean = undisturbed(exercise, where / "undisturbed")
+            for one in planned:
+                bar.update(task, advance=1, description=f"{one.kind} on {one.host}")
+                folder = where / f"{one.number:02d}-{one.kind}"
+                rows.append(struck(exercise, folder, by_name[one.kind], one, clean))
+            bar.update(task, advance=1)
+    if not as_json:
+        console().print(table(rows))
+        console().print(summary(rows), soft_wrap=True)
+    put_json([one.model_dump(mode="json") | {"right": one.right} for one in rows], as_json, output)
+    raise typer.Exit(0 if all(one.right for one in rows) else FAILED)

@@ -1,0 +1,77 @@
+"""Where a run takes place, from the arguments for the launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megastable.base.errors import ConfigError
+from megastable.cluster.exported import exported
+from megastable.cluster.placement import interface, placed
+from megastable.cluster.reach import Nowhere, Ssh
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    (tmp_path / "hostfile").write_text("node-1 slots=8\nnode-2 slots=8\nnode-3 slots=8\n")
+    return str(tmp_path / "hostfile")
+
+
+def test_one_host_is_left_to_the_launcher(hostfile: str) -> None:
+    for given in ([], ["--num_gpus", "2"], ["--hostfile", hostfile, "--num_nodes", "1"]):
+        place = placed(given, {})
+        assert not place.hosts and place.given == given
+
+
+def test_several_hosts_by_ssh(hostfile: str) -> None:
+    place = placed(
+        ["--hostfile", hostfile, "--exclude", "node-2", "--ssh_port", "23", "--bind_cores_to_rank"], {}
+    )
+    assert [(host.name, len(host.slots)) for host in place.hosts] == [("node-1", 8), ("node-3", 8)]
+    assert place.reach == Ssh(23) and place.given == ["--bind_cores_to_rank"]
+    words = place.reach.words("node-3", ["echo", "a b"])
+    assert words is not None and words[-2:] == ["node-3", "echo 'a b'"] and words[-4:-2] == ["-p", "23"]
+
+
+def test_hosts_that_start_their_own() -> None:
+    place = placed(["--no_ssh", "--num_nodes", "3", "--num_gpus", "8", "--node_rank", "2"], {})
+    assert [host.name for host in place.hosts] == ["node-0", "node-1", "node-2"] and place.node == 2
+    assert place.reach == Nowhere("node-0")
+    assert place.reach.words("node-1", ["true"]) is None and place.reach.words("node-0", ["true"]) == ["true"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--hostfile", "nowhere"], "nowhere is not there"),
+        (["--num_nodes", "2"], "names the hosts"),
+        (["--no_ssh", "--num_nodes", "2", "--num_gpus", "8"], "--node_rank, from 0 to 1"),
+        (["--no_ssh", "--node_rank", "0"], "--num_nodes and --num_gpus"),
+        (["--launcher", "slurm", "--num_gpus", "8"], "no allocation"),
+        (["--num_gpus", "many"], "invalid int value"),
+    ],
+)
+def test_bad_arguments_are_refused(given: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(given, {})
+
+
+def test_the_address_to_listen_on() -> None:
+    assert interface(None, [], Ssh()) == "127.0.0.1"
+    assert interface("lo", [], Ssh()) == interface("127.0.0.1", [], Ssh()) == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"no such interface or address here; there are .*\blo\b"):
+        interface("eth77", [], Ssh())
+
+
+def test_variables_for_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / ".deepspeed_env").write_text("# fast\n\nNCCL_IB_HCA=mlx5\nMINE=a=b\n")
+    environment = {"NCCL_IB_HCA": "mlx4", "NCCL_DEBUG": "INFO", "SECRET": "x", "PYTHONPATH": "/lib"}
+    found = exported(environment, tmp_path)
+    assert found == {
+        "NCCL_IB_HCA": "mlx5", "NCCL_DEBUG": "INFO", "MINE": "a=b", "PYTHONPATH": f"{tmp_path}:/lib",
+    }  # fmt: skip
+    (tmp_path / "bad").write_text("A=1\nexport\n")
+    with pytest.raises(ConfigError, match="line 2 is not NAME=VALUE"):
+        exported({"DS_ENV_FILE": str(tmp_path / "bad")}, tmp_path)
