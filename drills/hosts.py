@@ -209,10 +209,11 @@ class Host:
 
     def kill_sshd(self) -> bool:
         """Kill sshd and the processes of its sessions, which what they run may outlive; whether there was one."""
-        found = [process for process in self.processes() if process.name() == "sshd"]
+        found = [process for process in self.processes() if _name(process) == "sshd"]
         for process in found:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(found, SECONDS)  # until then the kernel takes connections for it
         return bool(found)
 
     def cut(self) -> None:
@@ -324,3 +325,11 @@ class Hosts:
         (self.folder / "hostfile").write_text("".join(f"{name} slots={self._slots}\n" for name in addresses))
         ours = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         self.environment = {**ours, "PATH": f"{binaries}:{os.environ.get('PATH', os.defpath)}"}
+
+
+def _name(process: psutil.Process) -> str:
+    """Empty if it is gone."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""

@@ -21,7 +21,8 @@ from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = 64 << 20  # bytes of the shared file system
-SSH = ["ssh", "-o", "ConnectTimeout=2"]
+SSH = ["ssh", "-o", "ConnectTimeout=60"]
+IN_VAIN = ["ssh", "-o", "ConnectTimeout=1"]
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -143,7 +144,7 @@ def test_a_cut_link_loses_everything_and_a_joined_one_nothing_more(first: Host, 
     slow = first.start([*SSH, "second", "for i in 1 2 3 4; do echo $i; sleep 0.2; done > /dev/shm/count"])
     until(lambda: second.find("sleep 0.2"))
     second.cut()
-    refused = first.run([*SSH, "second", "true"], PATIENCE)
+    refused = first.run([*IN_VAIN, "second", "true"], PATIENCE)
     assert refused.returncode == 255, refused
     assert said(first, *SSH, "third", "hostname") == "third"
     second.join()
@@ -156,15 +157,16 @@ def test_a_host_without_power_is_silent_and_comes_back_empty(hosts: Hosts, first
     third = hosts["third"]
     working = third.start(["sleep", "777"])
     said(third, "touch", "/dev/shm/mine")
-    # A peer that would be told at once if the connection were closed.
-    peer = first.start([*SSH, "third", "sleep 777"])
+    # A peer that would be told at once if the connection were closed, and that keeps asking.
+    asking = "-o ServerAliveInterval=1 -o ServerAliveCountMax=1000".split()
+    peer = first.start([*SSH, *asking, "third", "sleep 777"])
     until(lambda: len(third.find("sleep 777")) == 2)
     third.power_off()
     third.power_off()
     assert working.wait(PATIENCE) == -signal.SIGKILL and not third.on
     with pytest.raises(ConfigError, match="host third is off"):
         third.run(["true"])
-    assert first.run([*SSH, "third", "true"], PATIENCE).returncode == 255
+    assert first.run([*IN_VAIN, "third", "true"], PATIENCE).returncode == 255
     assert peer.poll() is None
     third.power_on()
     assert said(first, *SSH, "third", "hostname") == "third"
@@ -192,16 +194,15 @@ def test_a_slow_link_is_slow(first: Host, second: Host) -> None:
 
     def seconds() -> float:
         began = time.monotonic()
-        assert said(first, *SSH, "second", "head -c 1000000 /dev/zero | wc -c") == "1000000"
-        assert said(first, *SSH, "second", "head -c 200000 /dev/zero").count("\0") == 200_000
+        assert said(first, *SSH, "second", "head -c 100000 /dev/zero").count("\0") == 100_000
         return time.monotonic() - began
 
-    quick = seconds()
     second.slow(800_000)
     slow = seconds()
     second.fast()
-    assert slow > 1.5 + quick / 4  # 200 kB at 100 kB/s, whatever else the machine does
-    assert seconds() < slow
+    assert slow > 0.8  # 100 kB at 100 kB/s, but for the first packets
+    assert "tbf" not in said(second, "tc", "qdisc", "show", "dev", "eth0")
+    seconds()
 
 
 def test_a_frozen_disk_stalls_writers_until_it_thaws(hosts: Hosts, first: Host) -> None:
