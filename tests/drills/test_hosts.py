@@ -171,6 +171,7 @@ def test_a_host_without_power_is_silent_and_comes_back_empty(hosts: Hosts, first
     asking = "-o ServerAliveInterval=1 -o ServerAliveCountMax=1000".split()
     peer = first.start([*SSH, *asking, "third", "sleep 777"])
     until(lambda: len(sleepers(third, "777")) == 2)
+    assert working.send(signal.SIGSTOP)  # which nothing but power_off ends
     third.power_off()
     third.power_off()
     assert working.wait(PATIENCE) == -signal.SIGKILL and not third.on
