@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -122,14 +123,8 @@ class Host:
         self, words: Sequence[str | Path], environment: Mapping[str, str] | None, folder: Path | None
     ) -> tuple[list[str | Path], dict[str, str]]:
         enter = entering(self.pid, "mount", "net", "pid", "uts", "ipc")
-        there: list[str | Path] = [
-            "env",
-            f"--chdir={folder or Path.cwd()}",
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "--",
-        ]
+        work = f"--chdir={folder or Path.cwd()}"
+        there: list[str | Path] = ["env", work, "setpriv", "--pdeathsig", "KILL", "--"]
         return [*enter, *there, *words], {**self._hosts.environment, **(environment or {})}
 
     def processes(self) -> Iterator[psutil.Process]:
@@ -141,7 +136,7 @@ class Host:
                     yield process
 
     def find(self, *words: str) -> list[psutil.Process]:
-        """Its processes with all of `words` in their command line, oldest first."""
+        """Its processes with all of `words` in their command line, oldest first; shells that start it too."""
         found = []
         for process in self.processes():
             with suppress(psutil.Error):
@@ -194,8 +189,12 @@ class Host:
             with suppress(ConfigError):  # it has no cable yet
                 self.cut()
         self._first.kill()
-        for started in self._started:
-            started.resume()
+        while (
+            self._first.alive
+        ):  # the `nsenter` of a process that has just been stopped may stop a little later
+            for started in self._started:
+                started.resume()
+            time.sleep(0.01)
         self._first.end()
         self._first, self._started = None, []
 
@@ -209,10 +208,11 @@ class Host:
 
     def kill_sshd(self) -> bool:
         """Kill sshd and the processes of its sessions, which what they run may outlive; whether there was one."""
-        found = [process for process in self.processes() if process.name() == "sshd"]
+        found = [process for process in self.processes() if _name(process) == "sshd"]
         for process in found:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(found, SECONDS)  # until then the kernel takes connections for it
         return bool(found)
 
     def cut(self) -> None:
@@ -324,3 +324,11 @@ class Hosts:
         (self.folder / "hostfile").write_text("".join(f"{name} slots={self._slots}\n" for name in addresses))
         ours = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         self.environment = {**ours, "PATH": f"{binaries}:{os.environ.get('PATH', os.defpath)}"}
+
+
+def _name(process: psutil.Process) -> str:
+    """Empty if it is gone."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""

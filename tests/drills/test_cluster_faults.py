@@ -116,7 +116,7 @@ def test_it_hurts_until_it_is_mended(kind: Kind, cluster: Cluster) -> None:
     hurts = HURTS[kind.name]
     host = cluster.hosts[kind.places(cluster.names, "first")[-1]]
     others = [other for other in cluster.hosts if other is not host]
-    assert not hurts(cluster, host)
+    until(lambda: not hurts(cluster, host))
     assert kind.strike(cluster, host)
     until(lambda: hurts(cluster, host))
     assert all(len(other.ranks()) == 1 and len(agents(other)) == 1 for other in others)

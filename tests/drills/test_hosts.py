@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,8 @@ from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = 64 << 20  # bytes of the shared file system
-SSH = ["ssh", "-o", "ConnectTimeout=2"]
+SSH = ["ssh", "-o", "ConnectTimeout=60"]
+IN_VAIN = ["ssh", "-o", "ConnectTimeout=1"]
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -46,6 +48,15 @@ def said(host: Host, *words: str | Path) -> str:
     done = host.run(words, PATIENCE)
     assert done.returncode == 0, done
     return done.stdout.strip()
+
+
+def sleepers(host: Host, seconds: str) -> list[psutil.Process]:
+    """Not the shells that start them."""
+    found = []
+    for process in host.find("sleep", seconds):
+        with suppress(psutil.NoSuchProcess):
+            found += [process] if process.name() == "sleep" else []
+    return found
 
 
 def until(true: Callable[[], object]) -> None:
@@ -125,25 +136,25 @@ def test_output_environment_and_folder_of_a_process(
     assert log.read_text() == f"one  \n{tmp_path}\ntwo  \n{tmp_path}\n"
     with pytest.raises(subprocess.TimeoutExpired):
         first.run(["sleep", "4321"], 0.2)
-    until(lambda: not first.find("sleep 4321"))
+    until(lambda: not sleepers(first, "4321"))
 
 
 def test_ranks_are_found_by_their_number(first: Host, second: Host) -> None:
     for host, rank in ((first, 1), (first, 0), (second, 2)):
         host.start(["bash", "-c", "sleep 999 & wait"], environment={"RANK": str(rank)})
-    until(lambda: [len(first.find("sleep 999")), len(second.find("sleep 999"))] == [4, 2])
+    until(lambda: [len(sleepers(first, "999")), len(sleepers(second, "999"))] == [2, 1])
     assert list(first.ranks()) == [0, 1] and list(second.ranks()) == [2]
     assert all(process.cmdline()[0] == "bash" for process in first.ranks().values())  # not its child
-    for process in [*first.find("sleep 999"), *second.find("sleep 999")]:
+    for process in [*sleepers(first, "999"), *sleepers(second, "999")]:
         process.kill()
 
 
 def test_a_cut_link_loses_everything_and_a_joined_one_nothing_more(first: Host, second: Host) -> None:
     # One connection over all of it: what it sends meanwhile arrives afterwards.
     slow = first.start([*SSH, "second", "for i in 1 2 3 4; do echo $i; sleep 0.2; done > /dev/shm/count"])
-    until(lambda: second.find("sleep 0.2"))
+    until(lambda: sleepers(second, "0.2"))
     second.cut()
-    refused = first.run([*SSH, "second", "true"], PATIENCE)
+    refused = first.run([*IN_VAIN, "second", "true"], PATIENCE)
     assert refused.returncode == 255, refused
     assert said(first, *SSH, "third", "hostname") == "third"
     second.join()
@@ -156,32 +167,34 @@ def test_a_host_without_power_is_silent_and_comes_back_empty(hosts: Hosts, first
     third = hosts["third"]
     working = third.start(["sleep", "777"])
     said(third, "touch", "/dev/shm/mine")
-    # A peer that would be told at once if the connection were closed.
-    peer = first.start([*SSH, "third", "sleep 777"])
-    until(lambda: len(third.find("sleep 777")) == 2)
+    # A peer that would be told at once if the connection were closed, and that keeps asking.
+    asking = "-o ServerAliveInterval=1 -o ServerAliveCountMax=1000".split()
+    peer = first.start([*SSH, *asking, "third", "sleep 777"])
+    until(lambda: len(sleepers(third, "777")) == 2)
+    assert working.send(signal.SIGSTOP)  # which nothing but power_off ends
     third.power_off()
     third.power_off()
     assert working.wait(PATIENCE) == -signal.SIGKILL and not third.on
     with pytest.raises(ConfigError, match="host third is off"):
         third.run(["true"])
-    assert first.run([*SSH, "third", "true"], PATIENCE).returncode == 255
+    assert first.run([*IN_VAIN, "third", "true"], PATIENCE).returncode == 255
     assert peer.poll() is None
     third.power_on()
     assert said(first, *SSH, "third", "hostname") == "third"
     assert third.run(["test", "-e", "/dev/shm/mine"]).returncode == 1
-    assert third.find("sleep 777") == []
+    assert sleepers(third, "777") == []
     assert peer.wait(PATIENCE) == 255  # now it hears that nobody knows its connection
 
 
 def test_sshd_dies_and_is_started_again(first: Host, second: Host) -> None:
     peer = first.start([*SSH, "second", "exec sleep 555"])
-    until(lambda: second.find("sleep 555"))
+    until(lambda: sleepers(second, "555"))
     assert second.kill_sshd()
     assert peer.wait(PATIENCE) == 255
     refused = first.run([*SSH, "second", "true"], PATIENCE)
     assert refused.returncode == 255 and "refused" in refused.stderr
-    assert len(second.find("sleep 555")) == 1  # what it ran lives on
-    second.find("sleep 555")[0].kill()
+    assert len(sleepers(second, "555")) == 1  # what it ran lives on
+    sleepers(second, "555")[0].kill()
     second.start_sshd()
     assert said(first, *SSH, "second", "hostname") == "second"
 
@@ -192,16 +205,15 @@ def test_a_slow_link_is_slow(first: Host, second: Host) -> None:
 
     def seconds() -> float:
         began = time.monotonic()
-        assert said(first, *SSH, "second", "head -c 1000000 /dev/zero | wc -c") == "1000000"
-        assert said(first, *SSH, "second", "head -c 200000 /dev/zero").count("\0") == 200_000
+        assert said(first, *SSH, "second", "head -c 100000 /dev/zero").count("\0") == 100_000
         return time.monotonic() - began
 
-    quick = seconds()
     second.slow(800_000)
     slow = seconds()
     second.fast()
-    assert slow > 1.5 + quick / 4  # 200 kB at 100 kB/s, whatever else the machine does
-    assert seconds() < slow
+    assert slow > 0.8  # 100 kB at 100 kB/s, but for the first packets
+    assert "tbf" not in said(second, "tc", "qdisc", "show", "dev", "eth0")
+    seconds()
 
 
 def test_a_frozen_disk_stalls_writers_until_it_thaws(hosts: Hosts, first: Host) -> None:
