@@ -1,6 +1,6 @@
-"""Reads the state of this host's GPUs: memory, ECC errors, clocks held back, Xid errors. Without torch and NVML bindings.
+"""Reads the state of this host's GPUs: memory, ECC errors, clocks held back, Xid errors.
 
-Source: `nvidia-smi --query-gpu` and the kernel's log (Xid: docs.nvidia.com/deploy/xid-errors).
+Source: `nvidia-smi --query-gpu` and the kernel's log (Xid: docs.nvidia.com/deploy/xid-errors). Standard library only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def read_gpus() -> tuple[list[dict[str, Any]] | None, str | None]:
     """(GPUs in nvidia-smi's order, None), or (None, why they are unknown)."""
     output, why = "", ""
     for clocks in CLOCKS:
-        output, why = _run(["nvidia-smi", f"--query-gpu={','.join((*FIELDS, clocks))}", "--format=csv,noheader,nounits"])
+        output, why = _run(
+            ["nvidia-smi", f"--query-gpu={','.join((*FIELDS, clocks))}", "--format=csv,noheader,nounits"]
+        )
         if not why or "not a valid field" not in why:
             break
     if why:

@@ -84,7 +84,11 @@ def all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str, Any]:
         if rank.returncode != 0:
             raise RuntimeError((errors.strip().splitlines() or [f"exit code {rank.returncode}"])[-1][-300:])
     slowest = max(float(output.splitlines()[-1]) for output, _ in ended)
-    return {"gb_per_second": 2 * (ranks - 1) / ranks * BYTES[kind] / slowest / 1e9, "ranks": ranks, "device": kind}
+    return {
+        "gb_per_second": 2 * (ranks - 1) / ranks * BYTES[kind] / slowest / 1e9,
+        "ranks": ranks,
+        "device": kind,
+    }
 
 
 def be_a_rank(kind: str, rank: int, of: int, meet: Path) -> float:
@@ -93,7 +97,9 @@ def be_a_rank(kind: str, rank: int, of: int, meet: Path) -> float:
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
     else:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up the host's name, which containers often lack
+        os.environ["GLOO_SOCKET_IFNAME"] = (
+            "lo"  # gloo would look up the host's name, which containers often lack
+        )
         device = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // of))
     backend = "nccl" if kind == "cuda" else "gloo"

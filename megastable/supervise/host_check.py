@@ -27,13 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from megastable.supervise.gpu_health import read_gpus
-from megastable.supervise.probe import Probe
+from megastable.supervise.timed_probe import TimedProbe
 
 PACKAGE = Path(__file__).absolute().parents[1]
 TOKEN = ".preflight"  # in the run directory; its text shows that all hosts see the same one
 SHM = "/dev/shm"
 LOOK = 5.0  # seconds for a look at a file system: ten times what a busy shared one takes
-BENCH = 90.0  # seconds for host_bench: torch's import from a cold shared file system, then some seconds of work
+BENCH = (
+    90.0  # seconds for host_bench: torch's import from a cold shared file system, then some seconds of work
+)
 ALL = 60.0  # seconds for everything else together, at most
 LONGEST = 80  # characters of a value that is shown itself
 MOST = 1 << 16  # bytes of the token's file read
@@ -50,18 +52,17 @@ SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 def report(folder: Path, full: bool = False) -> dict[str, Any]:
     """The report; the keys are those of `preflight.HostReport`."""
     probes = {
-        "code": Probe(lambda: code_hash(PACKAGE), LOOK),
-        "commit": Probe(lambda: commit(PACKAGE.parent), LOOK),
-        "packages": Probe(packages, LOOK),
-        "disk_free": Probe(lambda: shutil.disk_usage(folder).free, LOOK),
-        "shm_free": Probe(lambda: shutil.disk_usage(SHM).free, LOOK),
-        "folder": Probe(lambda: look_at(folder), LOOK),
+        "code": TimedProbe(lambda: code_hash(PACKAGE), LOOK),
+        "commit": TimedProbe(lambda: commit(PACKAGE.parent), LOOK),
+        "packages": TimedProbe(packages, LOOK),
+        "disk_free": TimedProbe(lambda: shutil.disk_usage(folder).free, LOOK),
+        "shm_free": TimedProbe(lambda: shutil.disk_usage(SHM).free, LOOK),
+        "folder": TimedProbe(lambda: look_at(folder), LOOK),
     }
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "variables": variables(os.environ),
-        "cores": len(os.sched_getaffinity(0)),
     }
     for name, probe in probes.items():
         found[name], why = probe.result()
@@ -166,7 +167,9 @@ def bench() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="the run directory, or the one it will be in")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="the run directory, or the one it will be in"
+    )
     parser.add_argument("--full", action="store_true", help="measure a matrix product and an all-reduce, too")
     given = parser.parse_args()
     signal.alarm(int(ALL + BENCH if given.full else ALL))  # the last resort: whoever asked may be gone

@@ -65,7 +65,6 @@ class HostReport(_Part):
     code: str | None
     commit: str | None = None
     variables: dict[str, str]
-    cores: int | None = None
     disk_free: int | None
     shm_free: int | None
     folder: SharedFolder | None

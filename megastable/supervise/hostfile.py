@@ -42,7 +42,7 @@ class HostSlots:
 
 
 @dataclass(frozen=True)
-class Placement:
+class LaunchPlacement:
     """Where the launcher would start ranks. hosts: in the order of ranks; the first is rank 0's.
 
     several: by a hostfile; else on this host only. node_rank: the index of this host, -1 unless each host is started by
@@ -85,7 +85,7 @@ def _parser() -> _Parser:
 
 def placement(
     given: Sequence[str], environment: Mapping[str, str], allocated: Sequence[str] | None = None
-) -> Placement:
+) -> LaunchPlacement:
     """What the launcher's arguments `given` mean.
 
     environment: CUDA_VISIBLE_DEVICES names the slots of this host, if neither arguments nor a hostfile do. allocated:
@@ -120,7 +120,7 @@ def placement(
             f"{len(active) - 1})"
         )
     hosts = tuple(HostSlots(name, slots) for name, slots in active.items())
-    return Placement(
+    return LaunchPlacement(
         hosts, several, args.ssh_port, args.no_ssh, args.node_rank, args.launcher.lower(), args.num_gpus
     )
 
@@ -153,7 +153,9 @@ def parse_hostfile(text: str, file: str) -> dict[str, int]:
             continue
         where, match = f"{file}, line {number}", ENTRY.search(line)
         if match is None:
-            raise ConfigError(f"{where}: {visible(line, 80)!r} is not `HOST slots=NUMBER`, e.g. node-01 slots=8")
+            raise ConfigError(
+                f"{where}: {visible(line, 80)!r} is not `HOST slots=NUMBER`, e.g. node-01 slots=8"
+            )
         name, slots = match.groups()
         if name in found:
             raise ConfigError(f"{where}: {visible(name)} is listed twice: write all its GPUs into one line")
@@ -205,7 +207,9 @@ def filter_hosts(
         if include:
             found[name] = slots or known
         elif slots and not known:
-            raise ConfigError(f"{option} {visible(text)}: the slots of {visible(name)} are unknown: use --include")
+            raise ConfigError(
+                f"{option} {visible(text)}: the slots of {visible(name)} are unknown: use --include"
+            )
         elif slots and (rest := tuple(slot for slot in known if slot not in slots)):
             found[name] = rest
         else:

@@ -19,7 +19,17 @@ from megastable.supervise.host_report import GpuState, HostReport
 
 Severity = Literal["refuse", "warn"]
 Check = Literal[
-    "reached", "code", "versions", "variables", "clock", "disk", "shm", "folder", "gpus", "matmul", "all_reduce"
+    "reached",
+    "code",
+    "versions",
+    "variables",
+    "clock",
+    "disk",
+    "shm",
+    "folder",
+    "gpus",
+    "matmul",
+    "all_reduce",
 ]
 Key = TypeVar("Key")
 Told = Iterator[tuple[Check, Severity, str]]
@@ -81,11 +91,15 @@ def compare(reports: Mapping[str, HostReport | str], wanted: Wanted) -> list[Hos
         if isinstance(report, str):
             found[host].append(("reached", "refuse", _unreached(report)))
     for host, report in known.items():
-        found[host] += [*_disks(report, wanted), *_folder(report, wanted), *_gpus(report, host, known, wanted)]
+        found[host] += [
+            *_disks(report, wanted),
+            *_folder(report, wanted),
+            *_gpus(report, host, known, wanted),
+        ]
         found[host] += _unmeasured(report)
     for several in (_code, _versions, _variables, _drivers, _products, _exchanges):
-        for host, *told in several(known):
-            found[host].append((told[0], told[1], told[2]))
+        for host, check, severity, text in several(known):
+            found[host].append((check, severity, text))
     for host, text in _clocks({host: wanted.offsets[host] for host in known if host in wanted.offsets}):
         found[host].append(("clock", "warn", text))
     return [HostFinding(host, *one) for host, all_of in found.items() for one in all_of]
@@ -98,7 +112,10 @@ def _unreached(reason: str) -> str:
         ("No route", "is it up, and on this network?"),
         ("Could not resolve", "correct its name in the hostfile, or make it known here"),
         ("Permission denied", "let this user's key in (ssh-copy-id)"),
-        ("Host key verification", "accept its key once (ssh HOST), or ssh-keyscan HOST >> ~/.ssh/known_hosts"),
+        (
+            "Host key verification",
+            "accept its key once (ssh HOST), or ssh-keyscan HOST >> ~/.ssh/known_hosts",
+        ),
         ("Connection refused", "start sshd there, or give its port (--ssh_port)"),
         ("No such file", "this folder and its .venv must be at the same path on every host"),
         ("No module named", "install the same packages there: bash launch/install.sh"),
@@ -115,40 +132,57 @@ def _unreached(reason: str) -> str:
 def _disks(report: HostReport, wanted: Wanted) -> Told:
     free, one = report.disk_free, wanted.checkpoint
     if free is None:
-        yield "disk", "refuse", f"free space of the run directory's disk: {visible(report.disk_free_unknown, 200)}"
+        yield (
+            "disk",
+            "refuse",
+            f"free space of the run directory's disk: {visible(report.disk_free_unknown, 200)}",
+        )
     elif one is not None and free < one:
         yield "disk", "refuse", f"{size(free)} free, and a checkpoint takes about {size(one)}: make room"
     elif free < (COPIES * one if one is not None else LITTLE_DISK):
-        need = f"{COPIES} checkpoints take about {size(COPIES * one)}" if one is not None else "a run writes logs, too"
+        need = (
+            f"{COPIES} checkpoints take about {size(COPIES * one)}"
+            if one is not None
+            else "a run writes logs, too"
+        )
         yield "disk", "warn", f"{size(free)} free, and {need}: make room"
     shm = report.shm_free
     if shm is None:
         yield "shm", "warn", f"/dev/shm: {visible(report.shm_free_unknown, 200)}"
     elif shm < LITTLE_SHM:
         severity: Severity = "refuse" if shm < NO_SHM and not wanted.cpu else "warn"
-        yield "shm", severity, (
+        told = (
             f"/dev/shm has {size(shm)} free, and ranks of one host exchange through it: delete leftovers, or give the "
             "container more (docker --shm-size=1g, or an emptyDir of medium Memory)"
         )
+        yield "shm", severity, told
 
 
 def _folder(report: HostReport, wanted: Wanted) -> Told:
     folder = report.folder
     if folder is None:
-        yield "folder", "refuse", f"run directory: {visible(report.folder_unknown, 200)}: the file system hangs or fails"
+        yield (
+            "folder",
+            "refuse",
+            f"run directory: {visible(report.folder_unknown, 200)}; its disk hangs or fails",
+        )
     elif not folder.seen:
         yield "folder", "refuse", "the run directory is not there: mount the file system that all hosts share"
     elif wanted.token is not None and folder.token != wanted.token:
-        yield "folder", "refuse", (
-            "the run directory is another one than here: it must be on a file system that all hosts share"
-        )
+        told = "the run directory is another one than here: it must be on a file system that all hosts share"
+        yield "folder", "refuse", told
     elif not folder.writable:
-        yield "folder", "refuse", f"the run directory cannot be written: {visible(folder.why, 200) or 'unknown why'}"
+        yield (
+            "folder",
+            "refuse",
+            f"the run directory cannot be written: {visible(folder.why, 200) or 'unknown why'}",
+        )
     elif folder.seconds is not None and folder.seconds > SLOW_WRITE:
-        yield "folder", "warn", (
+        told = (
             f"a durable write of 4 KiB into the run directory took {folder.seconds:.1f} s: the journal writes one per "
             "event, and checkpoints will be slow"
         )
+        yield "folder", "warn", told
 
 
 def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted: Wanted) -> Told:
@@ -158,18 +192,21 @@ def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted
     if gpus is None:
         others = sum(1 for other in known.values() if other.gpus)
         if others:
-            yield "gpus", "refuse", f"no GPU is seen ({visible(report.gpus_unknown, 200)}); {others} of {len(known)} hosts do"
+            told = f"no GPU is seen ({visible(report.gpus_unknown, 200)})"
+            yield "gpus", "refuse", f"{told}; {others} of {len(known)} hosts see theirs"
         elif slots:
-            yield "gpus", "warn", (
+            told = (
                 f"no GPU is seen ({visible(report.gpus_unknown, 200)}): training would run on the CPU; "
                 "DS_ACCELERATOR=cpu says that it is meant"
             )
+            yield "gpus", "warn", told
         return
     if missing := [slot for slot in slots if slot >= len(gpus)]:
-        yield "gpus", "refuse", (
-            f"has {plural(len(gpus), 'GPU')}, and slot {missing[0]} is asked for: correct slots= in the hostfile, or find "
-            "the GPU that is gone (nvidia-smi)"
+        told = (
+            f"has {plural(len(gpus), 'GPU')}, and slot {missing[0]} is asked for: correct slots= in the hostfile, "
+            "or find the GPU that is gone (nvidia-smi)"
         )
+        yield "gpus", "refuse", told
     for number, gpu in enumerate(gpus):
         if not slots or number in slots:
             for severity, text in _gpu(gpu):
@@ -178,27 +215,33 @@ def _gpus(report: HostReport, host: str, known: Mapping[str, HostReport], wanted
 
 def _gpu(gpu: GpuState) -> Iterator[tuple[Severity, str]]:
     if gpu.ecc_uncorrected:
-        yield "refuse", (
+        told = (
             f"{plural(gpu.ecc_uncorrected, 'uncorrected ECC error')} since its driver started: reset it (nvidia-smi "
             "--gpu-reset) or replace it"
         )
+        yield "refuse", told
     for code in gpu.xid or []:
         if code in HARDWARE_XID:
-            yield "refuse", f"Xid {code} ({HARDWARE_XID[code]}) within a day: restart the host, and if it repeats, replace it"
+            told = f"Xid {code} ({HARDWARE_XID[code]}) within a day"
+            yield "refuse", f"{told}: restart the host, and if it repeats, replace it"
         else:
             yield "warn", f"Xid {code} within a day, mostly an error of a program: see dmesg"
     if gpu.clocks_throttled:
-        yield "warn", f"its clocks are held back ({visible(', '.join(gpu.clocks_throttled), 200)}): look at cooling and power"
+        reasons = visible(", ".join(gpu.clocks_throttled), 200)
+        yield "warn", f"its clocks are held back ({reasons}): look at cooling and power"
     if gpu.memory and gpu.memory_used and gpu.memory_used > BUSY * gpu.memory:
-        yield "warn", (
-            f"{size(gpu.memory_used)} of {size(gpu.memory)} are in use: end what still runs there (nvidia-smi shows it)"
-        )
+        told = f"{size(gpu.memory_used)} of {size(gpu.memory)} are in use: end what still runs there (see nvidia-smi)"
+        yield "warn", told
 
 
 def _unmeasured(report: HostReport) -> Told:
     if report.matmul is None and report.matmul_unknown:
         yield "matmul", "refuse", f"a matrix product failed: {visible(report.matmul_unknown)}"
-    alone = report.matmul is not None and not report.matmul.device.startswith("cpu") and len(report.matmul.each) == 1
+    alone = (
+        report.matmul is not None
+        and not report.matmul.device.startswith("cpu")
+        and len(report.matmul.each) == 1
+    )
     if report.all_reduce is None and report.all_reduce_unknown and not alone:
         yield "all_reduce", "refuse", f"an all-reduce failed: {visible(report.all_reduce_unknown)}"
 
@@ -229,7 +272,12 @@ def _code(known: Mapping[str, HostReport]) -> Between:
     for host, mine, others in _different({host: str(report.code)[:12] for host, report in readable.items()}):
         commit = readable[host].commit
         at = f" (commit {visible(commit[:12])})" if commit else ""
-        yield host, "code", "refuse", f"runs other code, {mine}{at}; {others}: update its copy of the repository"
+        yield (
+            host,
+            "code",
+            "refuse",
+            f"runs other code, {mine}{at}; {others}: update its copy of the repository",
+        )
 
 
 def _versions(known: Mapping[str, HostReport]) -> Between:
@@ -249,9 +297,8 @@ def _versions(known: Mapping[str, HostReport]) -> Between:
 def _variables(known: Mapping[str, HostReport]) -> Between:
     for name in sorted({name for report in known.values() for name in report.variables}):
         for host, mine, others in _different({h: report.variables.get(name) for h, report in known.items()}):
-            yield host, "variables", "warn", (
-                f"{visible(name, 60)}={mine}; {others}: set it alike (.deepspeed_env is for every host)"
-            )
+            told = f"{visible(name, 60)}={mine}; {others}: set it alike (.deepspeed_env is for every host)"
+            yield host, "variables", "warn", told
 
 
 def _drivers(known: Mapping[str, HostReport]) -> Between:
@@ -261,7 +308,9 @@ def _drivers(known: Mapping[str, HostReport]) -> Between:
         ("GPU driver", lambda gpu: gpu.driver or "unknown"),
     ]
     for what, of in kinds:
-        values: dict[str, str | None] = {h: ", ".join(sorted(set(map(of, gpus)))) for h, gpus in with_gpus.items()}
+        values: dict[str, str | None] = {
+            h: ", ".join(sorted(set(map(of, gpus)))) for h, gpus in with_gpus.items()
+        }
         for host, mine, others in _different(values):
             yield host, "gpus", "warn", f"{what} {mine}; {others}: the slowest sets the pace"
 
@@ -272,10 +321,11 @@ def _clocks(offsets: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     for host, offset in offsets.items():
         off = offset - middle
         if abs(off) > CLOCK:
-            yield host, (
+            told = (
                 f"its clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}: start its time service (chronyc "
                 "makestep, or timedatectl set-ntp true)"
             )
+            yield host, told
 
 
 def _products(known: Mapping[str, HostReport]) -> Between:
@@ -283,9 +333,9 @@ def _products(known: Mapping[str, HostReport]) -> Between:
     rates: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for host, report in known.items():
         if report.matmul is not None:
-            kind = (report.matmul.device.partition(":")[0], report.matmul.dtype)
+            measured = (report.matmul.device.partition(":")[0], report.matmul.dtype)
             each = report.matmul.each or {report.matmul.device: report.matmul.tflops}
-            rates.setdefault(kind, {}).update({(host, device): rate for device, rate in each.items()})
+            rates.setdefault(measured, {}).update({(host, device): rate for device, rate in each.items()})
     for (kind, _), of in rates.items():
         for (host, device), severity, told in _slow(of, "TFLOP/s", kind == "cpu"):
             yield host, "matmul", severity, f"matrix products on {visible(device, 20)}: {told}"
@@ -296,8 +346,8 @@ def _exchanges(known: Mapping[str, HostReport]) -> Between:
     for host, report in known.items():
         if (one := report.all_reduce) is not None:
             rates.setdefault((one.device, one.ranks), {})[host] = one.gb_per_second
-    for (kind, ranks), of in rates.items():
-        for host, severity, told in _slow(of, "GB/s", kind == "cpu"):
+    for (device, ranks), of in rates.items():
+        for host, severity, told in _slow(of, "GB/s", device == "cpu"):
             yield host, "all_reduce", severity, f"all-reduce of its {ranks} ranks: {told}"
 
 
@@ -316,7 +366,8 @@ def _slow(rates: Mapping[Key, float], unit: str, noisy: bool) -> Iterator[tuple[
     for key, rate in rates.items():
         if rate < limit:
             severity: Severity = "refuse" if rate < HALF * middle and not noisy else "warn"
-            yield key, severity, (
-                f"{rate:.3g} {unit}, {1 - rate / middle:.0%} below the median of {len(rates)} ({middle:.3g}): every step "
-                "waits for it; see what else runs there, its cooling and its clocks, or leave it out"
+            told = (
+                f"{rate:.3g} {unit}, {1 - rate / middle:.0%} below the median of {len(rates)} ({middle:.3g}): every "
+                "step waits for it; see what else runs there, its cooling and its clocks, or leave it out"
             )
+            yield key, severity, told

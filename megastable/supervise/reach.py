@@ -143,5 +143,7 @@ def allocated(environment: Mapping[str, str]) -> list[str] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: scontrol could not be started: {error}") from None
     if result.code != 0:
-        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: scontrol show hostnames failed: {visible(result.tail, LONGEST)}")
+        raise ConfigError(
+            f"SLURM_JOB_NODELIST={nodes}: scontrol show hostnames failed: {visible(result.tail, LONGEST)}"
+        )
     return result.tail.split()

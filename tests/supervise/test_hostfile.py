@@ -16,9 +16,10 @@ from megastable.supervise.hostfile import HostSlots, filter_hosts, parse_hostfil
 
 HOSTS = "a slots=2\nb slots=4 # the big one\n\n# c slots=8\n  d\tslots=1\n"
 NAMES = st.sampled_from(["a", "b", "node-01", "#c", "10.0.0.7", "c:1", "-o", "ü"])
+SLOTS = st.integers(1, 9)
 LINES = st.one_of(
     st.builds("{} slots={}".format, NAMES, st.integers(0, 9)),
-    st.builds("{}{}slots={} {}".format, NAMES, st.sampled_from([" ", "\t ", "\x0b", "\u2003"]), st.integers(1, 9), NAMES),
+    st.builds("{}{}slots={} {}".format, NAMES, st.sampled_from([" ", "\t ", "\x0b", "\u2003"]), SLOTS, NAMES),
     st.sampled_from(["", "  ", "# a", "a", "slots=3", "a slots=x", "a  slots=3,4", "a slots=\u0663", "a slot=3"]),
 )  # fmt: skip
 SPECS = st.one_of(
@@ -130,7 +131,9 @@ def test_without_a_hostfile() -> None:
     assert hosts("--num_gpus=1", environment={"CUDA_VISIBLE_DEVICES": "3,1"}) == [("localhost", (0,))]
     pods = ["--no_ssh", "--num_nodes", "3", "--num_gpus", "1", "--node_rank", "2"]
     assert hosts(*pods) == [("host-0", (0,)), ("host-1", (0,)), ("host-2", (0,))]
-    found = placement(["--launcher", "SLURM", "--num_gpus", "2", "--num_nodes", "1"], {}, allocated=["n1", "n2"])
+    found = placement(
+        ["--launcher", "SLURM", "--num_gpus", "2", "--num_nodes", "1"], {}, allocated=["n1", "n2"]
+    )
     assert found.launcher == "slurm" and found.several and found.hosts == (HostSlots("n1", (0, 1)),)
 
 

@@ -64,7 +64,9 @@ def test_answers_and_reasons_by_host() -> None:
 def test_a_few_at_a_time(tmp_path: Path) -> None:
     """Each looks how many run beside it."""
     script = f"touch {tmp_path}/$$; ls {tmp_path} | wc -l; sleep 0.1; rm {tmp_path}/$$"
-    found = run_on(map(str, range(9)), Scripts(dict.fromkeys(map(str, range(9)), script)), [], PATIENCE, at_once=3)
+    found = run_on(
+        map(str, range(9)), Scripts(dict.fromkeys(map(str, range(9)), script)), [], PATIENCE, at_once=3
+    )
     assert {answer.reason for answer in found.values()} == {None}
     assert max(int(answer.output) for answer in found.values()) in (2, 3)
 
@@ -83,7 +85,10 @@ def test_an_interrupt_ends_what_runs(tmp_path: Path) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    scripts = {"long": f"echo $$ > {tmp_path}/pid; exec sleep 600", "short": f"until [ -s {tmp_path}/pid ]; do :; done"}
+    scripts = {
+        "long": f"echo $$ > {tmp_path}/pid; exec sleep 600",
+        "short": f"until [ -s {tmp_path}/pid ]; do :; done",
+    }
     with pytest.raises(KeyboardInterrupt):
         run_on(scripts, Scripts(scripts), [], PATIENCE, told=stop)
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
@@ -106,16 +111,23 @@ def test_our_modules_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest
 def test_a_large_answer_arrives_whole() -> None:
     line = "x" * (KEPT - 1)
     assert ChildProcess(["printf", "%s", line[:100_000]], kept=KEPT).wait() == Result(0, line[:100_000])
-    assert len(ChildProcess(["sh", "-c", f"head -c {KEPT + 9} /dev/zero | tr '\\0' x"], kept=KEPT).wait().tail) == KEPT
+    assert (
+        len(ChildProcess(["sh", "-c", f"head -c {KEPT + 9} /dev/zero | tr '\\0' x"], kept=KEPT).wait().tail)
+        == KEPT
+    )
 
 
-def test_ssh_is_asked_for_the_host_and_for_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh_is_asked_for_the_host_and_for_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By what a program in ssh's place is given; a real one: tests/launch."""
     stand = tmp_path / "ssh"
     stand.write_text('#!/bin/sh\nfor w; do printf "%s\\n" "$w"; done\n')
     stand.chmod(stand.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = run_on(["-oProxyCommand=x"], Ssh(2222), ["true"], PATIENCE)["-oProxyCommand=x"].output.splitlines()
+    found = run_on(["-oProxyCommand=x"], Ssh(2222), ["true"], PATIENCE)[
+        "-oProxyCommand=x"
+    ].output.splitlines()
     assert found[-3:-1] == ["--", "-oProxyCommand=x"] and found[-1].endswith(" true")
     assert found[:-3] == ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-p", "2222"]
     assert "-p" not in Ssh().words("a", ["true"])

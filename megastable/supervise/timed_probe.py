@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Probe:
+class TimedProbe:
     """Starts `look` at once. Its answer must be JSON. Fork before any thread is started."""
 
     def __init__(self, look: Callable[[], Any], seconds: float) -> None:

@@ -1,0 +1,75 @@
+"""Asks every host for its report at once: puts a token into the run directory, starts host_check, reads what comes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megastable.base.errors import ConfigError
+from megastable.supervise.host_check import ALL, BENCH, TOKEN
+from megastable.supervise.host_report import HostReport, read_report
+from megastable.supervise.reach import CONNECT, HostAnswer, Reach, python, run_on
+
+START = 20.0  # seconds for Python itself, from a cold shared file system
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Reports, or reasons why there is none, by the host's name; the token that they should have seen; offsets of their
+    clocks against this one's. [seconds]"""
+
+    reports: dict[str, HostReport | str]
+    token: str
+    offsets: dict[str, float]
+
+
+def survey(
+    hosts: Sequence[str], reach: Reach, folder: Path, full: bool, told: Callable[[str], None] | None = None
+) -> Survey:
+    """The reports of `hosts`. folder: exists, and is shared by all of them. told: is told of each host that answered.
+
+    Raises ConfigError if nothing can be written there.
+    """
+    command = python(
+        "megastable.supervise.host_check", "--folder", str(folder.absolute()), *["--full"] * full
+    )
+    seconds = CONNECT + START + ALL + (BENCH if full else 0)
+    with _token(folder) as token:
+        answers = run_on(
+            hosts, reach, command, seconds, told=None if told is None else lambda host, _: told(host)
+        )
+    reports = {host: _read(answer) for host, answer in answers.items()}
+    offsets = {
+        host: report.time - answers[host].ended
+        for host, report in reports.items()
+        if isinstance(report, HostReport)
+    }
+    return Survey(reports, token, offsets)
+
+
+def _read(answer: HostAnswer) -> HostReport | str:
+    return answer.reason if answer.reason is not None else read_report(answer.output)
+
+
+@contextmanager
+def _token(folder: Path) -> Iterator[str]:
+    """A text that is in the folder's .preflight for as long as this lasts."""
+    token, path = secrets.token_hex(8), folder / TOKEN
+    try:
+        with path.open("w") as file:
+            file.write(token)
+            file.flush()
+            os.fsync(file.fileno())  # other hosts are to see it
+    except OSError as error:
+        raise ConfigError(
+            f"{path} could not be written: {error.strerror or error}: every host writes there"
+        ) from None
+    try:
+        yield token
+    finally:
+        with suppress(OSError):
+            path.unlink()
