@@ -78,8 +78,10 @@ def preflight(
     )  # fmt: skip
     findings = compare(found.reports, wanted)
     if not as_json:
-        console = Console()
-        console.print(preflight_table.table(found.reports, findings, not quick))
+        console, table = Console(), preflight_table.table(found.reports, findings, not quick)
+        if not console.is_terminal:  # a pipe has 80 columns: no name of a host is to be cut there
+            console.width = max(console.width, console.measure(table).maximum)
+        console.print(table)
         for line in preflight_table.lines(findings):
             console.print(line, soft_wrap=True)
         if placed.no_ssh and len(placed.hosts) > 1:

@@ -37,12 +37,12 @@ def table(
     grid = Table("host", *(HEADS[check] for check in checks), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     grid.columns[0].overflow = "fold"
     for host in shown[:MOST]:
-        report = reports[host]
+        report, name = reports[host], Text(visible(host, 60))
         if isinstance(report, str):
-            grid.add_row(visible(host, 60), Text("!", style=COLOURS["refuse"]), *["-"] * (len(checks) - 1))
+            grid.add_row(name, Text("!", style=COLOURS["refuse"]), *["-"] * (len(checks) - 1))
         else:
             cells = [_cell(_value(report, check), worst.get((host, check))) for check in checks]
-            grid.add_row(visible(host, 60), *cells)
+            grid.add_row(name, *cells)
     hidden = len(reports) - len(shown[:MOST])
     return Group(grid, Text(f"and {plural(hidden, 'more host')}")) if hidden else grid
 
