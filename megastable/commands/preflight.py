@@ -106,8 +106,9 @@ def _reach(placed: LaunchPlacement) -> Reach:
 
 def _folder(config: RunConfig | None) -> Path:
     """The run directory, or the folder in which it will be made."""
-    path = Path() if config is None else config.run.dir or Path("runs")
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+    from megastable.supervise.host_survey import existing
+
+    return existing(Path() if config is None else config.run.dir or Path("runs"))
 
 
 def _checkpoint(config: RunConfig | None) -> float | None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megastable.base.errors import ConfigError
-from megastable.supervise.host_check import ALL, BENCH, TOKEN
+from megastable.supervise.host_check import ALL, BENCH, LOOK, TOKEN
 from megastable.supervise.host_report import HostReport, read_report
 from megastable.supervise.reach import CONNECT, HostAnswer, Reach, python, run_on
+from megastable.supervise.timed_probe import TimedProbe
 
 START = 20.0  # seconds for Python itself, from a cold shared file system
 
@@ -59,17 +60,26 @@ def _read(answer: HostAnswer) -> HostReport | str:
 def _token(folder: Path) -> Iterator[str]:
     """A text that is in the folder's .preflight for as long as this lasts."""
     token, path = secrets.token_hex(8), folder / TOKEN
-    try:
+
+    def write() -> None:
         with path.open("w") as file:
             file.write(token)
             file.flush()
             os.fsync(file.fileno())  # other hosts are to see it
-    except OSError as error:
-        raise ConfigError(
-            f"{path} could not be written: {error.strerror or error}: every host writes there"
-        ) from None
+
+    _, why = TimedProbe(write, LOOK).result()
+    if why is not None:
+        raise ConfigError(f"{path} could not be written: {why}. Every host writes into that directory")
     try:
         yield token
     finally:
-        with suppress(OSError):
-            path.unlink()
+        TimedProbe(path.unlink, LOOK).result()
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the directory above it in which it would be made. Raises ConfigError if the file system hangs."""
+    above = [path.absolute(), *path.absolute().parents]
+    index, why = TimedProbe(lambda: [folder.is_dir() for folder in above].index(True), LOOK).result()
+    if why is not None:
+        raise ConfigError(f"{path}: {why}: its file system hangs or fails")
+    return above[index]

@@ -17,7 +17,8 @@ from typing import Any
 
 
 class TimedProbe:
-    """Starts `look` at once. Its answer must be JSON. Fork before any thread is started."""
+    """Starts `look` at once. Its answer must be JSON. No other thread of ours runs in the child: `look` must not need
+    one, or its locks."""
 
     def __init__(self, look: Callable[[], Any], seconds: float) -> None:
         self._until, self._seconds = time.monotonic() + seconds, seconds

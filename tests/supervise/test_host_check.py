@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -134,6 +135,21 @@ def test_what_hangs_is_left_behind_and_holds_nothing_of_ours(tmp_path: Path) -> 
     words = [sys.executable, "-c", code, str(tmp_path / "pipe"), str(tmp_path / "pid")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
     assert "no answer within" in done.stdout and "('well', None)" in done.stdout
+
+
+def test_a_probe_holds_none_of_our_files() -> None:
+    """One that waits for a dead disk cannot be killed, and what it held open would keep our callers waiting."""
+
+    def held() -> list[str]:
+        found = []
+        for fd in range(256):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return found
+
+    names, why = TimedProbe(held, PATIENCE).result()
+    assert why is None and names[:3] == ["/dev/null"] * 3
+    assert [name.partition(":")[0] for name in names[3:]] == ["pipe"]  # to us
 
 
 def test_a_file_system_that_hangs_does_not_hang_the_report(

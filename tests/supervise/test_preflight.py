@@ -199,6 +199,13 @@ def test_a_laptop_without_gpus() -> None:
     assert brief(compare({"n1": laptop}, wanted(1))) == [("n1", "gpus", "warn")]
 
 
+def test_little_shared_memory_stops_gpus_only() -> None:
+    """Ranks on CPUs exchange by gloo, over sockets."""
+    little: dict[str, HostReport | str] = {"n1": report(shm_free=1 << 20)}
+    assert brief(compare(little, wanted(1))) == [("n1", "shm", "refuse")]
+    assert brief(compare(little, wanted(1, cpu=True))) == [("n1", "shm", "warn")]
+
+
 def test_one_gpu_alone_has_none_to_exchange_with() -> None:
     alone = report(
         gpus=[GPU], all_reduce=None, all_reduce_unknown="one GPU alone",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import socket
 import stat
 import subprocess
@@ -151,6 +152,16 @@ def test_nodes_of_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"n\[1-2\].*scontrol"):
         allocated({"SLURM_JOB_NODELIST": "n[1-2]"})
+
+
+def test_scontrol_lists_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("scontrol") is None:
+        pytest.skip("no scontrol (Debian: slurm-client)")
+    (tmp_path / "conf").write_text(
+        "ClusterName=x\nSlurmctldHost=localhost\nNodeName=n[1-3]\nPartitionName=p Nodes=ALL\n"
+    )
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "conf"))
+    assert allocated({"SLURM_JOB_NODELIST": "n[1-2],x7"}) == ["n1", "n2", "x7"]
 
 
 def test_reasons_are_safe_to_print() -> None:
