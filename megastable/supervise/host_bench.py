@@ -63,32 +63,43 @@ def matmul(devices: list[torch.device]) -> dict[str, Any]:
 def all_reduce(kind: str, ranks: int, seconds: float = 60.0) -> dict[str, Any]:
     """Bandwidth per rank as NCCL's tests count it ("bus bandwidth": 2 (n-1) / n x bytes / time), between `ranks`
     processes. Raises RuntimeError with what the first failed one said."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder, started = Path(name), list[subprocess.Popen[bytes]]()
         words = [sys.executable, "-m", "megastable.supervise.host_bench", "--kind", kind, "--of", str(ranks)]
-        started = [
-            subprocess.Popen(
-                [*words, "--rank", str(rank), "--meet", f"{folder}/meet"], stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            ) for rank in range(ranks)
-        ]  # fmt: skip
-        until = time.monotonic() + seconds
         try:
-            ended = [rank.communicate(timeout=max(0.0, until - time.monotonic())) for rank in started]
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no all-reduce of {ranks} ranks within {seconds:.0f} s") from None
+            for rank in range(ranks):
+                # Files, because a full pipe of a rank that nobody reads yet would stop all of them.
+                with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
+                    started.append(
+                        subprocess.Popen(
+                            [*words, "--rank", str(rank), "--meet", f"{folder}/meet"], stdin=subprocess.DEVNULL,
+                            stdout=out, stderr=err, env=os.environ | {"NCCL_DEBUG": "WARN"},
+                        )
+                    )  # fmt: skip
+            failed = _first_failure(started, seconds)
         finally:
-            for rank in started:
-                rank.kill()
-                rank.wait()
-    for rank, (_, errors) in zip(started, ended, strict=True):
-        if rank.returncode != 0:
-            raise RuntimeError((errors.strip().splitlines() or [f"exit code {rank.returncode}"])[-1][-300:])
-    slowest = max(float(output.splitlines()[-1]) for output, _ in ended)
+            for process in started:
+                process.kill()
+                process.wait()
+        if failed is not None:
+            lines = (folder / f"err{failed}").read_text(errors="replace").strip().splitlines()
+            raise RuntimeError((lines or [f"exit code {started[failed].returncode}"])[-1][-300:])
+        slowest = max(float((folder / f"out{rank}").read_text().splitlines()[-1]) for rank in range(ranks))
     return {
         "gb_per_second": 2 * (ranks - 1) / ranks * BYTES[kind] / slowest / 1e9,
         "ranks": ranks,
         "device": kind,
     }
+
+
+def _first_failure(ranks: list[subprocess.Popen[bytes]], seconds: float) -> int | None:
+    """The rank that failed first: the others would wait for it. None if all ended well. Raises RuntimeError."""
+    until = time.monotonic() + seconds
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        if time.monotonic() > until:
+            raise RuntimeError(f"no all-reduce of {len(ranks)} ranks within {seconds:.0f} s")
+        time.sleep(0.02)
+    return next((rank for rank, code in enumerate(codes) if code), None)
 
 
 def be_a_rank(kind: str, rank: int, of: int, meet: Path) -> float:
