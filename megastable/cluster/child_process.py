@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megastable.run.directory import RunDirectory
 
-TAIL = 2000  # bytes of output kept
+TAIL = 2000  # bytes of output kept by default
 PIPE = 1 << 20  # capacity of a pipe in bytes (pipe(7))
 LOOK = 0.02  # seconds between polls
 LOW = 10  # nice value of work that is not urgent
@@ -33,7 +33,8 @@ class ChildProcess:
     """Starts `words` with `given` as standard input. Raises OSError or ValueError when it cannot be started.
 
     seconds: allowed. log: a file that its output is added to. Without one the output is drained as it comes, so a
-    process that never reads or never stops writing neither blocks us nor fills a disk.
+    process that never reads or never stops writing neither blocks us nor fills a disk; kept: how many bytes of its end
+    the result has.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class ChildProcess:
         given: bytes = b"",
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
+        kept: int = TAIL,
     ) -> None:
+        self._kept = kept
         self._until = time.monotonic() + seconds
         self._tail = b""
         self._result: Result | None = None
@@ -106,7 +109,7 @@ class ChildProcess:
         """Read the available output, at most one pipe's worth: a process that left the group may write for ever."""
         if self._output is not None:
             with suppress(BlockingIOError):
-                self._tail = (self._tail + os.read(self._output.fileno(), PIPE))[-TAIL:]
+                self._tail = (self._tail + os.read(self._output.fileno(), PIPE))[-self._kept :]
 
 
 def background(

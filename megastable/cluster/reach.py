@@ -1,66 +1,149 @@
-"""Ways to run a command on a host of the run: ssh, srun, or not at all. Pure: they build command lines."""
+"""Runs a command on many hosts, over ssh, over srun or here: a bounded number at a time, each with a time limit."""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-CONNECT = 5  # seconds for ssh to connect
+from megastable.base.errors import ConfigError
+from megastable.base.text import visible
+from megastable.cluster.child_process import LOOK, ChildProcess, Result
+
+CONNECT = 5  # seconds for a connection: a host that is up answers in milliseconds
+AT_ONCE = 64  # processes at a time: 1,000 hosts in about 16 times what one takes, and few enough for one head
+KEPT = 1 << 18  # bytes of an answer: a report of 16 GPUs has less than 10,000
+LONGEST = 300  # characters of a reason
+PACKAGE_ROOT = Path(__file__).absolute().parents[2]
+SSH_FAILED = 255  # ssh's own exit code; the command's otherwise
 
 
 class Reach(Protocol):
-    """detached: whether what it starts must leave its session, so as to outlive it."""
+    """How to run a command on a host."""
 
-    detached: bool
-
-    def words(self, host: str, command: Sequence[str]) -> list[str] | None:
-        """The command line that runs `command` on a host; None if that cannot be done from here."""
+    def words(self, host: str, command: Sequence[str]) -> list[str]:
+        """The command of this host that does."""
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """Without a password, as the deepspeed launcher's. port: None for ssh's own."""
+    """By ssh, without a password, in this folder, with the same modules. port: None = ssh's configuration decides."""
 
     port: int | None = None
-    detached = True
 
-    def words(self, host: str, command: Sequence[str]) -> list[str] | None:
-        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}", "-o", "ConnectionAttempts=1"]
+    def words(self, host: str, command: Sequence[str]) -> list[str]:
         port = [] if self.port is None else ["-p", str(self.port)]
-        return ["ssh", "-n", *options, *port, host, shlex.join(command)]
+        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
+        # `--`: a name of the hostfile must not be an option.
+        return ["ssh", *options, *port, "--", host, in_this_folder(command)]
 
 
 @dataclass(frozen=True)
 class Srun:
-    """Within an allocation of Slurm. environment: of the batch script."""
+    """By srun, inside an allocation: one task on that node, beside whatever runs there."""
 
-    environment: Mapping[str, str]
-    detached = False  # Slurm ends what outlives its step
-
-    def words(self, host: str, command: Sequence[str]) -> list[str] | None:
-        cores = self.environment.get("SLURM_CPUS_ON_NODE")
-        # Without it the step has one core of the node, and without --overlap it waits for the others to end.
-        width = [f"--cpus-per-task={cores}"] if cores else []
-        return [
-            "srun",
-            "--overlap",
-            "--nodes=1",
-            "--ntasks=1",
-            f"--nodelist={host}",
-            "--no-kill",
-            *width,
-            *command,
-        ]
+    def words(self, host: str, command: Sequence[str]) -> list[str]:
+        where = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--quiet", "--input=none"]
+        return ["srun", *where, "sh", "-c", in_this_folder(command)]
 
 
 @dataclass(frozen=True)
-class Nowhere:
-    """Hosts whose agents somebody else starts, as pods start theirs; but for `here`."""
+class Local:
+    """On this host, whatever the name."""
 
-    here: str
-    detached = True
+    def words(self, host: str, command: Sequence[str]) -> list[str]:
+        return ["sh", "-c", in_this_folder(command)]
 
-    def words(self, host: str, command: Sequence[str]) -> list[str] | None:
-        return list(command) if host == self.here else None
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """What a command on a host printed (both streams), or the reason why it did not end well. ended: by the clock of
+    this host. [seconds since 1970]"""
+
+    output: str
+    reason: str | None
+    ended: float
+
+
+def in_this_folder(command: Sequence[str]) -> str:
+    """`command` for a shell of another host, with this folder and this package."""
+    path = os.pathsep.join(p for p in (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")) if p)
+    words = ["env", f"PYTHONPATH={path}", *command]
+    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """A module of ours, by the interpreter that runs here."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def run_on(
+    hosts: Iterable[str], reach: Reach, command: Sequence[str], seconds: float,
+    *, at_once: int = AT_ONCE, told: Callable[[str, HostAnswer], None] | None = None,
+) -> dict[str, HostAnswer]:  # fmt: skip
+    """Run `command` on every host, by name. Ends all of it when interrupted.
+
+    seconds: for each host. told: is told of every answer as it comes.
+    """
+    names = list(dict.fromkeys(hosts))
+    waiting, running, found = deque(names), dict[str, ChildProcess](), dict[str, HostAnswer]()
+
+    def settle(host: str, output: str, reason: str | None) -> None:
+        found[host] = HostAnswer(output, reason, time.time())
+        if told is not None:
+            told(host, found[host])
+
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                host = waiting.popleft()
+                try:
+                    running[host] = ChildProcess(reach.words(host, command), seconds, kept=KEPT)
+                except (OSError, ValueError) as error:
+                    settle(host, "", f"could not be started: {error}")
+            ended = {host: result for host, one in running.items() if (result := one.poll()) is not None}
+            for host, result in ended.items():
+                del running[host]
+                settle(host, result.tail, reason_of(result, seconds))
+            if running and not ended:
+                time.sleep(LOOK)
+    finally:
+        for one in running.values():
+            one.kill()
+            one.wait()
+    return {host: found[host] for host in names}
+
+
+def reason_of(result: Result, seconds: float) -> str | None:
+    """Why a command did not end well; None if it did."""
+    if result.code == 0:
+        return None
+    lines = [line.strip() for line in result.tail.splitlines() if line.strip()]
+    said = visible(lines[-1] if lines else "", LONGEST)
+    if result.code is None:
+        return f"no answer within {seconds:.0f} s" + (f": {said}" if said else "")
+    if result.code == SSH_FAILED and said:
+        return said
+    return f"exit code {result.code}" + (f": {said}" if said else "")
+
+
+def allocated(environment: Mapping[str, str]) -> list[str] | None:
+    """The nodes of this Slurm allocation; None outside of one. Raises ConfigError."""
+    nodes = environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return None
+    try:
+        result = ChildProcess(["scontrol", "show", "hostnames", nodes], 10.0, kept=KEPT).wait()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: scontrol could not be started: {error}") from None
+    if result.code != 0:
+        raise ConfigError(
+            f"SLURM_JOB_NODELIST={nodes}: scontrol show hostnames failed: {visible(result.tail, LONGEST)}"
+        )
+    return result.tail.split()

@@ -13,6 +13,7 @@ from megastable.commands.app import SETTINGS, Command, Group
 COMMANDS = {
     "train": "Train without a supervisor: start the deepspeed launcher on a recipe.",
     "supervise": "Train under a supervisor, which restarts after a crash or a hang from a good checkpoint.",
+    "preflight": "Check every host before a run: code, versions, disks, GPUs, speed; is the run directory shared?",
     "status": "Show how a run stands, who watches it, and what to do next.",
     "prepare": "Text into corpora to train on: a tokenizer, Megatron shards, a manifest with counts and hashes.",
     "inspect": "What was in that batch? From steps, incidents and documents to text, and back; which ones are bad.",

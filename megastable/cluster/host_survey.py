@@ -1,0 +1,85 @@
+"""Asks every host for its report at once: puts a token into the run directory, starts host_check, reads what comes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megastable.base.errors import ConfigError
+from megastable.cluster.host_check import ALL, BENCH, LOOK, TOKEN
+from megastable.cluster.host_report import HostReport, read_report
+from megastable.cluster.reach import CONNECT, HostAnswer, Reach, python, run_on
+from megastable.cluster.timed_probe import TimedProbe
+
+START = 20.0  # seconds for Python itself, from a cold shared file system
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Reports, or reasons why there is none, by the host's name; the token that they should have seen; offsets of their
+    clocks against this one's. [seconds]"""
+
+    reports: dict[str, HostReport | str]
+    token: str
+    offsets: dict[str, float]
+
+
+def survey(
+    hosts: Sequence[str], reach: Reach, folder: Path, full: bool, told: Callable[[str], None] | None = None
+) -> Survey:
+    """The reports of `hosts`. folder: exists, and is shared by all of them. told: is told of each host that answered.
+
+    Raises ConfigError if nothing can be written there.
+    """
+    command = python(
+        "megastable.cluster.host_check", "--folder", str(folder.absolute()), *["--full"] * full
+    )
+    seconds = CONNECT + START + ALL + (BENCH if full else 0)
+    with _token(folder) as token:
+        answers = run_on(
+            hosts, reach, command, seconds, told=None if told is None else lambda host, _: told(host)
+        )
+    reports = {host: _read(answer) for host, answer in answers.items()}
+    offsets = {
+        host: report.time - answers[host].ended
+        for host, report in reports.items()
+        if isinstance(report, HostReport)
+    }
+    return Survey(reports, token, offsets)
+
+
+def _read(answer: HostAnswer) -> HostReport | str:
+    return answer.reason if answer.reason is not None else read_report(answer.output)
+
+
+@contextmanager
+def _token(folder: Path) -> Iterator[str]:
+    """A text that is in the folder's .preflight for as long as this lasts."""
+    token, path = secrets.token_hex(8), folder / TOKEN
+
+    def write() -> None:
+        with path.open("w") as file:
+            file.write(token)
+            file.flush()
+            os.fsync(file.fileno())  # other hosts are to see it
+
+    _, why = TimedProbe(write, LOOK).result()
+    if why is not None:
+        raise ConfigError(f"{path} could not be written: {why}. Every host writes into that directory")
+    try:
+        yield token
+    finally:
+        TimedProbe(path.unlink, LOOK).result()
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the directory above it in which it would be made. Raises ConfigError if the file system hangs."""
+    above = [path.absolute(), *path.absolute().parents]
+    index, why = TimedProbe(lambda: [folder.is_dir() for folder in above].index(True), LOOK).result()
+    if why is not None:
+        raise ConfigError(f"{path}: {why}: its file system hangs or fails")
+    return above[index]

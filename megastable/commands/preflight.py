@@ -1,0 +1,123 @@
+"""`megastable preflight`: check every host before a run. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megastable.base.errors import BAD_INPUT, OK
+from megastable.commands.app import App, WithLauncherArguments
+from megastable.commands.options import Json, JsonFile, Overrides, put_json
+
+if TYPE_CHECKING:
+    from megastable.config.tree import RunConfig
+    from megastable.cluster.hostfile import LaunchPlacement
+    from megastable.cluster.reach import Reach
+
+app = App()
+ASSUMED_VOCABULARY = 128_000  # where the recipe leaves it to a tokenizer
+STATE = 12  # bytes of a checkpoint per parameter: fp32 weights and two fp32 moments
+
+
+@app.add(
+    cls=WithLauncherArguments,
+    examples="""
+    megastable preflight
+    megastable preflight launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
+    megastable preflight --quick -- --hostfile hostfile --exclude node-07
+    megastable preflight --json -- --hostfile hostfile
+    megastable preflight launch/recipes/7b.yaml run.dir=runs/7b -- --launcher slurm --num_gpus 8
+    """,
+    more="Hosts are those that the launcher would use. They are reached over ssh (with --launcher slurm over srun, "
+    "inside an allocation); without a hostfile only this one is checked. This folder must be at the same path on every "
+    "host. Without a recipe the current folder stands for the run directory.\n\n"
+    "Exit codes: 0 nothing stands against a run, 2 a host is refused, or bad input.",
+)
+def preflight(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="For its run directory and the size of its checkpoints"),
+    ] = None,
+    overrides: Overrides = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Without matrix products and all-reduces")] = False,
+    as_json: Json = False,
+    output: JsonFile = None,
+) -> None:
+    """Check every host before a run: code, versions, disks, GPUs, speed; is the run directory shared?
+
+    Nothing is started. Every host reports within seconds; what differs, is broken or slow is named, with what to do.
+    """
+    from rich.console import Console
+
+    from megastable.base.progress_bar import bar
+    from megastable.config import recipe as recipes
+    from megastable.supervise import preflight_table
+    from megastable.cluster.host_report import as_facts
+    from megastable.cluster.host_survey import survey
+    from megastable.cluster.hostfile import placement
+    from megastable.cluster.preflight import Wanted, compare
+    from megastable.cluster.reach import allocated
+
+    config = None if recipe is None else recipes.load(recipe, overrides or [])
+    given: list[str] = context.obj
+    slurm = any(word.lower() in ("slurm", "--launcher=slurm") for word in given)
+    placed = placement(given, os.environ, allocated(os.environ) if slurm else None)
+    hosts, reach = list(placed.hosts), _reach(placed)
+    if placed.no_ssh:
+        hosts = [placed.hosts[placed.node_rank]]
+    names = [host.name for host in hosts]
+    with bar("asking the hosts", len(names), silent=as_json, unit="hosts") as asked:
+        found = survey(names, reach, _folder(config), not quick, told=lambda host: asked())
+    wanted = Wanted(
+        {host.name: host.slots for host in hosts}, found.token, found.offsets, _checkpoint(config),
+        cpu=os.environ.get("DS_ACCELERATOR") == "cpu",
+    )  # fmt: skip
+    findings = compare(found.reports, wanted)
+    if not as_json:
+        console, table = Console(), preflight_table.table(found.reports, findings, not quick)
+        if not console.is_terminal:  # a pipe has 80 columns: no name of a host is to be cut there
+            console.width = max(console.width, console.measure(table).maximum)
+        console.print(table)
+        for line in preflight_table.lines(findings):
+            console.print(line, soft_wrap=True)
+        if placed.no_ssh and len(placed.hosts) > 1:
+            console.print("--no_ssh: only this host was checked; give a hostfile to compare all")
+        console.print(preflight_table.verdict(len(names), findings), highlight=False)
+    facts = {
+        "hosts": {host: as_facts(report) for host, report in found.reports.items()},
+        "clock_offsets": found.offsets,
+        "findings": [vars(one) for one in findings],
+    }
+    put_json(facts, as_json, output)
+    raise typer.Exit(BAD_INPUT if any(one.severity == "refuse" for one in findings) else OK)
+
+
+def _reach(placed: LaunchPlacement) -> Reach:
+    from megastable.cluster.reach import Local, Srun, Ssh
+
+    if placed.no_ssh or not placed.several:
+        return Local()
+    return Srun() if placed.launcher == "slurm" else Ssh(placed.ssh_port)
+
+
+def _folder(config: RunConfig | None) -> Path:
+    """The run directory, or the folder in which it will be made."""
+    from megastable.cluster.host_survey import existing
+
+    return existing(Path() if config is None else config.run.dir or Path("runs"))
+
+
+def _checkpoint(config: RunConfig | None) -> float | None:
+    """About the bytes of a checkpoint."""
+    if config is None:
+        return None
+    from megastable.model.flops import parameters
+
+    model = config.model
+    if model.vocab_size is None:
+        model = model.model_copy(update={"vocab_size": ASSUMED_VOCABULARY})
+    return float(STATE * parameters(model))

@@ -1,0 +1,246 @@
+"""What is found when hosts are compared: everything planted, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.cluster.host_report import HostReport, read_report
+from megastable.cluster.preflight import HARDWARE_XID, HostFinding, Wanted, compare
+
+GPU = {
+    "index": 0, "name": "H100", "driver": "550.1", "memory": 80 << 30, "memory_used": 1 << 30, "temperature": 40,
+    "ecc_uncorrected": 0, "xid": [], "clocks_throttled": [],
+}  # fmt: skip
+TOKEN = "abc"
+
+
+def report(**parts: Any) -> HostReport:
+    """A host where all is well; parts are merged into it."""
+    tree: dict[str, Any] = {
+        "host": "n", "time": 1e9, "python": "3.11.7", "packages": {"torch": "2.9.0", "numpy": "2.0.0"},
+        "code": "1" * 64, "commit": "c" * 40, "variables": {"NCCL_SOCKET_IFNAME": "ib0"},
+        "disk_free": 10**12, "shm_free": 10**11,
+        "folder": {"seen": True, "token": TOKEN, "writable": True, "seconds": 0.01},
+        "gpus": [GPU] * 2,
+        "matmul": {"dtype": "bfloat16", "device": "cuda:0"} | rates(600.0, 600.0),
+        "all_reduce": {"gb_per_second": 300.0, "ranks": 2, "device": "cuda"},
+    }  # fmt: skip
+    for key, value in parts.items():
+        tree[key] = (
+            {**tree[key], **value} if isinstance(value, dict) and isinstance(tree.get(key), dict) else value
+        )
+    return HostReport.model_validate(tree)
+
+
+def rates(*of: float) -> dict[str, Any]:
+    return {"tflops": min(of), "each": {f"cuda:{n}": rate for n, rate in enumerate(of)}}
+
+
+def hosts(count: int, **odd: Any) -> dict[str, HostReport | str]:
+    """n1 to n`count`; the last one has `odd`."""
+    return {f"n{n}": report(**odd if n == count else {}) for n in range(1, count + 1)}
+
+
+def wanted(count: int, **more: Any) -> Wanted:
+    return Wanted(**{"slots": {f"n{n}": (0, 1) for n in range(1, count + 1)}, "token": TOKEN} | more)
+
+
+def brief(found: Sequence[HostFinding]) -> list[tuple[str, str, str]]:
+    return [(one.host, one.check, one.severity) for one in found]
+
+
+def broken(**parts: Any) -> dict[str, Any]:
+    return {"gpus": [GPU, {**GPU, **parts}]}
+
+
+# What is wrong with the last host, and what is to be said of it.
+WRONG: list[tuple[dict[str, Any], list[tuple[str, str]], list[str]]] = [
+    ({"code": "2" * 64, "commit": "d" * 40}, [("code", "refuse")], ["2" * 12, "dddddddddddd", "have 111111111111"]),
+    ({"code": None, "code_unknown": "no answer"}, [("code", "warn")], ["no answer"]),
+    ({"packages": {"torch": "2.8.0"}}, [("versions", "refuse")], ["torch 2.8.0", "have 2.9.0"]),
+    ({"packages": {"numpy": "1.9.0"}}, [("versions", "warn")], ["numpy 1.9.0", "have 2.0.0"]),
+    ({"packages": {"triton": "3"}}, [("versions", "refuse")], ["triton 3", "have none"]),
+    ({"python": "3.12.0"}, [("versions", "warn")], ["Python 3.12.0", "have 3.11.7"]),
+    ({"variables": {"NCCL_SOCKET_IFNAME": "eth0"}}, [("variables", "warn")], ["NCCL_SOCKET_IFNAME=eth0", "ib0"]),
+    ({"variables": {"DS_X": "1"}}, [("variables", "warn")], ["DS_X=1", "have none"]),
+    ({"disk_free": 10**9}, [("disk", "warn")], ["1 GB free"]),
+    ({"disk_free": None, "disk_free_unknown": "no answer within 5 s"}, [("disk", "refuse")], ["no answer within 5 s"]),
+    ({"shm_free": 64 << 20}, [("shm", "warn")], ["67.1 MB"]),
+    ({"shm_free": 1 << 20}, [("shm", "refuse")], ["1.05 MB", "--shm-size"]),
+    ({"folder": None, "folder_unknown": "no answer within 5 s"}, [("folder", "refuse")], ["no answer within 5 s"]),
+    ({"folder": {"seen": False}}, [("folder", "refuse")], ["not there"]),
+    ({"folder": {"token": "x"}}, [("folder", "refuse")], ["another one than here"]),
+    ({"folder": {"token": None}}, [("folder", "refuse")], ["another one than here"]),
+    ({"folder": {"writable": False, "why": "Read-only file system"}}, [("folder", "refuse")], ["Read-only"]),
+    ({"folder": {"seconds": 2.5}}, [("folder", "warn")], ["2.5 s"]),
+    ({"gpus": None, "gpus_unknown": "no nvidia-smi"}, [("gpus", "refuse")], ["no nvidia-smi"]),
+    ({"gpus": [GPU]}, [("gpus", "refuse")], ["1 GPU,", "slot 1"]),
+    (broken(ecc_uncorrected=3), [("gpus", "refuse")], ["GPU 1: 3 uncorrected ECC errors"]),
+    (broken(xid=[79]), [("gpus", "refuse")], ["GPU 1: Xid 79 (fell off the bus)"]),
+    (broken(xid=[13]), [("gpus", "warn")], ["Xid 13"]),
+    (broken(clocks_throttled=["hardware slowdown"]), [("gpus", "warn")], ["hardware slowdown"]),
+    (broken(memory_used=70 << 30), [("gpus", "warn")], ["75.2 GB of 85.9 GB"]),
+    ({"gpus": [{**GPU, "name": "A100"}] * 2}, [("gpus", "warn")], ["GPU A100", "have H100"]),
+    ({"gpus": [{**GPU, "driver": "535"}] * 2}, [("gpus", "warn")], ["GPU driver 535", "have 550.1"]),
+    ({"matmul": rates(600, 500)}, [("matmul", "warn")], ["cuda:1", "500 TFLOP/s", "17% below", "(600)"]),
+    ({"matmul": rates(200, 600)}, [("matmul", "refuse")], ["cuda:0", "200 TFLOP/s"]),
+    ({"matmul": None, "matmul_unknown": "out of memory"}, [("matmul", "refuse")], ["out of memory"]),
+    ({"all_reduce": {"gb_per_second": 200.0}}, [("all_reduce", "warn")], ["200 GB/s", "33% below"]),
+    ({"all_reduce": None, "all_reduce_unknown": "NCCL error"}, [("all_reduce", "refuse")], ["NCCL error"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 7])
+@pytest.mark.parametrize(("odd", "checks", "words"), WRONG, ids=[str(odd)[:60] for odd, *_ in WRONG])
+def test_what_is_planted_is_found(
+    odd: dict[str, Any], checks: list[tuple[str, str]], words: list[str], count: int
+) -> None:
+    found = compare(hosts(count, **odd), wanted(count))
+    assert brief(found) == [(f"n{count}", *check) for check in checks]
+    assert all(word in found[0].text for word in words), found[0].text
+
+
+@given(st.integers(1, 6), st.sampled_from([None, 1e11]))
+def test_hosts_that_are_alike_and_well_are_left_alone(count: int, checkpoint: float | None) -> None:
+    assert compare(hosts(count), wanted(count, checkpoint=checkpoint)) == []
+
+
+@given(st.data())
+def test_the_order_of_hosts_does_not_matter_where_most_agree(data: st.DataObject) -> None:
+    odd, _, _ = data.draw(st.sampled_from(WRONG))
+    reports = list(hosts(5, **odd).items())
+    mixed = dict(data.draw(st.permutations(reports)))
+    assert set(compare(mixed, wanted(5))) == set(compare(dict(reports), wanted(5)))
+
+
+@given(
+    st.lists(st.floats(100, 1000), min_size=2, max_size=12),
+    st.floats(1e-3, 1e3),
+)
+def test_slow_hosts_are_those_far_below_the_median_whatever_the_unit(
+    speeds: list[float], unit: float
+) -> None:
+    def named(of: list[float]) -> set[str]:
+        reports: dict[str, HostReport | str] = {
+            f"n{n}": report(matmul={"tflops": speed, "device": "cpu", "each": {}})
+            for n, speed in enumerate(of)
+        }
+        return {one.host for one in compare(reports, Wanted(token=TOKEN)) if one.check == "matmul"}
+
+    found, middle = named(speeds), sorted(speeds)[len(speeds) // 2]
+    assert all(speeds[int(host[1:])] < 0.9 * middle for host in found)
+    assert len(found) <= len(speeds) // 2
+    if len(speeds) < 5:
+        assert len(found) == sum(speed < 0.9 * middle for speed in speeds)
+    near = [speed for speed in speeds if abs(speed / (0.9 * middle) - 1) < 1e-9]
+    assert near or named([speed * unit for speed in speeds]) == found
+
+
+def test_scatter_is_no_finding_where_all_scatter() -> None:
+    def slow(*speeds: float) -> list[str]:
+        reports: dict[str, HostReport | str] = {
+            f"n{n}": report(all_reduce={"gb_per_second": speed}) for n, speed in enumerate(speeds)
+        }
+        return [one.host for one in compare(reports, Wanted(token=TOKEN)) if one.check == "all_reduce"]
+
+    assert slow(100, 80, 120, 85, 115, 95) == []
+    assert slow(100, 99, 101, 100, 100, 85) == ["n5"]
+
+
+@given(st.lists(st.floats(-0.45, 0.45), min_size=3, max_size=9), st.floats(-1e6, 1e6), st.floats(2.0, 1e6))
+def test_a_clock_is_compared_with_those_of_the_others(near: list[float], shift: float, off: float) -> None:
+    """shift: of this host's own clock, or its lateness."""
+    offsets = {f"n{n}": shift + one for n, one in enumerate(near)}
+    known: dict[str, HostReport | str] = {host: report() for host in offsets}
+    assert compare(known, Wanted(token=TOKEN, offsets=offsets)) == []
+    found = compare(known, Wanted(token=TOKEN, offsets=offsets | {"n1": shift - off}))
+    assert brief(found) == [("n1", "clock", "warn")] and "behind" in found[0].text
+
+
+def test_two_clocks_are_compared_with_this_one() -> None:
+    offsets = {"n1": 0.1, "n2": 5.04}
+    found = compare(hosts(2), wanted(2, offsets=offsets))
+    assert brief(found) == [("n2", "clock", "warn")] and "5.0 s ahead" in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("ssh: connect to host second port 22: Connection timed out", "is it up"),
+        ("root@b: Permission denied (publickey).", "ssh-copy-id"),
+        ("exit code 1: sh: 1: cd: can't cd to /work: No such file or directory", "same path"),
+        ("something else\x1b[0m", r"something else\x1b[0m"),
+    ],
+)
+def test_one_that_cannot_be_reached_is_refused_with_the_reason(reason: str, remedy: str) -> None:
+    found = compare({"n1": report(), "n2": reason}, wanted(2))
+    assert brief(found) == [("n2", "reached", "refuse")] and remedy in found[0].text
+    assert found[0].text.isprintable()
+
+
+@pytest.mark.parametrize(("free", "severity"), [(0.9e12, "refuse"), (1.5e12, "warn"), (2.1e12, None)])
+def test_a_disk_has_room_for_two_checkpoints(free: float, severity: str | None) -> None:
+    found = compare({"n1": report(disk_free=int(free))}, wanted(1, checkpoint=1e12))
+    assert brief(found) == ([] if severity is None else [("n1", "disk", severity)])
+
+
+def test_a_laptop_without_gpus() -> None:
+    laptop = report(
+        gpus=None, gpus_unknown="nvidia-smi: No such file or directory",
+        matmul={"tflops": 0.1, "dtype": "float32", "device": "cpu", "each": {"cpu": 0.1}},
+    )  # fmt: skip
+    assert compare({"n1": laptop}, Wanted(token=TOKEN)) == []
+    assert compare({"n1": laptop}, wanted(1, cpu=True)) == []
+    assert brief(compare({"n1": laptop}, wanted(1))) == [("n1", "gpus", "warn")]
+
+
+def test_little_shared_memory_stops_gpus_only() -> None:
+    """Ranks on CPUs exchange by gloo, over sockets."""
+    little: dict[str, HostReport | str] = {"n1": report(shm_free=1 << 20)}
+    assert brief(compare(little, wanted(1))) == [("n1", "shm", "refuse")]
+    assert brief(compare(little, wanted(1, cpu=True))) == [("n1", "shm", "warn")]
+
+
+def test_one_gpu_alone_has_none_to_exchange_with() -> None:
+    alone = report(
+        gpus=[GPU], all_reduce=None, all_reduce_unknown="one GPU alone",
+        matmul={"tflops": 600.0, "each": None} | rates(600.0),
+    )  # fmt: skip
+    assert compare({"n1": alone}, Wanted(token=TOKEN)) == []
+
+
+def test_slots_that_are_not_used_may_be_broken() -> None:
+    found = compare({"n1": report(**broken(xid=[79]))}, Wanted(slots={"n1": (0,)}, token=TOKEN))
+    assert found == [] and 79 in HARDWARE_XID
+
+
+@given(st.text(max_size=60))
+def test_texts_of_other_hosts_are_safe_to_print(text: str) -> None:
+    odd = report(
+        packages={"torch": text}, variables={"NCCL_" + text: text}, commit=text, code="3" * 64, gpus=None,
+        gpus_unknown=text, folder={"writable": False, "why": text}, disk_free=None, disk_free_unknown=text,
+    )  # fmt: skip
+    found = compare({"n1": report(), "n2": odd, "n3": text}, wanted(3))
+    assert len(found) >= 6 and all(one.text.isprintable() for one in found)
+
+
+def test_a_report_is_found_in_what_a_login_prints() -> None:
+    line = report().model_dump_json()
+    assert read_report(f"{{welcome}}\nLast login: today\n{line}\nWarning: added key\n") == report()
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("", "nothing"), ("bash: x\x1b: not found", r"bash: x\x1b: not found"), ('{"host": "n"', "JSON"),
+        ('{"host": "n"}', "time"), (report().model_dump_json().replace("1000000000.0", "NaN"), "time"),
+    ],
+)  # fmt: skip
+def test_what_is_no_report_is_told(output: str, said: str) -> None:
+    found = read_report(output)
+    assert isinstance(found, str) and said in found
