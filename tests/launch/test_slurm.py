@@ -130,6 +130,7 @@ def test_who_hears_a_signal_of_scancel(cluster: SlurmCluster, tmp_path: Path) ->
     cluster.run("scancel", str(job.number))
 
 
+@pytest.mark.slow
 def test_a_preemption_tells_the_steps_first(cluster: SlurmCluster, tmp_path: Path) -> None:
     """That is the agents. The script hears of it when the time is over, and Slurm has requeued the job."""
     step = "srun --overlap --nodes=1 --ntasks=1 --nodelist=n1 bash -c 'echo ready; listen step'"
@@ -146,6 +147,7 @@ def test_a_preemption_tells_the_steps_first(cluster: SlurmCluster, tmp_path: Pat
     assert urgent.until()["JobState"] == "COMPLETED"
 
 
+@pytest.mark.slow
 def test_a_lost_node_does_not_end_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     """It goes on with the others, and asks for as many nodes as before when it is requeued."""
     wait = "until [ -e lost ]; do sleep 0.1; done"
