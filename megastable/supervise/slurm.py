@@ -89,7 +89,7 @@ def agent_command(host: str, environment: Mapping[str, str]) -> list[str]:
     cores = environment.get("SLURM_CPUS_ON_NODE", "1")
     return [
         "srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", f"--cpus-per-task={cores}",
-        "--cpu-bind=none", "--mem=0", "--no-kill", "--kill-on-bad-exit=0", "--input=none", "--unbuffered",
+        "--cpu-bind=none", "--mem=0", "--no-kill", "--kill-on-bad-exit=0", "--input=none",
     ]  # fmt: skip
 
 

@@ -16,6 +16,26 @@ from megastable.supervise.slurm import HOST_GONE
 ROOT = Path(__file__).resolve().parents[2]
 JOB = f"PYTHONPATH={ROOT} {sys.executable} -m megastable.supervise.slurm_job"
 ONCE = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0\n'  # a requeued job is complete at once
+# Starts two agents a host, the second beside the first; each prints what it sees, and what it leaves to the launcher.
+AGENT = """
+import os, time
+from megastable.supervise.slurm import for_launcher
+left = for_launcher(os.environ)
+step = {name: value for name, value in os.environ.items() if name not in left}
+names = "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME"
+print("agent", *(left[name] for name in names), step["SLURM_CPUS_PER_TASK"], step["SLURM_STEP_NUM_TASKS"], flush=True)
+assert not any(name.startswith(("SLURM_STEP", "SLURM_PROCID", "SLURM_SRUN", "PMI")) for name in left)
+time.sleep(2)
+"""
+HEAD = f"""
+import os, subprocess, sys
+from megastable.supervise.slurm import agent_command
+agents = [
+    subprocess.Popen([*agent_command(host, os.environ), sys.executable, "-c", {AGENT!r}])
+    for host in ("n1", "n2", "n1", "n2")
+]
+sys.exit(max(agent.wait() for agent in agents))
+"""
 # Writes down which signals reach it, as `as NAME`; ends 60 seconds later at the latest.
 LISTEN = """
 listen() { for name in TERM CONT; do trap "echo $1 $name" $name; done; for i in $(seq 600); do sleep 0.1; done; }
@@ -113,6 +133,16 @@ def test_scancel_ends_a_job_for_good(cluster: SlurmCluster, tmp_path: Path) -> N
     assert facts["Restarts"] == "0"
     assert "child TERM" in job.said()
     assert any("Slurm is ending this job already (COMPLETING)" in line for line in job.said())
+
+
+def test_agents_see_all_of_their_node(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "head.py").write_text(HEAD)
+    script = f"PYTHONPATH={ROOT} {sys.executable} head.py"
+    options = "--nodes=2 --nodelist=n[1-2] --ntasks-per-node=1 --gpus-per-node=2 --exclusive --mem=0".split()
+    job = Job(cluster, tmp_path, script, *options)
+    cluster.until("its end", lambda: job.until()["JobState"] in ("COMPLETED", "FAILED"))
+    said = sorted(line for line in job.said() if line.startswith("agent "))
+    assert said == [f"agent {job.number} 0,1 {node} 8 1" for node in ("n1", "n1", "n2", "n2")], job.said()
 
 
 def test_who_hears_a_signal_of_scancel(cluster: SlurmCluster, tmp_path: Path) -> None:
