@@ -19,13 +19,18 @@ ONCE = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0\n'  # a requeued job is co
 # Starts two agents a host, the second beside the first; each prints what it sees, and what it leaves to the launcher.
 AGENT = """
 import os, time
+from pathlib import Path
 from megastable.supervise.slurm import for_launcher
 left = for_launcher(os.environ)
 step = {name: value for name, value in os.environ.items() if name not in left}
 names = "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME"
 print("agent", *(left[name] for name in names), step["SLURM_CPUS_PER_TASK"], step["SLURM_STEP_NUM_TASKS"], flush=True)
 assert not any(name.startswith(("SLURM_STEP", "SLURM_PROCID", "SLURM_SRUN", "PMI")) for name in left)
-time.sleep(2)
+Path(f"agent-{step['SLURM_STEP_ID']}").touch()
+until = time.monotonic() + 60
+while len(list(Path().glob("agent-*"))) < 4:  # all live at once
+    assert time.monotonic() < until
+    time.sleep(0.05)
 """
 HEAD = f"""
 import os, subprocess, sys
@@ -141,6 +146,7 @@ def test_agents_see_all_of_their_node(cluster: SlurmCluster, tmp_path: Path) -> 
     options = "--nodes=2 --nodelist=n[1-2] --ntasks-per-node=1 --gpus-per-node=2 --exclusive --mem=0".split()
     job = Job(cluster, tmp_path, script, *options)
     cluster.until("its end", lambda: job.until()["JobState"] in ("COMPLETED", "FAILED"))
+    assert job.until()["ExitCode"] == "0:0", job.said()
     said = sorted(line for line in job.said() if line.startswith("agent "))
     assert said == [f"agent {job.number} 0,1 {node} 8 1" for node in ("n1", "n1", "n2", "n2")], job.said()
 
