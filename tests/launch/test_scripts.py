@@ -94,39 +94,3 @@ def test_an_interrupted_install_is_begun_anew_and_a_failed_one_shows_why(clone: 
     again = install(clone)  # what pip undid is built upon
     assert "making it anew" not in again.stdout
     assert "virtual environment" not in again.stdout
-
-
-# slurm.sbatch
-
-
-@pytest.mark.parametrize("code", [errors.OK, errors.STOPPED, errors.FAILED])
-def test_slurm_requeues_a_run_that_stopped_with_a_checkpoint(code: int, tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands: srun runs its command as the last of four ranks."""
-    stand_ins = {
-        "srun": 'until [ "$1" = bash ]; do shift; done\n'
-        'SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 SLURM_NNODES=2 SLURM_NODEID=1 exec "$@"\n',
-        "scontrol": '[ "$1" = show ] && printf "n1\\nn2\\n" || echo "scontrol $*"\n',
-        ".venv/bin/python": "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_SIZE $CROSS_RANK/$CROSS_SIZE\n"
-        "echo $MASTER_ADDR:$MASTER_PORT\n"
-        f'printf "<%s>" "$@"\nexit {code}\n',
-    }
-    for name, body in stand_ins.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{body}")
-        path.chmod(0o755)
-    done = subprocess.run(
-        ["bash", ROOT / "launch/slurm.sbatch", "recipe.yaml", "data.skip=[[1, 2]]"],
-        cwd=tmp_path,
-        env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "70042",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-        },
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == code
-    assert "3/4 1/2 1/2\nn1:20042\n<-u><-m><megastable.train><recipe.yaml><data.skip=[[1, 2]]>" in done.stdout
-    assert ("scontrol requeue 70042" in done.stdout) == (code == errors.STOPPED)
