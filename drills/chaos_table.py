@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from drills.chaos import Planned
-from drills.cluster_faults import HOST_GONE, Kind
-from megastable.base.errors import OK
+from drills.cluster_faults import Kind
+from megastable.base.errors import HOST_GONE, OK
 
 HEADERS = (
     "#",

@@ -23,7 +23,6 @@ from megastable.base.errors import ConfigError
 
 AGENT = re.compile(r"megastable(\.\w+)*\.agent")  # the module that runs on every host of a run
 SLOW = 2_000_000  # bits a second of a slow link: a hundredth of what a small run wants
-HOST_GONE = 80  # exit code of a supervisor whose host stayed away
 
 
 @dataclass

@@ -26,7 +26,7 @@ from typing import Self
 import psutil
 
 from megastable.base.errors import MegastableError, user_errors
-from megastable.supervise.slurm import facts
+from megastable.cluster.slurm import facts
 
 TOOLS = "setpriv unshare nsenter ip munged slurmctld slurmd sinfo sbatch srun scontrol scancel squeue".split()
 UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --pid --ipc --uts --fork --kill-child --mount-proc".split()

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from megastable import __version__
 from megastable.base.errors import FAILED, OK, ConfigError
+from megastable.cluster import slurm
 from megastable.cluster.launcher import free_port
 from megastable.cluster.local_attempt import LocalAttempt, alive_here
 from megastable.run.directory import RunDirectory
@@ -33,7 +34,6 @@ REPORT = 1.0  # ... between two reports that say nothing new
 AGAIN = 1.0  # ... between two tries to connect
 PATIENT = 2.0  # ... for one try
 ORPHANED = 600.0  # seconds without a supervisor and without ranks, after which an agent ends
-SCHEDULERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MV2_COMM_WORLD")  # variables of the task that the agent is
 
 
 class Agent:
@@ -134,7 +134,7 @@ class Agent:
             return  # told twice
         self._end(number - 1)
         words = [sys.executable, *map(str, wanted["words"])]
-        environment = own_environment() | {k: str(v) for k, v in wanted["environment"].items()}
+        environment = slurm.for_launcher(os.environ) | {k: str(v) for k, v in wanted["environment"].items()}
         self.problem = ""
         try:
             self.attempt = LocalAttempt.start(
@@ -156,11 +156,6 @@ class Agent:
             self.running = False
         self.port = free_port()
         self.ended = max(self.ended, number)
-
-
-def own_environment() -> dict[str, str]:
-    """Our environment, without what makes us a task of a scheduler: the ranks would take themselves for one."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(SCHEDULERS)}
 
 
 def only_agent(run: RunDirectory) -> socket.socket | None:

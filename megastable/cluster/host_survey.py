@@ -35,9 +35,7 @@ def survey(
 
     Raises ConfigError if nothing can be written there.
     """
-    command = python(
-        "megastable.cluster.host_check", "--folder", str(folder.absolute()), *["--full"] * full
-    )
+    command = python("megastable.cluster.host_check", "--folder", str(folder.absolute()), *["--full"] * full)
     seconds = CONNECT + START + ALL + (BENCH if full else 0)
     with _token(folder) as token:
         answers = run_on(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megastable import __version__
+from megastable.base.errors import ConfigError
 from megastable.cluster.child_process import ChildProcess
 from megastable.cluster.exported import exported
 from megastable.cluster.fleet import Attempt
 from megastable.cluster.hostfile import HostSlots, include, lines
 from megastable.cluster.launcher import command
-from megastable.cluster.reach import Nowhere, Reach
+from megastable.cluster.reach import Reach, python, reason_of
 from megastable.cluster.remote_attempt import RemoteAttempt
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
@@ -30,7 +30,7 @@ FIRST_LOOK = 20.0  # ... for agents with processes of an earlier supervisor to c
 
 class Hosts:
     """Of one run. reach: how agents are started. silence: seconds without a word after which a host that does not
-    answer either counts as gone."""
+    answer either counts as gone. shares: whether all ranks get variables of this process's environment."""
 
     def __init__(
         self,
@@ -39,12 +39,14 @@ class Hosts:
         hosts: Sequence[HostSlots],
         reach: Reach,
         silence: float,
+        shares: bool,
         module: str,
         recipe: str,
         overrides: Sequence[str],
         given: Sequence[str],
     ) -> None:
         self.run, self.store, self.hosts, self.reach, self.silence = run, store, list(hosts), reach, silence
+        self.shares = shares
         self.what = (module, recipe, overrides)
         self.given = list(given)
         self.names = [host.name for host in self.hosts]
@@ -69,31 +71,29 @@ class Hosts:
         running = self._tries.get(name)
         if running is not None and (result := running.poll()) is not None:
             del self._tries[name]
-            self._failed[name] = "" if result.code == 0 else _reason(result.tail, result.code)
+            self._failed[name] = reason_of(result, STARTED) or ""
         elif running is None and now - self._tried.get(name, -AGAIN) >= AGAIN:
             self._tried[name] = now
-            words = self.reach.words(name, self._agent_words(name))
-            if words is not None:
-                # An agent in the foreground keeps what started it busy for as long as it lives.
-                self._tries[name] = ChildProcess(words, STARTED if self.reach.detached else float("inf"))
+            # An agent in the foreground keeps what started it busy for as long as it lives.
+            limit = STARTED if self.reach.detached else float("inf")
+            try:
+                self._tries[name] = ChildProcess(self.reach.words(name, self._agent_words(name)), limit)
+            except (ConfigError, OSError) as error:
+                self._failed[name] = str(error)
         return self._failed.get(name) or "its agent has not connected"
 
     def _agent_words(self, name: str) -> list[str]:
-        words = [sys.executable, "-m", "megastable.cluster.agent", str(self.run.root), "--name", name]
+        words = python("megastable.cluster.agent", str(self.run.root), "--name", name)
         if not self.reach.detached:
             return words
         # The agent must outlive the ssh that starts it. Its own words go where those of the ranks do.
         log = self.run.logs / f"agent-{name}.log"
-        line = (
-            f"cd {shlex.quote(str(Path.cwd()))} && mkdir -p {shlex.quote(str(self.run.logs))} && "
-            f"PYTHONPATH={shlex.quote(str(Path.cwd()))}:$PYTHONPATH setsid {shlex.join(words)} "
-            f"</dev/null >>{shlex.quote(str(log))} 2>&1 &"
-        )
-        return ["sh", "-c", line]
+        folder, file = shlex.quote(str(self.run.logs)), shlex.quote(str(log))
+        return ["sh", "-c", f"mkdir -p {folder} && setsid {shlex.join(words)} </dev/null >>{file} 2>&1 &"]
 
     def unreachable(self, name: str) -> bool:
         """Whether the last try to reach a host failed, or none can be made."""
-        return bool(self._failed.get(name)) or self.reach.words(name, ["true"]) is None
+        return bool(self._failed.get(name))
 
     # Fleet
 
@@ -140,7 +140,7 @@ class Hosts:
         assert first is not None
         slots = self.run.root / "hostfile"
         slots.write_text(lines(self.hosts))
-        variables = {} if isinstance(self.reach, Nowhere) else exported()
+        variables = exported() if self.shares else {}
         wanted = {}
         for index, name in enumerate(self.names):
             meeting = ["--master_addr", first.local] if not _has(self.given, "--master_addr") else []
@@ -189,11 +189,3 @@ class Hosts:
 
 def _has(given: Sequence[str], flag: str) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in given)
-
-
-def _reason(tail: str, code: int | None) -> str:
-    """The last line that a failed try printed."""
-    lines = [line for line in tail.splitlines() if line.strip()]
-    if lines:
-        return lines[-1].strip()[:300]
-    return "no answer" if code is None else f"exit code {code}"

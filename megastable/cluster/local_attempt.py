@@ -18,6 +18,7 @@ from megastable.base.errors import ConfigError
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import FLAG, log_of, mark
 
+STOPPED = "stopped by a signal"  # of a rank's state
 SCAN = 2.0  # seconds between two scans of all processes of the host
 
 
@@ -165,7 +166,7 @@ def _describe(process: psutil.Process) -> str:
     """The kernel's view of a process."""
     try:
         state = process.status()
-        return f"process {process.pid}, {'stopped by a signal' if state == psutil.STATUS_STOPPED else state}"
+        return f"process {process.pid}, {STOPPED if state == psutil.STATUS_STOPPED else state}"
     except psutil.Error:
         return f"process {process.pid}, gone"
 

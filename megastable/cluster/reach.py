@@ -14,6 +14,7 @@ from typing import Protocol
 
 from megastable.base.errors import ConfigError
 from megastable.base.text import visible
+from megastable.cluster import slurm
 from megastable.cluster.child_process import LOOK, ChildProcess, Result
 
 CONNECT = 5  # seconds for a connection: a host that is up answers in milliseconds
@@ -25,10 +26,12 @@ SSH_FAILED = 255  # ssh's own exit code; the command's otherwise
 
 
 class Reach(Protocol):
-    """How to run a command on a host."""
+    """How to run a command on a host. detached: whether what it starts must leave its session, so as to outlive it."""
+
+    detached: bool
 
     def words(self, host: str, command: Sequence[str]) -> list[str]:
-        """The command of this host that does."""
+        """The command of this host that does. Raises ConfigError if there is no way to that host."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Ssh:
     """By ssh, without a password, in this folder, with the same modules. port: None = ssh's configuration decides."""
 
     port: int | None = None
+    detached = True
 
     def words(self, host: str, command: Sequence[str]) -> list[str]:
         port = [] if self.port is None else ["-p", str(self.port)]
@@ -48,16 +52,23 @@ class Ssh:
 class Srun:
     """By srun, inside an allocation: one task on that node, beside whatever runs there."""
 
+    detached = False  # Slurm ends what outlives its step
+
     def words(self, host: str, command: Sequence[str]) -> list[str]:
-        where = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--quiet", "--input=none"]
-        return ["srun", *where, "sh", "-c", in_this_folder(command)]
+        return [*slurm.agent_command(host, os.environ), "sh", "-c", in_this_folder(command)]
 
 
 @dataclass(frozen=True)
 class Local:
-    """On this host, whatever the name."""
+    """On this host, whatever the name. only: the one name that it is reached by; others have somebody else to start
+    what they need, as pods do."""
+
+    only: str | None = None
+    detached = True
 
     def words(self, host: str, command: Sequence[str]) -> list[str]:
+        if self.only is not None and host != self.only:
+            raise ConfigError(f"{host} cannot be reached from here (--no_ssh)")
         return ["sh", "-c", in_this_folder(command)]
 
 

@@ -13,9 +13,9 @@ from megastable.commands.app import App, WithLauncherArguments
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
 if TYPE_CHECKING:
-    from megastable.config.tree import RunConfig
     from megastable.cluster.hostfile import LaunchPlacement
     from megastable.cluster.reach import Reach
+    from megastable.config.tree import RunConfig
 
 app = App()
 ASSUMED_VOCABULARY = 128_000  # where the recipe leaves it to a tokenizer
@@ -54,13 +54,13 @@ def preflight(
     from rich.console import Console
 
     from megastable.base.progress_bar import bar
-    from megastable.config import recipe as recipes
-    from megastable.supervise import preflight_table
+    from megastable.cluster import preflight_table
     from megastable.cluster.host_report import as_facts
     from megastable.cluster.host_survey import survey
     from megastable.cluster.hostfile import placement
     from megastable.cluster.preflight import Wanted, compare
     from megastable.cluster.reach import allocated
+    from megastable.config import recipe as recipes
 
     config = None if recipe is None else recipes.load(recipe, overrides or [])
     given: list[str] = context.obj

@@ -38,7 +38,6 @@ def supervise(
     from megastable.cluster.fleet import Fleet, Here
     from megastable.cluster.hosts import Hosts
     from megastable.cluster.placement import interface, placed
-    from megastable.cluster.reach import Nowhere
     from megastable.cluster.store import Store
     from megastable.config import recipe as recipes
     from megastable.config.supervise import redacted_override
@@ -50,13 +49,13 @@ def supervise(
 
     given = context.obj
     place = placed(given, os.environ)
-    if not isinstance(place.reach, Nowhere):
+    if not place.by_themselves:
         check_alone(os.environ)
     config = recipes.load(recipe, overrides or [])
     if place.node > 0:
         raise typer.Exit(agent.attend(config.run.dir, place.hosts[place.node].name))
     hooks.check(config.supervise)  # before anything is created
-    address = interface(config.supervise.interface, place.hosts, place.reach)
+    address = interface(config.supervise.interface, place)
     run = directory.make(config, recipes.find(recipe))
     run.compare(config)
     notifiers = Notifiers(config, run)
@@ -70,7 +69,10 @@ def supervise(
             if not place.hosts:
                 return Here(run, module, recipe, shown, place.given)
             silence = config.supervise.host_silence
-            return Hosts(run, store, place.hosts, place.reach, silence, module, recipe, shown, place.given)
+            shares = not place.by_themselves
+            return Hosts(
+                run, store, place.hosts, place.reach, silence, shares, module, recipe, shown, place.given
+            )
 
         supervisor = Supervisor(config, run, notifiers, recipe, shown, fleet, given, module, address)
         raise typer.Exit(supervisor.supervise())

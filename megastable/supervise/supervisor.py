@@ -21,7 +21,7 @@ from megastable.base import errors
 from megastable.base.errors import ConfigError, MegastableError
 from megastable.cluster.fleet import Attempt, Fleet
 from megastable.cluster.launcher import MODULE
-from megastable.cluster.local_attempt import LocalAttempt
+from megastable.cluster.local_attempt import STOPPED, LocalAttempt
 from megastable.cluster.store import Store
 from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_all
@@ -58,6 +58,7 @@ ORDERLY = 30.0
 KNOWN = (errors.OK, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO_SPACE, errors.HANDOVER)
 NO_ROOM = 60.0  # seconds between two tries on a full disk
 LOG_TAIL = 64_000
+SAME_SIGNAL = 1.0  # seconds within which several signals count as one
 SHOWN = 5.0  # seconds of waiting for hosts before it is said
 # What ssh says of a host that will not come by waiting.
 HOPELESS = re.compile(
@@ -105,6 +106,7 @@ class Supervisor:
         self.overrides = list(overrides)
         self.here = socket.gethostname()
         self.signals = 0
+        self.signalled = self.asked_kernel = -inf
         self.launched = False  # whether this process has started an attempt
         self.until = inf if config.run.max_hours is None else time.monotonic() + 3600 * config.run.max_hours
         self.journal = SupervisorJournal(run, listener, lambda: self.signals > 0)
@@ -280,7 +282,7 @@ class Supervisor:
                 break
             if attempt.gone and asked is None:
                 break
-            late = self.hangs.look(progress, elapsed)
+            late = self.hangs.look(progress, elapsed) or self._somebody_stopped(attempt)
             if late and asked is None and first_death is None and not self._storage_stalls():
                 hung = True
                 break
@@ -299,6 +301,16 @@ class Supervisor:
                 silent=found.told, stacks=stacks,
             ))  # fmt: skip
         return self._end(attempt, found if hung else None)
+
+    def _somebody_stopped(self, attempt: Attempt) -> bool:
+        """Whether a rank is silent for as long as a step may take at least, and its kernel says that it is stopped. Such a
+        rank goes on by itself in no phase, however long that may take."""
+        now, limit = time.monotonic(), self.config.supervise.hang_floor
+        silent = {r.rank for r in list(self.store.ranks.values()) if r.closed is None and now - r.at > limit}
+        if not silent or now < self.asked_kernel + limit / 2:
+            return False
+        self.asked_kernel = now
+        return any(STOPPED in text for rank, text in attempt.states().items() if rank in silent)
 
     def _storage_stalls(self) -> bool:
         """Whether the run directory does not answer: then nobody hangs, all wait for it, and the clock begins anew."""
@@ -447,4 +459,7 @@ class Supervisor:
         return done is not None and done >= self.config.train.steps
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        self.signals += 1
+        # A scheduler that ends a job may send the same signal to every process and to their parent.
+        if time.monotonic() - self.signalled > SAME_SIGNAL:
+            self.signals += 1
+            self.signalled = time.monotonic()

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megastable.supervise import gpu_health, host_check
+from megastable.cluster import gpu_health, host_check
 from megastable.cluster.gpu_health import RECENT, parse_gpu, read_gpus, recent_xids, throttled
 from megastable.cluster.host_check import TOKEN, code_hash, look_at, variables
 from megastable.cluster.host_report import HostReport, read_report

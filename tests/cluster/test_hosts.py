@@ -58,7 +58,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirector
 
 def hosts(run: RunDirectory, store: Store, silence: float = 2.0) -> Hosts:
     there = [HostSlots("first", (0, 1))]
-    return Hosts(run, store, there, ThisHost(), silence, "waiting_rank", "recipe.yaml", [], [])
+    return Hosts(run, store, there, ThisHost(), silence, True, "waiting_rank", "recipe.yaml", [], [])
 
 
 def until(what: Callable[[], object]) -> None:

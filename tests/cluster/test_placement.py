@@ -8,8 +8,8 @@ import pytest
 
 from megastable.base.errors import ConfigError
 from megastable.cluster.exported import exported
-from megastable.cluster.placement import interface, placed
-from megastable.cluster.reach import Nowhere, Ssh
+from megastable.cluster.placement import HostChoice, interface, placed
+from megastable.cluster.reach import Local, Ssh
 
 
 @pytest.fixture
@@ -31,23 +31,24 @@ def test_several_hosts_by_ssh(hostfile: str) -> None:
     assert [(host.name, len(host.slots)) for host in place.hosts] == [("node-1", 8), ("node-3", 8)]
     assert place.reach == Ssh(23) and place.given == ["--bind_cores_to_rank"]
     words = place.reach.words("node-3", ["echo", "a b"])
-    assert words is not None and words[-2:] == ["node-3", "echo 'a b'"] and words[-4:-2] == ["-p", "23"]
+    assert words[-2] == "node-3" and words[-1].endswith("echo 'a b'") and "-p 23" in " ".join(words)
 
 
 def test_hosts_that_start_their_own() -> None:
     place = placed(["--no_ssh", "--num_nodes", "3", "--num_gpus", "8", "--node_rank", "2"], {})
-    assert [host.name for host in place.hosts] == ["node-0", "node-1", "node-2"] and place.node == 2
-    assert place.reach == Nowhere("node-0")
-    assert place.reach.words("node-1", ["true"]) is None and place.reach.words("node-0", ["true"]) == ["true"]
+    assert [host.name for host in place.hosts] == ["host-0", "host-1", "host-2"] and place.node == 2
+    assert place.reach == Local("host-0") and place.by_themselves
+    with pytest.raises(ConfigError, match="host-1 cannot be reached"):
+        place.reach.words("host-1", ["true"])
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--hostfile", "nowhere"], "nowhere is not there"),
-        (["--num_nodes", "2"], "names the hosts"),
-        (["--no_ssh", "--num_nodes", "2", "--num_gpus", "8"], "--node_rank, from 0 to 1"),
-        (["--no_ssh", "--node_rank", "0"], "--num_nodes and --num_gpus"),
+        (["--hostfile", "nowhere"], "nowhere: there is no such file"),
+        (["--num_nodes", "2"], "without --hostfile"),
+        (["--no_ssh", "--num_nodes", "2", "--num_gpus", "8"], "0 to 1"),
+        (["--no_ssh", "--num_nodes", "2", "--node_rank", "0"], "Say --num_gpus N"),
         (["--launcher", "slurm", "--num_gpus", "8"], "no allocation"),
         (["--num_gpus", "many"], "invalid int value"),
     ],
@@ -58,10 +59,10 @@ def test_bad_arguments_are_refused(given: list[str], message: str) -> None:
 
 
 def test_the_address_to_listen_on() -> None:
-    assert interface(None, [], Ssh()) == "127.0.0.1"
-    assert interface("lo", [], Ssh()) == interface("127.0.0.1", [], Ssh()) == "127.0.0.1"
+    here = HostChoice([], Local(), [])
+    assert interface(None, here) == interface("lo", here) == interface("127.0.0.1", here) == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"no such interface or address here; there are .*\blo\b"):
-        interface("eth77", [], Ssh())
+        interface("eth77", here)
 
 
 def test_variables_for_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

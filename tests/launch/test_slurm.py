@@ -11,16 +11,16 @@ import pytest
 
 from drills.slurm_cluster import SlurmCluster, missing
 from megastable.base import errors
-from megastable.supervise.slurm import HOST_GONE
+from megastable.base.errors import HOST_GONE
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = f"PYTHONPATH={ROOT} {sys.executable} -m megastable.supervise.slurm_job"
+JOB = f"PYTHONPATH={ROOT} {sys.executable} -m megastable.cluster.slurm_job"
 ONCE = '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0\n'  # a requeued job is complete at once
 # Starts two agents a host, the second beside the first; each prints what it sees, and what it leaves to the launcher.
 AGENT = """
 import os, time
 from pathlib import Path
-from megastable.supervise.slurm import for_launcher
+from megastable.cluster.slurm import for_launcher
 left = for_launcher(os.environ)
 step = {name: value for name, value in os.environ.items() if name not in left}
 names = "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME"
@@ -34,7 +34,7 @@ while len(list(Path().glob("agent-*"))) < 4:  # all live at once
 """
 HEAD = f"""
 import os, subprocess, sys
-from megastable.supervise.slurm import agent_command
+from megastable.cluster.slurm import agent_command
 agents = [
     subprocess.Popen([*agent_command(host, os.environ), sys.executable, "-c", {AGENT!r}])
     for host in ("n1", "n2", "n1", "n2")

@@ -30,7 +30,8 @@ discard_examined discarded ended evaluated exchanges_undone fell_back finished h
 hosts_awaited imported incident launched length_changed located look_ahead_failed look_ahead_spent looked_ahead
 mix_changed moments_anew no_snapshots order_changed rate_cut rate_lifted rate_warmup records_lost reshaped restart
 resumed returned samples_dropped samples_examined skips_added skips_end skips_foreign skips_named skips_read
-skips_refused snapshot_rejected stability_state_dropped stopped supervisor training trend unstable warning would""".split()
+skips_refused snapshot_rejected stability_state_dropped stopped supervisor training trend unstable warning
+would""".split()
 FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})
 WHAT = ["opened", "attributed", "released", "rewound", "restarted", "handed over", "closed", "over", "ended"]
 JSON = st.recursive(

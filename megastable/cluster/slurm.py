@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from megastable.base.errors import OK, STOPPED
+from megastable.base.errors import HOST_GONE, OK, STOPPED
 
-HOST_GONE = 80
 UNSET = "(null)"  # of a fact
 MARGIN_SECONDS = 600.0  # before the job's end, for the last checkpoint; of a short job, a tenth
 # Which task of which step a process is: true of the agent, and not of the ranks that its launcher starts. A library

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megastable.base.errors import ConfigError
-from megastable.supervise import host_survey
+from megastable.cluster import host_survey
 from megastable.cluster.host_check import TOKEN
 from megastable.cluster.host_report import HostReport
 from megastable.cluster.host_survey import existing, survey

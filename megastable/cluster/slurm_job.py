@@ -1,7 +1,7 @@
 """What launch/slurm.sbatch asks about its job, and has done to it.
 
-    python -m megastable.supervise.slurm_job limit                   # prints run.max_hours=H; nothing without a limit
-    python -m megastable.supervise.slurm_job ended CODE [HOST ...]   # requeues the job if CODE says so; exits with it
+    python -m megastable.cluster.slurm_job limit                   # prints run.max_hours=H; nothing without a limit
+    python -m megastable.cluster.slurm_job ended CODE [HOST ...]   # requeues the job if CODE says so; exits with it
 
 HOST: a host to leave out from now on, beside those on which no step starts.
 """
@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megastable.base.errors import BAD_INPUT, ConfigError, user_errors
-from megastable.supervise import slurm
+from megastable.base.errors import BAD_INPUT, HOST_GONE, ConfigError, user_errors
+from megastable.cluster import slurm
 
 STEP_SECONDS = 60.0  # after which a host on which no step has started counts as gone
 
@@ -34,7 +34,7 @@ def ended(code: int, gone: list[str], environment: Mapping[str, str]) -> None:
     # Slurm ends a job that it requeues, and us with it, KillWait (30 s by default) after SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     number, job = _number(environment), _job(environment)
-    if code == slurm.HOST_GONE:
+    if code == HOST_GONE:
         gone = _gone(gone, job, environment)
     verdict = slurm.verdict(code, job, gone)
     print(f"exit code {code}: {verdict.why}", flush=True)

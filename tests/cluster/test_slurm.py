@@ -8,9 +8,10 @@ from datetime import datetime
 import pytest
 
 from megastable.base import errors
+from megastable.base.errors import HOST_GONE
+from megastable.cluster import slurm
+from megastable.cluster.slurm import agent_command, facts, for_launcher, hours_left, verdict
 from megastable.run.membership import check_alone, is_rank, membership, tasks
-from megastable.supervise import slurm
-from megastable.supervise.slurm import HOST_GONE, agent_command, facts, for_launcher, hours_left, verdict
 
 LINE = (
     "JobId=5 JobName=my run UserId=root(0) Account=(null) JobState=RUNNING Reason=None Requeue=1 Restarts=0 "
