@@ -75,9 +75,9 @@ class End(BaseModel):
         if self.certain:
             return self
         phase = detector.phase
-        text = (
-            f"no progress in {phase!r} for {detector.waited:.0f} s, where {detector.limit:.0f} s is the limit"
-        )
+        text = f"no progress in {phase!r} for {detector.waited:.0f} s"
+        if detector.waited >= detector.limit:  # else a rank was found to be stopped
+            text += f", where {detector.limit:.0f} s is the limit"
         return End(
             hung=True, what=f"hang in {phase}", failure="; ".join([text, *suspects.told]), host=suspects.host,
             rank=suspects.rank, step=self.step, cursor=self.cursor, trained=self.trained,

@@ -303,8 +303,8 @@ class Supervisor:
         return self._end(attempt, found if hung else None)
 
     def _somebody_stopped(self, attempt: Attempt) -> bool:
-        """Whether a rank is silent for as long as a step may take at least, and its kernel says that it is stopped. Such a
-        rank goes on by itself in no phase, however long that may take."""
+        """Whether a rank is silent for as long as a step may take at least, and the kernel says that it is stopped. It
+        goes on by itself in no phase, however long that may take."""
         now, limit = time.monotonic(), self.config.supervise.hang_floor
         silent = {r.rank for r in list(self.store.ranks.values()) if r.closed is None and now - r.at > limit}
         if not silent or now < self.asked_kernel + limit / 2:
