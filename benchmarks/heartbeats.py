@@ -3,8 +3,8 @@ second.
 
     python -m benchmarks.heartbeats --ranks 10000 --seconds 20
 
-Prints the share of a core that the store takes, the age of the oldest heartbeat at the end, and what a heartbeat costs a
-rank. Fails (exit code 1) if any rank was not heard, or the store needs more than one core.
+Prints the share of a core that the store takes, the age of the oldest heartbeat at the end, and what a heartbeat costs
+a rank. Fails (exit code 1) if any rank was not heard, or the store needs more than one core.
 """
 
 from __future__ import annotations
