@@ -9,6 +9,7 @@ from typing import Protocol
 
 from megastable.cluster.launcher import command
 from megastable.cluster.local_attempt import Fate, LocalAttempt
+from megastable.cluster.preflight import HostFinding
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import log_of
 
@@ -53,6 +54,9 @@ class Fleet(Protocol):
         """Hosts that cannot begin anew now, and why; `attempt`: the newest, of which nothing may be left. Poll often:
         it also works on what is missing."""
 
+    def preflight(self) -> Sequence[HostFinding]:
+        """What speaks against the hosts, before an attempt; takes seconds."""
+
     def start(self, number: int) -> Attempt: ...
 
     def stop_asked(self) -> str | None:
@@ -79,6 +83,9 @@ class Here:
 
     def missing(self, attempt: int) -> Mapping[str, str]:
         return {}
+
+    def preflight(self) -> Sequence[HostFinding]:
+        return ()
 
     def start(self, number: int) -> Attempt:
         log: Path = log_of(self.run, number)

@@ -12,8 +12,10 @@ from megastable.base.errors import ConfigError
 from megastable.cluster.child_process import ChildProcess
 from megastable.cluster.exported import exported
 from megastable.cluster.fleet import Attempt
+from megastable.cluster.host_survey import survey
 from megastable.cluster.hostfile import HostSlots, include, lines
 from megastable.cluster.launcher import command
+from megastable.cluster.preflight import HostFinding, Wanted, compare
 from megastable.cluster.reach import Reach, python, reason_of
 from megastable.cluster.remote_attempt import RemoteAttempt
 from megastable.cluster.store import AgentLink, Store
@@ -30,7 +32,8 @@ FIRST_LOOK = 20.0  # ... for agents with processes of an earlier supervisor to c
 
 class Hosts:
     """Of one run. reach: how agents are started. silence: seconds without a word after which a host that does not
-    answer either counts as gone. shares: whether all ranks get variables of this process's environment."""
+    answer either counts as gone. shares: whether hosts are reached from here, and ranks get variables of this process's
+    environment."""
 
     def __init__(
         self,
@@ -134,6 +137,14 @@ class Hosts:
         now = time.monotonic()
         if now - self._told.get(name, -TOLD) >= TOLD and self.store.send(name, message):
             self._told[name] = now
+
+    def preflight(self) -> Sequence[HostFinding]:
+        if not self.shares:
+            return ()  # there is no way to the others
+        found = survey(self.names, self.reach, self.run.root, full=False)
+        slots = {host.name: host.slots for host in self.hosts}
+        cpu = exported().get("DS_ACCELERATOR") == "cpu"
+        return compare(found.reports, Wanted(slots, found.token, found.offsets, cpu=cpu))
 
     def start(self, number: int) -> Attempt:
         first = self.agent(self.names[0])

@@ -107,6 +107,7 @@ class Supervisor:
         self.here = socket.gethostname()
         self.signals = 0
         self.signalled = self.asked_kernel = -inf
+        self.told = set[str]()  # warnings of hosts
         self.launched = False  # whether this process has started an attempt
         self.until = inf if config.run.max_hours is None else time.monotonic() + 3600 * config.run.max_hours
         self.journal = SupervisorJournal(run, listener, lambda: self.signals > 0)
@@ -243,6 +244,14 @@ class Supervisor:
             self._look()
         if told:
             self.say(f"all {len(self.fleet.names)} hosts are there")
+        for finding in self.fleet.preflight():
+            text = f"{finding.host}: {finding.text}"
+            # On hosts that have trained before, it may be what the next attempt survives.
+            if finding.severity == "refuse" and not self.launched:
+                raise ConfigError(f"{text} (python launch/preflight.py has all of it)")
+            if text not in self.told:
+                self.told.add(text)
+                self.say(f"WARNING: {text}")
         return None
 
     def _launch(self) -> Attempt:
