@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megastable.cluster.host_check import TOKEN
+from megastable.cluster.launcher import free_port
 from megastable.commands.root import app
-from megastable.supervise.processes import free_port
 from tests.patience import PATIENCE
 from tests.tools.cli import Done, call
 
