@@ -12,13 +12,20 @@ from megastable.base.text import visible
 from megastable.run.events.event import Event, Other, read_later, real, whole
 from megastable.run.events.follow import PassedOver
 from megastable.run.events.stability_events import AlertEvent, Discarded
-from megastable.run.events.supervisor_events import Ended, Launched, Restart, SupervisorEvent
+from megastable.run.events.supervisor_events import Ended, HostsAwaited, Launched, Restart, SupervisorEvent
 from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Training
 
 TAIL = 30  # events kept as text
 KEPT = 20  # of evaluations, attempts and restarts
 WORKS = ("training", "resumed", "launched")  # a process was at work at these
-OTHERS = ("supervisor", "hook_failed", "hang", "ended", "restart")  # no sign of a training process
+OTHERS = (
+    "supervisor",
+    "hook_failed",
+    "hang",
+    "ended",
+    "restart",
+    "hosts_awaited",
+)  # no sign of a training process
 ENDS = ("stopped", "finished", "unstable", "handover")  # last events of a training process
 
 
@@ -88,7 +95,7 @@ class JournalView:
     supervisor: SupervisorEvent | None = None
     started: Mapping[str, Any] = field(default_factory=dict)
     word: str = ""
-    restart: Restart | None = None  # the pending one
+    restart: Restart | HostsAwaited | None = None  # the pending one, or what it waits for
     alert: AlertEvent | None = None  # the current one
 
     def add(self, event: Event) -> None:
@@ -101,10 +108,10 @@ class JournalView:
             self._tail.append(event)
         if (step := whole(event.get("to_step" if "to_step" in event else "step"))) is not None:
             self.step = step
-        if name in (*WORKS, *ENDS, "ended", "hang", "restart"):
+        if name in (*WORKS, *ENDS, "ended", "hang", "restart", "hosts_awaited"):
             self.word = name
             self.goodbye = event if name in ENDS else None if name in WORKS else self.goodbye
-            self.restart = event if isinstance(event, Restart) else None
+            self.restart = event if isinstance(event, Restart | HostsAwaited) else None
             if name in WORKS and self.supervisor is not None and self.supervisor.what == "ended":
                 self.supervisor = None
         match event:

@@ -231,11 +231,9 @@ class Supervisor:
                 return RunExit(errors.HOST_GONE, f"{names} did not come within {waited:.0f} s ({why})")
             if waited > SHOWN and missing.keys() != told.keys():
                 told = dict(missing)
-                self.journal.emit(HostsAwaited(
-                    attempt=self.journal.state.attempt, hosts=list(missing), reasons=list(missing.values())
-                ))  # fmt: skip
-                for name, reason in missing.items():
-                    self.say(f"waiting for {name}: {reason}")
+                text = "waiting for " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
+                number = self.journal.state.attempt
+                self.journal.emit(HostsAwaited(attempt=number, hosts=list(missing), reason=text), say=text)
             hopeless = [(name, reason) for name, reason in missing.items() if HOPELESS.search(reason)]
             if hopeless and not self.launched and waited > SHOWN:
                 name, reason = hopeless[0]

@@ -39,6 +39,7 @@ EVENTS = st.one_of(
     st.builds(lambda n: {"event": "launched", "attempt": n, "command": ["x"]}, FEW),
     st.builds(lambda n: {"event": "ended", "attempt": n, "code": 1, "failure": "boom", "step": None}, FEW),
     st.builds(lambda n: {"event": "restart", "attempt": n, "reason": "again", "delay": 0.0}, FEW),
+    st.builds(lambda n: {"event": "hosts_awaited", "attempt": n, "reason": "waiting for second"}, FEW),
     st.sampled_from([
         {"event": "supervisor", "what": "started", "pid": 1, "host": "h"}, {"event": "stopped", "step": 3},
         {"event": "finished", "steps": 99}, {"event": "alert", "what": "begun", "step": 5, "reason": "spent"},

@@ -91,6 +91,7 @@ def alive(run: Path, *who: str) -> Iterator[None]:
         ([STARTED, TRAINING, {"event": "resumed"}], "supervisor", "starting", State.WAITING, 0),
         ([STARTED, TRAINING, STARTED | {"what": "took over"}], "supervisor", "", State.STARTING, 0),
         ([TRAINING, {"event": "restart", "delay": 60}], "supervisor", "", State.WAITING, 0),
+        ([TRAINING, {"event": "hosts_awaited", "reason": "for second"}], "supervisor", "", State.WAITING, 0),
         ([TRAINING, {"event": "handover", "step": 9}], "supervisor", "ended", State.WAITING, 0),
         ([TRAINING, {"event": "handover", "step": 9}], "", "ended", State.INTERRUPTED, 78),
         ([TRAINING, {"event": "finished", "steps": 50}], "", "ended", State.FINISHED, 0),

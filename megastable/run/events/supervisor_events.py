@@ -84,16 +84,15 @@ class Hang(Event):
 
 
 class HostsAwaited(Event):
-    """The next attempt waits for hosts. hosts: their names; reasons: why each is not there."""
+    """The attempt after this one waits for hosts. hosts: their names; reason: which, and why each is not there."""
 
     NAME = "hosts_awaited"
     attempt: Whole
     hosts: Items
-    reasons: Items
+    reason: Text
 
     def words(self) -> str:
-        found = zip(self.get("hosts") or (), self.get("reasons") or (), strict=False)
-        return "waiting for " + "; ".join(f"{name}: {reason}" for name, reason in found)
+        return str(self.get("reason"))
 
 
 class Restart(Event):
