@@ -61,7 +61,8 @@ def _odd(block: bytes) -> bool:
     """Whether any line begins or ends unlike an event, or contains another event."""
     last = block.rfind(b"\n", 0, -1) + 1
     whole = block.startswith(BEGIN) and block.startswith(BEGIN, last) and block.endswith(b"}\n")
-    return not whole or b"\0" in block or block.count(BEGIN) != 1 + block.count(b"}\n" + BEGIN)
+    begun = block.count(BEGIN)
+    return not whole or b"\0" in block or not begun == 1 + block.count(b"}\n" + BEGIN) == block.count(b"\n")
 
 
 def _newest(block: bytes) -> list[int]:

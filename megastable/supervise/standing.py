@@ -64,9 +64,8 @@ def state_of(
     if supervised and told.word in ("launched", "supervisor", ""):
         return Standing(State.STARTING)
     goodbye = told.goodbye or NOTHING
-    if supervised and (
-        told.word in ("restart", "hosts_awaited") or goodbye.get("event") not in ("stopped", "finished")
-    ):
+    pending = told.word in ("restart", "hosts_awaited")
+    if supervised and (pending or goodbye.get("event") not in ("stopped", "finished")):
         why = (told.restart or goodbye).get("reason") or "its processes have ended: why is being looked into"
         return Standing(State.WAITING, reason=visible(why, 300))
     if None in (supervised, training) and told.word and not told.over:
