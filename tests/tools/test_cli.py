@@ -124,7 +124,7 @@ def test_version(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("megastable ch", "checkpoint"),
+        ("megastable che", "checkpoint"),
         ("megastable checkpoint ver", "verify"),
         ("megastable plan --fi", "--fixed"),
     ],
@@ -147,7 +147,7 @@ def test_completion_installs_itself(tmp_path: Path) -> None:
 
 def test_the_scripts_stand_for_commands() -> None:
     scripts = [*sorted((ROOT / "tools").glob("*.py")), *(ROOT / "launch").glob("*.py")]
-    assert len(scripts) == 14
+    assert len(scripts) == 15
     for script in scripts:
         text = script.read_text(encoding="utf-8")
         calls = [
