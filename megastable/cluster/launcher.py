@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from megastable.config.supervise import redacted_override
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import FLAG, mark
 
@@ -24,7 +25,8 @@ def command(
     port: int | None = None,
 ) -> list[str]:
     """The command that starts an attempt. port: where the ranks meet; one that is free here if not given."""
-    words = launcher(module, recipe, overrides, given, port)
+    # The ranks send no notifications: they need no password, and other users see their arguments.
+    words = launcher(module, recipe, [redacted_override(text) for text in overrides], given, port)
     return [*words, f"run.dir={run.root}", f"{FLAG}={mark(run, number)}"]
 
 

@@ -40,7 +40,6 @@ def supervise(
     from megastable.cluster.placement import interface, placed
     from megastable.cluster.store import Store
     from megastable.config import recipe as recipes
-    from megastable.config.supervise import redacted_override
     from megastable.run import directory
     from megastable.run.membership import check_alone
     from megastable.supervise import hooks
@@ -62,19 +61,28 @@ def supervise(
     for text in config.supervise.exposed:
         notifiers.say(f"WARNING: {text}")
     try:
-        # The ranks send no notifications: they need no password, and other users see their arguments.
-        shown = [redacted_override(text) for text in overrides or []]
 
         def fleet(store: Store) -> Fleet:
             if not place.hosts:
-                return Here(run, module, recipe, shown, place.given)
+                return Here(run, module, recipe, overrides or [], place.given)
             silence = config.supervise.host_silence
             shares = not place.by_themselves
             return Hosts(
-                run, store, place.hosts, place.reach, silence, shares, module, recipe, shown, place.given
+                run,
+                store,
+                place.hosts,
+                place.reach,
+                silence,
+                shares,
+                module,
+                recipe,
+                overrides or [],
+                place.given,
             )
 
-        supervisor = Supervisor(config, run, notifiers, recipe, shown, fleet, given, module, address)
+        supervisor = Supervisor(
+            config, run, notifiers, recipe, overrides or [], fleet, given, module, address
+        )
         raise typer.Exit(supervisor.supervise())
     finally:
         notifiers.close()

@@ -23,6 +23,7 @@ from megastable.cluster.fleet import Attempt, Fleet
 from megastable.cluster.launcher import MODULE
 from megastable.cluster.local_attempt import STOPPED, LocalAttempt
 from megastable.cluster.store import Store
+from megastable.config.supervise import redacted_override
 from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range, ranges_of
@@ -84,7 +85,7 @@ class StartAgain:
 
 
 class Supervisor:
-    """Supervises one run. recipe, overrides: for the training, without passwords; given: for deepspeed's launcher;
+    """Supervises one run. recipe, overrides: for the training; given: for deepspeed's launcher;
     module: to start; fleet: what it runs on; interface: that the store listens on."""
 
     def __init__(
@@ -103,7 +104,7 @@ class Supervisor:
         self.recipe, self.given, self.module = recipe, list(given), module
         self.store = Store(run, interface)
         self.fleet = fleet(self.store)
-        self.overrides = list(overrides)
+        self.overrides = [redacted_override(text) for text in overrides]
         self.here = socket.gethostname()
         self.signals = 0
         self.signalled = self.asked_kernel = -inf

@@ -20,6 +20,7 @@ import pytest
 
 from megastable.base import errors, jsonl
 from megastable.base.errors import ConfigError, DataError, SpaceError
+from megastable.cluster import fleet, launcher
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import Ledger, read_ledger
 from megastable.data.skips import Selection
@@ -102,8 +103,13 @@ class Ladder:
             corpus, folder, supervise={"hang_floor": 1.0, "hang_unknown": 30.0, "backoff_seconds": 0.1}
         )
 
-    def supervisor(self, *given: str) -> Supervisor:
-        return Supervisor(self.config, self.run, self.quiet, "recipe.yaml", self.overrides, given)
+    def supervisor(self, *hosts: str) -> Supervisor:
+        """hosts: the names of several."""
+        here = fleet.Here(self.run, "megastable.train", "recipe.yaml", self.overrides, [])
+        here.names = list(hosts) or here.names
+        return Supervisor(
+            self.config, self.run, self.quiet, "recipe.yaml", self.overrides, lambda store: here
+        )
 
     def plan(self, *attempts: dict[str, Any]) -> None:
         """What the programs do, the last one again and again."""
@@ -112,11 +118,11 @@ class Ladder:
         (run.root / "plan.json").write_text(json.dumps({"paths": paths, "attempts": attempts}))
 
     def __call__(
-        self, *plan: dict[str, Any], given: tuple[str, ...] = ()
+        self, *plan: dict[str, Any], hosts: tuple[str, ...] = ()
     ) -> tuple[int, list[dict[str, Any]]]:
         """Exit code, and the ends of all attempts."""
         self.plan(*plan)
-        code = self.supervisor(*given).supervise()
+        code = self.supervisor(*hosts).supervise()
         return code, list(self.run.events(Ended))
 
     def incidents(self) -> list[tuple[str, str, str, str]]:
@@ -127,13 +133,11 @@ class Ladder:
 @pytest.fixture
 def ladder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ladder]:
     def command(run: RunDirectory, number: int, *rest: Any) -> list[str]:
-        ladder.commands.append(
-            [text for part in rest for text in ([part] if isinstance(part, str) else part)]
-        )
+        ladder.commands.append(launcher.command(run, number, *rest))
         return [sys.executable, "-c", PROGRAM, f"{FLAG}={number}@{run.root}"]
 
     ladder = Ladder(corpus, tmp_path)
-    monkeypatch.setattr(module, "command", command)
+    monkeypatch.setattr(fleet, "command", command)
     monkeypatch.setattr(module, "LOOK", 0.05)  # its programs live for a few tenths of a second
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield ladder
@@ -245,13 +249,12 @@ def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(
     assert ladder.incidents() == [("hang", "process", "recoverable", "healed")]
 
 
-def test_one_of_several_hosts_is_named(ladder: Ladder, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("a slots=8\nb slots=8  # the bad one\n\n# none\n")
+def test_one_of_several_hosts_is_named(ladder: Ladder) -> None:
     plan = [
         {"begin": n, "until": n + 5, "code": 1, "words": f"RuntimeError: {n}", "host": "b"} for n in (0, 3, 6)
     ]
-    code, ends = ladder(*plan, given=("--hostfile", str(tmp_path / "hosts")))
-    assert code == errors.UNSTABLE and len(ends) == 3
+    code, ends = ladder(*plan, hosts=("a", "b"))
+    assert code == errors.HOST_GONE and len(ends) == 3
     assert ladder.incidents()[-1] == ("crash", "hardware", "divergent", "stopped")
     assert "failures of b" in list(ladder.run.events(SupervisorEvent))[-1]["reason"]
 
