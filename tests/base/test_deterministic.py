@@ -78,7 +78,7 @@ def test_a_run_asks_for_it_before_it_starts_cuda(monkeypatch: pytest.MonkeyPatch
 
     told: list[tuple[float, bool]] = []
 
-    def start(timeout: float, wanted: bool) -> None:
+    def start(timeout: float, wanted: bool, rendezvous: float) -> None:
         told.append((timeout, wanted))
         raise SystemExit
 
