@@ -126,7 +126,9 @@ class SuperviseConfig(Section):
     hook_timeout: PositiveFloat = 10.0
     """Time limit of `command` and `webhook`. [seconds]"""
     metrics_port: NonNegativeInt = Field(default=0, le=65535)
-    """Prometheus metrics on 127.0.0.1; 0: none. [port]"""
+    """Prometheus metrics on `metrics_address`; 0: none. [port]"""
+    metrics_address: str = Field(default="127.0.0.1", examples=["10.0.0.1"])
+    """Address that Prometheus metrics are served on; whoever reaches it can read them."""
     gpu_hour_price: PositiveFloat | None = Field(default=None, examples=[2.5])
     """For the cost in post-mortems; null: no cost. [`currency`]"""
     currency: str = "USD"

@@ -1,4 +1,4 @@
-"""Serves a run's numbers to Prometheus, on loopback: `curl http://127.0.0.1:PORT/metrics`.
+"""Serves a run's numbers to Prometheus, by default on loopback: `curl http://127.0.0.1:PORT/metrics`.
 
 They are read from a `Status`, so counters survive restarts of the training and of the supervisor. Names end in their
 unit; losses are nats per token.
@@ -18,22 +18,22 @@ from megastable.base.errors import ConfigError
 from megastable.supervise.standing import State
 from megastable.supervise.status import Status
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 class Metrics:
-    """Serves the latest status. port: 0 = any free one. Raises ConfigError if it cannot listen."""
+    """Serves the latest status. port: 0 = any free one; address: to listen on. Raises ConfigError if it cannot."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, address: str = LOOPBACK) -> None:
         self._status = _Latest()
         registry = CollectorRegistry()
         registry.register(self._status)
         try:
-            self._server, self._thread = start_http_server(port, addr=HOST, registry=registry)
+            self._server, self._thread = start_http_server(port, addr=address, registry=registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"supervise.metrics_port={port}: {HOST} cannot be listened on ({error}): choose another port, one "
-                "for each run on this host, or 0 for none"
+                f"supervise.metrics_port={port}: {address} (supervise.metrics_address) cannot be listened on "
+                f"({error}): choose another port, one for each run on this host, or 0 for none"
             ) from None
 
     @property

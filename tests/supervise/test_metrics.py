@@ -122,6 +122,16 @@ def test_only_this_host_is_served(status: Status) -> None:
         pass
 
 
+def test_another_address_is_served_instead() -> None:
+    metrics = Metrics(0, "127.0.0.2")
+    assert metrics._server.server_address[0] == "127.0.0.2"
+    metrics.close()
+    with pytest.raises(
+        ConfigError, match=r"192\.0\.2\.1 \(supervise.metrics_address\) cannot be listened on"
+    ):
+        Metrics(0, "192.0.2.1")
+
+
 def test_a_port_in_use_is_said() -> None:
     metrics = Metrics(0)
     with pytest.raises(ConfigError, match=rf"supervise.metrics_port={metrics.port}.*another port"):
