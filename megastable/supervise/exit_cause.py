@@ -148,7 +148,8 @@ def end_of(
     if words:  # all of them lost a rank that left no last words; NCCL also reports its own failures so
         w = min(words, key=lambda w: w.time)
         text = f"{len(words)} ranks lost another; rank {w.rank} on {called(w.host)} first: {w.error}"
-        return End(what="connection lost", host=host, failure=text, **place)
+        # Whoever lost it first is a witness.
+        return End(what="connection lost", host=None, failure=text, **place)
     if code:
         told_last = TOLD.findall(log)
         text = f"the training ended with code {code}" + (f": {told_last[-1][:500]}" if told_last else "")

@@ -356,7 +356,12 @@ class Supervisor:
 
     def _somebody_died(self, attempt: Attempt) -> bool:
         """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""
-        if self.journal.state.since or any(f.signal or f.code for f in attempt.fates.values()):
+        # The launcher of one host may end while the others wait for it in the rendezvous.
+        if (
+            self.journal.state.since
+            or attempt.code
+            or any(f.signal or f.code for f in attempt.fates.values())
+        ):
             return True
         return self.ranks.anybody_died(attempt.number)
 
