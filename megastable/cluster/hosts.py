@@ -95,7 +95,7 @@ class Hosts:
         return ["sh", "-c", f"mkdir -p {folder} && setsid {shlex.join(words)} </dev/null >>{file} 2>&1 &"]
 
     def unreachable(self, name: str) -> bool:
-        """Whether the last try to reach a host failed, or none can be made."""
+        """Whether the last try to reach a host failed; also because there is no way to it."""
         return bool(self._failed.get(name))
 
     # Fleet

@@ -14,7 +14,6 @@ from megastable.cluster.hostfile import HostSlots, placement
 from megastable.cluster.reach import Local, Reach, Srun, Ssh, allocated
 
 LOOPBACK = "127.0.0.1"
-SLURM = "slurm"
 # What says where, as opposed to how; those with a value, and those without.
 WHERE = ("-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators",
          "--node_rank", "--launcher", "--launcher_args", "--ssh_port")  # fmt: skip

@@ -30,7 +30,7 @@ WAIT = "supervise.wait_for_hosts=60"
     megastable chaos --list
     """,
     more="The hosts are namespaces: each has its own processes, network, name and sshd; a switch joins them, and a "
-    "shared disk can stall and fill up. That needs root, iproute2, openssh and pdsh. Each fault has a run of its own "
+    "shared disk can stall and fill up. That needs root, iproute2 and openssh. Each fault has a run of its own "
     "of about a minute; its expected end is written down before.\n\n"
     "Exit codes: 0 every fault was found, blamed on the right host and ended as it should; 1 not so; 2 bad input, or "
     "hosts cannot be made here.",

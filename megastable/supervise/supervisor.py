@@ -259,7 +259,8 @@ class Supervisor:
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.signals > 0)
         # Journaled first: the next supervisor looks for it.
         log = str(log_of(self.run, number).relative_to(self.run.root))
-        self.journal.emit(Launched(attempt=number, command=[self.module, *self.given], log=log))
+        words = [*self.given, "--module", self.module, self.recipe, *self.overrides]
+        self.journal.emit(Launched(attempt=number, command=words, log=log))
         self.journal.listen()
         self.store.begin(number)
         self.hangs.began()
