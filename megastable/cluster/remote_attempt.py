@@ -80,9 +80,10 @@ class RemoteAttempt:
     def heard(self, name: str) -> float:
         """When a host last gave a sign of life, by its agent or by a rank; time.monotonic()."""
         agent = self.hosts.store.agents.get(name)
-        ranks = [
-            rank.at for rank in list(self.hosts.store.ranks.values()) if self.hosts.called(rank.host) == name
-        ]
+        hostname = name if agent is None else str(agent.hello["hostname"])
+        ranks = []
+        if self.hosts.called(hostname) == name:  # once, not for each of thousands of ranks
+            ranks = [rank.at for rank in list(self.hosts.store.ranks.values()) if rank.host == hostname]
         return max([self._began, *ranks, *([agent.at] if agent is not None else [])])
 
     def witness(self) -> tuple[str, Path]:

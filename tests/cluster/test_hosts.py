@@ -15,7 +15,7 @@ import pytest
 from megastable.cluster.fleet import Attempt
 from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.hosts import Hosts
-from megastable.cluster.store import Store
+from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
 from tests.patience import PATIENCE
 
@@ -72,6 +72,17 @@ def ready(fleet: Hosts, attempt: int) -> None:
     until(lambda: not fleet.missing(attempt))
 
 
+def under_way(run: RunDirectory, store: Store) -> tuple[Hosts, Attempt, AgentLink]:
+    """An attempt of two ranks, both of which run."""
+    fleet = hosts(run, store)
+    ready(fleet, 0)
+    attempt = fleet.start(1)
+    until(lambda: attempt.look() and len(pids(run)) == 2)
+    agent = fleet.agent("first")
+    assert agent is not None
+    return fleet, attempt, agent
+
+
 def pids(run: RunDirectory) -> list[int]:
     return [int(path.read_text()) for path in sorted(run.root.glob("pid-*")) if path.read_text()]
 
@@ -125,12 +136,7 @@ def test_an_attempt_from_start_to_end(run: RunDirectory) -> None:
 def test_agents_and_supervisors_come_and_go(run: RunDirectory) -> None:
     """The ranks go on: a new agent finds them, and so does a new supervisor; then the ranks end unseen by it."""
     with Store(run) as store:
-        fleet = hosts(run, store)
-        ready(fleet, 0)
-        attempt = fleet.start(1)
-        until(lambda: attempt.look() and len(pids(run)) == 2)
-        agent = fleet.agent("first")
-        assert agent is not None
+        fleet, attempt, agent = under_way(run, store)
         os.kill(agent.hello["pid"], signal.SIGKILL)
         until(lambda: attempt.look() and (a := fleet.agent("first")) and a.hello["pid"] != agent.hello["pid"])
         assert not attempt.gone and all(map(alive, pids(run)))
@@ -146,12 +152,7 @@ def test_agents_and_supervisors_come_and_go(run: RunDirectory) -> None:
 
 def test_a_silent_host_is_gone_and_comes_back(run: RunDirectory) -> None:
     with Store(run) as store:
-        fleet = hosts(run, store)
-        ready(fleet, 0)
-        attempt = fleet.start(1)
-        until(lambda: attempt.look() and len(pids(run)) == 2)
-        agent = fleet.agent("first")
-        assert agent is not None
+        fleet, attempt, agent = under_way(run, store)
         os.kill(agent.hello["pid"], signal.SIGSTOP)  # silent; and what is to reach it, fails:
         fleet.reach = Unreachable()
         until(lambda: not attempt.look() or attempt.gone)
