@@ -35,12 +35,19 @@ class Planned(BaseModel):
 
 
 def plan(
-    kinds: Sequence[Kind], hosts: Sequence[str], seed: int, faults: int, steps: int, head: str | None = None
+    kinds: Sequence[Kind],
+    hosts: Sequence[str],
+    seed: int,
+    faults: int,
+    steps: int,
+    head: str | None = None,
+    seconds: float | None = None,
 ) -> list[Planned]:
     """`faults` of them in runs of `steps` steps: every kind once before any twice; likewise phases, and for every kind
     the hosts it may happen to. Neither in the first nor in the last tenth of the steps, except at the start.
 
-    head: the supervisor's host, the first one if None. Raises ConfigError if a kind has no host to happen to.
+    head: the supervisor's host, the first one if None. seconds: of all faults that last; else drawn. Raises ConfigError
+    if a kind has no host to happen to.
     """
     head = hosts[0] if head is None else head
     for kind in kinds:
@@ -56,11 +63,12 @@ def plan(
     planned = []
     for number, kind, phase in zip(range(1, faults + 1), ordered, phases):
         step = chance.randint(min(steps, -(-steps // 10)), max(1, steps - -(-steps // 10)))
-        seconds = round(chance.uniform(*kind.seconds), 1) if kind.seconds is not None else 0.0
+        drawn = round(chance.uniform(*kind.seconds), 1) if kind.seconds is not None else 0.0
         planned.append(
             Planned(
                 number=number, kind=kind.name, host=next(places[kind.name]), phase=phase,
-                step=0 if phase == STARTING else step, seconds=seconds,
+                step=0 if phase == STARTING else step,
+                seconds=seconds if seconds is not None and kind.seconds is not None else drawn,
             )
         )  # fmt: skip
     return planned

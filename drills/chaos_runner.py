@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from drills.chaos import STARTING, Planned
 from drills.chaos_table import Row, row
 from drills.cluster_faults import Cluster, Kind
-from drills.hosts import Hosts
+from drills.hosts import Host, Hosts
 from drills.namespaces import Started
 from megastable.base.errors import ConfigError
 
@@ -36,11 +36,13 @@ VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAM
 
 @dataclass(frozen=True)
 class Exercise:
-    """The run that all faults happen to. corpus: prepared. patience: overrides of the supervisor's limits."""
+    """The run that all faults happen to. corpus: prepared. hosts: that train; spares: that stand by.
+    patience: overrides of the supervisor's limits."""
 
     corpus: Path
     steps: int
     hosts: int
+    spares: int = 0
     patience: Sequence[str] = ()
 
     def words(self, run: Path, hostfile: Path) -> list[str]:
@@ -48,6 +50,7 @@ class Exercise:
             f"data.corpora=[{{path: {self.corpus.resolve()}}}]",
             f"train.steps={self.steps}",
             f"run.dir={run}",
+            f"supervise.spares={self.spares}",
         ]
         recipe = str(ROOT / "launch/recipes/quickstart.yaml")
         start = [sys.executable, str(ROOT / "launch/supervise.py"), recipe]
@@ -65,8 +68,8 @@ class Undisturbed:
 class Exercised:
     """One run of it on hosts of its own; folder: empty, for all that belongs to it."""
 
-    def __init__(self, exercise: Exercise, folder: Path, hosts: Hosts) -> None:
-        self.exercise, self.folder, self.hosts = exercise, folder, hosts
+    def __init__(self, exercise: Exercise, folder: Path, hosts: Hosts, endless: float = ENDLESS) -> None:
+        self.exercise, self.folder, self.hosts, self.endless = exercise, folder, hosts, endless
         self.run, self.seen = hosts.shared.folder / "run", hosts.shared.outside / "run"
         self.output = folder / "output.txt"
         head = next(iter(hosts)).name
@@ -104,7 +107,7 @@ class Exercised:
 
     def end(self) -> int | None:
         """The supervisor's exit code; None if it never ends."""
-        while time.monotonic() - self.began < ENDLESS:
+        while time.monotonic() - self.began < self.endless:
             assert self.cluster.supervisor is not None
             if (code := self.cluster.supervisor.poll()) is not None:
                 return code
@@ -129,6 +132,16 @@ class Exercised:
                 return None, line, None
         return None, "", None
 
+    def keep(self) -> None:
+        """Copy journal and logs from the shared disk, which goes with the hosts."""
+        shutil.copy2(self.seen / "journal.jsonl", self.folder)
+        shutil.copytree(self.seen / "logs", self.folder / "logs", dirs_exist_ok=True)
+
+    def lineup(self) -> list[str]:
+        """The hosts of the newest attempt."""
+        launched = [event for event in self._events() if event.get("event") == "launched"]
+        return list(launched[-1]["hosts"]) if launched else []
+
     def _events(self) -> list[dict[str, Any]]:
         found = []
         with suppress(OSError):
@@ -140,7 +153,7 @@ class Exercised:
 
 def undisturbed(exercise: Exercise, folder: Path) -> Undisturbed:
     """Raises ConfigError if the run fails without any fault."""
-    with Hosts(_empty(folder), exercise.hosts) as hosts:
+    with Hosts(empty(folder), exercise.hosts + exercise.spares) as hosts:
         run = Exercised(exercise, folder, hosts)
         code = run.end()
         if code != 0:
@@ -150,13 +163,12 @@ def undisturbed(exercise: Exercise, folder: Path) -> Undisturbed:
 
 def struck(exercise: Exercise, folder: Path, kind: Kind, planned: Planned, clean: Undisturbed) -> Row:
     """What became of a fault."""
-    with Hosts(_empty(folder), exercise.hosts) as hosts:
+    with Hosts(empty(folder), exercise.hosts + exercise.spares) as hosts:
         run = Exercised(exercise, folder, hosts)
         host = hosts[planned.host]
         run.wait_for(planned)
         at = time.time()
-        if not _done(lambda: kind.strike(run.cluster, host)):
-            raise ConfigError(f"{kind.name}: there was nothing on {host} that it could happen to")
+        struck_by(kind, run, host)
         time.sleep(planned.seconds)
         kind.mend(run.cluster, host)
         code = run.end()
@@ -164,21 +176,23 @@ def struck(exercise: Exercise, folder: Path, kind: Kind, planned: Planned, clean
         found, verdict, blamed = run.verdict(at)
         same = run.left() == clean.bytes if code == 0 else None
         cost = seconds - clean.seconds if code == 0 else None
-        (folder / "journal.jsonl").write_bytes((run.seen / "journal.jsonl").read_bytes())
+        run.keep()
     return row(
-        kind, planned, found=found, verdict=verdict, blamed=blamed, exit=code, same=same, cost=cost
+        kind, planned, found=found, verdict=verdict, blamed=blamed, exit=code, same=same, cost=cost,
+        spared=exercise.spares > 0,
     )  # fmt: skip
 
 
-def _done(strike: Callable[[], bool]) -> bool:
-    """Ranks, for one, come a moment after their launcher."""
+def struck_by(kind: Kind, run: Exercised, host: Host) -> None:
+    """Do it. Raises ConfigError if there is nothing to do it to; ranks, for one, come a moment after their launcher."""
     until = time.monotonic() + 20
-    while not (struck := strike()) and time.monotonic() < until:
+    while not kind.strike(run.cluster, host):
+        if time.monotonic() > until:
+            raise ConfigError(f"{kind.name}: there was nothing on {host} that it could happen to")
         time.sleep(LOOK)
-    return struck
 
 
-def _empty(folder: Path) -> Path:
+def empty(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     return folder

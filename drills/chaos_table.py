@@ -31,7 +31,8 @@ NOBODY = "nobody"
 
 class Row(BaseModel):
     """A fault and its run. found: seconds from the fault to the verdict, None without one; verdict: a sentence, empty
-    without one. blamed: the host it names; expected: the one that it had to name. exit: code of the supervisor, None if
+    without one. blamed: the host it names; expected: the one that it had to name; harmless: whether there need not be a
+    verdict. exit: code of the supervisor, None if
     it never ended. same: whether the bytes are those of an undisturbed run, None if it has not ended as one. cost:
     seconds that the run took longer than an undisturbed one."""
 
@@ -42,6 +43,7 @@ class Row(BaseModel):
     verdict: str
     blamed: str | None
     expected: str | None
+    harmless: bool
     exit: int | None
     same: bool | None
     cost: float | None
@@ -63,12 +65,14 @@ def row(
     exit: int | None,
     same: bool | None,
     cost: float | None,
+    spared: bool = False,
 ) -> Row:
-    """Judge what became of a fault."""
+    """Judge what became of a fault. spared: whether a host can take the place of another."""
     return Row(
-        planned=planned, found=found, verdict=verdict, blamed=blamed, expected=kind.blamed(planned.host), exit=exit,
+        planned=planned, found=found, verdict=verdict, blamed=blamed, expected=kind.blamed(planned.host),
+        harmless=kind.harmless, exit=exit,
         same=same, cost=cost, verdict_right=kind.accepts(verdict, blamed, planned.host),
-        end_right=(exit == OK and same is True) if kind.back else exit == HOST_GONE,
+        end_right=(exit == OK and same is True) if kind.back or spared else exit == HOST_GONE,
     )  # fmt: skip
 
 
@@ -101,7 +105,7 @@ def cells(one: Row) -> list[str]:
         "" if one.found is None else f"{one.found:.1f}",
         one.verdict or "none",
         one.blamed or NOBODY,
-        one.expected or NOBODY,
+        f"{one.expected} or {NOBODY}" if one.expected and one.harmless else one.expected or NOBODY,
         _end(one),
         "" if one.cost is None else f"{one.cost:+.1f}",
     ]

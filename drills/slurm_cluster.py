@@ -54,6 +54,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
+Epilog={folder}/epilog
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -71,7 +72,16 @@ SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min
 PartitionName=train Nodes=ALL Default=YES PriorityTier=1 GraceTime={grace} State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 """
-NODE = "NodeName={name} NodeAddr={address} CPUs=8 RealMemory=4000 Gres=gpu:2"
+NODE = "NodeName={name} NodeAddr={address} CPUs=8 RealMemory=4000 Gres=gpu:{gpus}"
+# Of a job, what left its session and lost its parent: cgroups, which most clusters have, would end it.
+EPILOG = """\
+#!/usr/bin/env bash
+for process in $(grep -lz "^SLURM_JOB_ID=$SLURM_JOB_ID$" /proc/[0-9]*/environ); do
+  process=${process//[^0-9]/}
+  [ "$process" = $$ ] || kill -KILL "$process"
+done
+exit 0
+"""
 # slurmd looks for cgroups and then does without them: proctrack/linuxproc.
 BOOT = (
     'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /sys/fs/cgroup && { "$@"; exit; }'
@@ -95,11 +105,11 @@ def missing() -> str | None:
 class SlurmCluster:
     """`with SlurmCluster(folder) as cluster`: nodes n1, n2, ..., all idle. Logs and state are below `folder`.
 
-    Raises SlurmError if it does not come up.
+    gpus: that each node claims, at most 2. Raises SlurmError if it does not come up.
     """
 
-    def __init__(self, folder: Path, nodes: int = 2) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 2) -> None:
+        self.folder, self.gpus = folder, gpus
         self.nodes = {f"n{i}": f"10.78.0.{i}" for i in range(1, nodes + 1)}
         self._holder: subprocess.Popen[bytes]
         self._inside: list[str]
@@ -183,6 +193,10 @@ class SlurmCluster:
         self._booted[name] = self._daemon(*words)
         self.until(f"node {name} idle", lambda: self.state(name) == "idle")
 
+    def processes(self, name: str) -> list[psutil.Process]:
+        """All on that node, of jobs too."""
+        return psutil.Process(self._booted[name].pid).children(recursive=True)
+
     def lose(self, name: str) -> None:
         """Cuts its network and kills all its processes, as a power failure does."""
         self._run("ip", "link", "set", f"port-{name}", "down")
@@ -193,14 +207,17 @@ class SlurmCluster:
 
     def _configure(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        nodes = "\n".join(NODE.format(name=name, address=address) for name, address in self.nodes.items())
+        nodes = "\n".join(
+            NODE.format(name=name, address=address, gpus=self.gpus) for name, address in self.nodes.items()
+        )
         text = CONFIGURATION.format(
             folder=self.folder, socket=SOCKET, nodes=nodes, grace=GRACE_SECONDS, kill=KILL_SECONDS, lost=LOST_SECONDS
         )  # fmt: skip
         for name, content in {
             "slurm.conf": text,
+            "epilog": EPILOG,
             "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
-            "gres.conf": "Name=gpu Count=2 File=/dev/tty[0-1]\n",  # any two devices
+            "gres.conf": f"Name=gpu Count={self.gpus} File=/dev/tty[0-{self.gpus - 1}]\n",  # any devices
             "hosts": "".join(
                 f"{address} {name}\n"
                 for name, address in {
@@ -211,6 +228,7 @@ class SlurmCluster:
             ),
         }.items():
             (self.folder / name).write_text(content)
+        (self.folder / "epilog").chmod(0o755)
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megastable.base import activity
 from megastable.base.collectives import first, shared
 from megastable.base.errors import OK, STOPPED, MegastableError, SpaceError
 from megastable.base.hardware import peak_tflops
@@ -70,7 +71,10 @@ class Trainer:
             loader = start.loader(order.source, order.selection(), self.state.cursor)
             closing.callback(loader.close)
             self.feed = Feed(order, loader, heart)
-            self.log.emit(Training(step=self.state.step, cursor=self.state.cursor, world=start.layout.world))
+            self.log.emit(Training(
+                step=self.state.step, cursor=self.state.cursor, world=start.layout.world,
+                seconds=round(activity.age(), 3),
+            ))  # fmt: skip
             self.checkpoints.begin(self.state.step)
             self.recovery = Recovery(
                 c, self.engine, loader, self.run, order.skipping, self.state, self.log, heart.phase,
@@ -212,8 +216,10 @@ class Trainer:
         if self.evaluation is None:
             return None
         self.heart.phase("evaluate")
-        loss = self.evaluation.loss()
-        self.log.emit(Evaluated(step=self.state.step, loss=loss, samples=self.evaluation.samples))
+        begin = time.perf_counter()
+        loss, samples = self.evaluation.loss(), self.evaluation.samples
+        seconds = round(time.perf_counter() - begin, 3)
+        self.log.emit(Evaluated(step=self.state.step, loss=loss, samples=samples, seconds=seconds))
         self.recorder.validation(self.state, loss)
         return loss
 

@@ -22,7 +22,7 @@ FAILED = 1  # an unforeseen error, with a traceback; of a command that answers a
 BAD_INPUT = 2  # configuration, data or arguments, missing, wrong or damaged: a retry changes nothing
 STOPPED = 75  # asked to stop (SIGTERM, SIGINT): a checkpoint was written, restart to continue
 UNSTABLE = 76  # the gate gave up: the run cannot continue on its own
-NO_SPACE = 77  # checkpoints cannot be written
+NO_SPACE = 77  # no room: for checkpoints, or for what the training cannot do without
 HANDOVER = 78  # restart: the run continues from a checkpoint before the incident
 SUPERSEDED = 79  # the supervisor has started another attempt: this one must stop writing
 HOST_GONE = 80  # a host stayed away, or is faulty: continue without it, or once it is back
@@ -74,6 +74,20 @@ class SpaceError(MegastableError):
     """Checkpoints could not be written, and the run may not continue without them."""
 
     code = NO_SPACE
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk is full, or the user's share of it is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of a process that ends with `error`."""
+    if isinstance(error, MegastableError):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return NO_SPACE if is_full(error) else FAILED
 
 
 @contextmanager

@@ -16,17 +16,21 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from megastable import __version__
-from megastable.base.errors import FAILED, OK, ConfigError
+from megastable.base.errors import FAILED, OK, STOPPED, ConfigError, MegastableError
+from megastable.base.spared_output import spare_output
 from megastable.cluster import slurm
 from megastable.cluster.launcher import free_port
 from megastable.cluster.local_attempt import LocalAttempt, alive_here
 from megastable.run.directory import RunDirectory
+from megastable.run.events.supervisor_events import SupervisorEvent
+from megastable.run.rank_ipc import HOST
 from megastable.run.wire import Address, Message, StoreClient
 
 LOOK = 0.2  # seconds between two looks at the processes
@@ -36,22 +40,26 @@ PATIENT = 2.0  # ... for one try
 ORPHANED = 600.0  # seconds without a supervisor and without ranks, after which an agent ends
 
 
+class AgentIsHere(ConfigError):
+    """Another agent of this run is on this host."""
+
+
 class Agent:
     """Of one run, on this host. name: of the host, as the supervisor knows it."""
 
     def __init__(self, run: RunDirectory, name: str) -> None:
         self.run, self.name = run, name
+        self.stop = False  # asked by SIGTERM, as from a scheduler that needs the host
+        signal.signal(signal.SIGTERM, self._asked)  # first: looking for processes takes a while
         self.attempt = LocalAttempt.found(run)
         self.running = self.attempt is not None
         self.problem = ""  # why the newest attempt could not be started
         self.port = free_port()  # for the ranks to meet at, if this host is the first
         self.ended = 0  # attempts up to this one are gone from here
-        self.stop = False  # asked by SIGTERM, as from a scheduler that needs the host
         self.code: int | None = None  # to end with, once the supervisor said so
 
     def work(self) -> int:
         """Until the supervisor says that the run is over, or there is none. The exit code."""
-        signal.signal(signal.SIGTERM, self._asked)
         alone = time.monotonic()
         while self.code is None:
             try:
@@ -60,8 +68,10 @@ class Agent:
                 self._look()
                 if self.running:
                     alone = time.monotonic()
+                elif self.stop:
+                    return STOPPED  # nobody is there to be told, and nothing to be saved
                 elif time.monotonic() - alone > ORPHANED:
-                    return FAILED
+                    return self._after_all()
                 time.sleep(AGAIN)
                 continue
             try:
@@ -73,8 +83,19 @@ class Agent:
             alone = time.monotonic()
         return self.code
 
+    def _after_all(self) -> int:
+        """OK if the run is complete, of which nobody told us: a pod that ended otherwise would be started again, though
+        there is nothing to do."""
+        code = FAILED
+        with suppress(OSError, MegastableError):
+            for event in self.run.events(SupervisorEvent):
+                over = event.get("what") == "ended" and event.get("code") == OK
+                code = OK if over else FAILED
+        return code
+
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        """The supervisor stops the whole run, and this agent goes on until then."""
+        """The supervisor stops the whole run, and this agent goes on until then; without a supervisor and ranks, it
+        ends."""
         self.stop = True
 
     def _connect(self) -> StoreClient:
@@ -135,6 +156,7 @@ class Agent:
         self._end(number - 1)
         words = [sys.executable, *map(str, wanted["words"])]
         environment = slurm.for_launcher(os.environ) | {k: str(v) for k, v in wanted["environment"].items()}
+        environment[HOST] = self.name
         self.problem = ""
         try:
             self.attempt = LocalAttempt.start(
@@ -155,7 +177,10 @@ class Agent:
             self.attempt.end()
             self.running = False
         self.port = free_port()
-        self.ended = max(self.ended, number)
+        if not any(
+            alive <= number for alive in alive_here(self.run)
+        ):  # some cannot be killed, as in a stalled driver
+            self.ended = max(self.ended, number)
 
 
 def only_agent(run: RunDirectory) -> socket.socket | None:
@@ -176,19 +201,24 @@ def main() -> NoReturn:
     parser.add_argument("run", type=Path, help="the run directory, on a file system that all hosts share")
     parser.add_argument("--name", required=True, help="of this host, as in the host file")
     args = parser.parse_args()
-    sys.exit(attend(args.run, args.name))
+    spare_output()
+    try:
+        code = attend(args.run, args.name)
+    except AgentIsHere as error:  # whoever starts agents may do so twice: it wants one to be there
+        print(error, flush=True)
+        code = OK
+    sys.exit(code)
 
 
 def attend(root: Path | None, name: str) -> int:
     """Be the agent of this host, until the supervisor says that the run is over. The exit code, which is the run's.
-    Raises ConfigError without a run directory: its address is in there."""
+    Raises ConfigError without a run directory: its address is in there; AgentIsHere."""
     if root is None:
         raise ConfigError("run.dir: say it, the same on all hosts: the supervisor's address is in there")
     run = RunDirectory(root)
     held = only_agent(run)
     if held is None:
-        print(f"an agent of {run.root} is on this host already", flush=True)
-        return OK
+        raise AgentIsHere(f"an agent of {run.root} is on this host already")
     with held:
         return Agent(run, name).work()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,13 +17,16 @@ from megastable.run.rank_ipc import log_of
 class Attempt(Protocol):
     """One start of the launcher on all hosts.
 
-    code: the launcher's exit code, once known. fates: how ranks ended, by rank, in the order seen. gone: hosts that
-    nothing is heard of any more, and why that is believed.
+    names: the hosts it runs on. code: the launcher's exit code, once known. fates: how ranks ended, by rank, in the
+    order seen. gone: hosts that were lost, and how: the end of a sentence.
     """
 
     number: int
     fates: dict[int, Fate]
     gone: dict[str, str]
+
+    @property
+    def names(self) -> Sequence[str]: ...
 
     @property
     def code(self) -> int | None: ...
@@ -42,28 +45,40 @@ class Attempt(Protocol):
 
 
 class Fleet(Protocol):
-    """The hosts of a run. names: of all of them, the one with rank 0 first."""
+    """The hosts of a run. names: of all of them, spares last."""
 
     @property
     def names(self) -> Sequence[str]: ...
 
-    def found(self) -> Attempt | None:
-        """An attempt that runs already, started by an earlier supervisor."""
+    def found(self, names: Sequence[str]) -> Attempt | None:
+        """An attempt that runs already, started by an earlier supervisor on these hosts; none: on all."""
+
+    def left(self, number: int, names: Sequence[str]) -> Attempt:
+        """What can still be seen of an attempt that an earlier supervisor started on these hosts, and that has
+        ended."""
+
+    def ranks(self, names: Sequence[str]) -> int:
+        """How many ranks these hosts have."""
 
     def missing(self, attempt: int) -> Mapping[str, str]:
         """Hosts that cannot begin anew now, and why; `attempt`: the newest, of which nothing may be left. Poll often:
         it also works on what is missing."""
 
-    def preflight(self) -> Sequence[HostFinding]:
-        """What speaks against the hosts, before an attempt; takes seconds."""
+    def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
+        """What speaks against these hosts, before an attempt; takes seconds. hurry: whether to give it up."""
 
-    def start(self, number: int) -> Attempt: ...
+    def start(self, number: int, names: Sequence[str]) -> Attempt:
+        """On these hosts, all of which can begin; that of rank 0 first. Raises OSError if a file for it cannot be
+        written."""
 
     def stop_asked(self) -> str | None:
-        """The host whose agent was asked to stop, if one was."""
+        """The host whose agent was asked to stop, if one was; a spare may leave."""
 
     def called(self, hostname: str) -> str:
         """The name of a host here, from the one that it has itself."""
+
+    def clock(self, hostname: str) -> float:
+        """How far its clock is ahead of ours, in seconds."""
 
     def close(self, code: int) -> None:
         """The run is over."""
@@ -78,16 +93,22 @@ class Here:
         self.run, self.words = run, (module, recipe, overrides, given)
         self.names = [socket.gethostname()]
 
-    def found(self) -> Attempt | None:
+    def found(self, names: Sequence[str]) -> Attempt | None:
         return LocalAttempt.found(self.run)
+
+    def ranks(self, names: Sequence[str]) -> int:
+        return 0
+
+    def left(self, number: int, names: Sequence[str]) -> Attempt:
+        return LocalAttempt(self.run, number)
 
     def missing(self, attempt: int) -> Mapping[str, str]:
         return {}
 
-    def preflight(self) -> Sequence[HostFinding]:
+    def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         return ()
 
-    def start(self, number: int) -> Attempt:
+    def start(self, number: int, names: Sequence[str]) -> Attempt:
         log: Path = log_of(self.run, number)
         return LocalAttempt.start(self.run, number, command(self.run, number, *self.words), log)
 
@@ -96,6 +117,9 @@ class Here:
 
     def called(self, hostname: str) -> str:
         return hostname
+
+    def clock(self, hostname: str) -> float:
+        return 0.0
 
     def close(self, code: int) -> None:
         pass

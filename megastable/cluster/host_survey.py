@@ -20,26 +20,39 @@ START = 20.0  # seconds for Python itself, from a cold shared file system
 
 @dataclass(frozen=True)
 class Survey:
-    """Reports, or reasons why there is none, by the host's name; the token that they should have seen; offsets of their
-    clocks against this one's. [seconds]"""
+    """Reports, or reasons why there is none, by the host's name; the token that they should have seen, None if it could
+    not be written, and why (`unwritten`); offsets of their clocks against this one's. [seconds]"""
 
     reports: dict[str, HostReport | str]
-    token: str
+    token: str | None
     offsets: dict[str, float]
+    unwritten: str = ""
 
 
 def survey(
-    hosts: Sequence[str], reach: Reach, folder: Path, full: bool, told: Callable[[str], None] | None = None
+    hosts: Sequence[str],
+    reach: Reach,
+    folder: Path,
+    full: bool,
+    told: Callable[[str], None] | None = None,
+    hurry: Callable[[], bool] = lambda: False,
 ) -> Survey:
     """The reports of `hosts`. folder: exists, and is shared by all of them. told: is told of each host that answered.
+    hurry: whether to wait for no more.
 
-    Raises ConfigError if nothing can be written there.
+    A disk that is full, or does not answer, is no reason to ask nobody: between two attempts it is what the run waits
+    for.
     """
     command = python("megastable.cluster.host_check", "--folder", str(folder.absolute()), *["--full"] * full)
     seconds = CONNECT + START + ALL + (BENCH if full else 0)
-    with _token(folder) as token:
+    with _token(folder) as (token, unwritten):
         answers = run_on(
-            hosts, reach, command, seconds, told=None if told is None else lambda host, _: told(host)
+            hosts,
+            reach,
+            command,
+            seconds,
+            told=None if told is None else lambda host, _: told(host),
+            hurry=hurry,
         )
     reports = {host: _read(answer) for host, answer in answers.items()}
     offsets = {
@@ -47,7 +60,7 @@ def survey(
         for host, report in reports.items()
         if isinstance(report, HostReport)
     }
-    return Survey(reports, token, offsets)
+    return Survey(reports, token, offsets, unwritten)
 
 
 def _read(answer: HostAnswer) -> HostReport | str:
@@ -55,8 +68,8 @@ def _read(answer: HostAnswer) -> HostReport | str:
 
 
 @contextmanager
-def _token(folder: Path) -> Iterator[str]:
-    """A text that is in the folder's .preflight for as long as this lasts."""
+def _token(folder: Path) -> Iterator[tuple[str | None, str]]:
+    """A text that is in the folder's .preflight for as long as this lasts; or None, and why there is none."""
     token, path = secrets.token_hex(8), folder / TOKEN
 
     def write() -> None:
@@ -66,10 +79,11 @@ def _token(folder: Path) -> Iterator[str]:
             os.fsync(file.fileno())  # other hosts are to see it
 
     _, why = TimedProbe(write, LOOK).result()
-    if why is not None:
-        raise ConfigError(f"{path} could not be written: {why}. Every host writes into that directory")
     try:
-        yield token
+        if why is None:
+            yield token, ""
+        else:
+            yield None, f"{path} could not be written: {why}. Every host writes into that directory"
     finally:
         TimedProbe(path.unlink, LOOK).result()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megastable import __version__
+from megastable.base import durable
 from megastable.base.errors import ConfigError
 from megastable.cluster.child_process import ChildProcess
 from megastable.cluster.exported import exported
@@ -20,11 +21,12 @@ from megastable.cluster.reach import Reach, python, reason_of
 from megastable.cluster.remote_attempt import RemoteAttempt
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
-from megastable.run.rank_ipc import log_of
+from megastable.run.rank_ipc import folder_of, log_of
 from megastable.run.wire import Message
 
 FRESH = 5.0  # seconds since an agent's last word within which it counts as there
 AGAIN = 5.0  # ... between two tries to start one
+AT_ONCE = 64  # tries by ssh at a time
 STARTED = 30.0  # ... for one try
 TOLD = 3.0  # ... between two times that it is told the same
 FIRST_LOOK = 20.0  # ... for agents with processes of an earlier supervisor to connect
@@ -57,6 +59,7 @@ class Hosts:
         self._tried: dict[str, float] = {}
         self._failed: dict[str, str] = {}  # why the last try to start an agent did
         self._told: dict[str, float] = {}
+        self._training: Sequence[str] = self.names  # the hosts of the newest attempt
 
     # Agents
 
@@ -75,7 +78,7 @@ class Hosts:
         if running is not None and (result := running.poll()) is not None:
             del self._tries[name]
             self._failed[name] = reason_of(result, STARTED) or ""
-        elif running is None and now - self._tried.get(name, -AGAIN) >= AGAIN:
+        elif running is None and now - self._tried.get(name, -AGAIN) >= AGAIN and self._may_try():
             self._tried[name] = now
             # An agent in the foreground keeps what started it busy for as long as it lives.
             limit = STARTED if self.reach.detached else float("inf")
@@ -84,6 +87,10 @@ class Hosts:
             except (ConfigError, OSError) as error:
                 self._failed[name] = str(error)
         return self._failed.get(name) or "its agent has not connected"
+
+    def _may_try(self) -> bool:
+        """Whether another ssh may start now. An srun stays for as long as its agent lives."""
+        return not self.reach.detached or len(self._tries) < AT_ONCE
 
     def _agent_words(self, name: str) -> list[str]:
         words = python("megastable.cluster.agent", str(self.run.root), "--name", name)
@@ -100,20 +107,27 @@ class Hosts:
 
     # Fleet
 
-    def found(self) -> Attempt | None:
+    def found(self, names: Sequence[str]) -> Attempt | None:
         until = time.monotonic() + FIRST_LOOK
-        while any(self.agent(name) is None or not self._state(name) for name in self.names):
-            for name in self.names:
+        names = names or self.names
+        while any(self.agent(name) is None or not self._state(name) for name in names):
+            for name in names:
                 if self.agent(name) is None:
                     self.revive(name)
             if time.monotonic() > until:
                 break
             time.sleep(0.1)
-        states = [self._state(name) for name in self.names]
+        states = [self._state(name) for name in names]
         running = [int(state["attempt"]) for state in states if state.get("running")]
         if not running:
             return None
-        return RemoteAttempt(self, max(running), {})
+        self._training = tuple(names)
+        return RemoteAttempt(self, max(running), names, {})
+
+    def left(self, number: int, names: Sequence[str]) -> Attempt:
+        attempt = RemoteAttempt(self, number, names or self.names, {})
+        attempt.look()
+        return attempt
 
     def _state(self, name: str) -> Message:
         found = self.store.agents.get(name)
@@ -138,55 +152,61 @@ class Hosts:
         if now - self._told.get(name, -TOLD) >= TOLD and self.store.send(name, message):
             self._told[name] = now
 
-    def preflight(self) -> Sequence[HostFinding]:
+    def ranks(self, names: Sequence[str]) -> int:
+        return sum(len(host.slots) for host in self.hosts if host.name in names)
+
+    def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         if not self.shares:
             return ()  # there is no way to the others
-        found = survey(self.names, self.reach, self.run.root, full=False)
-        slots = {host.name: host.slots for host in self.hosts}
+        found = survey(names, self.reach, self.run.root, full=False, hurry=hurry)
+        if hurry():
+            return ()
+        slots = {host.name: host.slots for host in self.hosts if host.name in names}
         cpu = exported().get("DS_ACCELERATOR") == "cpu"
         return compare(found.reports, Wanted(slots, found.token, found.offsets, cpu=cpu))
 
-    def start(self, number: int) -> Attempt:
-        first = self.agent(self.names[0])
-        assert first is not None
-        slots = self.run.root / "hostfile"
-        slots.write_text(lines(self.hosts))
+    def start(self, number: int, names: Sequence[str]) -> Attempt:
+        by_name = {host.name: host for host in self.hosts}
+        hosts = [by_name[name] for name in names]
+        first = self.store.agents[names[0]]  # it was there when it was chosen
+        slots = folder_of(self.run, number).with_suffix(".hostfile")
+        slots.parent.mkdir(exist_ok=True)
+        durable.write_file(slots, lines(hosts).encode())
         variables = exported() if self.shares else {}
+        meeting = ["--master_addr", first.local] if not _has(self.given, "--master_addr") else []
         wanted = {}
-        for index, name in enumerate(self.names):
-            meeting = ["--master_addr", first.local] if not _has(self.given, "--master_addr") else []
-            given = [
-                "--hostfile",
-                str(slots),
-                *include(self.hosts),
-                "--no_ssh",
-                "--node_rank",
-                str(index),
-                *meeting,
-            ]
+        for index, name in enumerate(names):
+            where = ["--hostfile", str(slots), *include(hosts), "--no_ssh", "--node_rank", str(index)]
             words = command(
-                self.run, number, *self.what, [*given, *self.given], port=int(first.state["port"])
+                self.run, number, *self.what, [*where, *meeting, *self.given], port=int(first.state["port"])
             )
-            log = self.log(number, name).relative_to(self.run.root)
+            log = self.log(number, name, names[0]).relative_to(self.run.root)
             wanted[name] = {
                 "launch": {
                     "attempt": number, "words": words[1:], "environment": variables, "log": str(log),
                 }
             }  # fmt: skip
         self._told.clear()
-        return RemoteAttempt(self, number, wanted)
+        self._training = tuple(names)
+        return RemoteAttempt(self, number, names, wanted)
 
-    def log(self, number: int, name: str) -> Path:
-        """The output of an attempt on a host."""
-        return log_of(self.run, number, "" if name == self.names[0] else name)
+    def log(self, number: int, name: str, first: str) -> Path:
+        """The output of an attempt on a host. first: the host of rank 0."""
+        return log_of(self.run, number, "" if name == first else name)
 
     def stop_asked(self) -> str | None:
-        return next((name for name in self.names if self._state(name).get("stop")), None)
+        return next((name for name in self._training if self._state(name).get("stop")), None)
 
     def called(self, hostname: str) -> str:
+        if hostname in self.names:
+            return hostname  # our ranks know it from their agent
         agents = list(self.store.agents.values())
         names = [agent.name for agent in agents if agent.hello.get("hostname") == hostname]
         return names[0] if len(names) == 1 else hostname
+
+    def clock(self, hostname: str) -> float:
+        found = self.store.agents.get(self.called(hostname))
+        return 0.0 if found is None else found.clock
 
     def close(self, code: int) -> None:
         for name in self.names:

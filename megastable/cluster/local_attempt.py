@@ -42,6 +42,7 @@ class LocalAttempt:
     ) -> None:
         self.run, self.number, self._launcher = run, number, launcher
         self.host = socket.gethostname()
+        self.names: Sequence[str] = (self.host,)
         self._ranks: dict[int, int] = {}  # by process
         self._scanned = -SCAN
         self._others = False
@@ -139,7 +140,9 @@ def _marked(run: RunDirectory) -> Iterator[tuple[psutil.Process, int]]:
         with contextlib.suppress(psutil.Error, OSError):
             for argument in process.cmdline():  # empty for a zombie
                 number, at, rest = argument.removeprefix(f"{FLAG}=").partition("@")
-                if argument.startswith(f"{FLAG}=") and at and number.isdecimal() and rest == where:
+                marked = argument.startswith(f"{FLAG}=") and at and number.isdecimal() and rest == where
+                # Other users can write a mark into arguments of theirs.
+                if marked and process.uids().real == os.getuid():
                     yield process, int(number)
 
 

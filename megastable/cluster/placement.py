@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 import psutil
 
@@ -14,6 +16,7 @@ from megastable.cluster.hostfile import HostSlots, placement
 from megastable.cluster.reach import Local, Reach, Srun, Ssh, allocated
 
 LOOPBACK = "127.0.0.1"
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
 # What says where, as opposed to how; those with a value, and those without.
 WHERE = ("-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators",
          "--node_rank", "--launcher", "--launcher_args", "--ssh_port")  # fmt: skip
@@ -98,27 +101,55 @@ def interface(wanted: str | None, place: HostChoice) -> str:
         return LOOPBACK
     here = socket.gethostname()
     for name in [here] if place.by_themselves else [host.name for host in place.hosts if host.name != here]:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-                s.connect((name, 9))  # sends nothing
-                found = str(s.getsockname()[0])
-        except OSError:
-            continue
-        if not found.startswith("127."):
+        if (found := _towards(name)) is not None:
             return found
     raise ConfigError(
         "no network interface leads to another host of the run: name one that all hosts reach, supervise.interface=eth0"
     )
 
 
+def _towards(name: str) -> str | None:
+    """Our own address on the way to a host, IPv4 before IPv6; None if there is none that others could use."""
+    for family in FAMILIES:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as s:
+                s.connect((name, 9))  # sends nothing
+                found = str(s.getsockname()[0])
+        except OSError:
+            continue
+        if _is_usable(found) and not ip_address(found).is_loopback:
+            return found
+    return None
+
+
 def _address(wanted: str) -> str:
+    """Of an interface, IPv4 before IPv6, or `wanted` itself if it is an address of this host."""
     addresses = {
-        name: [one.address for one in of if one.family == socket.AF_INET]
+        name: [one.address for family in FAMILIES for one in of if one.family == family]
         for name, of in psutil.net_if_addrs().items()
     }
-    if addresses.get(wanted):
-        return addresses[wanted][0]
-    if any(wanted in of for of in addresses.values()):
+    here = [address for of in addresses.values() for address in of]
+    with suppress(ValueError):
+        wanted = str(ip_address(wanted))  # an IPv6 address can be written in many ways
+    if _is_usable(wanted) and wanted in here:
         return wanted
-    known = ", ".join(sorted(name for name, of in addresses.items() if of))
+    if usable := [address for address in addresses.get(wanted, []) if _is_usable(address)]:
+        return usable[0]
+    links = {address.partition("%")[0] for address in here}
+    if addresses.get(wanted) or wanted.partition("%")[0] in links:
+        raise ConfigError(
+            f"supervise.interface={wanted}: only a link-local IPv6 address (fe80::...), which other hosts cannot use: "
+            "name an interface with another address"
+        )
+    known = ", ".join(sorted(name for name, of in addresses.items() if any(map(_is_usable, of))))
     raise ConfigError(f"supervise.interface={wanted}: no such interface or address here; there are {known}")
+
+
+def _is_usable(address: str) -> bool:
+    """Whether it is an address by which other hosts can reach this one: of a link-local one they would have to know
+    the name of their own interface, too."""
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return False
+    return found.version == 4 or not found.is_link_local

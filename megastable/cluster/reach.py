@@ -97,10 +97,11 @@ def python(module: str, *arguments: str) -> list[str]:
 def run_on(
     hosts: Iterable[str], reach: Reach, command: Sequence[str], seconds: float,
     *, at_once: int = AT_ONCE, told: Callable[[str, HostAnswer], None] | None = None,
+    hurry: Callable[[], bool] = lambda: False,
 ) -> dict[str, HostAnswer]:  # fmt: skip
     """Run `command` on every host, by name. Ends all of it when interrupted.
 
-    seconds: for each host. told: is told of every answer as it comes.
+    seconds: for each host. told: is told of every answer as it comes. hurry: whether to end what still runs.
     """
     names = list(dict.fromkeys(hosts))
     waiting, running, found = deque(names), dict[str, ChildProcess](), dict[str, HostAnswer]()
@@ -112,6 +113,10 @@ def run_on(
 
     try:
         while waiting or running:
+            if hurry():
+                for host in (*running, *waiting):
+                    settle(host, "", "not waited for")
+                break
             while waiting and len(running) < at_once:
                 host = waiting.popleft()
                 try:

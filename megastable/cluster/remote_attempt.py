@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,40 +15,62 @@ if TYPE_CHECKING:
 
 KILLED = 15.0  # seconds for the agents to kill an attempt
 SEEN = 3.0  # ... to tell the state of their processes
+FROZEN = 3.0  # ... between two looks, after which this process itself was stopped
 RETOLD = 2.0  # ... between two orders to start
 
 
 class RemoteAttempt:
-    """wanted: the order to start it, by host; empty if it runs already."""
+    """names: the hosts that it runs on, that of rank 0 first. wanted: the order to start it, by host; empty if it runs
+    already."""
 
-    def __init__(self, hosts: Hosts, number: int, wanted: Mapping[str, Message]) -> None:
+    def __init__(
+        self, hosts: Hosts, number: int, names: Sequence[str], wanted: Mapping[str, Message]
+    ) -> None:
         self.hosts, self.number, self._wanted = hosts, number, wanted
+        self.names: Sequence[str] = tuple(names)
         self.fates: dict[int, Fate] = {}
         self.gone: dict[str, str] = {}
         self._codes: dict[str, int] = {}  # of the launchers that ended, in the order seen
         self._ordered: dict[str, float] = {}
-        self._began = time.monotonic()
+        # Where it has begun: all of one that ran already.
+        self._begun = set[str]() if wanted else set(names)
+        self._began = self._looked = time.monotonic()
         self._over = False
 
     @property
     def code(self) -> int | None:
         bad = [code for code in self._codes.values() if code]
-        return bad[0] if bad else (0 if len(self._codes) == len(self.hosts.names) else None)
+        return bad[0] if bad else (0 if len(self._codes) == len(self.names) else None)
 
     def look(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked > FROZEN:
+            self._began = now  # what was said meanwhile is yet to be read
+        self._looked = now
         running = False
-        for name in self.hosts.names:
+        for name in self.names:
             agent = self.hosts.agent(name)
             if agent is None:
                 self._judge(name)
                 running = running or name not in self.gone
                 continue
-            self.gone.pop(name, None)
             state = agent.state
-            if state.get("attempt") != self.number:
+            if not state:
+                running = True  # it has only just connected
+                continue
+            if state["attempt"] != self.number and name in self._begun:
+                # Never begun anew there: the ranks elsewhere have lost these.
+                self.gone.setdefault(
+                    name,
+                    f"has lost all processes of attempt {self.number}: it was restarted, or they were killed",
+                )
+                continue
+            self.gone.pop(name, None)
+            if state["attempt"] != self.number:
                 self._order(name)
                 running = True
                 continue
+            self._begun.add(name)
             self._take(name, state)
             running = running or bool(state["running"])
         return running
@@ -75,36 +97,36 @@ class RemoteAttempt:
         if silent <= self.hosts.silence:
             return
         if self.hosts.unreachable(name):
-            self.gone.setdefault(name, f"no word from it for {silent:.0f} s; {why}")
+            self.gone.setdefault(name, f"is gone: no word from it for {silent:.0f} s; {why}")
 
     def heard(self, name: str) -> float:
         """When a host last gave a sign of life, by its agent or by a rank; time.monotonic()."""
         agent = self.hosts.store.agents.get(name)
-        hostname = name if agent is None else str(agent.hello["hostname"])
-        ranks = []
-        if self.hosts.called(hostname) == name:  # once, not for each of thousands of ranks
-            ranks = [rank.at for rank in list(self.hosts.store.ranks.values()) if rank.host == hostname]
+        known = {name}
+        if agent is not None and self.hosts.called(hostname := str(agent.hello["hostname"])) == name:
+            known.add(hostname)
+        ranks = [rank.at for rank in list(self.hosts.store.ranks.values()) if rank.host in known]
         return max([self._began, *ranks, *([agent.at] if agent is not None else [])])
 
     def witness(self) -> tuple[str, Path]:
-        first = self.hosts.names[0]
+        first = self.names[0]
         name = next((name for name, code in self._codes.items() if code), first)
-        return name, self.hosts.log(self.number, name)
+        return name, self.hosts.log(self.number, name, first)
 
     def end(self) -> None:
         self._over = True
         until = time.monotonic() + KILLED
-        for name in self.hosts.names:
+        for name in self.names:
             self.hosts.store.send(name, {"end": self.number})
         while time.monotonic() < until:
-            agents = [agent for name in self.hosts.names if (agent := self.hosts.agent(name)) is not None]
+            agents = [agent for name in self.names if (agent := self.hosts.agent(name)) is not None]
             if all(agent.state.get("ended", 0) >= self.number for agent in agents):
                 return
             time.sleep(0.05)
 
     def states(self) -> dict[int, str]:
         found: dict[int, str] = {}
-        asked = [a for name in self.hosts.names if (a := self.hosts.agent(name)) is not None]
+        asked = [a for name in self.names if (a := self.hosts.agent(name)) is not None]
         for agent in asked:
             agent.inbox.clear()
             self.hosts.store.send(agent.name, {"states": True})

@@ -6,8 +6,9 @@ Tried with Slurm 22.05 (tests/launch/test_slurm.py). What that showed, and this 
   agent must tell the head to stop, and go on until the head ends it. With `--batch`, only the batch shell gets it.
 - A job that Slurm is ending, to cancel or to requeue it, is COMPLETING while its script is still running.
 - ExcNodeList may be changed only while a job is pending, which it is from the moment it has been requeued.
-- A job that lost a node (`--no-kill`) goes on with fewer nodes, and asks for all it was submitted with when requeued.
-  The lost node needs no exclusion: Slurm gives it to no job before it is back.
+- A job that loses a node is requeued, and asks for as many nodes as it was submitted with. The lost node needs no
+  exclusion: Slurm gives it to no job before it is back. With `--no-kill` the job would go on with fewer nodes, and
+  never get the lost one back; without its script, if that was there, it would be RUNNING until its time limit.
 """
 
 from __future__ import annotations

@@ -1,25 +1,31 @@
 """What launch/slurm.sbatch asks about its job, and has done to it.
 
-    python -m megastable.cluster.slurm_job limit                   # prints run.max_hours=H; nothing without a limit
-    python -m megastable.cluster.slurm_job ended CODE [HOST ...]   # requeues the job if CODE says so; exits with it
+    python -m megastable.cluster.slurm_job limit
+    python -m megastable.cluster.slurm_job ended CODE [run.dir=DIR] [HOST ...]
 
-HOST: a host to leave out from now on, beside those on which no step starts.
+The first prints run.max_hours=H; nothing without a limit. The second requeues the job if CODE says so, and exits with
+it. HOST: a host to leave out from now on, beside those on which no step starts, and the one that the run in DIR ended
+for.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megastable.base.errors import BAD_INPUT, HOST_GONE, ConfigError, user_errors
+from megastable.base.errors import BAD_INPUT, HOST_GONE, ConfigError, MegastableError, user_errors
 from megastable.cluster import slurm
+from megastable.run.directory import RunDirectory
+from megastable.run.events.supervisor_events import Ended, SupervisorEvent
 
+RUN = "run.dir="
 STEP_SECONDS = 60.0  # after which a host on which no step has started counts as gone
 
 
@@ -29,13 +35,13 @@ def limit(environment: Mapping[str, str]) -> str:
     return "" if left is None else f"run.max_hours={left:.4f}"
 
 
-def ended(code: int, gone: list[str], environment: Mapping[str, str]) -> None:
-    """Requeues the job if its supervisor's exit code says so."""
+def ended(code: int, gone: list[str], environment: Mapping[str, str], runs: Sequence[Path] = ()) -> None:
+    """Requeues the job if its supervisor's exit code says so. runs: the run directory, if it is known."""
     # Slurm ends a job that it requeues, and us with it, KillWait (30 s by default) after SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     number, job = _number(environment), _job(environment)
     if code == HOST_GONE:
-        gone = _gone(gone, job, environment)
+        gone = _gone([*gone, *(host for run in runs for host in blamed(run))], job, environment)
     verdict = slurm.verdict(code, job, gone)
     print(f"exit code {code}: {verdict.why}", flush=True)
     if not verdict.requeue:
@@ -48,6 +54,23 @@ def ended(code: int, gone: list[str], environment: Mapping[str, str]) -> None:
             _scontrol("update", f"JobId={number}", f"ExcNodeList={verdict.excluded}")
     except ConfigError as error:
         print(f"{error}. `sbatch` the same command again to go on", flush=True)
+
+
+def blamed(run: Path) -> list[str]:
+    """The host that failed again and again, for which a run's supervisor has ended. It answers as others do: only the
+    journal knows it. None if that cannot be read."""
+    host, found = None, list[str]()
+    try:
+        for event in RunDirectory(run).events(Ended, SupervisorEvent):
+            if isinstance(event, Ended):
+                host = event.get("host")
+            else:
+                over = event.get("what") == "ended" and event.get("code") == HOST_GONE
+                named = rf"(?<![\w.-]){re.escape(str(host))}(?![\w-])"
+                found = [str(host)] if over and host and re.search(named, str(event.get("reason"))) else []
+    except (OSError, MegastableError) as error:
+        print(f"{run}: {error}. A host that failed too often is not left out", flush=True)
+    return found
 
 
 def _number(environment: Mapping[str, str]) -> str:
@@ -96,8 +119,9 @@ def main(arguments: list[str]) -> int:
         case ["limit"]:
             print(limit(os.environ))
             return 0
-        case ["ended", code, *gone] if code.isdecimal():
-            ended(int(code), gone, os.environ)
+        case ["ended", code, *rest] if code.isdecimal():
+            runs = [Path(word.removeprefix(RUN)) for word in rest if word.startswith(RUN)]
+            ended(int(code), [word for word in rest if not word.startswith(RUN)], os.environ, runs)
             return int(code)
     print(__doc__, file=sys.stderr)
     return BAD_INPUT

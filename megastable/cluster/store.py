@@ -38,8 +38,9 @@ WAITING = 4096  # connections that the kernel may hold for us: all ranks come at
 
 @dataclass
 class Heard:
-    """The last word of a rank of `attempt`. at: time.monotonic() of it; closed: ... of the end of its connection; beat:
-    the fields of `Beat` (rank_ipc.py)."""
+    """The last word of a rank of `attempt`. at: time.monotonic() of it; closed: ... of the end of its connection; cut:
+    whether that end was a timeout or a reset, as of a host that is gone, and not the end of a process; beat: the fields
+    of `Beat` (rank_ipc.py)."""
 
     rank: int
     attempt: int
@@ -48,6 +49,7 @@ class Heard:
     at: float
     beat: Message = field(default_factory=dict)
     closed: float | None = None
+    cut: bool = False
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Store:
 
     def __enter__(self) -> Store:
         """Raises ConfigError if it cannot listen."""
-        _allow_many_files()
+        allow_many_files()
         self._thread.start()
         made = asyncio.run_coroutine_threadsafe(
             self._loop.create_server(lambda: _Connection(self), self.interface, 0, backlog=WAITING),
@@ -175,7 +177,7 @@ class _Connection(asyncio.Protocol):
                     self._hear(message)
                 else:
                     self._greet(message)
-        except (WireError, KeyError, TypeError, ValueError):
+        except (WireError, KeyError, TypeError, ValueError, OverflowError):
             self.transport.abort()  # not one of ours
 
     def _greet(self, hello: Message) -> None:
@@ -210,6 +212,8 @@ class _Connection(asyncio.Protocol):
         elif self.agent is not None:
             self.agent.at = now
             if "state" in message:
+                if not isinstance(message["state"], dict):
+                    raise WireError("the state of an agent is not a JSON object")
                 self.agent.state = message["state"]
                 # Every delay makes the peer's clock look late: the largest difference is nearest to the truth.
                 self.agent.clock = max(self.agent.clock, float(message["time"]) - time.time())
@@ -222,9 +226,11 @@ class _Connection(asyncio.Protocol):
         for peer in (self.rank, self.agent):
             if peer is not None:
                 peer.closed = time.monotonic()
+        if self.rank is not None:
+            self.rank.cut = error is not None
 
 
-def _allow_many_files() -> None:
+def allow_many_files() -> None:
     """A connection is a file, and the usual limit is 1,024 of them."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):

@@ -15,18 +15,19 @@ from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, put_json
 
 app = App()
-STEPS, QUICK_STEPS, QUICK_FAULTS = 400, 200, 3
+STEPS, QUICK_STEPS, QUICK_FAULTS, ONE_RUN_STEPS = 400, 200, 3, 2000
 QUICK = ("killed-rank", "killed-host", "stopped-rank")
 # So that a quick round fits in minutes; the full one has the supervisor's own limits.
 IMPATIENT = ("supervise.hang_floor=8", "supervise.host_silence=8")
-WAIT = "supervise.wait_for_hosts=60"
+LIMITS = ("supervise.wait_for_hosts=60", "supervise.shrink_after=null")
 
 
 @app.add(
     examples="""
     megastable chaos --quick
     megastable chaos --hosts 3 --faults 12 --seed 7 --output chaos.json
-    megastable chaos --only flapping-link,stalled-disk
+    megastable chaos --hosts 3 --spares 1 --faults 50 --one-run
+    megastable chaos --only flapping-link,stalled-disk --seconds 60
     megastable chaos --list
     """,
     more="The hosts are namespaces: each has its own processes, network, name and sshd; a switch joins them, and a "
@@ -36,10 +37,17 @@ WAIT = "supervise.wait_for_hosts=60"
     "hosts cannot be made here.",
 )
 def chaos(
-    hosts: Annotated[int, typer.Option(min=2, max=8, help="How many")] = 2,
+    hosts: Annotated[int, typer.Option(min=2, max=6, help="How many train")] = 2,
+    spares: Annotated[int, typer.Option(min=0, max=2, help="How many more stand by")] = 0,
     faults: Annotated[int | None, typer.Option(min=1, help="How many; 12, --quick 3")] = None,
     seed: Annotated[int, typer.Option(help="Of kinds, hosts and times")] = 1,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, max=300, help="Of all faults that last; else drawn")
+    ] = None,
     only: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of faults; all")] = "",
+    one_run: Annotated[
+        bool, typer.Option("--one-run", help="All strike one run, one after the other; needs a spare")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Three faults, short runs, impatient limits")
     ] = False,
@@ -58,7 +66,8 @@ def chaos(
     from drills import cluster_faults
     from drills.chaos import plan
     from drills.chaos_runner import Exercise, struck, undisturbed
-    from drills.chaos_table import summary, table
+    from drills.chaos_table import Row, summary, table
+    from drills.chaos_together import spread, together
     from drills.hosts import NAMES
     from drills.namespaces import missing
     from drills.stage import VOCABULARY
@@ -75,21 +84,30 @@ def chaos(
         return
     if reason := missing():
         raise ConfigError(f"hosts cannot be made here: {reason}")
-    steps = QUICK_STEPS if quick else STEPS
-    planned = plan(kinds, NAMES[:hosts], seed, faults or (QUICK_FAULTS if quick else 12), steps)
+    if one_run and not spares:
+        raise ConfigError("--one-run: a host whose link was cut is replaced by a spare: say --spares 1")
+    steps = QUICK_STEPS if quick else ONE_RUN_STEPS if one_run else STEPS
+    planned = plan(
+        kinds, NAMES[:hosts], seed, faults or (QUICK_FAULTS if quick else 12), steps, seconds=seconds
+    )
     by_name = {kind.name: kind for kind in kinds}
     with ExitStack() as stack:
         where = (keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))).resolve()
-        patience = [WAIT, *(IMPATIENT if quick else ())]
+        patience = [*LIMITS, *(IMPATIENT if quick else ())]
         if corpus is None:
             corpus = where / "corpus"
             prepare_stdlib(corpus, vocab_size=VOCABULARY, workers=2, progress=False)
-        exercise = Exercise(corpus, steps, hosts, patience)
-        rows = []
+        exercise = Exercise(corpus, steps, hosts, spares, patience)
+        rows: list[Row] = []
         with progress(*counted("runs"), silent=as_json) as bar:
             task = bar.add_task("undisturbed", total=len(planned) + 1)
             clean = undisturbed(exercise, where / "undisturbed")
-            for one in planned:
+            problems: list[str] = []
+            if one_run:
+                told = lambda one: bar.update(task, advance=1, description=f"{one.kind} on {one.host}")  # noqa: E731
+                every = spread(planned, steps)
+                rows, problems = together(exercise, where / "one-run", by_name, every, clean, told)
+            for one in planned if not one_run else ():
                 bar.update(task, advance=1, description=f"{one.kind} on {one.host}")
                 folder = where / f"{one.number:02d}-{one.kind}"
                 rows.append(struck(exercise, folder, by_name[one.kind], one, clean))
@@ -97,5 +115,7 @@ def chaos(
     if not as_json:
         console().print(table(rows))
         console().print(summary(rows), soft_wrap=True)
+        for text in problems:
+            console().print(text, soft_wrap=True)
     put_json([one.model_dump(mode="json") | {"right": one.right} for one in rows], as_json, output)
     raise typer.Exit(0 if all(one.right for one in rows) else FAILED)

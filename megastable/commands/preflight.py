@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megastable.base.errors import BAD_INPUT, OK
+from megastable.base.errors import BAD_INPUT, OK, ConfigError
 from megastable.commands.app import App, WithLauncherArguments
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
@@ -72,6 +72,8 @@ def preflight(
     names = [host.name for host in hosts]
     with bar("asking the hosts", len(names), silent=as_json, unit="hosts") as asked:
         found = survey(names, reach, _folder(config), not quick, told=lambda host: asked())
+    if found.unwritten:
+        raise ConfigError(found.unwritten)
     wanted = Wanted(
         {host.name: host.slots for host in hosts}, found.token, found.offsets, _checkpoint(config),
         cpu=os.environ.get("DS_ACCELERATOR") == "cpu",

@@ -34,6 +34,7 @@ def supervise(
 
     It leaves incidents/ in the run directory, for people to read. `megastable status RUN` says how a run stands.
     """
+    from megastable.base.spared_output import spare_output
     from megastable.cluster import agent
     from megastable.cluster.fleet import Fleet, Here
     from megastable.cluster.hosts import Hosts
@@ -46,6 +47,7 @@ def supervise(
     from megastable.supervise.notifiers import Notifiers
     from megastable.supervise.supervisor import Supervisor
 
+    spare_output()
     given = context.obj
     place = placed(given, os.environ)
     if not place.by_themselves:

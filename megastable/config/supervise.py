@@ -112,9 +112,17 @@ class SuperviseConfig(Section):
     """Time without a word from a host, after which it counts as gone if it cannot be reached either. [seconds]"""
     wait_for_hosts: NonNegativeFloat = 1800.0
     """Time to wait for a host that is gone before the run ends (exit code 80). [seconds]"""
+    spares: NonNegativeInt = 0
+    """How many of the hosts, the last ones of the host file, only stand by to take the place of another."""
+    shrink_after: NonNegativeFloat | None = 120.0
+    """Time to wait for a host without a spare before the run goes on with fewer data-parallel ranks, where the layout
+    and the global batch allow it; it grows again when the host is back. null: never. [seconds]"""
+    cool_off: NonNegativeFloat = 600.0
+    """Time for which a host that failed is the last choice, and does not make a smaller run grow; doubled with every
+    failure. [seconds]"""
     interface: str | None = Field(default=None, examples=["eth0", "10.0.0.1"])
-    """Network interface, or address, that the supervisor listens on for its ranks; null: 127.0.0.1 on one host, on
-    several the one that leads to the others."""
+    """Network interface, or address (IPv4, or IPv6 that is not link-local), that the supervisor listens on for its
+    ranks; null: 127.0.0.1 on one host, on several the one that leads to the others."""
     backoff_seconds: NonNegativeFloat = 60.0
     """Longest pause between restarts that make no progress. [seconds]"""
     command: str | None = Field(default=None, examples=["mail -s incident me@example.org"])

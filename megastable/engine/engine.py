@@ -97,6 +97,7 @@ class Engine:
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
             patches.untimed(self.ds)
+            patches.told(self.ds)
         self._update = patches.gated(self.ds, self._gate)
         self.updates = 0
         self._judge: Judge | None = None

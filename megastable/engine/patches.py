@@ -15,12 +15,16 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime import compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import nvtx
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
+from megastable.base import activity
+from megastable.base.collectives import gathered
 from megastable.optim.build import OPTIMIZERS
 from megastable.parallel.mappings import sum_and_scatter
 
@@ -79,6 +83,35 @@ def untimed(engine: Any) -> None:
     prints them. Needless when it does not time what it will not print."""
     if engine.steps_per_print() is None:
         engine.timers = NoopTimer()
+
+
+def told(engine: Any) -> None:
+    """Say what is done in every instruction of a pipeline's schedule: a whole step is one call. Collective. Needless
+    when it calls hooks."""
+    doing = {
+        schedule.LoadMicroBatch: activity.DATA, schedule.ForwardPass: activity.FORWARD,
+        schedule.BackwardPass: activity.BACKWARD,
+    }  # fmt: skip
+    exchanges = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
+
+    def within(kind: type, instruct: Callable[..., None]) -> Callable[..., None]:
+        def enter(self: Any, *args: Any, **kwargs: Any) -> None:
+            activity.enter(doing[kind])
+            instruct(self, *args, **kwargs)
+
+        def exchange(self: Any, *args: Any, **kwargs: Any) -> None:
+            activity.exchange_begins(world._get_sequence_number_for_group())
+            instruct(self, *args, **kwargs)
+            activity.exchange_ends(world._get_sequence_number_for_group())
+
+        if kind in exchanges:
+            return exchange
+        return enter if kind in doing else instruct
+
+    world: Any = distributed_c10d._get_default_group()
+    count = world._get_sequence_number_for_group()
+    activity.exchanged(count - min(gathered(count)))  # it tries its links when it is built
+    engine._INSTRUCTION_MAP = {kind: within(kind, f) for kind, f in engine._INSTRUCTION_MAP.items()}
 
 
 def sum_in_parts(o: BF16_Optimizer, engine: Any, ranks: int, group: Any, counted: Sequence[Tensor]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -17,7 +19,16 @@ LOST = re.compile(
 BEREFT = re.compile(f"{LOST.pattern}|DistBackendError|socket timeout|timed out|timeout", re.IGNORECASE)
 
 
+HOST = "MEGASTABLE_HOST"  # a variable of ranks that an agent started: their host's name in the host file
 FLAG = "--supervised"  # the argument of a rank that holds its mark
+
+
+OTHERS = 2.0  # seconds, at least, between two looks at control.json; not of rank 0
+
+
+def pause_of(world: int) -> float:
+    """Seconds between two looks of a rank other than 0 at control.json: many ranks must not load the file system."""
+    return max(OTHERS, world / 500)
 
 
 class Control(BaseModel):
@@ -86,6 +97,11 @@ class Beat(BaseModel):
     lasted: float
     step: int | None = None
     entered: dict[str, int] = {}
+
+
+def host_name() -> str:
+    """This host's name in the host file; without an agent its own. Two hosts may give themselves the same."""
+    return os.environ.get(HOST) or socket.gethostname()
 
 
 def mark(run: RunDirectory, attempt: int) -> str:

@@ -84,7 +84,7 @@ class Lines:
 def _message(line: bytes) -> Message:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         raise WireError("not a line of JSON") from None
     if not isinstance(found, dict):
         raise WireError("not a JSON object")

@@ -1,7 +1,8 @@
 """Names the ranks that a hang is due to, from their last heartbeats. Pure.
 
 Ranks that wait in a collective are witnesses. To blame are those that the others wait for (cluster/wait_graph.py);
-among them, first of all, the ones that have stopped speaking.
+among them, first of all, the ones that have stopped speaking. A stage of a pipeline that waits for another one is a
+witness, too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megastable.base.activity import EXCHANGE
 from megastable.cluster.wait_graph import culprits
 from megastable.supervise.exit_cause import Suspects
 
@@ -38,6 +40,10 @@ class RankView:
 def suspects(ranks: Mapping[int, RankView]) -> Suspects:
     """ranks: all that anything is known of."""
     behind = culprits({rank: view.entered for rank, view in ranks.items() if view.entered is not None})
+    # No count tells a stage of a pipeline that waits for another one.
+    at_work = [rank for rank, view in sorted(ranks.items()) if view.activity not in ("", EXCHANGE)]
+    if any(view.activity == EXCHANGE for view in ranks.values()):
+        behind = [rank for rank in behind if rank in at_work] or (behind if behind else at_work)
     mute = sorted(rank for rank, view in ranks.items() if view.mute)
     stopped = sorted(rank for rank, view in ranks.items() if view.kernel)
     blamed = [rank for rank in behind if rank in mute] or behind or mute or stopped

@@ -12,7 +12,14 @@ from megastable.base.text import visible
 from megastable.run.events.event import Event, Other, read_later, real, whole
 from megastable.run.events.follow import PassedOver
 from megastable.run.events.stability_events import AlertEvent, Discarded
-from megastable.run.events.supervisor_events import Ended, HostsAwaited, Launched, Restart, SupervisorEvent
+from megastable.run.events.supervisor_events import (
+    Ended,
+    HostLeftOut,
+    HostsAwaited,
+    Launched,
+    Restart,
+    SupervisorEvent,
+)
 from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Training
 
 TAIL = 30  # events kept as text
@@ -77,7 +84,8 @@ class JournalView:
     """step: the last that the journal names, or None. last: unix seconds of the last sign of a training process.
     starts: of training processes, supervised or not. refused: updates. word: the last event that shows which process is
     at work. goodbye: the last of ENDS, if nothing ran since. supervisor: its last event about itself, unless something
-    ran after its end. started: recipe and arguments of the last start."""
+    ran after its end. started: recipe and arguments of the last start. hosts: of the newest attempt; left_out: until
+    when (unix seconds), by host, others are preferred to those that failed."""
 
     began: float | None = None
     last: float | None = None
@@ -88,6 +96,8 @@ class JournalView:
     restarts: Counter[str] = field(default_factory=Counter)
     incidents: dict[int, IncidentSummary] = field(default_factory=dict)
     attempts: dict[int, AttemptSummary] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
+    left_out: dict[str, float] = field(default_factory=dict)
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
@@ -135,7 +145,13 @@ class JournalView:
                 self.supervisor = event
                 if event.what != "ended":
                     self.word, self.started = name, event.fields
+                if event.what == "started":
+                    self.left_out.clear()  # a person has looked
+            case HostLeftOut():
+                if event.host is not None and event.until is not None:
+                    self.left_out[visible(event.host, 80)] = event.until
             case Launched():
+                self.hosts = tuple(visible(str(host), 80) for host in event.hosts)
                 self._launched(event)
             case Ended():
                 self._ended(event)

@@ -43,7 +43,7 @@ class Metrics:
 
     def update(self, status: Status) -> None:
         """Serve this status from now on."""
-        self._status.status = status
+        self._status.see(status)
 
     def close(self) -> None:
         """Stop listening. May be called again."""
@@ -55,11 +55,21 @@ class Metrics:
 class _Latest(Collector):
     def __init__(self) -> None:
         self.status: Status | None = None
+        # By kind. Time that is not recorded yet may turn out to be of another kind; a counter never falls.
+        self._seconds: dict[str, float] = {}
+
+    def see(self, status: Status) -> None:
+        told = status.goodput or {}
+        for kind, seconds in told.get("seconds", {}).items():
+            self._seconds[kind] = max(seconds, self._seconds.get(kind, 0.0))
+        self.status = status
 
     def collect(self) -> Iterator[Metric]:
         # Read once: the supervisor may replace it meanwhile.
         if (status := self.status) is not None:
             yield from families(status)
+            seconds = [((kind,), value) for kind, value in list(self._seconds.items())]
+            yield _counter("seconds", "Where the time went (docs/goodput.md).", status, ["kind"], seconds)
 
 
 def families(s: Status) -> Iterator[Metric]:
@@ -87,6 +97,10 @@ def families(s: Status) -> Iterator[Metric]:
             sum(case.outcome == "open" for case in s.incidents),
         ),
         "alert": ("1 while nothing more is done automatically and a person is needed.", bool(s.alert)),
+        "goodput_ratio": (
+            "The share of all time since the run began that was training.",
+            s.goodput["share"] if s.goodput else None,
+        ),
         "last_progress_timestamp_seconds": ("When there was the last sign of progress.", s.last_progress),
         "last_checkpoint_step": (
             "Step of the newest checkpoint.",
@@ -124,7 +138,7 @@ def families(s: Status) -> Iterator[Metric]:
 
 
 def _counter(
-    name: str, about: str, s: Status, labels: list[str], counts: Iterable[tuple[Sequence[str], int]]
+    name: str, about: str, s: Status, labels: list[str], counts: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
     counter = CounterMetricFamily(f"megastable_{name}", about, labels=["run", *labels])
     for values, count in counts:

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 from megastable.base import durable
 from megastable.cluster.fleet import Attempt
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of
+from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of, pause_of
 
 Told = TypeVar("Told", bound=BaseModel)
-STACKS = 6.0  # seconds for the ranks to dump their stacks; see heartbeat.OTHERS
+STACKS = 4.0  # seconds for the ranks to dump their stacks, once they have looked (rank_ipc.pause_of)
 
 
 class RankFiles:
@@ -46,7 +46,7 @@ class RankFiles:
         progress, folder = self.progress(attempt.number), folder_of(self.run, attempt.number)
         world = progress.world if progress is not None else None
         self.want(dump=self._wanted.dump + 1)
-        until = time.monotonic() + STACKS
+        until = time.monotonic() + pause_of(world or 1) + STACKS
         while time.monotonic() < until and len(list(folder.glob("*.stacks"))) != world:
             time.sleep(0.2)
         states = sorted(attempt.states().items())

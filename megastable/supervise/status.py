@@ -27,6 +27,7 @@ from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import NOTHING, real, whole
 from megastable.run.events.follow import Follower
+from megastable.run.goodput.watching import GoodputWatch
 from megastable.supervise.hang_detector import patience
 from megastable.supervise.journal_skim import skim
 from megastable.supervise.journal_view import AttemptSummary, IncidentSummary, JournalView, Said
@@ -35,9 +36,11 @@ from megastable.supervise.recent_steps import RecentSteps
 from megastable.supervise.standing import Standing, State, advice, state_of
 
 SHOWN = 5  # checkpoints
+READING = 1.0  # seconds of a look for reading step records that were not read yet: a long run has many files
 UNITS = {
     "age": "age_seconds", "began": "began_unix_seconds", "eta": "eta_seconds",
-    "last_progress": "last_progress_unix_seconds", "rate": "seconds_per_step", "size": "bytes",
+    "last_progress": "last_progress_unix_seconds", "left_out": "left_out_until_unix_seconds",
+    "rate": "seconds_per_step", "size": "bytes",
     "time": "time_unix_seconds",
 }  # fmt: skip
 
@@ -69,8 +72,10 @@ class Status:
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds per
     step, the median of the last ones; tokens_per_second: at that rate. loss, grad_norm, lr: of the last step. eta:
     remaining seconds at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
-    starts: of training processes. alert: since when and why automatic remedies are paused, "" if they are not.
-    problems: what could not be read.
+    starts: of training processes. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by host,
+    others are preferred to those that failed. alert: since when and why automatic remedies are paused, "" if they are
+    not. goodput: where the time went (run/goodput), None if that is not known, or takes long to find out. problems:
+    what could not be read.
     """
 
     run: str
@@ -100,10 +105,13 @@ class Status:
     starts: int
     attempt: int | None
     attempts: tuple[AttemptSummary, ...]
+    hosts: tuple[str, ...]
+    left_out: dict[str, float]
     restarts: dict[str, int]
     incidents: tuple[IncidentSummary, ...]
     refused: int
     alert: str
+    goodput: Mapping[str, Any] | None
     checkpoints: tuple[Checkpoint, ...]
     validation: tuple[tuple[int, float], ...]
     recent: tuple[tuple[int, float], ...]
@@ -168,6 +176,7 @@ class RunWatch:
         self._journal = Follower(self.run.journal, skim)
         self._told, self._starts = JournalView(), self._journal.starts
         self._recipe = _Recipe()
+        self._time = GoodputWatch(run)
         self._steps = RecentSteps(self.run.steps)
 
     def status(self) -> Status:
@@ -229,10 +238,13 @@ class RunWatch:
             starts=s.starts,
             attempt=attempt,
             attempts=tuple(s.attempts.values()),
+            hosts=s.hosts,
+            left_out={host: until for host, until in s.left_out.items() if until > now},
             restarts=dict(s.restarts),
             incidents=tuple(case for _, case in sorted(s.incidents.items())),
             refused=s.refused,
             alert=_alert(s),
+            goodput=self._goodput(bool(supervisor.alive or trainer.alive), now),
             checkpoints=self._checkpoints(),
             validation=tuple(s.validation),
             recent=recent,
@@ -291,6 +303,10 @@ class RunWatch:
         return Process(
             is_held(self.run.root / lock), whole(told.get("pid")), visible(told.get("host") or "", 80)
         )
+
+    def _goodput(self, alive: bool, now: float) -> dict[str, Any] | None:
+        account = self._time.account(alive, now, READING)
+        return account.facts() if account is not None else None
 
     def _checkpoints(self) -> tuple[Checkpoint, ...]:
         """The newest committed ones, newest first."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -30,6 +31,8 @@ LARGEST = 1e30  # larger values would break the scale
 WIDE = 120  # columns from which events are beside the numbers
 FEWEST, MOST = 3, 8  # events shown
 LONG = (500, 120, 60)  # characters of a reason: the longest with which the panel fits the terminal's height
+HOSTS = 8  # named
+LOSSES, LEAST = 4, 0.001  # kinds of lost time shown, and the least share
 TALL = 10_000  # lines, if the output is no terminal
 COLOURS = {
     State.RUNNING: "green", State.STARTING: "cyan", State.HUNG: "yellow", State.WAITING: "yellow", State.NEW: "cyan",
@@ -183,7 +186,11 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
         if failure := next((a.failure for a in reversed(s.attempts) if a.failure), ""):
             told += f"; last: {_cut(failure, most)}"
         yield "restarts", Text(told)
+    if s.goodput is not None and s.goodput["wall_seconds"]:
+        yield "goodput", Text(_goodput(s.goodput))
     yield "processes", _processes(s)
+    if len(s.hosts) > 1 or s.left_out:
+        yield "hosts", Text(_hosts(s))
     for problem in s.problems:
         yield "unread", Text(_cut(problem, most), style="yellow")
 
@@ -214,6 +221,19 @@ def _case(case: IncidentSummary) -> str:
     action = f", {case.action.replace('_', ' ')}" if case.action else ""
     left = f"; {case.put_off}" if case.put_off else ""
     return f"#{case.number} step {case.onset:,}: {case.verdict}{losses}, {case.cause}{action}: {case.outcome}{left}"
+
+
+def _goodput(told: Mapping[str, Any]) -> str:
+    wall = told["wall_seconds"]
+    lost = sorted(((v, kind) for kind, v in told["seconds"].items() if kind != "training"), reverse=True)
+    shares = [f"{kind.replace('_', ' ')} {v / wall:.1%}" for v, kind in lost[:LOSSES] if v / wall >= LEAST]
+    return ", ".join([f"{told['share']:.1%} of {duration(wall)} was training", *shares])
+
+
+def _hosts(s: Status) -> str:
+    names = ", ".join(s.hosts[:HOSTS]) + (f" and {len(s.hosts) - HOSTS} more" if len(s.hosts) > HOSTS else "")
+    out = [f"{host} until {_clock(until, s.time)}" for host, until in s.left_out.items()]
+    return names + (f"; failed, and the last choice: {', '.join(out)}" if out else "")
 
 
 def _processes(s: Status) -> Text:

@@ -8,20 +8,18 @@ tells the ranks what it wants through files (heartbeat.py), and hears how they a
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from types import FrameType
 
-from megastable.base import errors
+from megastable.base import activity, errors
 from megastable.base.errors import ConfigError, MegastableError
 from megastable.cluster.fleet import Attempt, Fleet
 from megastable.cluster.launcher import MODULE
-from megastable.cluster.local_attempt import STOPPED, LocalAttempt
+from megastable.cluster.local_attempt import STOPPED
 from megastable.cluster.store import Store
 from megastable.config.supervise import redacted_override
 from megastable.config.tree import RunConfig
@@ -32,7 +30,6 @@ from megastable.run.events.event import whole
 from megastable.run.events.supervisor_events import (
     Ended,
     Hang,
-    HostsAwaited,
     Launched,
     Restart,
     SupervisorEvent,
@@ -40,12 +37,16 @@ from megastable.run.events.supervisor_events import (
 from megastable.run.rank_ipc import Beat, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.incident import Breakdown
+from megastable.supervise.bars import bar_after
 from megastable.supervise.exit_cause import End, Suspects, end_of
 from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
+from megastable.supervise.first_silent import first_silent
+from megastable.supervise.gathering import Gathering
 from megastable.supervise.hang_detector import HangDetector
 from megastable.supervise.hang_suspects import RankView, suspects
 from megastable.supervise.locks import nobody_trains, only_supervisor, wait_until_nobody_trains
 from megastable.supervise.log_tail import end_of_log
+from megastable.supervise.outcome import RunExit, StartAgain
 from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.process_incidents import ProcessIncidents
 from megastable.supervise.rank_files import RankFiles
@@ -60,28 +61,6 @@ KNOWN = (errors.OK, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO
 NO_ROOM = 60.0  # seconds between two tries on a full disk
 LOG_TAIL = 64_000
 SAME_SIGNAL = 1.0  # seconds within which several signals count as one
-SHOWN = 5.0  # seconds of waiting for hosts before it is said
-# What ssh says of a host that will not come by waiting.
-HOPELESS = re.compile(
-    "could not resolve|permission denied|host key verification|no such identity", re.IGNORECASE
-)
-
-
-@dataclass(frozen=True)
-class RunExit:
-    """The run is over. code: of errors.py."""
-
-    code: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class StartAgain:
-    """Another attempt follows, in `delay` seconds. told: whether to print that."""
-
-    reason: str
-    delay: float
-    told: bool
 
 
 class Supervisor:
@@ -108,10 +87,12 @@ class Supervisor:
         self.here = socket.gethostname()
         self.signals = 0
         self.signalled = self.asked_kernel = -inf
-        self.told = set[str]()  # warnings of hosts
-        self.launched = False  # whether this process has started an attempt
         self.until = inf if config.run.max_hours is None else time.monotonic() + 3600 * config.run.max_hours
         self.journal = SupervisorJournal(run, listener, lambda: self.signals > 0)
+        self.gathering = Gathering(
+            config, self.fleet, self.journal, listener.say, lambda: self.signals > 0, self._look
+        )
+        self.growing = 0  # hosts that the next attempt can have, if this one was asked to stop for that
         self.incidents = ProcessIncidents(self.journal)
         self.hangs = HangDetector(config.supervise)
         self.storage = StorageProbe(run.root / ".storage")
@@ -148,6 +129,7 @@ class Supervisor:
         self.journal.emit(SupervisorEvent(
             what="started" if predecessor is None else "took over", pid=os.getpid(), host=self.here,
             recipe=self.recipe, overrides=self.overrides, given=self.given, module=self.module,
+            seconds=round(activity.age(), 3),
         ))  # fmt: skip
         end = RunExit(errors.FAILED, "an unforeseen error")
         try:
@@ -172,20 +154,22 @@ class Supervisor:
         state = self.journal.state
         follows: RunExit | StartAgain | None = None
         if attempt is None and state.under_way:
-            gone = LocalAttempt(self.run, state.attempt)  # of which nothing is left
-            follows = self._settle(gone, self._end(gone))
+            left = self.fleet.left(state.attempt, state.lineup)
+            follows = self._settle(left, self._end(left))
         elif attempt is None and state.unmended is not None:
             # Its end was journaled, but not acted on.
-            remedy = after_failure(state.failures, len(self.fleet.names), self.config.stability.policy)
+            remedy = after_failure(state.failures, self.gathering.wanted, self.config.stability.policy)
             follows = self._mend(state.unmended, remedy, state.skipped)
         while not isinstance(follows, RunExit):
             if follows is not None:
                 self._pause(follows)
             if self.signals:
                 return RunExit(errors.STOPPED, "stopped between two attempts")
-            if attempt is None and (stays := self._gather()) is not None:
-                return stays
-            attempt = attempt or self._launch()
+            if attempt is None:
+                hosts = self.gathering.hosts()
+                if isinstance(hosts, RunExit):
+                    return hosts
+                attempt = self._launch(hosts)
             follows = self._settle(attempt, self._watch(attempt))
             attempt = None
         return follows
@@ -194,14 +178,14 @@ class Supervisor:
         """Raise for processes of a supervisor on another host: they can be neither seen nor ended from here."""
         if predecessor is None or predecessor[1] == self.here or len(self.fleet.names) > 1:
             return  # of several hosts, the agents see them
-        if not nobody_trains(self.run) and self.fleet.found() is None:
+        if not nobody_trains(self.run) and self.fleet.found(()) is None:
             raise ConfigError(
                 f"run.dir={self.run.root}: the supervisor of before ran on {predecessor[1]}, and its processes still "
                 "train: start this one there"
             )
 
     def _take_over(self, predecessor: tuple[int, str] | None) -> Attempt | None:
-        attempt = self.fleet.found()
+        attempt = self.fleet.found(self.journal.state.lineup)
         if attempt is None:
             if predecessor is not None:
                 self.say(f"the supervisor of before (process {predecessor[0]}) and its processes are gone")
@@ -209,7 +193,8 @@ class Supervisor:
         self.say(f"attempt {attempt.number} runs already, and is watched from here on")
         if not self.journal.state.under_way:
             log = str(log_of(self.run, attempt.number))
-            self.journal.emit(Launched(attempt=attempt.number, command=[], log=log))
+            hosts = list(attempt.names)
+            self.journal.emit(Launched(attempt=attempt.number, command=[], log=log, hosts=hosts))
         self.ranks.adopt(attempt.number)
         self.store.begin(attempt.number)
         if predecessor is not None:
@@ -219,58 +204,24 @@ class Supervisor:
             self.incidents.close(incident, "healed")
         return attempt
 
-    def _gather(self) -> RunExit | None:
-        """Wait until every host can begin, with nothing of earlier attempts on it; the end if one stays away."""
-        began, told = time.monotonic(), dict[str, str]()
-        while missing := self.fleet.missing(self.journal.state.attempt):
-            waited = time.monotonic() - began
-            names = ", ".join(missing)
-            if self.signals:
-                return RunExit(errors.STOPPED, f"stopped while waiting for {names}")
-            if waited > self.config.supervise.wait_for_hosts:
-                why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-                return RunExit(errors.HOST_GONE, f"{names} did not come within {waited:.0f} s ({why})")
-            if waited > SHOWN and missing.keys() != told.keys():
-                told = dict(missing)
-                text = "waiting for " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
-                number = self.journal.state.attempt
-                self.journal.emit(HostsAwaited(attempt=number, hosts=list(missing), reason=text), say=text)
-            hopeless = [(name, reason) for name, reason in missing.items() if HOPELESS.search(reason)]
-            if hopeless and not self.launched and waited > SHOWN:
-                name, reason = hopeless[0]
-                raise ConfigError(f"host {name}: {reason} (as by: ssh {name} true)")
-            time.sleep(LOOK)
-            self._look()
-        if told:
-            self.say(f"all {len(self.fleet.names)} hosts are there")
-        for finding in self.fleet.preflight():
-            text = f"{finding.host}: {finding.text}"
-            # On hosts that have trained before, it may be what the next attempt survives.
-            if finding.severity == "refuse" and not self.launched:
-                raise ConfigError(f"{text} (python launch/preflight.py has all of it)")
-            if text not in self.told:
-                self.told.add(text)
-                self.say(f"WARNING: {text}")
-        return None
-
-    def _launch(self) -> Attempt:
+    def _launch(self, hosts: Sequence[str]) -> Attempt:
         number = self.journal.state.attempt + 1
         self.journal.insist(lambda: self.ranks.only(number))
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.signals > 0)
         # Journaled first: the next supervisor looks for it.
         log = str(log_of(self.run, number).relative_to(self.run.root))
         words = [*self.given, "--module", self.module, self.recipe, *self.overrides]
-        self.journal.emit(Launched(attempt=number, command=words, log=log))
+        self.journal.emit(Launched(attempt=number, command=words, log=log, hosts=list(hosts)))
         self.journal.listen()
         self.store.begin(number)
         self.hangs.began()
-        self.launched = True
-        return self.fleet.start(number)
+        return self.journal.insist(lambda: self.fleet.start(number, hosts))
 
     def _watch(self, attempt: Attempt) -> End:
         """Wait until the attempt has ended, or was ended."""
         seen = time.monotonic()
         first_death = asked = None
+        self.growing = 0
         hung, progress = False, None
         while attempt.look():
             time.sleep(LOOK)
@@ -283,6 +234,12 @@ class Supervisor:
             self._look()
             progress = self.ranks.progress(attempt.number)
             self.incidents.proven(progress)
+            if asked is None and (more := self.gathering.more(attempt.number, attempt.names)):
+                asked, self.growing = now, more
+                self.ranks.want(stop=True)
+                self.say(
+                    f"{more} hosts can take part: the ranks finish their step and save, to begin again on all"
+                )
             if asked is not None and (self.signals > 1 or now - asked > self.config.supervise.stop_seconds):
                 break
             if first_death is None and self._somebody_died(attempt):
@@ -368,7 +325,9 @@ class Supervisor:
 
     def _grace(self, attempt: Attempt) -> float:
         """Seconds for the other ranks to end after the first."""
-        known = all(f.code in KNOWN for f in attempt.fates.values())
+        # Of a rank that ends as it starts, nobody may have seen more than its launcher's code.
+        codes = [f.code for f in attempt.fates.values()] or [attempt.code]
+        known = self.journal.state.since or all(code in KNOWN for code in codes)
         return ORDERLY if known else self.config.supervise.grace_seconds
 
     # Causes and consequences
@@ -376,11 +335,17 @@ class Supervisor:
     def _end(self, attempt: Attempt, hang: Suspects | None = None) -> End:
         self.journal.listen()
         witness, log = attempt.witness()
-        words, progress = self.ranks.last_words(attempt.number), self.ranks.progress(attempt.number)
-        said = self.journal.state.since
+        progress = self.ranks.progress(attempt.number)
+        # By one clock: an hour's difference must not make the last one the first.
+        words = [
+            w.model_copy(update={"time": w.time - self.fleet.clock(w.host)})
+            for w in self.ranks.last_words(attempt.number)
+        ]
+        said, heard = self.journal.state.since, list(self.store.ranks.values())
+        silent = first_silent(heard, {w.rank for w in words}, self.fleet.called, time.monotonic())
         end = end_of(
             said, words, attempt.fates, attempt.code, end_of_log(log, LOG_TAIL), progress, witness, attempt.gone,
-            self.fleet.called,
+            self.fleet.called, silent,
         )  # fmt: skip
         return end if hang is None else end.by_hang(self.hangs, hang)
 
@@ -393,19 +358,23 @@ class Supervisor:
         if not end.final and not self.signals:
             step = end.step if end.cursor is not None else None
             failure = Failure(end.what, step, end.host, clock, code=end.code)
-            remedy = after_failure([*state.failures, failure], len(self.fleet.names), policy)
+            remedy = after_failure([*state.failures, failure], self.gathering.wanted, policy)
             judged = end.code == errors.BAD_INPUT and self.has_data
             if judged and (problem := bad_data(self.config, self.run, lambda: self.signals > 0)):
                 remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
             if remedy.skip:
                 skipped = self._skip(end)  # before it is journaled as done
-        silent = None if progress is None else round(max(0.0, time.time() - progress.time), 1)
+        silent = None
+        if progress is not None:
+            silent = round(max(0.0, time.time() - progress.time + self.fleet.clock(progress.host)), 1)
         told = end.model_dump() | ({} if remedy else {"what": ""})
         self.journal.emit(Ended(attempt=number, clock=clock, silent=silent, skipped=skipped, **told))
         self.journal.listen()
         if end.code == errors.OK:
             self.incidents.close_all("healed")
             return RunExit(errors.OK, "complete")
+        if end.code == errors.STOPPED and self.growing and not self.signals:
+            return StartAgain(f"{self.growing} hosts can take part", delay=0, told=False)
         if end.code == errors.STOPPED:
             return RunExit(errors.STOPPED, "stopped as asked, with a checkpoint")
         if end.code == errors.HANDOVER:
@@ -424,6 +393,12 @@ class Supervisor:
         number = self.journal.state.attempt
         self.say(f"attempt {number} failed: {end.failure}")
         evidence = [log_of(self.run, number), *sorted(folder_of(self.run, number).glob("rank-*"))]
+        bars = self.journal.state.bars
+        bar = bar_after(end, remedy, bars.get(end.host or ""), self.config.supervise.cool_off, time.time())
+        if bar is not None and end.host is not None:
+            if bar.wholly and self.gathering.can_do_without(end.host):
+                remedy = Remedy(Action.RESTART, Cause.HARDWARE, f"{remedy.reason}, and is left out")
+            self.gathering.leave_out(end.host, bar, end.what)
         self.incidents.act(end, remedy, skipped, [str(path.relative_to(self.run.root)) for path in evidence])
         if remedy.action is Action.STOP:
             mendable = end.code == errors.NO_SPACE or remedy.cause is Cause.STORAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from megastable.base.errors import DataError, SpaceError
 from megastable.run.directory import RunDirectory
@@ -15,6 +15,7 @@ from megastable.run.rank_ipc import log_of
 from megastable.supervise.log_tail import LogTail
 from megastable.supervise.supervisor_state import SupervisorState
 
+T = TypeVar("T")
 AGAIN = 0.2  # seconds between two tries to write
 
 
@@ -73,8 +74,8 @@ class SupervisorJournal:
         if say:
             self.listener.say(say if isinstance(say, str) else event.line())
 
-    def insist(self, action: Callable[[], None]) -> None:
-        """Retry a write until the disk allows it. Raises SpaceError if told to stop."""
+    def insist(self, action: Callable[[], T]) -> T:
+        """Retry what writes until the disk allows it. Raises SpaceError if told to stop."""
         told = False
         while True:
             try:

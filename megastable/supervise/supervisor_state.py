@@ -8,7 +8,13 @@ from pydantic import ValidationError
 
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import Handover, IncidentEvent
-from megastable.run.events.supervisor_events import Ended, Launched, Restart, SupervisorEvent
+from megastable.run.events.supervisor_events import (
+    Ended,
+    HostLeftOut,
+    Launched,
+    Restart,
+    SupervisorEvent,
+)
 from megastable.run.events.training_events import (
     CheckpointRejected,
     CheckpointSaved,
@@ -18,6 +24,7 @@ from megastable.run.events.training_events import (
     Unstable,
 )  # fmt: skip
 from megastable.stability.incident import Breakdown, Incident
+from megastable.supervise.bars import HostBar
 from megastable.supervise.exit_cause import End
 from megastable.supervise.restart_policy import Failure
 
@@ -26,6 +33,7 @@ class SupervisorState:
     """Fed every event in order.
 
     attempt: the newest, 0 = none; under_way: it was launched, and no end is journaled. clock: the farthest step done.
+    lineup: the hosts of the newest attempt; bars: of hosts that failed since a person started the run.
     began: the step that the current processes resumed from; rejected: of the newest checkpoint that they passed over.
     failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end not
     acted on yet; skipped: the positions skipped because of it. predecessor: (process, host) of a supervisor that ended
@@ -36,6 +44,8 @@ class SupervisorState:
     def __init__(self) -> None:
         self.attempt = 0
         self.under_way = False
+        self.lineup: tuple[str, ...] = ()
+        self.bars: dict[str, HostBar] = {}
         self.clock = 0
         self.began = 0
         self.rejected = 0
@@ -59,9 +69,14 @@ class SupervisorState:
                 self._supervisor(event)
             case Launched():
                 self.attempt, self.under_way = int(event["attempt"]), True
+                self.lineup = tuple(map(str, event.hosts))
                 self.rejected = 0
                 self.since.clear()
                 self.unmended = None
+            case HostLeftOut():
+                self.bars[str(event["host"])] = HostBar(
+                    float(event["until"]), bool(event["wholly"]), int(event["strikes"])
+                )
             case Restart():
                 self.unmended = None
             case Training():
@@ -81,6 +96,7 @@ class SupervisorState:
     def _supervisor(self, event: SupervisorEvent) -> None:
         if event["what"] == "started":
             self.failures.clear()
+            self.bars.clear()
         if event["what"] == "ended":
             self.unmended = None
         self.predecessor = None if event["what"] == "ended" else (int(event["pid"]), str(event["host"]))

@@ -8,8 +8,10 @@ no file once it knows the address, so a file system that stalls does not make th
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +20,36 @@ from torch.distributed import distributed_c10d
 from megastable.base import activity
 from megastable.base.errors import SUPERSEDED
 from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import pause_of
 from megastable.run.wire import Address, StoreClient
 
 SECONDS = 1.0  # between two heartbeats
-AGAIN = 2.0  # ... between two tries to connect
 
 
 class Beats:
     """The heartbeats of one rank; they end with the process. Starts at once, before the process group exists."""
 
-    def __init__(self, root: Path, attempt: int, rank: int, host: str) -> None:
+    def __init__(self, root: Path, attempt: int, rank: int, host: str, world: int = 1) -> None:
         self._store = RunDirectory(root).store
         self._attempt = attempt
+        # Without a supervisor all ranks look for its address, for as long as that takes.
+        self._pause = pause_of(world)
         self._hello = {"role": "rank", "attempt": attempt, "rank": rank, "host": host, "pid": os.getpid()}
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
     def _run(self) -> None:
+        told = False
         while True:
             try:
                 self._serve()
-            except OSError:  # no supervisor now, or no way to it: the next one writes a new address
-                time.sleep(AGAIN)
+            except OSError:
+                pass  # no supervisor now, or no way to it: the next one writes a new address
+            except Exception:
+                # A rank that stops speaking looks like the first one that died.
+                if not told:
+                    traceback.print_exc()
+                told = True
+            time.sleep(self._pause * random.uniform(0.5, 1.5))  # all lose it in the same moment
 
     def _serve(self) -> None:
         address = Address.read(self._store)
@@ -73,4 +84,11 @@ def entered() -> dict[str, int]:
     """By name of the process group: how many collectives this rank has entered in it. Names are equal on all ranks."""
     world = distributed_c10d._world
     groups: list[Any] = list(world.pg_map)  # at once: the training thread may add some
-    return {world.pg_names[group]: group._get_sequence_number_for_group() for group in groups}
+    found: dict[str, int] = {}
+    for group in groups:
+        name = world.pg_names.get(group)
+        if name is None:
+            continue  # torch is still making it, or ending it: it enters the group first and its name later
+        count = group._get_sequence_number_for_group()
+        found[name] = activity.collectives(count) if group is world.default_pg else count
+    return found

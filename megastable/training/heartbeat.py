@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import socket
 import threading
 import time
 import traceback
@@ -22,16 +21,15 @@ from typing import Any, Self
 from torch.distributed import DistError
 
 from megastable.base import activity
-from megastable.base.errors import FAILED, SUPERSEDED, MegastableError
+from megastable.base.errors import SUPERSEDED, MegastableError, code_of
 from megastable.checkpoint.store import RunState
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
-from megastable.run.rank_ipc import LOST, Control, LastWords, folder_of
+from megastable.run.rank_ipc import LOST, Control, LastWords, folder_of, host_name, pause_of
 from megastable.training.startup import StopRequest
 
 PACKAGE = Path(__file__).parents[1]
 SECONDS = 0.25  # seconds between polls of rank 0, and between its progress reports
-OTHERS = 2.0  # ... and, at least, of the other ranks, which are many
 
 
 class Heartbeat:
@@ -42,14 +40,13 @@ class Heartbeat:
     ) -> None:
         self.run, self.rank, self.stop, self.attempt = run, rank, stop, attempt
         self._facts: dict[str, Any] = {
-            "attempt": attempt, "pid": os.getpid(), "host": socket.gethostname(), "world": world, "steps": steps,
+            "attempt": attempt, "pid": os.getpid(), "host": host_name(), "world": world, "steps": steps,
             "phase": "starting", "step": None, "cursor": None,
         }  # fmt: skip
         self._dirty = True
         self._over, self._news = False, threading.Event()
         self._dumped = 0
-        # Many ranks must not load the file system, and need not hear at once.
-        self._pause = max(OTHERS, world / 500) if rank else SECONDS
+        self._pause = pause_of(world) if rank else SECONDS
         self._ledger = self._state_of_ledger()
         self.more_skips = False  # the ledger has changed since `skips_read`
         self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
@@ -168,7 +165,7 @@ class Heartbeat:
         words = LastWords(
             rank=self.rank, host=self._facts["host"], pid=os.getpid(), time=time.time(),
             step=self._facts["step"], cursor=self._facts["cursor"],
-            code=error.code if isinstance(error, MegastableError) else FAILED,
+            code=code_of(error),
             error=_in_a_line(error), where=_where(error), alone=not collective,
             trace="".join(traceback.format_exception(error)) if _lost(error, self._facts["world"]) else "",
         )  # fmt: skip

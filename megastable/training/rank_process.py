@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megastable.base.errors import FAILED, ConfigError, MegastableError, RendezvousError
+from megastable.base.errors import FAILED, ConfigError, MegastableError, RendezvousError, code_of
+from megastable.base.spared_output import spare_output
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.engine.distributed import start_distributed, stop_distributed
 from megastable.run.membership import membership, tasks
-from megastable.run.rank_ipc import attempt_of, run_of
+from megastable.run.rank_ipc import attempt_of, host_name, run_of
 from megastable.training.beats import Beats
 from megastable.training.heartbeat import parting
 
@@ -36,11 +36,12 @@ def main(
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher adds it
     parser.add_argument("--supervised", help=argparse.SUPPRESS)  # the supervisor's mark (rank_ipc.py)
     args = parser.parse_intermixed_args(arguments)
+    spare_output()
     _join()
     attempt = attempt_of(args.supervised)
     rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     if attempt is not None:
-        Beats(run_of(args.supervised), attempt, rank, socket.gethostname())
+        Beats(run_of(args.supervised), attempt, rank, host_name(), world)
     try:
         config = recipe.load(args.recipe, args.overrides)
         deepspeed_json.build(config, world)
@@ -67,7 +68,7 @@ def main(
         # Do not wait for the thread that writes this rank's part of a checkpoint: it will never be committed.
         sys.stdout.flush()
         print(parting(error, rank, world), end="", file=sys.stderr, flush=True)
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else FAILED)
+        os._exit(code_of(error))
     stop_distributed()
     # Everything is on disk. Destructors of C++ libraries abort about once in hundreds of runs ("terminate called
     # without an active exception"): a complete run would exit with -6.

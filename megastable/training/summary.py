@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megastable.base import durable
-from megastable.base.errors import SpaceError
+from megastable.base.errors import DataError, SpaceError
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.data.plant import read_planted
@@ -17,6 +17,7 @@ from megastable.run.directory import RunDirectory, as_json
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import Finished, RecordsLost
+from megastable.run.goodput.watching import read_account
 from megastable.run.log import RunLog
 from megastable.stability.policy_state import PolicyState
 
@@ -45,12 +46,20 @@ def write_summary(
             token_counts(stream, corpora.vocab_size, ENTROPY_TOKENS) for stream in corpora.validation.streams
         )
         entropy = unigram_entropy(np.asarray(counts))
-    summary = summarise(config, state, validation, entropy, incidents(run, config))
+    summary = summarise(config, state, validation, entropy, incidents(run, config), goodput(run))
     try:
         durable.write_file(run.summary, (as_json(summary, indent=1) + "\n").encode())
     except OSError as error:
         raise SpaceError(f"{run.summary} could not be written: {error}: make room, start again") from None
     log.emit(Finished(**summary))
+
+
+def goodput(run: RunDirectory) -> dict[str, Any] | None:
+    """Where the time of the run went so far; None if its files do not say."""
+    try:
+        return read_account(run.root, alive=True)[0].facts()
+    except DataError:
+        return None
 
 
 def incidents(run: RunDirectory, config: RunConfig) -> list[dict[str, Any]]:
@@ -81,12 +90,13 @@ def _fp8(config: RunConfig, state: RunState) -> dict[str, Any] | None:
 
 def summarise(
     config: RunConfig, state: RunState, validation: float | None, entropy: float | None,
-    incidents: list[dict[str, Any]],
+    incidents: list[dict[str, Any]], goodput: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Losses in nats per token; final_loss: `RunState.recent_loss`; None = not measured. tokens_per_second: over all
     steps, without evaluations, checkpoints and starts.
 
-    val_unigram_entropy: the unigram entropy of the validation text. fp8: its fallbacks, in a run that uses it.
+    val_unigram_entropy: the unigram entropy of the validation text. goodput: seconds by kind, and the share of
+    training, of all the time since the run began (docs/goodput.md). fp8: its fallbacks, in a run that uses it.
     """
     layout = state.layout
     return {
@@ -109,5 +119,6 @@ def summarise(
         "precision": layout.precision,
         "fp8": _fp8(config, state),
         "cursor": state.cursor,
+        "goodput": goodput,
         "incidents": incidents,
     }

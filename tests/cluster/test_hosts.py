@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.hosts import Hosts
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
+from megastable.run.rank_ipc import mark
 from tests.patience import PATIENCE
 
 # A rank: it runs until it is told how to end.
@@ -76,7 +78,7 @@ def under_way(run: RunDirectory, store: Store) -> tuple[Hosts, Attempt, AgentLin
     """An attempt of two ranks, both of which run."""
     fleet = hosts(run, store)
     ready(fleet, 0)
-    attempt = fleet.start(1)
+    attempt = fleet.start(1, ["first"])
     until(lambda: attempt.look() and len(pids(run)) == 2)
     agent = fleet.agent("first")
     assert agent is not None
@@ -102,9 +104,9 @@ def over(attempt: Attempt) -> None:
 def test_an_attempt_from_start_to_end(run: RunDirectory) -> None:
     with Store(run) as store:
         fleet = hosts(run, store)
-        assert fleet.found() is None
+        assert fleet.found(()) is None
         ready(fleet, 0)
-        attempt = fleet.start(1)
+        attempt = fleet.start(1, ["first"])
         until(lambda: attempt.look() and len(pids(run)) == 2)
         assert attempt.code is None and not attempt.gone
         assert set(attempt.states()) == {0, 1}
@@ -117,7 +119,7 @@ def test_an_attempt_from_start_to_end(run: RunDirectory) -> None:
         for path in run.root.glob("pid-*"):
             path.unlink()
         ready(fleet, 1)
-        attempt = fleet.start(2)
+        attempt = fleet.start(2, ["first"])
         until(lambda: attempt.look() and len(pids(run)) == 2)
         first, second = pids(run)
         assert set(attempt.states()) == {0, 1}  # looks for them: else that is done every two seconds
@@ -142,7 +144,7 @@ def test_agents_and_supervisors_come_and_go(run: RunDirectory) -> None:
         assert not attempt.gone and all(map(alive, pids(run)))
     with Store(run) as store:
         fleet = hosts(run, store)
-        found = fleet.found()
+        found = fleet.found(())
         assert found is not None and found.number == 1 and found.look()
         os.kill(pids(run)[0], signal.SIGKILL)
         over(found)
@@ -164,6 +166,58 @@ def test_a_silent_host_is_gone_and_comes_back(run: RunDirectory) -> None:
         ready(fleet, 1)
         assert not any(map(alive, pids(run)))
         fleet.close(0)
+
+
+def test_a_host_that_lost_its_processes_is_named_at_once_and_not_begun_anew(run: RunDirectory) -> None:
+    """As by a restart: the agent of before goes with all processes, the next one finds nothing."""
+    with Store(run) as store:
+        fleet, attempt, agent = under_way(run, store)
+        for process in (psutil.Process(agent.hello["pid"]), *marked(run)):
+            process.kill()
+        until(lambda: not attempt.look() and attempt.gone)
+        assert attempt.gone == {
+            "first": "has lost all processes of attempt 1: it was restarted, or they were killed"
+        }
+        ready(fleet, 1)
+        assert not marked(run)
+        # So does a supervisor that starts now
+        assert fleet.found(()) is None and "first" in fleet.left(1, ()).gone
+        fleet.close(0)
+
+
+def marked(run: RunDirectory) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if mark(run, 1) in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def test_not_all_agents_of_many_hosts_are_started_at_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megastable.cluster.hosts.AT_ONCE", 3)
+    with Store(run) as store:
+        many = [HostSlots(f"host{number}", (0,)) for number in range(10)]
+        fleet = Hosts(run, store, many, Slowly(), 30.0, True, "module", "recipe.yaml", [], [])
+        seen = set[str]()
+
+        def look() -> bool:
+            fleet.missing(0)
+            assert len(fleet._tries) <= 3
+            seen.update(fleet._tries)
+            return len(seen) == 10
+
+        until(look)
+        fleet.close(0)
+
+
+class Slowly:
+    detached = True
+
+    def words(self, host: str, command: Sequence[str]) -> list[str]:
+        return ["sleep", "0.2"]
 
 
 class Unreachable:

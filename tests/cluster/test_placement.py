@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,8 +63,29 @@ def test_bad_arguments_are_refused(given: list[str], message: str) -> None:
 def test_the_address_to_listen_on() -> None:
     here = HostChoice([], Local(), [])
     assert interface(None, here) == interface("lo", here) == interface("127.0.0.1", here) == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"no such interface or address here; there are .*\blo\b"):
-        interface("eth77", here)
+    for unknown in ("eth77", "10.1.2.3", "fd00::77", "::"):
+        with pytest.raises(ConfigError, match=r"no such interface or address here; there are .*\blo\b"):
+            interface(unknown, here)
+
+
+def test_ipv6_addresses_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address(family: socket.AddressFamily, text: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=text)
+
+    local = address(socket.AF_INET6, "fe80::1%eth0")
+    both = [local, address(socket.AF_INET6, "fd00::1"), address(socket.AF_INET, "10.0.0.1")]
+    one = [address(socket.AF_PACKET, "02:00:00:00:00:01"), local, address(socket.AF_INET6, "fd00::2")]
+    there = {"eth0": both, "ib0": one, "eth1": [local]}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: there)
+    here = HostChoice([], Local(), [])
+    assert interface("eth0", here) == "10.0.0.1"
+    assert interface("ib0", here) == interface("fd00:0::0002", here) == "fd00::2"
+    assert interface("fd00::1", here) == "fd00::1"
+    for wanted in ("eth1", "fe80::1", "fe80::1%eth0"):
+        with pytest.raises(ConfigError, match="link-local"):
+            interface(wanted, here)
+    with pytest.raises(ConfigError, match=r"there are eth0, ib0$"):
+        interface("fd00::3", here)
 
 
 def test_variables_for_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megastable.cluster.store import Store
 from megastable.run.directory import RunDirectory
-from megastable.run.wire import Address, StoreClient, WireError, encoded
+from megastable.run.wire import LONGEST, Address, Message, StoreClient, WireError, encoded
 from tests.patience import PATIENCE
 
 
@@ -102,6 +104,8 @@ def test_strangers_are_not_let_in(store: Store) -> None:
         b"[1]\n",
         b"{}\n",
         b"x" * 10_000,
+        b"[" * 4_000 + b"\n",
+        b"\xff\xfe{}\n",
         encoded({"nonce": 1, "role": "agent"}),
     ):
         with socket.create_connection((store.address.host, store.address.port)) as s:
@@ -112,6 +116,80 @@ def test_strangers_are_not_let_in(store: Store) -> None:
                 seen += data
             assert seen.count(b"\n") == 1 and store.token.encode() not in seen
     assert not store.ranks and not store.agents
+
+
+def test_a_stranger_that_says_nothing_is_not_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megastable.cluster.store.GREETED", 0.2)
+    one = rank(store)
+    with socket.create_connection((store.address.host, store.address.port)) as s:
+        s.settimeout(PATIENCE)
+        while _received(s):
+            pass
+    store.begin(1)  # it reaches the one that has greeted
+    assert one.receive(PATIENCE) == [{"attempt": 1}]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"gar\x00bage\n",
+        b"[1]\n",
+        b"[" * 100_000 + b"\n",
+        b"x" * (LONGEST + 1),
+        encoded({"state": {}}),
+        encoded({"state": 7, "time": 1.0}),
+        encoded({"state": {}, "time": "noon"}),
+    ],
+)
+def test_a_peer_that_talks_nonsense_is_cut_off_and_no_other(
+    store: Store, caplog: pytest.LogCaptureFixture, words: bytes
+) -> None:
+    store.begin(1)
+    good, bad = agent(store, "first"), agent(store, "second")
+    good.send({"state": {"running": True}, "time": time.time()})
+    with suppress(OSError):  # it may be cut off before it has said all of it
+        bad._socket.sendall(words)
+    until(lambda: store.agents["second"].closed is not None)
+    assert isinstance(store.agents["second"].state, dict)
+    assert store.send("first", {"end": 1})
+    assert good.receive(PATIENCE) == [{"end": 1}] and store.agents["first"].state == {"running": True}
+    assert not caplog.records, caplog.text  # asyncio tells of exceptions that nobody has caught
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [{"rank": "one"}, {"rank": 1e400}, {"pid": None}, {"role": "agent"}, {"role": "agent", "time": []}],
+)
+def test_a_peer_that_greets_badly_is_not_let_in(
+    store: Store, caplog: pytest.LogCaptureFixture, hello: Message
+) -> None:
+    told = {"role": "rank", "attempt": 0, "rank": 0, "host": "first", "pid": 7, "name": "first"}
+    with pytest.raises(OSError):
+        StoreClient(store.address, told | hello)
+    assert not store.ranks and not store.agents
+    assert not caplog.records, caplog.text
+
+
+def test_a_huge_report_is_heard(store: Store) -> None:
+    link = agent(store)
+    states = {"states": {"0": "x" * (LONGEST // 2)}}
+    link.send(states)
+    until(lambda: list(store.agents["first"].inbox) == [states])
+
+
+def test_ipv6(tmp_path: Path) -> None:
+    if not socket.has_ipv6 or not any("::1" in str(one) for one in psutil.net_if_addrs()["lo"]):
+        pytest.skip("this machine has no ::1")
+    with Store(RunDirectory(tmp_path), "::1") as store:
+        store.begin(1)
+        assert (address := Address.read(store.run.store)) is not None and address.host == "::1"
+        ranks, agents = rank(store), agent(store)
+        assert ranks.local == "::1"
+        ranks.send({"step": 4})
+        until(lambda: store.ranks and store.ranks[0].beat == {"step": 4})
+        until(lambda: "first" in store.agents)
+        assert store.agents["first"].local == "::1"  # where the ranks meet
+        agents.close()
 
 
 def _received(s: socket.socket) -> bytes:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError, DataError
+from megastable.cluster.lineup import lineup
 from megastable.data.loader import Loader, Step, segments_of
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
@@ -115,6 +116,53 @@ def test_the_global_order_is_the_same_in_every_layout(
         # Accumulation outermost: the first micro-batches of all ranks are the first positions.
         front = [p for part in parts for p in part.micro_batches[0].positions.tolist()]
         assert front == expected.positions[: micro_batch * data_size].tolist()
+
+
+HOSTS = tuple("abcdef")
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    fates=st.lists(
+        st.tuples(
+            st.sets(st.sampled_from(HOSTS)),  # that are there
+            st.dictionaries(st.sampled_from(HOSTS), st.booleans(), max_size=3),  # that failed before
+            st.integers(1, 3),  # steps until the next loss or return
+            st.integers(0, 2),  # of which so many are lost: done again from the last checkpoint
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_hosts_that_are_lost_and_come_back_change_no_order(
+    source: Source, fates: list[tuple[set[str], dict[str, bool], int, int]]
+) -> None:
+    """Four hosts train and two are spares; each attempt has the hosts that cluster/lineup.py gives it."""
+    cursor, done, last = 0, list[Step](), tuple[str, ...]()
+    for there, barred, steps, lost in fates:
+        names = lineup(HOSTS, 4, there, barred, last, 1e9, 0.0, lambda some: 24 % (2 * len(some)) == 0)
+        if not names:
+            continue  # it waits
+        last = names if len(names) == 4 else last
+        size = len(names)
+        ranks = [
+            load(source, steps, cursor=cursor, micro_batch=2, data_size=size, data_rank=rank)
+            for rank in range(size)
+        ]
+        for parts in zip(*ranks, strict=True):
+            together: dict[int, list[int]] = {}
+            for part in parts:
+                together |= rows(part)
+            assert sorted(together) == parts[0].positions.tolist() and len(together) == 24  # none twice
+            done.append(parts[0])
+        if lost:
+            del done[-min(lost, steps) :]
+        cursor = done[-1].next if done else 0
+    for one, other in zip(done, load(source, len(done), micro_batch=24) if done else [], strict=True):
+        assert np.array_equal(one.positions, other.positions) and (one.first, one.next) == (
+            other.first,
+            other.next,
+        )
 
 
 def test_other_batch_sizes_walk_the_same_positions(source: Source) -> None:

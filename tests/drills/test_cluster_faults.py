@@ -191,8 +191,9 @@ def test_only_a_cut_link_does_not_come_back() -> None:
         ("flapping-link", "", "second", False),
         ("full-disk", "no space left", None, True),
         ("full-disk", "no space left", "second", False),
-        ("killed-head", "took over", None, True),
-        ("killed-head", "took over", "second", False),
+        ("killed-head", "host second has lost all processes", "second", True),
+        ("killed-head", "host second has lost all processes", None, False),
+        ("killed-head", "", None, False),
     ],
 )
 def test_right_verdicts(name: str, verdict: str, blamed: str | None, right: bool) -> None:

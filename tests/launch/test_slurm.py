@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 from drills.slurm_cluster import SlurmCluster, missing
 from megastable.base import errors
 from megastable.base.errors import HOST_GONE
+from tests.launch.slurm_runs import checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = f"PYTHONPATH={ROOT} {sys.executable} -m megastable.cluster.slurm_job"
@@ -65,7 +66,7 @@ class Job:
         self.log = folder / "log"
         self.cluster = cluster
         self.number = cluster.submit(
-            f"--output={self.log}", "--open-mode=append", "--requeue", "--no-kill", *options, file, cwd=folder
+            f"--output={self.log}", "--open-mode=append", "--requeue", *options, file, cwd=folder
         )
 
     def until(self, **facts: str) -> dict[str, str]:
@@ -89,7 +90,10 @@ def test_nodes_are_hosts_of_their_own(cluster: SlurmCluster) -> None:
 
 def test_exit_codes_in_jobs(cluster: SlurmCluster, tmp_path: Path) -> None:
     """All at once: each takes seconds, in which Slurm lets a requeued job wait."""
-    codes = [errors.OK, errors.STOPPED, errors.BAD_INPUT, errors.UNSTABLE, errors.NO_SPACE, HOST_GONE]
+    codes = [
+        errors.OK, errors.FAILED, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO_SPACE, HOST_GONE,
+        128 + signal.SIGKILL,
+    ]  # fmt: skip
     jobs = {}
     for code in codes:
         (folder := tmp_path / str(code)).mkdir()
@@ -184,20 +188,19 @@ def test_a_preemption_tells_the_steps_first(cluster: SlurmCluster, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_lost_node_does_not_end_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """It goes on with the others, and asks for as many nodes as before when it is requeued."""
-    wait = "until [ -e lost ]; do sleep 0.1; done"
-    script = f"echo on $SLURM_JOB_NODELIST\n{ONCE}{wait}\n{JOB} ended {HOST_GONE}"
+@pytest.mark.parametrize("lost", ["n1", "n3"])
+def test_a_lost_node_requeues_the_job(cluster: SlurmCluster, tmp_path: Path, lost: str) -> None:
+    """The first one, where the script runs, and others. It asks for as many nodes as before."""
+    script = f"echo on $SLURM_JOB_NODELIST\n{ONCE}{LISTEN}listen script"
     job = Job(cluster, tmp_path, script, "--nodes=3", "--exclusive")
     job.until_said("on n[1-3]")
-    cluster.lose("n3")
-    assert job.until(NodeList="n[1-2]")["JobState"] == "RUNNING"
-    (tmp_path / "lost").touch()
+    cluster.lose(lost)
     facts = job.until(JobState="PENDING")
     assert (facts["Restarts"], facts["ExcNodeList"]) == ("1", "(null)")
-    cluster.boot("n3")
+    cluster.boot(lost)
     job.until(JobState="COMPLETED")
     assert [line for line in job.said() if line.startswith("on ")] == ["on n[1-3]"] * 2
+    assert ("script TERM" in job.said()) == (lost != "n1")
 
 
 @pytest.mark.parametrize(
@@ -211,11 +214,7 @@ def test_bad_input_fails_the_job(
     cluster: SlurmCluster, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     """The script itself, with our supervisor."""
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    (tmp_path / ".venv/bin/python").chmod(0o755)
-    for name in ("launch", "megastable", "ds_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    checkout(tmp_path)
     options = ["--gpus-per-node=2", "--output=log", "launch/slurm.sbatch"]
     number = cluster.submit(*options, *arguments, cwd=tmp_path)
     facts = cluster.until_job(number, JobState="FAILED")

@@ -11,6 +11,7 @@ from megastable.cluster.local_attempt import Fate
 from megastable.run.events.reading import event_of
 from megastable.run.rank_ipc import LastWords, Progress
 from megastable.supervise.exit_cause import End, end_of
+from megastable.supervise.first_silent import UNKNOWN, FirstSilent
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2759: Connection reset by peer."
 LINE = "[08:11] [ERROR] [launch.py:259] ['python', '-u', '--local_rank=1', 'x'] exits with return code = -9"
@@ -31,11 +32,13 @@ def end(
     log: str = "",
     step: int | None = 10,
     world: int = 2,
+    silent: FirstSilent = UNKNOWN,
 ) -> End:
-    progress = Progress(pid=1, host="a", time=0, phase="step", world=world, steps=9, step=step, cursor=80)
+    progress = Progress(pid=1, host="here", time=0, phase="step", world=world, steps=9, step=step, cursor=80)
     return end_of(
-        [event_of({"event": e}) for e in said], last or [], fates or {}, code, log, progress, "here"
-    )
+        [event_of({"event": e}) for e in said], last or [], fates or {}, code, log, progress, "here",
+        silent=silent,
+    )  # fmt: skip
 
 
 SAID = {
@@ -80,6 +83,61 @@ def test_on_another_host_the_launchers_log_tells() -> None:
     assert found.rank is None and end(log=LINE, fates={0: Fate(code=1), 1: Fate()}).rank == 1
     found = end(log=LINE.replace("-9", "3").replace("'--local_rank=1', ", ""))
     assert (found.code, found.what, found.host) == (3, "code 3", "here")
+
+
+def test_of_ranks_that_only_lost_another_the_first_silent_one_is_to_blame() -> None:
+    silent = FirstSilent((2, 3), "second", "ranks 2, 3 on second fell silent 5.0 s before the others")
+    killed = {1: Fate(signal=15, host="first")}  # by the launcher of the witness's host
+    for fates in ({}, killed, {0: Fate(code=1)}, {0: Fate(signal=6, host="first")}):
+        found = end(last=[words(0, GLOO)], fates=fates, log=LINE.replace("-9", "1"), silent=silent)
+        assert (found.what, found.host, found.rank) == ("rank lost", "second", None)
+        assert found.failure == silent.told and found.certain and found.step == 12
+
+
+def test_of_killed_ranks_on_two_hosts_the_one_whose_connection_ended_first_is_to_blame() -> None:
+    """NCCL's watchdog aborts the ranks that lost it; the agents are asked in the order of the hosts."""
+    fates = {
+        0: Fate(signal=6, host="first"),
+        9: Fate(signal=9, host="second"),
+        8: Fate(signal=15, host="second"),
+    }
+    silent = FirstSilent((9,), "second", "rank 9 on second ended first, without last words")
+    found = end(fates=fates, silent=silent)
+    assert (found.what, found.host, found.rank) == ("SIGKILL", "second", 9)
+    followed = FirstSilent((8,), "second", "rank 8 on second ended first, without last words")
+    assert end(fates=fates, silent=followed).rank == 0  # its launcher ended it: never the cause
+    assert end(fates=fates).rank == 0
+
+
+def test_the_launcher_numbers_ranks_within_their_host() -> None:
+    """Only on the host of rank 0, which reports the progress, are they those of the run."""
+    at = Progress(pid=1, host="h0", time=0, phase="step", world=4, steps=9, step=1, cursor=8)
+
+    def of(host: str, progress: Progress | None) -> End:
+        names = {"h0": "first", "h1": "second"}
+        return end_of([], [], {}, 1, LINE, progress, host, {}, lambda name: names[name])
+
+    found = of("second", at)
+    assert found.failure == "local rank 1 on second was killed by signal 9 (SIGKILL)" and found.rank is None
+    assert of("first", at).failure == "rank 1 on first was killed by signal 9 (SIGKILL)"
+    assert of("first", None).failure.startswith("local rank 1 on first ")
+
+
+def test_all_hosts_that_are_gone_are_named() -> None:
+    gone = {f"node-{n}": "is gone: no word from it for 31 s" for n in range(12)}
+    found = end_of([], [], {}, None, "", None, "here", dict(list(gone.items())[:2]))
+    assert found.failure == "host node-0 is gone: no word from it for 31 s; and node-1" and found.host is None
+    assert end_of([], [], {}, None, "", None, "here", gone).failure.endswith(", node-8 and 3 more")
+
+
+def test_what_was_seen_of_a_process_counts_before_its_connection() -> None:
+    silent = FirstSilent((1,), "here", "rank 1 on here ended first, without last words")
+    last = [words(0, GLOO)]
+    assert end(last=last, fates={1: Fate(signal=9, host="here")}, silent=silent).what == "SIGKILL"
+    assert end(last=last, fates={1: Fate(signal=6, host="here")}, silent=silent).what == "SIGABRT"
+    assert end(last=last, fates={1: Fate(code=77)}, code=77, silent=silent).what == "connection lost"
+    assert end(last=[words(1, "KeyError: 'x'")], silent=silent).what == "KeyError: 'x'"
+    assert end(code=77, silent=silent).what == "code 77"  # nobody says that it lost another
 
 
 def test_nobody_saw_it() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megastable.supervise.hang_suspects import RankView, suspects
 
 # tensor x data = 2 x 2, ranks 0 and 1 on the first host
@@ -48,3 +50,32 @@ def test_without_evidence_nobody_is_blamed() -> None:
 def test_ranks_that_the_store_never_heard_are_known_by_the_kernel_alone() -> None:
     found = suspects({0: RankView("here", kernel="process 7, stopped by a signal")})
     assert (found.rank, found.host) == (0, "here")
+
+
+def stage(activity: str, entered: int = 7, **more: object) -> RankView:
+    """Of a pipeline of one rank a stage: no group but the world."""
+    return RankView(host="first", activity=activity, entered={"0": entered}, **more)  # type: ignore[arg-type]
+
+
+def test_a_stage_that_waits_for_another_one_is_a_witness() -> None:
+    ranks = {rank: stage("forward" if rank == 1 else "exchange", lasted=31.0) for rank in range(4)}
+    found = suspects(ranks)
+    assert found.rank == 1 and found.told == [
+        "rank 1 on first: the others wait for it, in 'forward' for 31 s"
+    ]
+
+
+def test_of_a_pipeline_with_copies_only_the_stage_at_work_is_behind() -> None:
+    """Stage 0 of the first copy stands still: its next stage is behind its own copy, too, as it waits."""
+    ranks = {
+        0: stage("forward") , 1: stage("exchange"), 2: stage("reduce"), 3: stage("reduce"),
+    }  # fmt: skip
+    for rank, group in enumerate(("data0", "data1", "data0", "data1")):
+        ranks[rank] = replace(ranks[rank], entered={group: 8 if rank > 1 else 7})
+    assert suspects(ranks).rank == 0
+
+
+def test_stages_that_all_wait_for_each_other_are_not_told_apart() -> None:
+    assert suspects({rank: stage("exchange") for rank in range(4)}).rank is None
+    mute = {rank: stage("exchange", silent=9.0 if rank == 2 else 0.0) for rank in range(4)}
+    assert suspects(mute).rank == 2

@@ -21,18 +21,20 @@ import pytest
 from megastable.base import errors, jsonl
 from megastable.base.errors import ConfigError, DataError, SpaceError
 from megastable.cluster import fleet, launcher
+from megastable.cluster.local_attempt import Fate, LocalAttempt
 from megastable.data.corpora import open_corpora
 from megastable.data.skip_ledger import Ledger, read_ledger
 from megastable.data.skips import Selection
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import IncidentEvent
-from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
+from megastable.run.events.supervisor_events import Ended, Hang, HostsAwaited, Launched, SupervisorEvent
+from megastable.run.goodput.watching import read_account
 from megastable.run.rank_ipc import FLAG
-from megastable.supervise import failed_data, rank_files
+from megastable.supervise import failed_data, gathering, rank_files
 from megastable.supervise import supervisor as module
 from megastable.supervise.notifiers import Notifiers
-from megastable.supervise.supervisor import Supervisor
+from megastable.supervise.supervisor import ORDERLY, Supervisor
 from megastable.supervise.supervisor_journal import SupervisorJournal
 from tests.conftest import tiny, write_corpus
 from tests.journal import note
@@ -159,6 +161,21 @@ def test_a_crash_and_then_the_end(ladder: Ladder) -> None:
     assert told["failure"] == "rank 0 on here ended with: RuntimeError: boom (data.py:7)"
     assert "the last line" in ladder.quiet.said
     assert list(ladder.run.events(SupervisorEvent))[-1]["code"] == 0
+
+
+def test_hosts_that_are_awaited_and_come(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both is journaled: the time between is charged to them."""
+    there = time.monotonic() + 0.8
+    gone = {"second": "ssh: connect to host second port 22: Connection timed out"}
+    monkeypatch.setattr(gathering, "SHOWN", 0.2)
+    monkeypatch.setattr(fleet.Here, "missing", lambda *_: gone if time.monotonic() < there else {})
+    code, _ = ladder(FINISHED, hosts=("first", "second"))
+    waits = list(ladder.run.events(HostsAwaited))
+    assert code == errors.OK and [list(event.hosts) for event in waits] == [["second"], []]
+    assert "all 2 hosts are there" in ladder.quiet.said
+    lost = read_account(ladder.run.root)[0].lost()
+    (seconds,) = (seconds for (kind, *_, host), (seconds, _) in lost.items() if host == "second")
+    assert 0.5 < seconds < 0.8 + PATIENCE / 10
 
 
 def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: Ladder) -> None:
@@ -482,3 +499,13 @@ def test_nohup_is_respected_and_a_dead_terminal_survived(ladder: Ladder) -> None
     deaf.say("nobody hears it")
     with contextlib.suppress(OSError):
         full.close()
+
+
+def test_only_an_end_that_all_ranks_know_of_is_waited_for(ladder: Ladder) -> None:
+    """A rank may be killed before its agent has seen it: then only its launcher's code is known."""
+    supervisor, attempt = ladder.supervisor(), LocalAttempt(ladder.run, 1)
+    for code, seconds in ((-9, supervisor.config.supervise.grace_seconds), (errors.STOPPED, ORDERLY)):
+        attempt.code, attempt.fates = code, {}
+        assert supervisor._grace(attempt) == seconds
+        attempt.fates = {0: Fate(code=errors.STOPPED), 1: Fate(signal=9)}
+        assert supervisor._grace(attempt) == supervisor.config.supervise.grace_seconds

@@ -104,6 +104,35 @@ def test_a_counter_never_falls(status: Status) -> None:
         metrics.close()
 
 
+def test_the_seconds_of_a_run_by_kind_never_fall(status: Status) -> None:
+    metrics = Metrics(0)
+    try:
+        assert status.goodput is not None and sum(status.goodput["seconds"].values()) == pytest.approx(
+            status.goodput["wall_seconds"]
+        )
+        metrics.update(status)
+        found = scrape(metrics)
+        told = {
+            name.partition("|")[2]: value
+            for name, value in found.items()
+            if "megastable_seconds_total" in name
+        }
+        assert told == status.goodput["seconds"]
+        assert found["megastable_goodput_ratio"] == status.goodput["share"]
+        # What is not recorded yet counted as training, and was a hang.
+        for training, hang, wanted in ((50.0, 0.0, 50.0), (20.0, 31.0, 50.0), (60.0, 31.0, 60.0)):
+            seconds = {"training": training, "hang": hang}
+            metrics.update(
+                replace(status, goodput={"share": 0.5, "wall_seconds": training + hang, "seconds": seconds})
+            )
+            assert scrape(metrics)["megastable_seconds_total|training"] == wanted
+        metrics.update(replace(status, goodput=None))
+        found = scrape(metrics)
+        assert found["megastable_seconds_total|hang"] == 31 and "megastable_goodput_ratio" not in found
+    finally:
+        metrics.close()
+
+
 def test_two_runs_in_one_process_share_nothing(status: Status) -> None:
     before = {family.name for family in REGISTRY.collect()}
     first, second = Metrics(0), Metrics(0)

@@ -212,7 +212,9 @@ def test_the_numbers_of_a_running_run(run: Path) -> None:
             "step": 9,
         },
         {"event": "restart", "attempt": 2, "reason": "killed", "delay": 0.0},
-        {"event": "launched", "attempt": 2},
+        {"event": "host_left_out", "host": "node-2", "until": NOW + 60, "wholly": False, "strikes": 1},
+        {"event": "host_left_out", "host": "node-3", "until": NOW - 60, "wholly": False, "strikes": 1},
+        {"event": "launched", "attempt": 2, "hosts": ["node-1", "node-4"]},
         TRAINING | {"step": 5},
     )
     for step in (3, 5, 7):
@@ -229,6 +231,7 @@ def test_the_numbers_of_a_running_run(run: Path) -> None:
     assert (s.supervisor.alive, s.supervisor.pid, s.supervisor.host) == (True, 11, "node-1")
     assert (s.trainer.alive, s.trainer.pid, s.trainer.host) == (True, 22, "node-2")
     assert (s.attempt, s.starts, s.restarts, s.refused, s.steps_lost) == (2, 2, {"killed": 1}, 1, 3)
+    assert s.hosts == ("node-1", "node-4") and s.left_out == {"node-2": NOW + 60}
     assert s.attempts[0].failure == "rank 1 on node-2 was killed by signal 9" and s.attempts[0].step == 9
     (case,) = s.incidents
     assert (case.cause, case.action, case.outcome) == ("data", "rewind", "healed")

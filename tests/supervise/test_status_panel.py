@@ -151,6 +151,15 @@ def test_a_large_run_with_many_incidents_stays_one_screen(
     assert exclude in "".join(line.strip("│ ") for line in lines)
 
 
+def test_where_the_time_went_is_a_line(status: Status) -> None:
+    seconds = {"training": 880.0, "start_up": 100.0, "waiting_for_hosts": 19.5, "hang": 0.5}
+    told = replace(status, goodput={"share": 0.88, "wall_seconds": 1000.0, "seconds": seconds})
+    wanted = "88.0% of 17 min was training, start up 10.0%, waiting for hosts 1.9%"
+    (line,) = (line for line in rendered(told, 119).splitlines() if "goodput" in line)
+    assert wanted in line and "hang" not in line
+    assert "goodput" not in rendered(replace(status, goodput=None), 140)
+
+
 def test_a_run_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").touch()
     text = rendered(read_status(tmp_path), 80)
@@ -206,3 +215,13 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_sizes() -> None:
     assert (size(73_509_951), size(9.8e10), size(None)) == ("73.5 MB", "98 GB", "?")
+
+
+def test_who_trains_and_who_failed_is_a_line(status: Status) -> None:
+    told = replace(status, hosts=("first", "fourth"), left_out={"second": status.time + 600})
+    (line,) = (line for line in rendered(told, 119).splitlines() if "hosts" in line)
+    assert "first, fourth; failed, and the last choice: second until " in line
+    many = replace(status, hosts=tuple(f"n{number}" for number in range(20)), left_out={})
+    (line,) = (line for line in rendered(many, 119).splitlines() if "hosts" in line)
+    assert "n7 and 12 more" in line
+    assert "hosts" not in rendered(replace(status, hosts=("first",), left_out={}), 140)

@@ -147,7 +147,7 @@ def test_completion_installs_itself(tmp_path: Path) -> None:
 
 def test_the_scripts_stand_for_commands() -> None:
     scripts = [*sorted((ROOT / "tools").glob("*.py")), *(ROOT / "launch").glob("*.py")]
-    assert len(scripts) == 15
+    assert len(scripts) == 16
     for script in scripts:
         text = script.read_text(encoding="utf-8")
         calls = [
@@ -179,7 +179,7 @@ def test_choices_are_those_of_what_is_called() -> None:
 # Exit codes: the same damage, the same code
 
 MISSING = [
-    "status none", "supervise none.yaml", "preflight none.yaml", "train none.yaml",
+    "status none", "goodput none", "supervise none.yaml", "preflight none.yaml", "train none.yaml",
     "plan none.yaml", "backtest none.csv", "fp8-check none",
     "generate none --prompt x", "prepare verify none", "prepare shards --input none --output o --tokenizer none",
     "prepare plant none o --recipe none.yaml", "prune plan none --list none", "prune verify none",

@@ -83,6 +83,11 @@ def sshd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         server.wait()
 
 
+def test_a_run_directory_that_cannot_be_written_is_refused() -> None:
+    done = preflight("--quick", cwd=Path("/proc/self"))
+    assert done.returncode == 2 and "/.preflight could not be written: " in done.stderr
+
+
 def test_this_host(tmp_path: Path) -> None:
     done = preflight("--quick", cwd=tmp_path, columns=80)
     assert (done.returncode, done.stderr) == (0, ""), done

@@ -7,7 +7,8 @@ from megastable.run.events.event import Event, Flag, Items, Ranges, Real, Text, 
 
 
 class SupervisorEvent(Event):
-    """what: started, took over or ended. code, reason: of its end. Other fields: how it was started."""
+    """what: started, took over or ended. code, reason: of its end. seconds: since this process was started. Other
+    fields: how it was started."""
 
     NAME = "supervisor"
     what: Text
@@ -17,6 +18,7 @@ class SupervisorEvent(Event):
     overrides: Items = ()
     given: Items = ()
     module: Text = None
+    seconds: Real = None
     code: Whole = None
     reason: Text = None
 
@@ -26,15 +28,17 @@ class SupervisorEvent(Event):
 
 
 class Launched(Event):
-    """log: relative to the run directory."""
+    """log: relative to the run directory. hosts: it runs on, that of rank 0 first."""
 
     NAME = "launched"
     attempt: Whole
     command: Items
     log: Text
+    hosts: Items = ()
 
     def words(self) -> str:
-        return f"attempt {self.get('attempt')} started"
+        where = f" on {', '.join(map(str, self.hosts))}" if len(self.hosts) > 1 else ""
+        return f"attempt {self.get('attempt')} started{where}"
 
 
 class Ended(Event):
@@ -84,7 +88,8 @@ class Hang(Event):
 
 
 class HostsAwaited(Event):
-    """The attempt after this one waits for hosts. hosts: their names; reason: which, and why each is not there."""
+    """The attempt after this one waits for hosts. hosts: their names, none once all are there; reason: which, and why
+    each is not there."""
 
     NAME = "hosts_awaited"
     attempt: Whole
@@ -93,6 +98,24 @@ class HostsAwaited(Event):
 
     def words(self) -> str:
         return str(self.get("reason"))
+
+
+class HostLeftOut(Event):
+    """A host failed. until: time.time() until which others are preferred to it, or with `wholly` it is not used at all;
+    strikes: how often it failed in this run."""
+
+    NAME = "host_left_out"
+    host: Text
+    until: Real
+    wholly: Flag
+    strikes: Whole
+    reason: Text
+
+    def words(self) -> str:
+        how = "left out" if self.get("wholly") else "the last choice"
+        return (
+            f"{self.get('host')} is {how} for {number(self['until'] - self['time'], '.0f')} s{self.because()}"
+        )
 
 
 class Restart(Event):

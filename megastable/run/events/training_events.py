@@ -7,12 +7,14 @@ from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real,
 
 
 class Training(Event):
-    """Training begins, after `step`. cursor: the next data position; world: ranks."""
+    """Training begins, after `step`. cursor: the next data position; world: ranks; seconds: since this process was
+    started."""
 
     NAME = "training"
     step: Whole
     cursor: Whole
     world: Whole
+    seconds: Real = None
 
     def words(self) -> str:
         return f"training from position {self.get('cursor')} on {self.get('world')} ranks"
@@ -84,12 +86,13 @@ class ConfigChanged(Event):
 
 
 class Evaluated(Event):
-    """loss: nats per token, mean over `samples`."""
+    """loss: nats per token, mean over `samples`; seconds: that it took."""
 
     NAME = "evaluated"
     step: Whole
     loss: Real
     samples: Whole
+    seconds: Real = None
 
     def words(self) -> str:
         return f"validation loss {number(self.get('loss'))}"

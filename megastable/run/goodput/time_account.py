@@ -1,0 +1,203 @@
+"""Holds where the time of a run went: kinds of time, what each second is charged to, and totals. Pure.
+
+An account is a list of instants; between two of them lies one kind of time. So its spans have no gaps, do not overlap,
+and add up to the wall time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class TimeKind(StrEnum):
+    """Kinds of time. Only `training` is goodput."""
+
+    TRAINING = "training"  # steps done for the first time, applied
+    REDONE = "redone"  # steps done again, after a restart or a rewind
+    REFUSED = "refused"  # steps whose update was refused
+    STALLED = "stalled"  # the excess of a step that took several times as long as its neighbours
+    BETWEEN = "between_steps"  # records, statistics, decisions
+    CHECKPOINTING = "checkpointing"  # steps waited for it
+    EVALUATION = "evaluation"
+    RECOVERY = "recovery"  # rewinds, and examinations of samples
+    START_UP = "start_up"  # from the launch to the first step, and the excess of the first step
+    HANG = "hang"  # from the last progress until it was noticed
+    ENDING = "ending"  # from the last progress of another end until the next attempt is prepared
+    PAUSE = "pause"  # before a restart, on purpose
+    HOSTS = "waiting_for_hosts"
+    NOT_RUNNING = "not_running"  # no process of the run: stopped, requeued, or all of them gone
+    UNKNOWN = "unknown"
+
+
+KINDS = tuple(TimeKind)
+CODE = {kind: np.int8(code) for code, kind in enumerate(KINDS)}
+# With short ones of these in between, steps of one kind are shown as one span.
+BETWEEN = CODE[TimeKind.BETWEEN]
+
+
+@dataclass
+class Reason:
+    """Why time was lost. incident: its number; host: the one to blame, or several. Completed while the journal is
+    read: the incident is named after the failure."""
+
+    cause: str = ""
+    incident: int | None = None
+    host: str = ""
+
+
+class Charge(NamedTuple):
+    """What a second is charged to: a reason, and the attempt in which it passed (0: none)."""
+
+    reason: Reason
+    attempt: int
+
+
+@dataclass(frozen=True)
+class TimeSpan:
+    """Seconds of one kind, from `begin` to `end` (unix seconds). between: of which seconds lay between its steps."""
+
+    begin: float
+    end: float
+    kind: TimeKind
+    cause: str
+    incident: int | None
+    host: str
+    attempt: int
+    between: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of its kind."""
+        return self.end - self.begin - self.between
+
+
+@dataclass(frozen=True)
+class TimeAccount:
+    """at: [n + 1] instants, rising; kind: [n] codes of `KINDS`; charge: [n] indices into `charges`."""
+
+    at: npt.NDArray[np.float64]
+    kind: npt.NDArray[np.int8]
+    charge: npt.NDArray[np.int32]
+    charges: tuple[Charge, ...]
+
+    @property
+    def begin(self) -> float:
+        return float(self.at[0])
+
+    @property
+    def end(self) -> float:
+        return float(self.at[-1])
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the first instant to the last."""
+        return self.end - self.begin
+
+    def seconds(self) -> dict[TimeKind, float]:
+        """Seconds of every kind."""
+        found = np.bincount(self.kind, np.diff(self.at), len(KINDS))
+        return {kind: float(found[code]) for code, kind in enumerate(KINDS)}
+
+    def goodput(self) -> float:
+        """The share of the wall time that was training; 0 of an empty account."""
+        return self.seconds()[TimeKind.TRAINING] / self.wall if self.wall else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """For summary.json and programs: `share` of the wall time that was training, and seconds by kind."""
+        seconds = {kind.value: round(value, 3) for kind, value in self.seconds().items() if value}
+        return {"share": self.goodput(), "wall_seconds": round(self.wall, 3), "seconds": seconds}
+
+    def lost(self) -> dict[tuple[TimeKind, str, int | None, str], tuple[float, int]]:
+        """Seconds, and the number of spans, by kind, cause, incident and host; training and what is charged to nothing
+        is left out."""
+        found: dict[tuple[TimeKind, str, int | None, str], tuple[float, int]] = {}
+        for span in self.spans():
+            if span.kind is not TimeKind.TRAINING and (span.cause or span.host or span.incident is not None):
+                key = (span.kind, span.cause, span.incident, span.host)
+                seconds, count = found.get(key, (0.0, 0))
+                found[key] = (seconds + span.seconds, count + 1)
+        return found
+
+    def spans(self) -> Iterator[TimeSpan]:
+        """The account, in order. Steps of one kind and charge in a row, and what is between them, are one span."""
+        # A stretch: entries of one kind and charge, with short ones between steps in between.
+        length = np.diff(self.at)
+        real = np.flatnonzero((length > 0) & (self.kind != BETWEEN))
+        if not len(real):
+            yield from self._bare(0, len(length))
+            return
+        told = [(r.cause, r.incident, r.host, attempt) for r, attempt in self.charges]
+        same = {content: n for n, content in enumerate(told)}
+        charge = np.array([same[content] for content in told])[self.charge[real]]
+        key = self.kind[real].astype(np.int64) * len(told) + charge
+        begins = np.flatnonzero(np.r_[True, key[1:] != key[:-1]])
+        ends = np.r_[begins[1:], len(real)]
+        followed = np.r_[real, len(length)]
+        yield from self._bare(0, int(real[0]))
+        idle = np.r_[0.0, np.cumsum(np.where(self.kind == BETWEEN, length, 0.0))]
+        for n, end in zip(begins, ends, strict=True):
+            first, last = int(real[n]), int(real[end - 1]) + 1
+            yield replace(self._span(first, last), between=float(idle[last] - idle[first]))
+            yield from self._bare(last, int(followed[end]))
+
+    def _bare(self, first: int, end: int) -> Iterator[TimeSpan]:
+        """Entries without a step around them."""
+        for n in range(first, end):
+            if self.at[n + 1] > self.at[n]:
+                yield self._span(n, n + 1)
+
+    def _span(self, first: int, end: int) -> TimeSpan:
+        reason, attempt = self.charges[int(self.charge[first])]
+        return TimeSpan(
+            float(self.at[first]), float(self.at[end]), KINDS[int(self.kind[first])], reason.cause, reason.incident,
+            reason.host, attempt,
+        )  # fmt: skip
+
+
+class TimeLine:
+    """Builds an account from the left to the right. end: up to where all is accounted for."""
+
+    def __init__(self, begin: float) -> None:
+        self.begin = self.end = begin
+        self._parts: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]] = []
+        self._charges: list[Charge] = []
+
+    def copy(self) -> TimeLine:
+        """One that can be continued on its own."""
+        other = TimeLine(self.begin)
+        other.end, other._parts, other._charges = self.end, list(self._parts), list(self._charges)
+        return other
+
+    def charge(self, reason: Reason, attempt: int) -> int:
+        """The index of a new charge."""
+        self._charges.append(Charge(reason, attempt))
+        return len(self._charges) - 1
+
+    def until(self, moment: float, kind: TimeKind, charge: int) -> None:
+        """All up to `moment` is of one kind. Nothing happens if that is accounted for already."""
+        if moment > self.end:
+            self._parts.append((np.array([self.end]), np.array([CODE[kind]]), np.array([charge])))
+            self.end = moment
+
+    def follow(
+        self, at: npt.NDArray[Any], kind: npt.NDArray[Any], charge: npt.NDArray[Any], moment: float
+    ) -> None:
+        """From each of `at` on, all is of that kind; the last up to `moment`. at: in order, from `end` on."""
+        moment = max(moment, self.end)
+        if len(at) and moment > self.end:
+            self._parts.append((np.clip(at, self.end, moment), kind, charge))
+            self.end = moment
+
+    def account(self) -> TimeAccount:
+        """What was built so far."""
+        parts = list(zip(*self._parts, strict=True)) or [(), (), ()]
+        at, kind, charge = (np.concatenate([np.empty(0), *part]) for part in parts)
+        return TimeAccount(
+            np.append(at, self.end), kind.astype(np.int8), charge.astype(np.int32), tuple(self._charges)
+        )

@@ -1,0 +1,124 @@
+"""Follows where the time of a run goes, reading only what is new of its journal and step records."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+
+from megastable.base.errors import DataError
+from megastable.base.text import plural
+from megastable.run.directory import RunDirectory, read_object
+from megastable.run.events.event import Event, real
+from megastable.run.events.follow import Follower
+from megastable.run.goodput.lifecycle import Lifecycle
+from megastable.run.goodput.step_times import StepFiles
+from megastable.run.goodput.time_account import TimeAccount
+
+# Lines of a long journal that are read; the rest is mostly refused updates.
+WANTED = re.compile(
+    rb'"event": "(?:supervisor|launched|training|ended|hang|restart|hosts_awaited|stopped|finished|unstable|handover'
+    rb'|evaluated|checkpoint|checkpoint_failed|incident|discard_examined|samples_examined)"'
+)
+
+
+EASE = 30.0  # a look that took a second is repeated after so many: it must not cost the supervisor much
+USUAL_PAUSE = 1.0  # seconds
+
+
+class GoodputWatch:
+    """Watches one run. behind: whether the last look had no time to read all."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunDirectory(root)
+        self.behind = False
+        self._journal = Follower(self.run.journal, chosen)
+        self._files = StepFiles(self.run.steps)
+        self._life, self._starts = Lifecycle(), self._journal.starts
+        self._pending: list[Event] = []
+        self._last = 0.0  # time of the newest event
+        self._account: TimeAccount | None = None
+        self._due = 0.0
+
+    def account(self, alive: bool, now: float | None = None, budget: float = math.inf) -> TimeAccount | None:
+        """As `look`, but what was seen a short while ago is not looked at again."""
+        began = time.monotonic()
+        if began >= self._due:
+            self.look(alive, now, budget)
+            self._due = time.monotonic() + max(USUAL_PAUSE, EASE * (time.monotonic() - began))
+        return self._account
+
+    def look(self, alive: bool, now: float | None = None, budget: float = math.inf) -> TimeAccount | None:
+        """The account up to now, if a process of the run is alive, else up to its last sign of life; None if the
+        journal says nothing yet. budget: seconds for reading; if they do not suffice, it is the last account, and the
+        next call goes on."""
+        # The journal first: if it says that a process has ended, all its records are there.
+        starts, events = self._journal.starts, self._journal.new()
+        if self._journal.starts != starts:  # a person repaired it: from the beginning
+            self._pending.clear()
+        self._pending += events
+        self._files.look(budget)
+        self.behind = self._files.behind
+        if not self.behind:
+            self._account = self._look(alive, time.time() if now is None else now)
+        return self._account
+
+    def _look(self, alive: bool, now: float) -> TimeAccount | None:
+        if self._journal.starts != self._starts:
+            self._life, self._starts, self._last = Lifecycle(), self._journal.starts, 0.0
+        self._life.steps = self._files.all()
+        for event in self._pending:
+            self._life.hear(event)
+            self._last = max(self._last, event.time or 0.0)
+        self._pending.clear()
+        told = read_object(self.run.progress)
+        if not alive:
+            signs = [self._last, *self._life.steps.time[-1:].tolist(), real(told.get("time")) or 0.0]
+            now = min(now, max(signs))
+        return self._life.snapshot(now, told)
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read, and what becomes of it."""
+        found = [self._journal.problem] if self._journal.problem else []
+        if self._journal.damaged:
+            found.append(f"{self._journal.path}: {plural(self._journal.damaged, 'damaged line')} passed over")
+        if not len(self._life.steps.time) and not self._files.damaged:
+            found.append(f"{self.run.steps}: no step records: what the journal does not tell is unknown time")
+        damaged = self._files.damaged
+        if damaged:
+            name, why = next(iter(damaged.items()))
+            found.append(
+                f"{self.run.steps}: {plural(len(damaged), 'file')} cannot be read, the time of those steps is unknown "
+                f"({name}: {why})"
+            )
+        return found
+
+
+def chosen(block: bytes) -> tuple[list[bytes], int]:
+    """The lines of a block of the journal that say where time went."""
+    lines, end = list[bytes](), 0
+    for found in WANTED.finditer(block):
+        if found.start() >= end:
+            begin = block.rfind(b"\n", 0, found.start()) + 1
+            end = block.index(b"\n", found.end())
+            lines.append(block[begin:end])
+    return lines, 0
+
+
+def read_account(root: Path, alive: bool = False) -> tuple[TimeAccount, list[str]]:
+    """The account of the run in a directory, and what could not be read. alive: as of `GoodputWatch.look`.
+
+    Raises DataError if there is no run, or nothing that could be accounted for.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root}: no such directory: give the directory of a run, such as runs/quickstart")
+    watch = GoodputWatch(root)
+    account = watch.look(alive)
+    if account is None:
+        why = "; ".join(watch.problems) or "it is missing or empty"
+        raise DataError(
+            f"{watch.run.journal}: no event of a run ({why}): without its journal, nobody knows where its time went"
+        )
+    return account, watch.problems

@@ -1,0 +1,203 @@
+"""Gathers the hosts of the next attempt: waits for those that are missing, takes spares or fewer hosts instead of them,
+and notices when a run on fewer hosts can grow again (cluster/lineup.py decides)."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
+
+from megastable.base import errors
+from megastable.base.errors import ConfigError
+from megastable.cluster.fleet import Fleet
+from megastable.cluster.lineup import SETTLE, lineup
+from megastable.config import deepspeed_json
+from megastable.config.tree import RunConfig
+from megastable.run.events.supervisor_events import HostLeftOut, HostsAwaited
+from megastable.supervise.bars import HostBar, in_force
+from megastable.supervise.outcome import RunExit
+from megastable.supervise.supervisor_journal import SupervisorJournal
+
+LOOK = 0.2  # seconds between polls
+SHOWN = 5.0  # ... of waiting for hosts before it is said
+GROWTH = 5.0  # ... between two looks whether a smaller run can grow
+# What ssh says of a host that will not come by waiting.
+HOPELESS = re.compile(
+    "could not resolve|permission denied|host key verification|no such identity", re.IGNORECASE
+)
+
+
+class Gathering:
+    """Of one run. stopped: whether the run is to stop; look: to be called at every poll. Raises ConfigError if no host
+    is left to train."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        fleet: Fleet,
+        journal: SupervisorJournal,
+        say: Callable[[str], None],
+        stopped: Callable[[], bool],
+        look: Callable[[], None],
+    ) -> None:
+        self.config, self.fleet, self.journal, self.say = config, fleet, journal, say
+        self.stopped, self.look = stopped, look
+        self.wanted = len(fleet.names) - config.supervise.spares
+        if self.wanted < 1:
+            raise ConfigError(
+                f"supervise.spares={config.supervise.spares}: of {len(fleet.names)} hosts none is left to train"
+            )
+        ranks = {name: fleet.ranks([name]) for name in fleet.names}
+        if config.supervise.spares and len(set(ranks.values())) > 1:
+            told = ", ".join(f"{name} {count}" for name, count in ranks.items())
+            raise ConfigError(
+                f"supervise.spares: any host must be able to take any place, but their slots differ: {told}"
+            )
+        self.told = set[str]()  # warnings of hosts
+        self.launched = False  # whether this process has started an attempt
+        self._looked = -inf
+        self._more_since = inf  # more hosts could take part
+        self._away = dict[str, float]()  # hosts that do not train and are not there, since when
+        self._away_told = set[str]()
+
+    def hosts(self) -> tuple[str, ...] | RunExit:
+        """Those of the next attempt, with nothing of earlier ones on them; the end if they stay away. Raises
+        ConfigError."""
+        s, began, told = self.config.supervise, time.monotonic(), dict[str, str]()
+        while True:
+            state = self.journal.state
+            missing, waited = self.fleet.missing(state.attempt), time.monotonic() - began
+            chosen = self._lineup(missing, in_force(state.bars, time.time()), waited, s.shrink_after)
+            if chosen and self._checked(chosen):
+                break
+            names = ", ".join(missing)
+            if self.stopped():
+                return RunExit(errors.STOPPED, f"stopped while waiting for {names}")
+            if waited > s.wait_for_hosts and not chosen:
+                why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+                return RunExit(errors.HOST_GONE, f"{names} did not come within {waited:.0f} s ({why})")
+            self._tell(missing, waited, told)
+            time.sleep(LOOK)
+            self.look()
+        self.launched, self._more_since = True, inf
+        self._announce(chosen, bool(told))
+        return chosen
+
+    def _lineup(
+        self, missing: Collection[str], barred: Mapping[str, bool], waited: float, shrink_after: float | None
+    ) -> tuple[str, ...]:
+        there = [name for name in self.fleet.names if name not in missing]
+        last = self.journal.state.lineup
+        # An attempt on fewer hosts does not say who is wanted.
+        last = last if len(last) == self.wanted and set(last) <= set(self.fleet.names) else ()
+        return lineup(self.fleet.names, self.wanted, there, barred, last, waited, shrink_after, self._fits)
+
+    def _fits(self, names: Sequence[str]) -> bool:
+        try:
+            deepspeed_json.build(self.config, self.fleet.ranks(names))
+        except ConfigError:
+            return False
+        return True
+
+    def can_do_without(self, host: str) -> bool:
+        """Whether others could train if this one were left out, and all of them were there."""
+        barred = in_force(self.journal.state.bars, time.time()) | {host: True}
+        return bool(self._lineup((), barred, inf, self.config.supervise.shrink_after))
+
+    def leave_out(self, host: str, bar: HostBar, reason: str) -> None:
+        """Journal it."""
+        event = HostLeftOut(
+            host=host, until=round(bar.until, 3), wholly=bar.wholly, strikes=bar.strikes, reason=reason
+        )
+        self.journal.emit(event)
+        self.journal.listen()
+
+    def more(self, attempt: int, names: Sequence[str]) -> int:
+        """How many hosts could take part, if those are more than the attempt's `names`, and have been for a while; else
+        0. Poll often: it also looks after the hosts that do not train."""
+        now = time.monotonic()
+        if len(names) == len(self.fleet.names) or now - self._looked < GROWTH:
+            return 0
+        self._looked = now
+        # Nothing of the attempts before this one is left on them, which those of this one have said when they began.
+        missing = self.fleet.missing(attempt - 1)
+        self._stand_by({name: reason for name, reason in missing.items() if name not in names})
+        barred = dict.fromkeys(in_force(self.journal.state.bars, time.time()), True)
+        count = len(self._lineup(missing, barred, inf, 0.0))
+        if count <= len(names):
+            self._more_since = inf
+            return 0
+        self._more_since = min(self._more_since, now)
+        return count if now - self._more_since >= SETTLE else 0
+
+    def _stand_by(self, away: Mapping[str, str]) -> None:
+        """Say which of the hosts that do not train have gone, and which are back: a spare that is not there is none."""
+        now = time.monotonic()
+        for name, reason in away.items():
+            if now - self._away.setdefault(name, now) >= SETTLE and name not in self._away_told:
+                self._away_told.add(name)
+                self.say(f"WARNING: {name}, which stands by, is not there: {reason}")
+        for name in self._away.keys() - away.keys():
+            del self._away[name]
+            if name in self._away_told:
+                self._away_told.remove(name)
+                self.say(f"{name} stands by again")
+
+    def _checked(self, names: Sequence[str]) -> bool:
+        """Whether a preflight lets them begin; a host that it refuses is left out if a spare can take its place. Raises
+        ConfigError."""
+        for finding in self.fleet.preflight(names, self.stopped):
+            text = f"{finding.host}: {finding.text}"
+            if finding.severity == "refuse" and finding.host in names and self._replaced(finding.host):
+                bar = self.journal.state.bars.get(finding.host)
+                strikes = 1 if bar is None else bar.strikes + 1
+                until = time.time() + self.config.supervise.cool_off * 2.0 ** (strikes - 1)
+                self.say(f"{text}: it is left out")
+                self.leave_out(finding.host, HostBar(until, True, strikes), finding.text)
+                return False
+            # On hosts that have trained before, it may be what the next attempt survives.
+            if finding.severity == "refuse" and not self.launched:
+                raise ConfigError(f"{text} (python launch/preflight.py has all of it)")
+            if text not in self.told:
+                self.told.add(text)
+                self.say(f"WARNING: {text}")
+        return True
+
+    def _replaced(self, host: str) -> bool:
+        missing = self.fleet.missing(self.journal.state.attempt)
+        barred = in_force(self.journal.state.bars, time.time()) | {host: True}
+        return len(self._lineup(missing, barred, inf, None)) == self.wanted
+
+    def _tell(self, missing: Mapping[str, str], waited: float, told: dict[str, str]) -> None:
+        """Say who is waited for. told: what was said; is changed. Raises ConfigError for a host that will not come."""
+        if waited <= SHOWN:
+            return
+        if missing.keys() != told.keys():
+            told.clear()
+            told.update(missing)
+            text = "waiting for " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
+            number = self.journal.state.attempt
+            self.journal.emit(HostsAwaited(attempt=number, hosts=list(missing), reason=text), say=text)
+        hopeless = [(name, reason) for name, reason in missing.items() if HOPELESS.search(reason)]
+        if hopeless and not self.launched:
+            name, reason = hopeless[0]
+            raise ConfigError(f"host {name}: {reason} (as by: ssh {name} true)")
+
+    def _announce(self, chosen: Sequence[str], waited: bool) -> None:
+        last = self.journal.state.lineup or tuple(self.fleet.names[: self.wanted])
+        new, old = [n for n in chosen if n not in last], [n for n in last if n not in chosen]
+        text = f"all {self.wanted} hosts are there" if waited else ""
+        if len(chosen) < self.wanted:
+            text = f"going on with {len(chosen)} of {self.wanted} hosts: {', '.join(chosen)}"
+        elif new:
+            text = (
+                f"{', '.join(new)} takes the place of {', '.join(old)}"
+                if old
+                else f"{', '.join(new)} is back"
+            )
+        if waited:
+            number = self.journal.state.attempt
+            self.journal.emit(HostsAwaited(attempt=number, hosts=[], reason=text), say=text)
+        elif text:
+            self.say(text)

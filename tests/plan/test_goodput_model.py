@@ -1,0 +1,103 @@
+"""The predicted goodput: against dice, at its limits, and what each measure is worth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, replace
+from statistics import mean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.plan.goodput_model import DAY, LLAMA, FaultyCluster, expected, spares
+from megastable.plan.goodput_trial import trial
+
+BASE = FaultyCluster(gpus=1024, start=120.0)
+LARGE = FaultyCluster(gpus=10_000, start=300.0, interval=900.0)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        BASE, LARGE, BASE.with_spares(), LARGE.with_spares(), LARGE.with_spares().with_peers(),
+        LARGE.with_spares().with_peers().with_rewinds(), replace(LARGE.with_spares(), gpus=100_000, interval=300.0),
+        replace(LARGE.with_peers(), pair=0.3), replace(BASE, spikes=30.0), replace(BASE, spikes=30.0).with_rewinds(),
+    ],
+    ids="small large spares many-spares peers all huge pairs spiky rewinds".split(),
+)  # fmt: skip
+def test_the_formula_is_what_dice_say(cluster: FaultyCluster) -> None:
+    failures = 3000
+    seconds = failures / cluster.rate
+    seen = mean(trial(cluster, min(seconds, 3000 * DAY) / 4, seed) for seed in range(4))
+    wanted = expected(cluster).training
+    # Of N failures, their number and what they cost scatter by about 1 / sqrt(N) of what is lost.
+    assert 1 - seen == pytest.approx(1 - wanted, rel=0.06, abs=0.001)
+
+
+def test_without_failures_only_copies_cost() -> None:
+    calm = expected(replace(BASE, failures=1e-15, spikes=0.0))
+    assert calm.training == pytest.approx(1800 / 1802) and calm.copying == pytest.approx(2 / 1802)
+
+
+def test_a_single_failure_by_hand() -> None:
+    """Rare failures: each costs half an interval, the copy that was not safe, detection, waiting and a start."""
+    c = replace(BASE, failures=1e-7, spikes=0.0)
+    each = 1802 / 2 + 60 + 20 + 0.5 * 4 * 3600 + 120
+    assert expected(c).training == pytest.approx(1800 / 1802 / (1 + c.rate * each), rel=1e-4)
+
+
+def test_llama_3() -> None:
+    """More than 90 % of the time was training on 16,384 GPUs (arXiv:2407.21783, section 3.3.4), with a failure about
+    every three hours. With spares, and checkpoints as often as those failures ask for, the model says the same."""
+    c = FaultyCluster(gpus=16_384, start=300.0).with_spares()
+    assert 1 / c.rate / 3600 == pytest.approx(54 * 24 / 419) and pytest.approx(4.736e-4, rel=1e-3) == LLAMA
+    assert 0.9 < expected(c.tuned(least=0.0)).training < 0.97
+
+
+CLUSTER = st.builds(
+    FaultyCluster, gpus=st.integers(8, 100_000), start=st.floats(1, 1000), failures=st.floats(1e-6, 1e-2),
+    lost=st.floats(0, 1), repair=st.floats(60, 1e5), away=st.floats(0, 1e5), detection=st.floats(0, 1000),
+    interval=st.floats(60, 5000), blocked=st.floats(0, 60), commit=st.floats(0, 300),
+    snapshot=st.none() | st.floats(10, 1000), spikes=st.floats(0, 20), rewinds=st.booleans(),
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(CLUSTER, st.booleans())
+def test_shares_add_up(c: FaultyCluster, shrinks: bool) -> None:
+    c = c.shrinking() if shrinks and c.failures * c.repair * c.lost * c.host < DAY / 2 else c
+    if c.rate * (c.interval + c.start) > 20:
+        return  # never a whole segment
+    found = expected(c)
+    # What hosts under repair lack is no time: the others are shares of what is left.
+    assert sum(astuple(found)) == pytest.approx(1.0)
+    assert all(share >= -1e-9 for share in astuple(found))
+
+
+def test_what_helps() -> None:
+    for c in (replace(BASE, gpus=64).tuned(), BASE.tuned(), LARGE.tuned()):
+        plain, spare = expected(c).training, expected(c.with_spares()).training
+        peers, all_ = c.with_spares().with_peers(), c.with_spares().with_peers().with_rewinds()
+        assert plain < expected(c.shrinking()).training and plain < spare < expected(peers).training
+        assert expected(peers).training < expected(all_).training < 1
+
+
+@pytest.mark.parametrize("gpus", [64, 1024, 10_000])
+def test_as_often_as_pays_is_best(gpus: int) -> None:
+    c = FaultyCluster(gpus=gpus, start=100.0, spikes=0.0).with_spares()
+    disk, peers = c.tuned(least=0.0), c.with_peers()
+    assert peers.snapshot is not None
+    for factor in (0.5, 2.0):
+        assert expected(replace(disk, interval=factor * disk.interval)).training < expected(disk).training
+        other = replace(peers, snapshot=factor * peers.snapshot)
+        assert expected(other).training < expected(peers).training
+
+
+def test_spares() -> None:
+    none = replace(LARGE, failures=0.0)
+    assert spares(none) == 1
+    mean_gone = LARGE.rate * 0.5 * LARGE.repair
+    count = spares(LARGE)
+    assert mean_gone < count < mean_gone + 5 * math.sqrt(mean_gone) + 2
+    assert spares(LARGE, 0.5) <= count <= spares(LARGE, 1e-6)
