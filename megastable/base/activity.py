@@ -1,17 +1,24 @@
-"""What this process is doing now: written by the thread that trains, read by the one that sends heartbeats.
+"""What this process is doing now, and how long each step took it: written by the thread that trains, read by the one
+that sends heartbeats.
 
-One per process. To enter an activity costs an assignment, so a step may do it several times.
+One per process. To enter an activity costs a few assignments, so a step may do it several times. On a GPU, which runs
+behind the host, a clock of its own measures the activities (engine/device_clock.py).
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 # Within a step, in this order; the other ones are the phases of a run (rank_ipc.Progress).
 DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER = "data", "forward", "backward", "reduce", "optimizer"
 EXCHANGE = "exchange"  # of activations or gradients with another stage of a pipeline: mostly waits for it
+OWN = (DATA, FORWARD, BACKWARD, OPTIMIZER)  # what a rank does itself; the others wait for other ranks
 
 step: int | None = None  # steps done
 _now: tuple[str, float] = ("starting", time.monotonic())
@@ -19,11 +26,67 @@ _now: tuple[str, float] = ("starting", time.monotonic())
 # the exchange that is under way.
 _exchanged: tuple[int, int | None] = (0, None)
 
+# A step: its number, its seconds, and those of OWN in that order, without waits for other ranks.
+StepTimes = tuple[int, float, tuple[float, ...]]
+timed: deque[StepTimes] = deque(maxlen=4096)  # steps that no heartbeat has told of yet, oldest first
+
+
+class Clock(Protocol):
+    """Measures activities by another clock than the host's."""
+
+    def begin(self) -> None: ...
+
+    def enter(self, name: str) -> None: ...
+
+    def end(self, step: int, seconds: float) -> Iterable[StepTimes]:
+        """The step is over; returns those whose times are known by now."""
+
+
+clock: Clock | None = None
+_in_step, _trainer = False, 0
+_spent: dict[str, float] = {}  # seconds by activity, in this step
+
+
+def begin(steps: int) -> None:
+    """A step begins after so many. What an evaluation or a rewind has entered before is not part of it."""
+    global step, _in_step, _trainer
+    step, _in_step, _trainer = steps, True, threading.get_ident()
+    if clock is not None:
+        clock.begin()
+    enter(_now[0])
+    _spent.clear()
+
+
+def end(seconds: float) -> None:
+    """The step is over, which took so long in all. Without `begin` nothing happens."""
+    global _in_step
+    if not _in_step or step is None:
+        return
+    enter(_now[0])
+    _in_step = False
+    if clock is not None:
+        timed.extend(clock.end(step, seconds))
+    else:
+        timed.append((step, seconds, tuple(_spent.get(name, 0.0) for name in OWN)))
+
+
+def waited(seconds: float) -> None:
+    """So much of the present activity was a wait for other ranks. By the thread that trains; of others it is ignored."""
+    if _in_step and threading.get_ident() == _trainer:
+        name = _now[0]
+        _spent[name] = _spent.get(name, 0.0) - seconds
+
 
 def enter(name: str) -> None:
     """From now on this process does `name`."""
     global _now
-    _now = (name, time.monotonic())
+    now = time.monotonic()
+    if _in_step:
+        before, since = _now
+        _spent[before] = _spent.get(before, 0.0) + now - since
+        if clock is not None:
+            clock.enter(name)
+    _now = (name, now)
 
 
 def current() -> tuple[str, float]:

@@ -33,6 +33,7 @@ from megastable.run.wire import (
 )
 
 GREETED = 10.0  # seconds for a peer to prove that it knows the token
+MOST_WORK = 1 << 16  # reports of ranks that nobody has read
 WAITING = 4096  # connections that the kernel may hold for us: all ranks come at once
 
 
@@ -72,7 +73,8 @@ class Store:
     """Of one supervisor. Use as a context manager. interface: the one address to listen on.
 
     attempt: the only one whose ranks are heard; others are told to end. ranks: by rank. agents: by name. Both are
-    written by the store's thread, and may be read at any time.
+    written by the store's thread, and may be read at any time. work: how long their work took ranks, for one reader to
+    take from; the newest.
     """
 
     def __init__(self, run: RunDirectory, interface: str = "127.0.0.1") -> None:
@@ -80,6 +82,7 @@ class Store:
         self.attempt = 0
         self.ranks: dict[int, Heard] = {}
         self.agents: dict[str, AgentLink] = {}
+        self.work: deque[tuple[Heard, Any]] = deque(maxlen=MOST_WORK)
         self.token = secrets.token_hex(32)
         self._loop = asyncio.new_event_loop()
         self._connections: set[_Connection] = set()
@@ -208,6 +211,8 @@ class _Connection(asyncio.Protocol):
     def _hear(self, message: Message) -> None:
         now = time.monotonic()
         if self.rank is not None:
+            if work := message.pop("work", None):
+                self.store.work.append((self.rank, work))
             self.rank.at, self.rank.beat = now, message
         elif self.agent is not None:
             self.agent.at = now

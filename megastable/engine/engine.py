@@ -27,6 +27,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import patches
 from megastable.engine.build import Mpu, build, refusals
+from megastable.engine.device_clock import DeviceClock
 from megastable.engine.distributed import device, silence
 from megastable.engine.flatstate import SHARED, FlatState
 from megastable.engine.hostcopy import Filled
@@ -99,6 +100,8 @@ class Engine:
             patches.untimed(self.ds)
             patches.told(self.ds)
         self._update = patches.gated(self.ds, self._gate)
+        if self.device.type == "cuda":
+            activity.clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
         self.updates = 0
         self._judge: Judge | None = None
         self._votes: Callable[[], Sequence[float]] = tuple

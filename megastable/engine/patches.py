@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import nvtx
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch.distributed import Work, distributed_c10d
 
 from megastable.base import activity
 from megastable.base.collectives import gathered
@@ -64,6 +65,22 @@ def on_cpu() -> None:
     deepspeed.ops.__compatible_ops__ = {}
     # Profiler ranges for a GPU around every hook of ZeRO 3: thousands a step. Needless when it checks for a GPU.
     nvtx.enable_nvtx = False
+    # A collective on a CPU blocks until the slowest rank is there, also in the middle of a forward pass: that is no work
+    # of this rank. (On a GPU it only enqueues.) Needless when torch counts the seconds.
+    if not hasattr(Work.wait, "timed"):
+        Work.wait = _timed(Work.wait)
+
+
+def _timed(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            activity.waited(time.monotonic() - begin)
+
+    timed.timed = True  # type: ignore[attr-defined]
+    return timed
 
 
 class Partitioned(deepspeed.zero.Init):
@@ -90,7 +107,8 @@ def told(engine: Any) -> None:
     when it calls hooks."""
     doing = {
         schedule.LoadMicroBatch: activity.DATA, schedule.ForwardPass: activity.FORWARD,
-        schedule.BackwardPass: activity.BACKWARD,
+        schedule.BackwardPass: activity.BACKWARD, schedule.ReduceTiedGrads: activity.REDUCE,
+        schedule.ReduceGrads: activity.REDUCE,
     }  # fmt: skip
     exchanges = (schedule.SendActivation, schedule.RecvActivation, schedule.SendGrad, schedule.RecvGrad)
 
@@ -125,6 +143,7 @@ def sum_in_parts(o: BF16_Optimizer, engine: Any, ranks: int, group: Any, counted
     parts = o.fp32_groups_gradient_flat_partition
 
     def reduce(*_: Any, **__: Any) -> None:
+        activity.enter(activity.REDUCE)  # until the gate, which is next
         for whole, part in zip(o.fp32_groups_gradients_flat, parts, strict=True) if ranks > 1 else ():
             sum_and_scatter(whole, part, group)
             part.div_(ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -86,9 +87,24 @@ class Progress(BaseModel):
     applied: bool | None = None
 
 
+class WorkBlock(BaseModel):
+    """Medians over the steps of a block, the `block`-th ten of the run. [seconds]
+
+    step: of the whole step; own: of what the rank does itself, without waits for others; parts: of that, in the order of
+    `activity.OWN`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    block: int
+    step: float
+    own: float
+    parts: Sequence[float]
+
+
 class Beat(BaseModel):
     """A heartbeat of a rank, over the network (wire.py). activity: what it does (base/activity.py), for `lasted`
-    seconds; step: steps done; entered: collectives entered, by process group; time: by its own clock."""
+    seconds; step: steps done; entered: collectives entered, by process group; time: by its own clock; work: what is
+    new."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -97,6 +113,7 @@ class Beat(BaseModel):
     lasted: float
     step: int | None = None
     entered: dict[str, int] = {}
+    work: Sequence[WorkBlock] = ()
 
 
 def host_name() -> str:

@@ -1,5 +1,5 @@
-"""Sends a heartbeat a second to the supervisor's store: what this rank does, and how many collectives it has entered in
-every process group.
+"""Sends a heartbeat a second to the supervisor's store: what this rank does, how many collectives it has entered in
+every process group, and how long its own work took.
 
 The counts are torch's own sequence numbers, read by this thread: the training thread pays nothing for them. It touches
 no file once it knows the address, so a file system that stalls does not make the rank look dead.
@@ -22,6 +22,7 @@ from megastable.base.errors import SUPERSEDED
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import pause_of
 from megastable.run.wire import Address, StoreClient
+from megastable.training.work_blocks import WorkBlocks
 
 SECONDS = 1.0  # between two heartbeats
 
@@ -35,6 +36,7 @@ class Beats:
         # Without a supervisor all ranks look for its address, for as long as that takes.
         self._pause = pause_of(world)
         self._hello = {"role": "rank", "attempt": attempt, "rank": rank, "host": host, "pid": os.getpid()}
+        self._work = WorkBlocks()
         threading.Thread(target=self._run, name="beats", daemon=True).start()
 
     def _run(self) -> None:
@@ -70,9 +72,11 @@ class Beats:
     def beat(self) -> dict[str, Any]:
         """The fields of `rank_ipc.Beat`."""
         name, lasted = activity.current()
+        steps = [activity.timed.popleft() for _ in range(len(activity.timed))]
+        work = [block.model_dump() for block in self._work.add(steps)]
         return {
             "time": round(time.time(), 3), "activity": name, "lasted": round(lasted, 3), "step": activity.step,
-            "entered": entered(),
+            "entered": entered(), **({"work": work} if work else {}),
         }  # fmt: skip
 
     def _obey(self, message: dict[str, Any]) -> None:

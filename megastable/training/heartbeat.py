@@ -83,13 +83,14 @@ class Heartbeat:
     def at(self, state: RunState) -> None:
         """Where the run stands, before a step. The first step of a process still counts as its start."""
         self._facts |= {"step": state.step, "cursor": state.cursor}
-        activity.step = state.step
         self._dirty = True
         if "seconds" in self._facts:
             self.phase("step")
+        activity.begin(state.step)
 
     def stepped(self, **numbers: Any) -> None:
-        """Measurements of the step: fields of `Progress`."""
+        """Measurements of the step, which is over: fields of `Progress`."""
+        activity.end(numbers["seconds"])
         self._facts |= numbers
         self._dirty = True
 
