@@ -2,8 +2,8 @@
 
     python -m benchmarks.slow_hosts --seeds 200 --first 1000
 
-Simulates the own time of every rank, step by step, and feeds blocks of ten steps to the detector (supervise/straggler.py)
-as heartbeats would. For every kind of noise: 20,000 even steps, in which nobody must be named; and a host that becomes
+Simulates the own time of every rank, step by step, and feeds blocks of ten steps to the detector
+(supervise/straggler.py), as heartbeats would. For every kind of noise: 20,000 even steps, in which nobody must be named; and a host that becomes
 20 % slower after 1,000 steps, which must be named within 200. The detector's constants were chosen on seeds below 1000.
 """
 
@@ -24,7 +24,9 @@ from megastable.training.work_blocks import STEPS
 STEP = 0.5  # seconds of own work
 EVEN, SOON = 20_000, 200  # steps
 BEFORE = 1_000  # steps before a host becomes slow
-Noise = Callable[[np.random.Generator, int, int], np.ndarray]  # (chance, steps, ranks) -> factor [steps, ranks]
+Noise = Callable[
+    [np.random.Generator, int, int], np.ndarray
+]  # (chance, steps, ranks) -> factor [steps, ranks]
 
 
 def iid(chance: np.random.Generator, steps: int, ranks: int, sd: float = 0.05) -> np.ndarray:
@@ -87,7 +89,9 @@ def warm_up(chance: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
 
 def together(chance: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
     """All are slower together, by up to half, for a thousand steps at a time."""
-    return iid(chance, steps, ranks) * np.repeat(chance.uniform(1, 1.5, -(-steps // 1000)), 1000)[:steps, None]
+    return (
+        iid(chance, steps, ranks) * np.repeat(chance.uniform(1, 1.5, -(-steps // 1000)), 1000)[:steps, None]
+    )
 
 
 KINDS: dict[str, Noise] = {
@@ -110,11 +114,13 @@ def named(factors: np.ndarray, ranks_of_host: int, since: int, slow: str = "") -
     """Steps from `since` until the slow host was named, None if it was not; and whether another one was."""
     steps, ranks = factors.shape
     detector = Stragglers(1.1, {rank: f"host-{rank // ranks_of_host}" for rank in range(ranks)})
-    own = STEP * np.median(factors[: steps // STEPS * STEPS].reshape(-1, STEPS, ranks), axis=1)
+    own = STEP * np.mean(factors[: steps // STEPS * STEPS].reshape(-1, STEPS, ranks), axis=1)
     found, others = None, False
     for number, row in enumerate(own.tolist()):
         for rank, seconds in enumerate(row):
-            detector.add(rank, WorkBlock.model_construct(block=number, step=max(row), own=seconds, parts=(0.0, seconds / 3, seconds * 2 / 3, 0.0)))
+            parts = (0.0, seconds / 3, seconds * 2 / 3, 0.0)
+            block = WorkBlock.model_construct(block=number, step=max(row), own=seconds, parts=parts)
+            detector.add(rank, block)
         others |= bool(detector.slow.keys() - {slow})
         if slow in detector.slow and found is None:
             found = (number + 1) * STEPS - since
@@ -130,7 +136,13 @@ def main() -> int:
     parser.add_argument("--even", type=int, default=EVEN)
     args = parser.parse_args()
     ranks = args.hosts * args.ranks
-    table = Table("noise", "runs with a host named\nin even steps", f"20 % slow: named\nwithin {SOON} steps", "steps until named\nmedian, 95 %, longest", "another\nnamed")
+    table = Table(
+        "noise",
+        "runs with a host named\nin even steps",
+        f"20 % slow: named\nwithin {SOON} steps",
+        "steps until named\nmedian, 95 %, longest",
+        "another\nnamed",
+    )
     for name, noise in KINDS.items():
         wrong = others = 0
         after: list[float] = []
@@ -145,7 +157,13 @@ def main() -> int:
             others += other
         soon = sum(steps <= SOON for steps in after)
         middle, most = np.quantile(after, [0.5, 0.95], method="higher")
-        table.add_row(name, f"{wrong} of {args.seeds}", f"{soon} of {args.seeds}", f"{middle:.0f}, {most:.0f}, {max(after):.0f}", str(others))
+        table.add_row(
+            name,
+            f"{wrong} of {args.seeds}",
+            f"{soon} of {args.seeds}",
+            f"{middle:.0f}, {most:.0f}, {max(after):.0f}",
+            str(others),
+        )
     Console(width=120).print(table)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from string import Template
+from typing import Annotated
 
 import yaml
 from pydantic import (
@@ -120,6 +121,11 @@ class SuperviseConfig(Section):
     cool_off: NonNegativeFloat = 600.0
     """Time for which a host that failed is the last choice, and does not make a smaller run grow; doubled with every
     failure. [seconds]"""
+    slow_host: Annotated[float, Field(gt=1.0)] | None = 1.1
+    """How many times as long as on other hosts a rank's own work must take, for a hundred steps and more, for its host
+    to be reported as slow. null: hosts are not compared."""
+    replace_slow: NonNegativeFloat | None = 0.1
+    """Share of a step that a slow host must cost for a spare to take its place. null: it is only reported."""
     interface: str | None = Field(default=None, examples=["eth0", "10.0.0.1"])
     """Network interface, or address (IPv4, or IPv6 that is not link-local), that the supervisor listens on for its
     ranks; null: 127.0.0.1 on one host, on several the one that leads to the others."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 from megastable.base.activity import OWN, StepTimes
 
@@ -23,7 +24,7 @@ class DeviceEvent(Protocol):
 
     def query(self) -> bool: ...
 
-    def elapsed_time(self, end: DeviceEvent, /) -> float:
+    def elapsed_time(self, end: Any, /) -> float:
         """Milliseconds."""
 
 
@@ -67,6 +68,6 @@ class DeviceClock:
 def _spent(marks: list[tuple[str, DeviceEvent]]) -> tuple[float, ...]:
     """Seconds of every activity of OWN."""
     spent = defaultdict[str, float](float)
-    for (name, event), (_, following) in zip(marks, marks[1:], strict=False):
+    for (name, event), (_, following) in pairwise(marks):
         spent[name] += event.elapsed_time(following) / 1000
     return tuple(spent[name] for name in OWN)

@@ -65,10 +65,10 @@ def on_cpu() -> None:
     deepspeed.ops.__compatible_ops__ = {}
     # Profiler ranges for a GPU around every hook of ZeRO 3: thousands a step. Needless when it checks for a GPU.
     nvtx.enable_nvtx = False
-    # A collective on a CPU blocks until the slowest rank is there, also in the middle of a forward pass: that is no work
-    # of this rank. (On a GPU it only enqueues.) Needless when torch counts the seconds.
+    # A collective on a CPU blocks until the slowest rank is there, also in the middle of a forward pass: that is no
+    # work of this rank. (On a GPU it only enqueues.) Needless when torch counts the seconds.
     if not hasattr(Work.wait, "timed"):
-        Work.wait = _timed(Work.wait)
+        Work.wait = _timed(Work.wait)  # type: ignore[method-assign]
 
 
 def _timed(wait: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,10 +88,10 @@ class Progress(BaseModel):
 
 
 class WorkBlock(BaseModel):
-    """Medians over the steps of a block, the `block`-th ten of the run. [seconds]
+    """Means over the steps of a block, the `block`-th ten of the run. [seconds]
 
-    step: of the whole step; own: of what the rank does itself, without waits for others; parts: of that, in the order of
-    `activity.OWN`."""
+    step: of the whole step; own: of what the rank does itself, without waits for others; parts: of that, in the order
+    of `activity.OWN`."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -113,6 +113,13 @@ class Gathering:
         self.journal.emit(event)
         self.journal.listen()
 
+    def spares(self, attempt: int, names: Sequence[str]) -> list[str]:
+        """Hosts that could take the place of one of the attempt's `names` at once: they are there, and have not failed
+        of late."""
+        missing = self.fleet.missing(attempt - 1)
+        barred = in_force(self.journal.state.bars, time.time())
+        return [name for name in self.fleet.names if name not in {*names, *missing, *barred}]
+
     def more(self, attempt: int, names: Sequence[str]) -> int:
         """How many hosts could take part, if those are more than the attempt's `names`, and have been for a while; else
         0. Poll often: it also looks after the hosts that do not train."""

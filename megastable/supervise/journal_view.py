@@ -16,6 +16,7 @@ from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
     HostsAwaited,
+    HostSlow,
     Launched,
     Restart,
     SupervisorEvent,
@@ -32,6 +33,7 @@ OTHERS = (
     "ended",
     "restart",
     "hosts_awaited",
+    "host_slow",
 )  # no sign of a training process
 ENDS = ("stopped", "finished", "unstable", "handover")  # last events of a training process
 
@@ -79,6 +81,15 @@ class AttemptSummary:
     failure: str = ""
 
 
+@dataclass(frozen=True)
+class SlowSummary:
+    """ratio: of a host's own work's time to the others'; cost: the share of a step that this is; text: a sentence."""
+
+    ratio: float | None
+    cost: float | None
+    text: str
+
+
 @dataclass
 class JournalView:
     """step: the last that the journal names, or None. last: unix seconds of the last sign of a training process.
@@ -98,6 +109,7 @@ class JournalView:
     attempts: dict[int, AttemptSummary] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
     left_out: dict[str, float] = field(default_factory=dict)
+    slow: dict[str, SlowSummary] = field(default_factory=dict)
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
@@ -150,7 +162,13 @@ class JournalView:
             case HostLeftOut():
                 if event.host is not None and event.until is not None:
                     self.left_out[visible(event.host, 80)] = event.until
+            case HostSlow():
+                if event.host is not None:
+                    self.slow.pop(host := visible(event.host, 80), None)
+                    if event.what != "over":
+                        self.slow[host] = SlowSummary(event.ratio, event.cost, event.sentence())
             case Launched():
+                self.slow.clear()
                 self.hosts = tuple(visible(str(host), 80) for host in event.hosts)
                 self._launched(event)
             case Ended():

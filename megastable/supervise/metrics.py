@@ -7,7 +7,7 @@ unit; losses are nats per token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -122,6 +122,10 @@ def families(s: Status) -> Iterator[Metric]:
     for possible in State:
         state.add_metric([s.name, possible.name.lower()], float(possible is s.state))
     yield state
+    ratios = {host: found.ratio for host, found in s.slow.items()}
+    yield _by_host("ratio", "Time of a slow host's own work to that of the others.", s, ratios)
+    costs = {host: found.cost for host, found in s.slow.items()}
+    yield _by_host("cost", "The share of a step that a slow host costs.", s, costs)
     yield _counter("updates_refused", "Updates that were not applied.", s, [], [((), s.refused)])
     yield _counter(
         "steps_lost", "Steps done again or undone because of incidents.", s, [], [((), s.steps_lost)]
@@ -135,6 +139,14 @@ def families(s: Status) -> Iterator[Metric]:
     yield _counter(
         "incidents", "Incidents that are over, by class, cause and symptom.", s, labels, over.items()
     )
+
+
+def _by_host(name: str, about: str, s: Status, values: Mapping[str, float | None]) -> Metric:
+    gauge = GaugeMetricFamily(f"megastable_slow_host_{name}", about, labels=["run", "host"])
+    for host, value in values.items():
+        if value is not None:
+            gauge.add_metric([s.name, host], value)
+    return gauge
 
 
 def _counter(

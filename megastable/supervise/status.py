@@ -30,7 +30,7 @@ from megastable.run.events.follow import Follower
 from megastable.run.goodput.watching import GoodputWatch
 from megastable.supervise.hang_detector import patience
 from megastable.supervise.journal_skim import skim
-from megastable.supervise.journal_view import AttemptSummary, IncidentSummary, JournalView, Said
+from megastable.supervise.journal_view import AttemptSummary, IncidentSummary, JournalView, Said, SlowSummary
 from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
 from megastable.supervise.recent_steps import RecentSteps
 from megastable.supervise.standing import Standing, State, advice, state_of
@@ -73,8 +73,9 @@ class Status:
     step, the median of the last ones; tokens_per_second: at that rate. loss, grad_norm, lr: of the last step. eta:
     remaining seconds at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
     starts: of training processes. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by host,
-    others are preferred to those that failed. alert: since when and why automatic remedies are paused, "" if they are
-    not. goodput: where the time went (run/goodput), None if that is not known, or takes long to find out. problems:
+    others are preferred to those that failed; slow: by host, those that are slow now. alert: since when and why
+    automatic remedies are paused, "" if they are not. goodput: where the time went (run/goodput), None if that is not
+    known, or takes long to find out. problems:
     what could not be read.
     """
 
@@ -107,6 +108,7 @@ class Status:
     attempts: tuple[AttemptSummary, ...]
     hosts: tuple[str, ...]
     left_out: dict[str, float]
+    slow: dict[str, SlowSummary]
     restarts: dict[str, int]
     incidents: tuple[IncidentSummary, ...]
     refused: int
@@ -239,6 +241,7 @@ class RunWatch:
             attempt=attempt,
             attempts=tuple(s.attempts.values()),
             hosts=s.hosts,
+            slow=dict(s.slow),
             left_out={host: until for host, until in s.left_out.items() if until > now},
             restarts=dict(s.restarts),
             incidents=tuple(case for _, case in sorted(s.incidents.items())),

@@ -32,6 +32,7 @@ WIDE = 120  # columns from which events are beside the numbers
 FEWEST, MOST = 3, 8  # events shown
 LONG = (500, 120, 60)  # characters of a reason: the longest with which the panel fits the terminal's height
 HOSTS = 8  # named
+MOST_SLOW = 2  # slow ones shown
 LOSSES, LEAST = 4, 0.001  # kinds of lost time shown, and the least share
 TALL = 10_000  # lines, if the output is no terminal
 COLOURS = {
@@ -44,7 +45,7 @@ EVENT_COLOURS = {
     "incident": "yellow", "discarded": "yellow", "hang": "yellow", "restart": "yellow", "warning": "yellow",
     "alert": "red", "ended": "red", "unstable": "red", "checkpoint_failed": "red", "checkpoint_rejected": "red",
     "hook_failed": "red", "finished": "green", "handover": "yellow", "fell_back": "yellow", "rate_cut": "yellow",
-    "trend": "yellow",
+    "trend": "yellow", "host_slow": "yellow",
 }  # fmt: skip
 
 
@@ -191,6 +192,8 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
     yield "processes", _processes(s)
     if len(s.hosts) > 1 or s.left_out:
         yield "hosts", Text(_hosts(s))
+    for slow in list(s.slow.values())[:MOST_SLOW]:
+        yield "slow", Text(_cut(slow.text, most), style="yellow")
     for problem in s.problems:
         yield "unread", Text(_cut(problem, most), style="yellow")
 

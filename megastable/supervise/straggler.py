@@ -3,9 +3,11 @@
 Ranks of one pipeline stage do the same work on equally many samples. Per block of ten steps, a rank's ratio is its own
 time over the median of the ranks on other hosts, its own host left out. A rank is slow if
 
-- in `SHARE` of the last `WINDOW` blocks its ratio was above `limit`, so that neither a checkpoint nor a burst counts, and
-- its median ratio is `SURE` times what ranks of this run differ by anyway, from one window to the next (robustly: 1.4826
-  times the median deviation from the median). Where noise lasts for hundreds of steps, only this tells it from a fault.
+- its median ratio over the last `WINDOW` blocks is above `limit`, and that in `SHARE` of them above the root of it:
+  neither a checkpoint nor a burst lasts so long; and
+- the logarithm of that median is `SURE` times what ranks of this run differ by anyway, from one window to the next
+  (1.4826 times the median deviation from the median). Where noise lasts for hundreds of steps, only this tells it from
+  a fault.
 
 A host is as slow as its slowest rank. Ranks that share every layer (tensor and context parallelism) wait for each other
 in the middle of their work: where such a group spans hosts, nobody is named.
@@ -23,8 +25,8 @@ from dataclasses import dataclass
 from megastable.base.activity import OWN
 from megastable.run.rank_ipc import WorkBlock
 
-WINDOW = 14  # blocks
-SHARE = 11  # ... of which so many must be slow, or not slow any more
+WINDOW = 15  # blocks
+SHARE = 12  # ... of which so many must be slow, or not slow any more
 SURE = 3.5
 KNOWN = 12  # windows from which on the spread is known
 KEPT = 4096  # windows, of all ranks, that the spread is taken of
@@ -48,14 +50,14 @@ class SlowHost:
         who = f"rank {self.rank} on {self.host} is" if alone else f"host {self.host} is"
         parts = ", ".join(f"{name} {ratio:.2f} x" for name, ratio in self.parts.items())
         return (
-            f"{who} slow: rank {self.rank} takes {self.ratio:.2f} x as long as the others for its own work, which costs "
-            f"the run {self.cost:.0%} ({self.seconds:.3g} s a step); {parts}"
+            f"{who} slow: rank {self.rank} takes {self.ratio:.2f} x as long as the others for its own work, which "
+            f"costs the run {self.cost:.0%} ({self.seconds:.3g} s a step); {parts}"
         )
 
 
 class Stragglers:
-    """Of one attempt. limit: the ratio from which a rank is slow; hosts: by rank, of all ranks; stages: pipeline stages;
-    shared: neighbouring ranks that share every layer.
+    """Of one attempt. limit: the ratio from which a rank is slow; hosts: by rank, of all ranks; stages: of the
+    pipeline; shared: neighbouring ranks that share every layer.
 
     slow: the hosts that are slow now.
     """
@@ -85,7 +87,11 @@ class Stragglers:
         changed = False
         while (ready := next(iter(self._pending))) is not None:
             late = max(self._pending) - ready
-            if len(self._pending[ready]) < len(self.hosts) and 0 <= late < LATE and len(self._pending) <= LATE:
+            if (
+                len(self._pending[ready]) < len(self.hosts)
+                and 0 <= late < LATE
+                and len(self._pending) <= LATE
+            ):
                 break
             told = self._pending.pop(ready)
             if 2 * len(told) > len(self.hosts):
@@ -103,22 +109,27 @@ class Stragglers:
                 self._ratios[rank].append(math.log(seconds / others[rank]))
         self._learn()
         before = set(self.slow)
-        slowest: dict[str, tuple[float, int]] = {}
+        slowest: dict[str, int] = {}
         for rank, ratios in self._ratios.items():
-            if self._is_slow(ratios):
-                slowest[self.hosts[rank]] = max(slowest.get(self.hosts[rank], (-math.inf, 0)), (statistics.median(ratios), rank))
-        for host, (_, rank) in slowest.items():
+            host = self.hosts[rank]
+            if self._is_slow(ratios) and not (
+                host in slowest and statistics.median(self._ratios[slowest[host]]) > statistics.median(ratios)
+            ):
+                slowest[host] = rank
+        for host, rank in slowest.items():
             self.slow[host] = self._told(host, rank)
         for host in self.slow.keys() - slowest.keys():
-            if all(self._is_over(ratios) for rank, ratios in self._ratios.items() if self.hosts[rank] == host):
+            if all(
+                self._is_over(ratios) for rank, ratios in self._ratios.items() if self.hosts[rank] == host
+            ):
                 del self.slow[host]
         return set(self.slow) != before
 
     def _is_slow(self, ratios: Sequence[float]) -> bool:
-        if len(ratios) < WINDOW or ratios[-1] <= self._limit:
+        if len(ratios) < WINDOW or ratios[-1] <= self._limit / 2:
             return False
-        enough = sum(ratio > self._limit for ratio in ratios) >= SHARE
-        return enough and statistics.median(ratios) > SURE * self._spread
+        enough = sum(ratio > self._limit / 2 for ratio in ratios) >= SHARE
+        return enough and statistics.median(ratios) > max(self._limit, SURE * self._spread)
 
     def _is_over(self, ratios: Sequence[float]) -> bool:
         return sum(ratio <= self._limit for ratio in ratios) >= SHARE
@@ -135,12 +146,12 @@ class Stragglers:
             self._spread = 1.4826 * statistics.median(abs(x - middle) for x in self._windows)
 
     def _others(self, values: Mapping[int, float]) -> dict[int, float]:
-        """By rank, the median of the ranks of its stage on other hosts; where all are on one, of the other ranks. Of two
-        in the middle the larger: one that is fast makes nobody slow. Ranks without others are left out."""
+        """By rank, the median of the ranks of its stage on other hosts; where all are on one, of the other ranks. Of
+        two in the middle the larger: one that is fast makes nobody slow. Ranks without others are left out."""
         stages = defaultdict[int, list[int]](list)
         for rank in values:
             stages[self._stage[rank]].append(rank)
-        found = {}
+        found: dict[int, float] = {}
         for ranks in stages.values():
             ordered = sorted(values[rank] for rank in ranks)
             teams = defaultdict[object, list[int]](list)
@@ -156,19 +167,24 @@ class Stragglers:
     def _told(self, host: str, rank: int) -> SlowHost:
         blocks = [told for told in self._judged if rank in told]
         base = [self._others({r: block.own for r, block in told.items()}).get(rank) for told in blocks]
-        pairs = [(told[rank].own, value) for told, value in zip(blocks, base, strict=True) if value is not None]
+        pairs = [
+            (told[rank].own, value) for told, value in zip(blocks, base, strict=True) if value is not None
+        ]
         seconds = statistics.median(own - value for own, value in pairs)
         step = statistics.median(told[rank].step for told in blocks)
         parts = {}
         for index, name in enumerate(OWN):
             mine = statistics.median(told[rank].parts[index] for told in blocks)
             theirs = statistics.median(
-                self._others({r: block.parts[index] for r, block in told.items()}).get(rank, 0.0) for told in blocks
+                self._others({r: block.parts[index] for r, block in told.items()}).get(rank, 0.0)
+                for told in blocks
             )
             if max(mine, theirs) >= step / 100 and theirs > 0:
                 parts[name] = mine / theirs
         ratio = math.exp(statistics.median(self._ratios[rank]))
-        return SlowHost(host, rank, ratio, seconds, max(0.0, min(1.0, seconds / step)) if step else 0.0, parts)
+        return SlowHost(
+            host, rank, ratio, seconds, max(0.0, min(1.0, seconds / step)) if step else 0.0, parts
+        )
 
 
 def _without(ordered: Sequence[float], team: Sequence[float], index: int) -> float:

@@ -34,7 +34,7 @@ from megastable.run.events.supervisor_events import (
     Restart,
     SupervisorEvent,
 )
-from megastable.run.rank_ipc import Beat, folder_of, log_of
+from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.incident import Breakdown
 from megastable.supervise.bars import bar_after
@@ -51,6 +51,7 @@ from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.process_incidents import ProcessIncidents
 from megastable.supervise.rank_files import RankFiles
 from megastable.supervise.restart_policy import Failure, after_failure, pause
+from megastable.supervise.slow_hosts import SlowHosts
 from megastable.supervise.storage_probe import StorageProbe
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
 
@@ -92,7 +93,8 @@ class Supervisor:
         self.gathering = Gathering(
             config, self.fleet, self.journal, listener.say, lambda: self.signals > 0, self._look
         )
-        self.growing = 0  # hosts that the next attempt can have, if this one was asked to stop for that
+        self.slow_hosts = SlowHosts(config, self.store, self.fleet, self.journal, self.gathering)
+        self.again = ""  # why the next attempt has other hosts, if this one was asked to stop for that
         self.incidents = ProcessIncidents(self.journal)
         self.hangs = HangDetector(config.supervise)
         self.storage = StorageProbe(run.root / ".storage")
@@ -221,7 +223,8 @@ class Supervisor:
         """Wait until the attempt has ended, or was ended."""
         seen = time.monotonic()
         first_death = asked = None
-        self.growing = 0
+        self.again = ""
+        self.slow_hosts.began()
         hung, progress = False, None
         while attempt.look():
             time.sleep(LOOK)
@@ -234,12 +237,10 @@ class Supervisor:
             self._look()
             progress = self.ranks.progress(attempt.number)
             self.incidents.proven(progress)
-            if asked is None and (more := self.gathering.more(attempt.number, attempt.names)):
-                asked, self.growing = now, more
+            if asked is None and (again := self._other_hosts(attempt, progress)):
+                asked, self.again = now, again
                 self.ranks.want(stop=True)
-                self.say(
-                    f"{more} hosts can take part: the ranks finish their step and save, to begin again on all"
-                )
+                self.say(f"{again}: the ranks finish their step and save, to begin again")
             if asked is not None and (self.signals > 1 or now - asked > self.config.supervise.stop_seconds):
                 break
             if first_death is None and self._somebody_died(attempt):
@@ -267,6 +268,12 @@ class Supervisor:
                 silent=found.told, stacks=stacks,
             ))  # fmt: skip
         return self._end(attempt, found if hung else None)
+
+    def _other_hosts(self, attempt: Attempt, progress: Progress | None) -> str:
+        """Why it would be better to begin again on other hosts; empty: it would not."""
+        if more := self.gathering.more(attempt.number, attempt.names):
+            return f"{more} hosts can take part"
+        return self.slow_hosts.look(attempt, progress)
 
     def _somebody_stopped(self, attempt: Attempt) -> bool:
         """Whether a rank is silent for as long as a step may take at least, and the kernel says that it is stopped. It
@@ -373,8 +380,8 @@ class Supervisor:
         if end.code == errors.OK:
             self.incidents.close_all("healed")
             return RunExit(errors.OK, "complete")
-        if end.code == errors.STOPPED and self.growing and not self.signals:
-            return StartAgain(f"{self.growing} hosts can take part", delay=0, told=False)
+        if end.code == errors.STOPPED and self.again and not self.signals:
+            return StartAgain(self.again, delay=0, told=False)
         if end.code == errors.STOPPED:
             return RunExit(errors.STOPPED, "stopped as asked, with a checkpoint")
         if end.code == errors.HANDOVER:

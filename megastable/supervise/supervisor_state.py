@@ -11,6 +11,7 @@ from megastable.run.events.stability_events import Handover, IncidentEvent
 from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
+    HostSlow,
     Launched,
     Restart,
     SupervisorEvent,
@@ -33,7 +34,8 @@ class SupervisorState:
     """Fed every event in order.
 
     attempt: the newest, 0 = none; under_way: it was launched, and no end is journaled. clock: the farthest step done.
-    lineup: the hosts of the newest attempt; bars: of hosts that failed since a person started the run.
+    lineup: the hosts of the newest attempt; bars: of hosts that failed since a person started the run; slow: those
+    of its hosts that are slow.
     began: the step that the current processes resumed from; rejected: of the newest checkpoint that they passed over.
     failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end not
     acted on yet; skipped: the positions skipped because of it. predecessor: (process, host) of a supervisor that ended
@@ -46,6 +48,7 @@ class SupervisorState:
         self.under_way = False
         self.lineup: tuple[str, ...] = ()
         self.bars: dict[str, HostBar] = {}
+        self.slow: set[str] = set()
         self.clock = 0
         self.began = 0
         self.rejected = 0
@@ -71,12 +74,15 @@ class SupervisorState:
                 self.attempt, self.under_way = int(event["attempt"]), True
                 self.lineup = tuple(map(str, event.hosts))
                 self.rejected = 0
+                self.slow.clear()
                 self.since.clear()
                 self.unmended = None
             case HostLeftOut():
                 self.bars[str(event["host"])] = HostBar(
                     float(event["until"]), bool(event["wholly"]), int(event["strikes"])
                 )
+            case HostSlow():
+                (self.slow.discard if event["what"] == "over" else self.slow.add)(str(event["host"]))
             case Restart():
                 self.unmended = None
             case Training():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megastable.base.text import number
-from megastable.run.events.event import Event, Flag, Items, Ranges, Real, Text, Whole
+from megastable.run.events.event import NOTHING, Event, Flag, Items, Ranges, Real, Text, Tree, Whole
 
 
 class SupervisorEvent(Event):
@@ -116,6 +116,26 @@ class HostLeftOut(Event):
         return (
             f"{self.get('host')} is {how} for {number(self['until'] - self['time'], '.0f')} s{self.because()}"
         )
+
+
+class HostSlow(Event):
+    """what: begun, or over: as fast as the others again. rank: its slowest; ratio: of the time that its own work takes
+    to that of other ranks; seconds: longer per step; cost: the share of a step that this is; parts: the ratio of every
+    activity; reason: all this in a sentence."""
+
+    NAME = "host_slow"
+    what: Text
+    attempt: Whole
+    host: Text
+    rank: Whole = None
+    ratio: Real = None
+    seconds: Real = None
+    cost: Real = None
+    parts: Tree = NOTHING
+    reason: Text
+
+    def words(self) -> str:
+        return str(self.get("reason") or f"host {self.get('host')} is slow")
 
 
 class Restart(Event):
