@@ -3,8 +3,9 @@
     python -m benchmarks.slow_hosts --seeds 200 --first 1000
 
 Simulates the own time of every rank, step by step, and feeds blocks of ten steps to the detector
-(supervise/straggler.py), as heartbeats would. For every kind of noise: 20,000 even steps, in which nobody must be named; and a host that becomes
-20 % slower after 1,000 steps, which must be named within 200. The detector's constants were chosen on seeds below 1000.
+(supervise/straggler.py), as heartbeats would. For every kind of noise: 20,000 even steps, in which nobody must be
+named; and a host that becomes 20 % slower after 1,000 steps, which must be named within 200. The detector's constants
+were chosen on seeds below 1000.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ def more_work(chance: np.random.Generator, steps: int, ranks: int) -> np.ndarray
 
 
 def hiccups(chance: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
-    """One rank waits for its data, now and then, for up to 60 steps."""
+    """Once in 2,000 steps, one rank waits for its data in up to 60 steps."""
     x = iid(chance, steps, ranks)
-    for begin in chance.integers(0, steps, steps // 2000):
+    for begin in range(0, steps, 2000):
+        begin += int(chance.integers(1000))
         x[begin : begin + chance.integers(5, 61), chance.integers(ranks)] *= 1.5
     return x
 

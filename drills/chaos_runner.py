@@ -127,6 +127,12 @@ class Exercised:
         for event in self._events():
             if event.get("time", 0) > since and event.get("event") == "ended" and event.get("what"):
                 return event["time"] - since, str(event["failure"]), event["host"]
+            if (
+                event.get("time", 0) > since
+                and event.get("event") == "host_slow"
+                and event.get("what") == "begun"
+            ):
+                return event["time"] - since, str(event["reason"]), event["host"]
         for line in self.output.read_text().splitlines():
             if line.startswith("WARNING") and "has not answered" in line:
                 return None, line, None
@@ -176,10 +182,11 @@ def struck(exercise: Exercise, folder: Path, kind: Kind, planned: Planned, clean
         found, verdict, blamed = run.verdict(at)
         same = run.left() == clean.bytes if code == 0 else None
         cost = seconds - clean.seconds if code == 0 else None
+        stayed = planned.host in run.lineup()
         run.keep()
     return row(
         kind, planned, found=found, verdict=verdict, blamed=blamed, exit=code, same=same, cost=cost,
-        spared=exercise.spares > 0,
+        spared=exercise.spares > 0, stayed=stayed,
     )  # fmt: skip
 
 

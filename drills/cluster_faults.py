@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +24,12 @@ from drills.namespaces import Started
 from megastable.base.errors import ConfigError
 
 AGENT = re.compile(r"megastable(\.\w+)*\.agent")  # the module that runs on every host of a run
+PERIOD, SHARE, SLOWED = (
+    0.02,
+    0.2,
+    "slowed ranks",
+)  # seconds between two stops; the part of them that ranks run
+LONGEST = 240.0  # ... for which they are slow
 SLOW = 2_000_000  # bits a second of a slow link: a hundredth of what a small run wants
 
 
@@ -72,6 +80,8 @@ class Kind:
     blames: bool = True
     harmless: bool = False
     words: tuple[str, ...] = ()
+    early: bool = False
+    replaced: bool = False
     impossible: Callable[[Hosts], str | None] = lambda hosts: None
 
     def places(self, hosts: Sequence[str], head: str) -> list[str]:
@@ -127,6 +137,30 @@ def _kill_sshd(cluster: Cluster, host: Host) -> bool:
 
 def _start_sshd(cluster: Cluster, host: Host) -> None:
     host.start_sshd()
+
+
+def _slow_ranks(cluster: Cluster, host: Host) -> bool:
+    """Let all ranks of a host run for a fifth of the time only, until they are gone or `LONGEST` has passed."""
+    ranks = list(host.ranks().values())
+    if not ranks:
+        return False
+
+    def pace() -> None:
+        end = time.monotonic() + LONGEST
+        while time.monotonic() < end and _send(ranks, signal.SIGSTOP):
+            time.sleep(PERIOD * (1 - SHARE))
+            _send(ranks, signal.SIGCONT)
+            time.sleep(PERIOD * SHARE)
+
+    threading.Thread(target=pace, name=SLOWED, daemon=True).start()
+    return True
+
+
+def _until_replaced(cluster: Cluster, host: Host) -> None:
+    """Wait until no rank is slowed any more."""
+    for thread in threading.enumerate():
+        if thread.name == SLOWED:
+            thread.join()
 
 
 def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> bool:
@@ -210,6 +244,8 @@ STILL = ("no progress", "hang", "hung", "stall", "stopped", "not respond", "not 
 KINDS = (
     Kind("killed-rank", "SIGKILL to a rank", _signal_rank(signal.SIGKILL), words=("SIGKILL", "killed")),
     Kind("stopped-rank", "SIGSTOP to a rank, for good", _signal_rank(signal.SIGSTOP), words=STILL),
+    Kind("slow-host", "all ranks of a host are stopped for four fifths of the time", _slow_ranks, _until_replaced,
+         words=("is slow",), early=True, replaced=True),
     Kind("killed-agent", "SIGKILL to the agent of a host", _kill_agent, place=Place.OTHER, harmless=True,
          words=("agent", *GONE)),
     Kind("killed-supervisor", "SIGKILL to the supervisor, which is started again", _kill_supervisor,

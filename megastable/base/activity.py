@@ -71,7 +71,7 @@ def end(seconds: float) -> None:
 
 
 def waited(seconds: float) -> None:
-    """So much of the present activity was a wait for other ranks. Of another thread than the one that trains: ignored."""
+    """So much of the present activity was a wait for other ranks. Ignored of any thread but the one that trains."""
     if _in_step and threading.get_ident() == _trainer:
         name = _now[0]
         _spent[name] = _spent.get(name, 0.0) - seconds

@@ -29,6 +29,7 @@ WINDOW = 15  # blocks
 SHARE = 12  # ... of which so many must be slow, or not slow any more
 SURE = 3.5
 KNOWN = 12  # windows from which on the spread is known
+UNKNOWN = 0.042  # the spread before: a ratio of 1.16 is needed then
 KEPT = 4096  # windows, of all ranks, that the spread is taken of
 LATE = 3  # blocks after which a block is judged without the ranks that have not reported it
 
@@ -77,7 +78,7 @@ class Stragglers:
         self._ratios = {rank: deque[float](maxlen=WINDOW) for rank in hosts}
         self._windows: deque[float] = deque(maxlen=KEPT)
         self._since = 0  # blocks since the last window
-        self._spread = 0.0
+        self._spread = UNKNOWN
 
     def add(self, rank: int, block: WorkBlock) -> bool:
         """Whether `slow` has other hosts now."""

@@ -1,5 +1,5 @@
-"""Sums up how long this rank's own work took, for its heartbeats: means of ten steps at a time, of the same ten on every
-rank. Not medians: a pause in every fifth step slows the run, too."""
+"""Sums up how long this rank's own work took, for its heartbeats: means of ten steps at a time, of the same ten on
+every rank. Not medians: a pause in every fifth step slows the run, too."""
 
 from __future__ import annotations
 
