@@ -31,7 +31,6 @@ SURE = 3.5
 KNOWN = 12  # windows from which on the spread is known
 UNKNOWN = 0.042  # the spread before: a ratio of 1.16 is needed then
 KEPT = 4096  # windows, of all ranks, that the spread is taken of
-LATE = 3  # blocks after which a block is judged without the ranks that have not reported it
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,8 @@ class Stragglers:
         size = max(1, len(hosts) // stages)
         self._stage = {rank: rank // size for rank in hosts}
         self._pending: dict[int, dict[int, WorkBlock]] = {}
+        self._last = dict.fromkeys(hosts, -1)  # block, by rank
+        self._awaited = -1, set[int]()  # the oldest pending block, and the ranks that have not got to its end
         self._judged: deque[dict[int, WorkBlock]] = deque(maxlen=WINDOW)
         self._ratios = {rank: deque[float](maxlen=WINDOW) for rank in hosts}
         self._windows: deque[float] = deque(maxlen=KEPT)
@@ -84,21 +85,21 @@ class Stragglers:
         """Whether `slow` has other hosts now."""
         if self.blind or rank not in self.hosts or not 0 < block.own < math.inf:
             return False
+        if block.block <= self._last[rank]:  # the training went back
+            self._pending = {number: of for number, of in self._pending.items() if number <= block.block}
+        self._last[rank] = block.block
         self._pending.setdefault(block.block, {})[rank] = block
         changed = False
-        while (ready := next(iter(self._pending))) is not None:
-            late = max(self._pending) - ready
-            if (
-                len(self._pending[ready]) < len(self.hosts)
-                and 0 <= late < LATE
-                and len(self._pending) <= LATE
-            ):
+        while self._pending:
+            oldest = min(self._pending)
+            if oldest != self._awaited[0]:
+                self._awaited = oldest, {rank for rank, last in self._last.items() if last < oldest}
+            self._awaited[1].discard(rank)
+            if self._awaited[1]:
                 break
-            told = self._pending.pop(ready)
+            told = self._pending.pop(oldest)
             if 2 * len(told) > len(self.hosts):
                 changed |= self._judge(told)
-            if not self._pending:
-                break
         return changed
 
     def _judge(self, told: dict[int, WorkBlock]) -> bool:

@@ -1,0 +1,181 @@
+"""Slow hosts are found among even ones, whatever the noise, and nobody else is named."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.run.rank_ipc import WorkBlock
+from megastable.supervise.straggler import WINDOW, Stragglers
+
+
+def hosts(count: int, ranks: int = 1) -> dict[int, str]:
+    return {rank: f"host-{rank // ranks}" for rank in range(count * ranks)}
+
+
+def block(number: int, own: float, step: float = 1.0) -> WorkBlock:
+    return WorkBlock(block=number, step=step, own=own, parts=(0.0, own / 4, own / 2, own / 4))
+
+
+def feed(found: Stragglers, blocks: Iterable[int], own: Callable[[int, int], float]) -> list[set[str]]:
+    """own: of (rank, block). The slow hosts after every block."""
+    seen = []
+    for number in blocks:
+        for rank in found.hosts:
+            found.add(rank, block(number, own(rank, number)))
+        seen.append(set(found.slow))
+    return seen
+
+
+def noisy(slow: Callable[[int, int], float], seed: int = 1, sd: float = 0.02) -> Callable[[int, int], float]:
+    chance = random.Random(seed)
+    return lambda rank, number: 0.5 * slow(rank, number) * chance.lognormvariate(0, sd)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(2, 1), (3, 1), (3, 4), (8, 2)])
+def test_a_host_that_becomes_a_fifth_slower_is_named_within_200_steps_and_told_when_it_is_over(
+    count: int, ranks: int
+) -> None:
+    found = Stragglers(1.1, hosts(count, ranks))
+    last = count * ranks - 1  # one rank of it is enough
+    seen = feed(found, range(400), noisy(lambda rank, n: 1.2 if rank == last and 100 <= n < 250 else 1.0))
+    name = f"host-{count - 1}"
+    assert not any(seen[:100]) and seen[119] == {name} and {frozenset(now) for now in seen} == {
+        frozenset(), frozenset({name})
+    }  # fmt: skip
+    assert seen[249] == {name} and seen[270] == set() == seen[-1]
+
+
+def test_it_says_which_rank_how_much_it_costs_and_in_which_phase() -> None:
+    found = Stragglers(1.1, hosts(3, 2))
+    for number in range(WINDOW):
+        for rank in found.hosts:
+            slow = 1.5 if rank == 3 else 1.0
+            parts = (0.001, 0.2, 0.2 * slow + (slow - 1) * 0.2, 0.1)
+            found.add(rank, WorkBlock(block=number, step=1.0, own=sum(parts), parts=parts))
+    slow = found.slow["host-1"]
+    assert (slow.rank, round(slow.seconds, 6), round(slow.cost, 6)) == (3, 0.2, 0.2)
+    assert slow.ratio == pytest.approx(0.701 / 0.501)
+    assert slow.parts == pytest.approx({"forward": 1.0, "backward": 2.0, "optimizer": 1.0})
+    assert slow.words() == (
+        "host host-1 is slow: rank 3 takes 1.40 x as long as the others for its own work, which costs the run 20% "
+        "(0.2 s a step); forward 1.00 x, backward 2.00 x, optimizer 1.00 x"
+    )
+    assert slow.words(alone=True).startswith("rank 3 on host-1 is slow")
+
+
+@given(
+    seed=st.integers(0, 10_000), count=st.integers(2, 6), ranks=st.integers(1, 3), more=st.floats(1.0, 1.03)
+)
+@settings(max_examples=30, deadline=None)
+def test_nobody_is_named_of_even_ones(seed: int, count: int, ranks: int, more: float) -> None:
+    """Also if one has a little more work, pauses now and then, or all become slow together."""
+    chance = random.Random(seed)
+
+    def own(rank: int, number: int) -> float:
+        pause = 2.0 if number % 10 == rank % 10 or (number % 10 == 3 and not rank) else 1.0
+        return pause * (more if rank == 0 else 1.0) * (1.5 if 50 <= number < 120 else 1.0)
+
+    found = Stragglers(1.1, hosts(count, ranks))
+    assert not any(feed(found, range(200), noisy(own, chance.randrange(1 << 30))))
+
+
+def test_one_that_is_fast_makes_nobody_slow() -> None:
+    found = Stragglers(1.1, hosts(3))
+    assert not any(feed(found, range(200), noisy(lambda rank, n: 0.7 if rank == 0 else 1.0)))
+
+
+def test_where_hosts_differ_for_long_anyway_more_is_needed() -> None:
+    """Each wanders, for longer than a window: one that is 12 % slower for a while is none of these faults."""
+    chance = random.Random(5)
+    states = {(rank, part): chance.gauss(0, 0.05) for rank in range(4) for part in range(100)}
+    states |= {(rank, 60): 0.12 * (rank == 1) for rank in range(4)}
+
+    def own(rank: int, number: int) -> float:
+        return float(2.718281828 ** states[rank, number // WINDOW])
+
+    found = Stragglers(1.1, hosts(4))
+    seen = feed(found, range(62 * WINDOW), noisy(own))
+    assert seen[61 * WINDOW - 1] == set()
+    sharp = Stragglers(1.1, hosts(4))
+    assert (
+        "host-1"
+        in feed(sharp, range(62 * WINDOW), noisy(lambda r, n: 1.127 if n // WINDOW == 60 and r == 1 else 1))[
+            61 * WINDOW - 1
+        ]
+    )
+
+
+def test_stages_are_not_compared_with_each_other() -> None:
+    """Two stages, the second with twice the work; each lies on two hosts."""
+    found = Stragglers(1.1, {0: "a", 1: "b", 2: "c", 3: "d"}, stages=2)
+    assert not any(feed(found, range(60), noisy(lambda rank, n: 1 + rank // 2)))
+    seen = feed(found, range(60, 80), noisy(lambda rank, n: (1 + rank // 2) * (1.3 if rank == 3 else 1)))
+    assert seen[-1] == {"d"}
+
+
+def test_a_stage_on_one_host_is_compared_only_within_it() -> None:
+    found = Stragglers(1.1, {0: "a", 1: "a", 2: "b", 3: "b"}, stages=2)
+    assert not any(feed(found, range(40), noisy(lambda rank, n: 5 if rank > 1 else 1)))
+    assert feed(found, range(40, 60), noisy(lambda rank, n: 1.3 if rank == 0 else 1))[-1] == {"a"}
+    assert not found.alone and Stragglers(1.1, {0: "a", 1: "a"}).alone
+
+
+def test_groups_that_share_layers_across_hosts_blind_it() -> None:
+    blind = Stragglers(1.1, {0: "a", 1: "b", 2: "a", 3: "b"}, shared=2)
+    assert not any(feed(blind, range(60), noisy(lambda rank, n: 3 if rank == 1 else 1)))
+    found = Stragglers(1.1, {0: "a", 1: "a", 2: "b", 3: "b"}, shared=2)
+    assert feed(found, range(60), noisy(lambda rank, n: 3 if rank > 1 else 1))[-1] == {"b"}
+
+
+def test_a_rank_alone_has_nobody_to_be_compared_with() -> None:
+    assert not any(feed(Stragglers(1.1, {0: "a"}), range(60), noisy(lambda rank, n: n)))
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_order_in_which_ranks_report_does_not_matter(data: st.DataObject) -> None:
+    """Each in its own order; a heartbeat may bring many blocks, and some are lost."""
+    ranks, count = hosts(3), 60
+    own = noisy(lambda rank, n: 1.4 if rank == 1 and n >= 20 else 1.0)
+    queues = {rank: [block(n, own(rank, n)) for n in range(count)] for rank in ranks}
+    lost = data.draw(
+        st.sets(st.tuples(st.sampled_from(sorted(ranks)), st.integers(0, count - 2)), max_size=2)
+    )
+    queues = {rank: [b for b in of if (rank, b.block) not in lost] for rank, of in queues.items()}
+    found = Stragglers(1.1, ranks)
+    while any(queues.values()):
+        rank = data.draw(st.sampled_from([rank for rank, of in queues.items() if of]))
+        for _ in range(min(len(queues[rank]), data.draw(st.integers(1, 12)))):
+            found.add(rank, queues[rank].pop(0))
+    assert set(found.slow) == {"host-1"} and not found._pending
+
+
+def test_a_run_that_goes_back_is_judged_on() -> None:
+    found = Stragglers(1.1, hosts(3))
+    feed(found, range(30), noisy(lambda rank, n: 1.0))
+    found.add(0, block(30, 0.5))  # the others go back before they have reported it
+    assert feed(found, range(10, 40), noisy(lambda rank, n: 1.4 if rank == 2 else 1.0))[-1] == {"host-2"}
+    assert not found._pending
+
+
+@pytest.mark.parametrize("own", [0.0, -1.0, float("inf"), float("nan")])
+def test_times_that_cannot_be_are_passed_over(own: float) -> None:
+    found = Stragglers(1.1, hosts(2))
+    assert not found.add(0, block(0, own)) and not found.add(7, block(0, 1.0)) and not found._pending
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=12), st.integers(1, 4))
+def test_others_are_the_larger_median_of_the_other_hosts(values: list[float], ranks: int) -> None:
+    found = Stragglers(1.1, {rank: f"host-{rank // ranks}" for rank in range(len(values))})
+    others = found._others(dict(enumerate(values)))
+    for rank in range(len(values)):
+        rest = [v for other, v in enumerate(values) if other // ranks != rank // ranks]
+        if found.alone:
+            rest = [v for other, v in enumerate(values) if other != rank]
+        assert others.get(rank) == (statistics.median_high(rest) if rest else None)
