@@ -94,7 +94,8 @@ class Stragglers:
             oldest = min(self._pending)
             if oldest != self._awaited[0]:
                 self._awaited = oldest, {rank for rank, last in self._last.items() if last < oldest}
-            self._awaited[1].discard(rank)
+            if self._last[rank] >= oldest:
+                self._awaited[1].discard(rank)
             if self._awaited[1]:
                 break
             told = self._pending.pop(oldest)
