@@ -133,9 +133,13 @@ class Exercised:
         return None, "", None
 
     def keep(self) -> None:
-        """Copy journal and logs from the shared disk, which goes with the hosts."""
-        shutil.copy2(self.seen / "journal.jsonl", self.folder)
-        shutil.copytree(self.seen / "logs", self.folder / "logs", dirs_exist_ok=True)
+        """Copy what tools/goodput.py reads, and logs, from the shared disk, which goes with the hosts."""
+        for name in ("journal.jsonl", "recipe.yaml", "summary.json", "progress.json"):
+            with suppress(FileNotFoundError):
+                shutil.copy2(self.seen / name, self.folder)
+        for name in ("logs", "steps", "incidents"):
+            with suppress(FileNotFoundError):
+                shutil.copytree(self.seen / name, self.folder / name, dirs_exist_ok=True)
 
     def lineup(self) -> list[str]:
         """The hosts of the newest attempt."""
