@@ -233,7 +233,8 @@ class HardwareConfig(Section):
     """Silent corruption (recovery/replica_watch.py)."""
 
     fingerprint_interval: NonNegativeInt = 20
-    """Steps between two comparisons of what several ranks must hold alike; 0: none. [steps]"""
+    """Steps between two comparisons of the state that several ranks must hold alike; 0: none. Weights in compute
+    precision, which the next update overwrites, are compared in every step. [steps]"""
 
 
 class AttributionConfig(Section):

@@ -1,4 +1,4 @@
-"""What several ranks hold, and must hold alike bit for bit: named tensors by axis of the layout, and their fingerprints."""
+"""What several ranks hold and must hold alike, bit for bit: named tensors by axis of the layout, their fingerprints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 
 Named = dict[str, Tensor]
+COPIES = "copies"
 
 
 class Replicas:
     """Of this rank. kinds: what is held alike, by kind, with the groups of ranks that hold it; the same on every
-    rank."""
+    rank. The weights in compute precision are COPIES: the next update overwrites them, with what is wrong in them."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -26,7 +27,7 @@ class Replicas:
         self._held: dict[str, Callable[[], Named]] = {}
         self.kinds: dict[str, list[list[int]]] = {}
         if p.zero < 3:  # it partitions the weights as well
-            self._add("copies", "data", layout, self._weights)
+            self._add(COPIES, "data", layout, self._weights)
         self._add("replicas", "tensor", layout, self._replicated)
         if engine.config.model.tied and layout.pipeline > 1:
             self._add("tied", "tied", layout, self._tied)
@@ -61,13 +62,11 @@ class Replicas:
         rank = self.engine.topology.rank
         return next((i for i, ranks in enumerate(self.kinds[kind]) if rank in ranks), None)
 
-    def fingerprints(self) -> dict[str, Tensor]:
-        """By kind, int64 [] on the device: of all that this rank holds of it."""
-        return {
-            kind: fingerprint(held().values())
-            for kind, held in self._held.items()
-            if self.group(kind) is not None
-        }
+    def fingerprint(self, kind: str) -> Tensor:
+        """int64 [] on the device: of all that this rank holds of the kind, which must be something."""
+        # Hundreds of small tensors take longer than a few large ones.
+        flat = self.engine.zero.flat_weights if kind == COPIES else list(self._held[kind]().values())
+        return fingerprint(flat)
 
     def by_name(self, kind: str) -> dict[str, int]:
         """The fingerprint of every tensor of the kind that this rank holds."""

@@ -12,7 +12,7 @@ import torch
 from megastable.base.collectives import gathered
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
-from megastable.engine.replicas import Replicas
+from megastable.engine.replicas import COPIES, Replicas
 from megastable.run.events.stability_events import ReplicasDiffer
 from megastable.run.log import RunLog
 from megastable.stability.equality import COLUMNS, columns, equal, odd_ones
@@ -34,47 +34,40 @@ class ReplicaWatch:
 
     def __init__(self, config: HardwareConfig, engine: Engine, step: int, log: RunLog) -> None:
         self.every, self.replicas, self.log = config.fingerprint_interval, Replicas(engine), log
-        self.proven = step
-        self._sizes = [(kind, len(groups)) for kind, groups in self.replicas.kinds.items()]
-        self._asked: int | None = None
+        self._equal = dict.fromkeys(self.replicas.kinds, step)  # after which step they were, by kind
+        self._step, self._asked = step, tuple[str, ...]()
 
     def votes(self, step: int) -> tuple[float, ...]:
-        """For the sum of the step after `step`, the last ones of all; () if it is not due. The same number on every
+        """For the sum of the step after `step`, the last ones of all; () if nothing is due. The same number on every
         rank."""
-        due = bool(self.every) and bool(self._sizes) and step > self.proven and step % self.every == 0
-        self._asked = step if due else None
-        return self._columns() if due else ()
-
-    def _columns(self) -> tuple[float, ...]:
-        mine = self.replicas.fingerprints()
-        values = dict(zip(mine, torch.stack(list(mine.values())).tolist() if mine else (), strict=True))
+        self._step, self._asked = step, tuple(kind for kind in self.replicas.kinds if self._due(kind, step))
+        groups = {kind: self.replicas.group(kind) for kind in self._asked}
+        held = [self.replicas.fingerprint(kind) for kind, group in groups.items() if group is not None]
+        values = iter(torch.stack(held).tolist() if held else [])
         row: list[float] = []
-        for kind, count in self._sizes:
-            own = self.replicas.group(kind)
-            for group in range(count):
-                row += columns(values[kind]) if group == own else [0.0] * COLUMNS
+        for kind, own in groups.items():
+            for group in range(len(self.replicas.kinds[kind])):
+                row += columns(next(values)) if group == own else [0.0] * COLUMNS
         return tuple(row)
+
+    def _due(self, kind: str, step: int) -> bool:
+        return bool(self.every) and (kind == COPIES or step % self.every == 0)
 
     def judge(self, votes: Sequence[float]) -> Difference | None:
         """What the summed votes of a step show, before its update. Collective if anything differs."""
-        if self._asked is None:
-            return None
-        step, self._asked = self._asked, None
-        sums = votes[len(votes) - COLUMNS * sum(count for _, count in self._sizes) :]
-        unequal, begin = [], 0
-        for kind, groups in self.replicas.kinds.items():
-            for ranks in groups:
-                if not equal(sums[begin : begin + COLUMNS], len(ranks)):
-                    unequal.append((kind, ranks))
-                begin += COLUMNS
-        if not unequal:
-            self.proven = step
-            return None
-        return self._named(step, unequal)
+        asked, self._asked = self._asked, ()
+        groups = [(kind, ranks) for kind in asked for ranks in self.replicas.kinds[kind]]
+        sums = votes[len(votes) - COLUMNS * len(groups) :]
+        parts = (sums[i : i + COLUMNS] for i in range(0, len(sums), COLUMNS))
+        unequal = [of for of, part in zip(groups, parts, strict=True) if not equal(part, len(of[1]))]
+        if unequal:
+            return self._named(self._step, unequal)
+        self._equal |= dict.fromkeys(asked, self._step)
+        return None
 
     def rewound(self, step: int) -> None:
         """The run is back at an earlier step."""
-        self.proven, self._asked = min(self.proven, step), None
+        self._equal, self._asked = {kind: min(at, step) for kind, at in self._equal.items()}, ()
 
     def _named(self, step: int, unequal: Sequence[tuple[str, list[int]]]) -> Difference:
         kinds = sorted({kind for kind, _ in unequal})
@@ -99,6 +92,7 @@ class ReplicaWatch:
                 )
             )
         reason = f"copies that must be equal differ after step {step}: " + "; ".join(texts)
-        ranks = sorted({rank for (odd, proven), _ in found.items() if proven for rank in odd})
-        self.log.emit(ReplicasDiffer(step=step, proven=self.proven, ranks=ranks, reason=reason), say=True)
-        return Difference(self.proven, reason)
+        ranks = sorted({rank for odd, proven in found if proven for rank in odd})
+        last = min(self._equal[kind] for kind in kinds)
+        self.log.emit(ReplicasDiffer(step=step, proven=last, ranks=ranks, reason=reason), say=True)
+        return Difference(last, reason)
