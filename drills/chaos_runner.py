@@ -122,12 +122,13 @@ class Exercised:
             for path in sorted(folder.glob("*.safetensors"))
         }
 
-    def verdict(self, since: float) -> tuple[float | None, str, str | None]:
-        """Seconds until the first verdict after `since`, what it says, and the host that it blames."""
+    def verdict(self, since: float, said: int = 0) -> tuple[float | None, str, str | None]:
+        """Seconds until the first verdict after `since`, what it says, and the host that it blames. said: bytes of the
+        output by then."""
         for event in self._events():
             if event.get("time", 0) > since and event.get("event") == "ended" and event.get("what"):
                 return event["time"] - since, str(event["failure"]), event["host"]
-        for line in self.output.read_text().splitlines():
+        for line in self.output.read_bytes()[said:].decode(errors="replace").splitlines():
             if line.startswith("WARNING") and "has not answered" in line:
                 return None, line, None
         return None, "", None
