@@ -29,7 +29,7 @@ from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.replays import Replays
-from megastable.recovery.replica_watch import Difference, ReplicaWatch
+from megastable.recovery.replica_watch import Mismatch, ReplicaWatch
 from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_replay import Laboratory, Trained
@@ -97,7 +97,7 @@ class Recovery:
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the next step is the first of another data mix
-        self._differ: Difference | None = None  # what the last gate found
+        self._differ: Mismatch | None = None  # what the last gate found
         self._quiet_until = 0
         self._located = ""  # result of replaying this step, refused as it is not finite
         self._in_fp8 = True  # as last reported; an engine begins with it

@@ -21,7 +21,7 @@ TOLD = 3  # tensors named in a sentence
 
 
 @dataclass(frozen=True)
-class Difference:
+class Mismatch:
     """What differs. proven: the step after which all was equal; reason: a sentence with tensors, ranks and hosts."""
 
     proven: int
@@ -53,7 +53,7 @@ class ReplicaWatch:
     def _due(self, kind: str, step: int) -> bool:
         return bool(self.every) and (kind == COPIES or step % self.every == 0)
 
-    def judge(self, votes: Sequence[float]) -> Difference | None:
+    def judge(self, votes: Sequence[float]) -> Mismatch | None:
         """What the summed votes of a step show, before its update. Collective if anything differs."""
         asked, self._asked = self._asked, ()
         groups = [(kind, ranks) for kind in asked for ranks in self.replicas.kinds[kind]]
@@ -69,7 +69,7 @@ class ReplicaWatch:
         """The run is back at an earlier step."""
         self._equal, self._asked = {kind: min(at, step) for kind, at in self._equal.items()}, ()
 
-    def _named(self, step: int, unequal: Sequence[tuple[str, list[int]]]) -> Difference:
+    def _named(self, step: int, unequal: Sequence[tuple[str, list[int]]]) -> Mismatch:
         kinds = sorted({kind for kind, _ in unequal})
         everyone = gathered((socket.gethostname(), {kind: self.replicas.by_name(kind) for kind in kinds}))
         found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
@@ -95,4 +95,4 @@ class ReplicaWatch:
         ranks = sorted({rank for odd, proven in found if proven for rank in odd})
         last = min(self._equal[kind] for kind in kinds)
         self.log.emit(ReplicasDiffer(step=step, proven=last, ranks=ranks, reason=reason), say=True)
-        return Difference(last, reason)
+        return Mismatch(last, reason)
