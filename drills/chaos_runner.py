@@ -122,8 +122,9 @@ class Exercised:
             for path in sorted(folder.glob("*.safetensors"))
         }
 
-    def verdict(self, since: float) -> tuple[float | None, str, str | None]:
-        """Seconds until the first verdict after `since`, what it says, and the host that it blames."""
+    def verdict(self, since: float, said: int = 0) -> tuple[float | None, str, str | None]:
+        """Seconds until the first verdict after `since`, what it says, and the host that it blames. said: bytes of the
+        output by then."""
         for event in self._events():
             if event.get("time", 0) > since and event.get("event") == "ended" and event.get("what"):
                 return event["time"] - since, str(event["failure"]), event["host"]
@@ -133,15 +134,19 @@ class Exercised:
                 and event.get("what") == "begun"
             ):
                 return event["time"] - since, str(event["reason"]), event["host"]
-        for line in self.output.read_text().splitlines():
+        for line in self.output.read_bytes()[said:].decode(errors="replace").splitlines():
             if line.startswith("WARNING") and "has not answered" in line:
                 return None, line, None
         return None, "", None
 
     def keep(self) -> None:
-        """Copy journal and logs from the shared disk, which goes with the hosts."""
-        shutil.copy2(self.seen / "journal.jsonl", self.folder)
-        shutil.copytree(self.seen / "logs", self.folder / "logs", dirs_exist_ok=True)
+        """Copy what tools/goodput.py reads, and logs, from the shared disk, which goes with the hosts."""
+        for name in ("journal.jsonl", "recipe.yaml", "summary.json", "progress.json"):
+            with suppress(FileNotFoundError):
+                shutil.copy2(self.seen / name, self.folder)
+        for name in ("logs", "steps", "incidents"):
+            with suppress(FileNotFoundError):
+                shutil.copytree(self.seen / name, self.folder / name, dirs_exist_ok=True)
 
     def lineup(self) -> list[str]:
         """The hosts of the newest attempt."""

@@ -82,7 +82,7 @@ def _strike(
     host = run.hosts[planned.host]
     run.wait_for(planned)
     told(planned)
-    at, before = time.time(), time.monotonic()
+    at, before, said = time.time(), time.monotonic(), run.output.stat().st_size
     struck_by(kind, run, host)
     time.sleep(planned.seconds)
     if kind.back:
@@ -91,7 +91,7 @@ def _strike(
     lost = time.monotonic() - before
     if not kind.back:
         host.join()  # or there would soon be no host left
-    return kind, planned, run.verdict(at), lost
+    return kind, planned, run.verdict(at, said), lost
 
 
 def _here(run: Exercised, kinds: Mapping[str, Kind], planned: Planned) -> tuple[Kind, Planned]:

@@ -120,7 +120,7 @@ class Trainer:
                 batch.micro_batches, lr, recovery.gate(before, lr), self._votes
             )
             seconds = time.perf_counter() - begin
-            stop_votes, skip_votes, written, settled = measured.votes
+            stop_votes, skip_votes, written, settled = measured.votes[:4]
             self.stopping = stop_votes > 0
 
             # Where the run stands now, and the record of it
@@ -202,6 +202,7 @@ class Trainer:
             float(self.stop.wanted),
             float(self.heart.more_skips),
             *self.checkpoints.saver.votes(),
+            *self.recovery.replicas.votes(self.state.step),  # the last ones
         )
 
     def _leave(self, done: StepResult) -> StepOutcome:

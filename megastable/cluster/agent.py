@@ -145,7 +145,7 @@ class Agent:
             self._end(int(message["end"]))
         elif "states" in message:
             found = self.attempt.states() if self.attempt is not None else {}
-            link.send({"states": {str(rank): text for rank, text in found.items()}})
+            link.send({"states": {str(rank): view.text for rank, view in found.items()}})
         elif "quit" in message:
             self.code = int(message["quit"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megastable.cluster.launcher import command
-from megastable.cluster.local_attempt import Fate, LocalAttempt
+from megastable.cluster.local_attempt import Fate, KernelView, LocalAttempt
 from megastable.cluster.preflight import HostFinding
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import log_of
@@ -40,7 +40,7 @@ class Attempt(Protocol):
     def end(self) -> None:
         """Kill everything at once: ranks stuck in a collective do not react to softer signals."""
 
-    def states(self) -> dict[int, str]:
+    def states(self) -> dict[int, KernelView]:
         """The kernel's view of the ranks that can be seen, by rank."""
 
 

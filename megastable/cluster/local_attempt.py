@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -29,6 +30,13 @@ class Fate:
     code: int | None = None
     signal: int | None = None
     host: str = ""
+
+
+class KernelView(NamedTuple):
+    """What the kernel says of a process; host: None = this one."""
+
+    host: str | None
+    text: str
 
 
 class LocalAttempt:
@@ -120,9 +128,9 @@ class LocalAttempt:
         if self._launcher is not None:
             self._launcher.wait()
 
-    def states(self) -> dict[int, str]:
+    def states(self) -> dict[int, KernelView]:
         """The kernel's view of the ranks running here, by rank."""
-        return {rank: _describe(process) for rank, process in self._scan().items()}
+        return {rank: KernelView(None, _describe(process)) for rank, process in self._scan().items()}
 
     def _processes(self) -> list[psutil.Process]:
         return [process for process, number in _marked(self.run) if number == self.number]

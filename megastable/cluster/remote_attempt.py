@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megastable.cluster.local_attempt import Fate
+from megastable.cluster.local_attempt import Fate, KernelView
 from megastable.run.wire import Message
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class RemoteAttempt:
                 return
             time.sleep(0.05)
 
-    def states(self) -> dict[int, str]:
-        found: dict[int, str] = {}
+    def states(self) -> dict[int, KernelView]:
+        found: dict[int, KernelView] = {}
         asked = [a for name in self.names if (a := self.hosts.agent(name)) is not None]
         for agent in asked:
             agent.inbox.clear()
@@ -136,6 +136,7 @@ class RemoteAttempt:
         for agent in asked:
             for message in list(agent.inbox):
                 found |= {
-                    int(rank): f"{agent.name}: {text}" for rank, text in message.get("states", {}).items()
+                    int(rank): KernelView(agent.name, f"{agent.name}: {text}")
+                    for rank, text in message.get("states", {}).items()
                 }
         return found

@@ -229,6 +229,14 @@ class SnapshotConfig(Section):
     """Host memory per rank; null: a quarter of what is free. [GiB]"""
 
 
+class HardwareConfig(Section):
+    """Silent corruption (recovery/replica_watch.py)."""
+
+    fingerprint_interval: NonNegativeInt = 20
+    """Steps between two comparisons of the state that several ranks must hold alike; 0: none. Weights in compute
+    precision, which the next update overwrites, are compared in every step. [steps]"""
+
+
 class AttributionConfig(Section):
     """Finding the guilty samples (stability/attribution.py, groups.py, scores.py, region.py)."""
 
@@ -374,6 +382,7 @@ class StabilityConfig(Section):
     detector: DetectorConfig = DetectorConfig()
     policy: PolicyConfig = PolicyConfig()
     snapshots: SnapshotConfig = SnapshotConfig()
+    hardware: HardwareConfig = HardwareConfig()
     attribution: AttributionConfig = AttributionConfig()
     samples: SampleConfig = SampleConfig()
     signs: SignsConfig = SignsConfig()

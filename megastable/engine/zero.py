@@ -40,6 +40,11 @@ class Wrapper(ABC):
     def masters(self) -> list[Tensor]:
         """The flat fp32 master weights of this rank."""
 
+    @property
+    def flat_weights(self) -> list[Tensor]:
+        """The weights in compute precision of all data ranks, flat; not with ZeRO 3."""
+        return list(self.o.bit16_groups_flat)
+
     @abstractmethod
     def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         """(group, offset in its master, first element of the parameter, number of elements) that this rank updates;
@@ -134,6 +139,10 @@ class Bf16(_Linked):
     @property
     def masters(self) -> list[Tensor]:
         return list(self.o.fp32_groups_flat_partition)
+
+    @property
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.o.bf16_groups_flat)
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
         part = self._squares()

@@ -29,6 +29,7 @@ from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.replays import Replays
+from megastable.recovery.replica_watch import Mismatch, ReplicaWatch
 from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_replay import Laboratory, Trained
@@ -96,6 +97,7 @@ class Recovery:
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the next step is the first of another data mix
+        self._differ: Mismatch | None = None  # what the last gate found
         self._quiet_until = 0
         self._located = ""  # result of replaying this step, refused as it is not finite
         self._in_fp8 = True  # as last reported; an engine begins with it
@@ -113,6 +115,7 @@ class Recovery:
         )
         self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
         self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
+        self.replicas = ReplicaWatch(c.hardware, engine, state.step, log)
         self.signs = StartSigns(config, source, memory.signs, log)
         self.origin = Origin(run, config, state, changed, log)
         laboratory = Laboratory(c.attribution, engine, loader)
@@ -223,10 +226,13 @@ class Recovery:
     def judge(self, measured: Measured, step: int, lr: float) -> bool:
         """The gate: whether the update may be applied."""
         self.decision, self._located = None, ""
+        self._differ = self.replicas.judge(measured.votes)
         if measured.overflow:
             return False  # normal in fp16: the loss scale is reduced
         if not self.settings.enabled:
             return measured.finite
+        if self._differ is not None and self.acts:
+            return False
         signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators, self._mixed)
         self.indicators, self._mixed = {}, False
         oldest = 0 if self.settings.dry_run else self.points.oldest
@@ -259,12 +265,17 @@ class Recovery:
         batch, measured, step = done.batch, done.measured, done.state.step
         self.points.trained.append(Trained(step, batch.positions, measured.losses.numpy(), done.applied))
         self.rates.done(step)
+        if self._differ is not None and self.acts:
+            outcome = self.rescue(done, self._differ.reason, Verdict.CORRUPTED, self._differ.proven + 1)
+            self.replicas.rewound(outcome.state.step)
+            return outcome
         if not measured.overflow:
             self.samples.observe(batch, measured, done.applied, step)
         back = self._carry_out(done)
         if back is None and self.acts and self.decision is not None:
             back = self._look_at_samples(self.decision, done)
         if back is not None:
+            self.replicas.rewound(back.step)
             return StepOutcome(back, rewound=True)
         if done.state.discards_in_a_row >= self.settings.max_discards:
             raise self._refused_too_often(done)
@@ -358,14 +369,18 @@ class Recovery:
             )
         )
 
-    def rescue(self, done: StepResult, damage: str) -> StepOutcome:
-        """Rewind because the state itself is damaged. Raises HandoverError and UnstableError."""
+    def rescue(
+        self, done: StepResult, damage: str, verdict: Verdict = Verdict.NON_FINITE, onset: int | None = None
+    ) -> StepOutcome:
+        """Rewind because the state itself is damaged, since the step `onset` (default: the last one). Raises
+        HandoverError and UnstableError."""
         state = done.state
-        finding = Finding(state.step, Verdict.NON_FINITE, 1.0, state.step, damage, on_trend=False)
+        onset = state.step if onset is None else onset
+        finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
         decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
         if decision.action.rewinds:
             return StepOutcome(self._rewind(decision, done, damage), rewound=True)
-        self.incident_log.open(decision, state, self.points.since(state.step), done.measured.grad_norm)
+        self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
         raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
     def _locate(self, batch: Step, state: RunState) -> str:

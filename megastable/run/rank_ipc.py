@@ -33,13 +33,15 @@ def pause_of(world: int) -> float:
 
 
 class Control(BaseModel):
-    """control.json: what the supervisor wants of all ranks. dump: how many stack dumps it has requested."""
+    """control.json: what the supervisor wants of all ranks. dump: how many stack dumps it has requested. again: why
+    they are to stop, if the next attempt begins at once."""
 
     model_config = ConfigDict(extra="ignore")
 
     attempt: int
     stop: bool = False
     dump: int = 0
+    again: str = ""
 
 
 class LastWords(BaseModel):

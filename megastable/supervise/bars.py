@@ -11,6 +11,9 @@ from megastable.supervise.exit_cause import End
 LOST = ("host gone", "rank lost")  # kinds of failures of a host, not of a process on it
 
 
+MOST = 5  # doublings of the cool-off
+
+
 @dataclass(frozen=True)
 class HostBar:
     """until: time.time(). wholly: not to be used at all; else where nobody else is there. strikes: failures so far."""
@@ -20,18 +23,31 @@ class HostBar:
     strikes: int
 
 
-def bar_after(
-    end: End, remedy: Remedy, before: HostBar | None, cool_off: float, now: float
-) -> HostBar | None:
-    """What follows for the host that a failure is blamed on; None: nothing. before: its last bar; now: time.time().
+def next_bar(before: HostBar | None, wholly: bool, cool_off: float, now: float) -> HostBar:
+    """The bar of a host that has failed; before: its last one. Every strike doubles it; they are forgotten when the
+    host has done without another one for as long as that bar was."""
+    strikes = (
+        1 if before is None or now - before.until > _length(before.strikes, cool_off) else before.strikes + 1
+    )
+    return HostBar(now + _length(strikes, cool_off), wholly, strikes)
+
+
+def _length(strikes: int, cool_off: float) -> float:
+    return cool_off * 2.0 ** min(strikes - 1, MOST)
+
+
+def bars_after(
+    end: End, remedy: Remedy, before: Mapping[str, HostBar], cool_off: float, now: float
+) -> dict[str, HostBar]:
+    """What follows for the hosts that a failure is blamed on. before: all bars so far; now: time.time().
 
     A process that was killed says little about its host; the same host again and again does (restart_policy.py).
     """
     wholly = remedy.action is Action.STOP and remedy.cause is Cause.HARDWARE
-    if end.host is None or not (wholly or end.hung or end.what in LOST):
-        return None
-    strikes = 1 if before is None else before.strikes + 1
-    return HostBar(now + cool_off * 2.0 ** (strikes - 1), wholly, strikes)
+    hosts = end.gone or ((end.host,) if end.host is not None else ())
+    if not (wholly or end.hung or end.what in LOST):
+        return {}
+    return {host: next_bar(before.get(host), wholly, cool_off, now) for host in hosts}
 
 
 def in_force(bars: Mapping[str, HostBar], now: float) -> dict[str, bool]:

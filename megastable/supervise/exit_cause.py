@@ -68,6 +68,7 @@ class End(BaseModel):
     failure: str = ""
     certain: bool = False  # reported by a process, or observed
     trained: bool = False  # at least one step was done
+    gone: tuple[str, ...] = ()  # hosts that were lost
 
     @property
     def final(self) -> bool:
@@ -149,8 +150,9 @@ def end_of(
                 f" and {len(gone) - 1 - NAMED} more" if len(gone) - 1 > NAMED else ""
             )
         return End(
-            what="host gone", host=name if len(gone) == 1 else None, failure=text, certain=True, **place
-        )
+            what="host gone", host=name if len(gone) == 1 else None, failure=text, certain=True,
+            gone=tuple(gone), **place,
+        )  # fmt: skip
     ended = {rank for rank, fate in fates.items() if fate.code is not None}
     if words and number in FOLLOWS and silent.ranks and not ended.union([rank]).intersection(silent.ranks):
         return End(

@@ -15,13 +15,14 @@ from megastable.cluster.lineup import SETTLE, lineup
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.run.events.supervisor_events import HostLeftOut, HostsAwaited
-from megastable.supervise.bars import HostBar, in_force
+from megastable.supervise.bars import HostBar, in_force, next_bar
 from megastable.supervise.outcome import RunExit
 from megastable.supervise.supervisor_journal import SupervisorJournal
 
 LOOK = 0.2  # seconds between polls
 SHOWN = 5.0  # ... of waiting for hosts before it is said
 GROWTH = 5.0  # ... between two looks whether a smaller run can grow
+UNFIT = 2  # failures of attempts on so many hosts before their first step, after which they are too few
 # What ssh says of a host that will not come by waiting.
 HOPELESS = re.compile(
     "could not resolve|permission denied|host key verification|no such identity", re.IGNORECASE
@@ -55,20 +56,24 @@ class Gathering:
                 f"supervise.spares: any host must be able to take any place, but their slots differ: {told}"
             )
         self.told = set[str]()  # warnings of hosts
-        self.launched = False  # whether this process has started an attempt
         self._looked = -inf
         self._more_since = inf  # more hosts could take part
-        self._away = dict[str, float]()  # hosts that do not train and are not there, since when
+        self._counted = set[str]()  # hosts that the run was asked to grow by
+        self._away = dict[str, float]()  # hosts that are not there, since when
         self._away_told = set[str]()
 
     def hosts(self) -> tuple[str, ...] | RunExit:
         """Those of the next attempt, with nothing of earlier ones on them; the end if they stay away. Raises
         ConfigError."""
         s, began, told = self.config.supervise, time.monotonic(), dict[str, str]()
+        shrink_after = s.shrink_after
+        if self._counted and shrink_after is not None:
+            shrink_after = min(shrink_after, SETTLE)  # the others trained without them
         while True:
             state = self.journal.state
             missing, waited = self.fleet.missing(state.attempt), time.monotonic() - began
-            chosen = self._lineup(missing, in_force(state.bars, time.time()), waited, s.shrink_after)
+            barred = in_force(state.bars, time.time())
+            chosen = self._lineup(missing, barred, max(waited, self._missed(missing)), shrink_after)
             if chosen and self._checked(chosen):
                 break
             names = ", ".join(missing)
@@ -80,9 +85,18 @@ class Gathering:
             self._tell(missing, waited, told)
             time.sleep(LOOK)
             self.look()
-        self.launched, self._more_since = True, inf
+        for name in sorted(self._counted - set(chosen)):
+            self.strike(name, False, "it was gone again when the run was to grow by it")
+        self._more_since, self._counted = inf, set()
         self._announce(chosen, bool(told))
         return chosen
+
+    def _missed(self, missing: Collection[str]) -> float:
+        """For how many seconds all of these have been away; 0 if there are none."""
+        now = time.monotonic()
+        self._away = {name: self._away.get(name, now) for name in missing}
+        self._away_told &= self._away.keys()
+        return min((now - since for since in self._away.values()), default=0.0)
 
     def _lineup(
         self, missing: Collection[str], barred: Mapping[str, bool], waited: float, shrink_after: float | None
@@ -94,6 +108,9 @@ class Gathering:
         return lineup(self.fleet.names, self.wanted, there, barred, last, waited, shrink_after, self._fits)
 
     def _fits(self, names: Sequence[str]) -> bool:
+        # What does not fit on more hosts does not fit on fewer.
+        if any(count >= UNFIT for size, count in self.journal.state.unfit.items() if size >= len(names)):
+            return False
         try:
             deepspeed_json.build(self.config, self.fleet.ranks(names))
         except ConfigError:
@@ -102,8 +119,11 @@ class Gathering:
 
     def can_do_without(self, host: str) -> bool:
         """Whether others could train if this one were left out, and all of them were there."""
+        return bool(self._without(host, (), self.config.supervise.shrink_after))
+
+    def _without(self, host: str, missing: Collection[str], shrink_after: float | None) -> tuple[str, ...]:
         barred = in_force(self.journal.state.bars, time.time()) | {host: True}
-        return bool(self._lineup((), barred, inf, self.config.supervise.shrink_after))
+        return self._lineup(missing, barred, inf, shrink_after)
 
     def leave_out(self, host: str, bar: HostBar, reason: str) -> None:
         """Journal it."""
@@ -120,9 +140,14 @@ class Gathering:
         barred = in_force(self.journal.state.bars, time.time())
         return [name for name in self.fleet.names if name not in {*names, *missing, *barred}]
 
+    def strike(self, host: str, wholly: bool, reason: str) -> None:
+        """Leave it out for longer than the last time."""
+        bar = next_bar(self.journal.state.bars.get(host), wholly, self.config.supervise.cool_off, time.time())
+        self.leave_out(host, bar, reason)
+
     def more(self, attempt: int, names: Sequence[str]) -> int:
         """How many hosts could take part, if those are more than the attempt's `names`, and have been for a while; else
-        0. Poll often: it also looks after the hosts that do not train."""
+        0. Poll often: it also looks after the hosts that do not train. Newcomers are checked first."""
         now = time.monotonic()
         if len(names) == len(self.fleet.names) or now - self._looked < GROWTH:
             return 0
@@ -130,13 +155,27 @@ class Gathering:
         # Nothing of the attempts before this one is left on them, which those of this one have said when they began.
         missing = self.fleet.missing(attempt - 1)
         self._stand_by({name: reason for name, reason in missing.items() if name not in names})
-        barred = dict.fromkeys(in_force(self.journal.state.bars, time.time()), True)
-        count = len(self._lineup(missing, barred, inf, 0.0))
-        if count <= len(names):
+        # One that trains although it failed before does so in a larger run as well.
+        barred = {name: True for name in in_force(self.journal.state.bars, time.time()) if name not in names}
+        wider = self._lineup(missing, barred, inf, 0.0)
+        if len(wider) <= len(names):
             self._more_since = inf
             return 0
         self._more_since = min(self._more_since, now)
-        return count if now - self._more_since >= SETTLE else 0
+        new = [name for name in wider if name not in names]
+        if now - self._more_since < SETTLE or self._refused(new, wider):
+            return 0
+        self._counted = set(new)
+        return len(wider)
+
+    def _refused(self, new: Sequence[str], names: Sequence[str]) -> bool:
+        """Whether a preflight of `names` refuses one of the new hosts; it is left out then."""
+        findings = self.fleet.preflight(names, self.stopped)
+        found = {f.host: f.text for f in findings if f.severity == "refuse" and f.host in new}
+        for host, text in found.items():
+            self.say(f"{host}: {text}: it is left out")
+            self.strike(host, True, text)
+        return bool(found)
 
     def _stand_by(self, away: Mapping[str, str]) -> None:
         """Say which of the hosts that do not train have gone, and which are back: a spare that is not there is none."""
@@ -145,7 +184,7 @@ class Gathering:
             if now - self._away.setdefault(name, now) >= SETTLE and name not in self._away_told:
                 self._away_told.add(name)
                 self.say(f"WARNING: {name}, which stands by, is not there: {reason}")
-        for name in self._away.keys() - away.keys():
+        for name in sorted(self._away.keys() - away.keys()):
             del self._away[name]
             if name in self._away_told:
                 self._away_told.remove(name)
@@ -155,26 +194,25 @@ class Gathering:
         """Whether a preflight lets them begin; a host that it refuses is left out if a spare can take its place. Raises
         ConfigError."""
         for finding in self.fleet.preflight(names, self.stopped):
-            text = f"{finding.host}: {finding.text}"
-            if finding.severity == "refuse" and finding.host in names and self._replaced(finding.host):
-                bar = self.journal.state.bars.get(finding.host)
-                strikes = 1 if bar is None else bar.strikes + 1
-                until = time.time() + self.config.supervise.cool_off * 2.0 ** (strikes - 1)
+            text, launched = f"{finding.host}: {finding.text}", self.journal.state.launched
+            refused = finding.severity == "refuse" and finding.host in names
+            if refused and self._can_go_on_without(finding.host):
                 self.say(f"{text}: it is left out")
-                self.leave_out(finding.host, HostBar(until, True, strikes), finding.text)
+                self.strike(finding.host, True, finding.text)
                 return False
             # On hosts that have trained before, it may be what the next attempt survives.
-            if finding.severity == "refuse" and not self.launched:
+            if finding.severity == "refuse" and not launched:
                 raise ConfigError(f"{text} (python launch/preflight.py has all of it)")
             if text not in self.told:
                 self.told.add(text)
                 self.say(f"WARNING: {text}")
         return True
 
-    def _replaced(self, host: str) -> bool:
-        missing = self.fleet.missing(self.journal.state.attempt)
-        barred = in_force(self.journal.state.bars, time.time()) | {host: True}
-        return len(self._lineup(missing, barred, inf, None)) == self.wanted
+    def _can_go_on_without(self, host: str) -> bool:
+        """Whether those that are there can: as many as wanted, or fewer once the run has begun."""
+        state = self.journal.state
+        fewer = self.config.supervise.shrink_after if state.launched else None
+        return bool(self._without(host, self.fleet.missing(state.attempt), fewer))
 
     def _tell(self, missing: Mapping[str, str], waited: float, told: dict[str, str]) -> None:
         """Say who is waited for. told: what was said; is changed. Raises ConfigError for a host that will not come."""
@@ -187,7 +225,7 @@ class Gathering:
             number = self.journal.state.attempt
             self.journal.emit(HostsAwaited(attempt=number, hosts=list(missing), reason=text), say=text)
         hopeless = [(name, reason) for name, reason in missing.items() if HOPELESS.search(reason)]
-        if hopeless and not self.launched:
+        if hopeless and not self._lineup(missing, {}, inf, None) and not self.journal.state.launched:
             name, reason = hopeless[0]
             raise ConfigError(f"host {name}: {reason} (as by: ssh {name} true)")
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from megastable.base import durable
 from megastable.cluster.fleet import Attempt
+from megastable.cluster.local_attempt import KernelView
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.rank_ipc import Control, LastWords, Progress, folder_of, pause_of
 
@@ -41,7 +42,7 @@ class RankFiles:
         found = (_read(LastWords, path) for path in folder_of(self.run, attempt).glob("rank-*.json"))
         return [words for words in found if words is not None]
 
-    def stacks(self, attempt: Attempt) -> tuple[list[str], dict[int, str]]:
+    def stacks(self, attempt: Attempt) -> tuple[list[str], dict[int, KernelView]]:
         """Ask all ranks for their stacks: the files, and the kernel's view of ranks that do not answer."""
         progress, folder = self.progress(attempt.number), folder_of(self.run, attempt.number)
         world = progress.world if progress is not None else None
@@ -50,7 +51,7 @@ class RankFiles:
         while time.monotonic() < until and len(list(folder.glob("*.stacks"))) != world:
             time.sleep(0.2)
         states = sorted(attempt.states().items())
-        mute = {rank: text for rank, text in states if not (folder / f"rank-{rank}.stacks").exists()}
+        mute = {rank: view for rank, view in states if not (folder / f"rank-{rank}.stacks").exists()}
         return [str(path.relative_to(self.run.root)) for path in sorted(folder.glob("*.stacks"))], mute
 
     # To the ranks
@@ -59,10 +60,11 @@ class RankFiles:
         """From now on ranks of earlier attempts must end. Raises OSError."""
         self._write(Control(attempt=attempt))
 
-    def adopt(self, attempt: int) -> None:
+    def adopt(self, attempt: int) -> Control:
         """Continue with the control file that an earlier supervisor left for an attempt."""
         wanted = _read(Control, self.run.control) or Control(attempt=attempt)
         self._wanted = wanted.model_copy(update={"attempt": attempt})
+        return self._wanted
 
     def want(self, **wishes: Any) -> None:
         """Tell the ranks. On a full disk the message is lost; the timeouts then take over."""

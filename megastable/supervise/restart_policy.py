@@ -37,16 +37,19 @@ def after_failure(failures: Sequence[Failure], hosts: int, config: PolicyConfig)
     full = last.code == NO_SPACE
     # A full disk is not the reporting host's fault: all of them write to it.
     there = sum(f.host == last.host and f.host is not None and f.code != NO_SPACE for f in recent)
-    if hosts > 1 and there >= c.same_host and not full:
+    here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
+    same_host = hosts > 1 and there >= c.same_host and not full
+    # A full disk recurs at every checkpoint: no sample is guilty. Of several hosts, a bad sample raises an error on the
+    # one that reads it; one that is killed or hangs there three times is rather at fault itself.
+    if len(here) >= c.same_place and not full and (last.code is not None or not same_host):
+        often = f"{last.what} at step {last.step}, {len(here)} times in a row"
+        if not any(f.skipped for f in here):
+            return Remedy(Action.RESTART, Cause.DATA, f"{often}: its samples are skipped", skip=True)
+        if not same_host:
+            return Remedy(Action.STOP, Cause.CODE, f"{often}, with other data, too: code or settings")
+    if same_host:
         reason = f"{there} failures of {last.host} within {c.budget_window} steps: that host is faulty"
         return Remedy(Action.STOP, Cause.HARDWARE, reason)
-    here = _trailing(recent, lambda f: (f.what, f.step) == (last.what, last.step) and f.step is not None)
-    # A full disk recurs at every checkpoint: no sample is guilty.
-    if len(here) >= c.same_place and not full:
-        often = f"{last.what} at step {last.step}, {len(here)} times in a row"
-        if any(f.skipped for f in here):
-            return Remedy(Action.STOP, Cause.CODE, f"{often}, with other data, too: code or settings")
-        return Remedy(Action.RESTART, Cause.DATA, f"{often}: its samples are skipped", skip=True)
     cause = Cause.STORAGE if full else Cause.PROCESS
     barren = _trailing(recent, lambda f: f.clock == last.clock)
     if len(barren) >= c.barren:

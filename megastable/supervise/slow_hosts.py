@@ -13,7 +13,6 @@ from megastable.cluster.store import Heard, Store
 from megastable.config.tree import RunConfig
 from megastable.run.events.supervisor_events import HostSlow
 from megastable.run.rank_ipc import Progress, WorkBlock
-from megastable.supervise.bars import HostBar
 from megastable.supervise.gathering import Gathering
 from megastable.supervise.straggler import SlowHost, Stragglers
 from megastable.supervise.supervisor_journal import SupervisorJournal
@@ -97,10 +96,7 @@ class SlowHosts:
         return f"{', '.join(spares[: len(worst)])} can take the place of {names}" if worst else ""
 
     def _leave_out(self, slow: SlowHost) -> None:
-        before = self.journal.state.bars.get(slow.host)
-        strikes = 1 if before is None else before.strikes + 1
-        until = time.time() + self.config.supervise.cool_off * 2.0 ** (strikes - 1)
-        self.gathering.leave_out(slow.host, HostBar(until, False, strikes), "slow host")
+        self.gathering.strike(slow.host, False, "slow host")
 
 
 def _blocks(heard: Heard, work: Any, attempt: int) -> list[WorkBlock]:

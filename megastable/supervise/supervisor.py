@@ -19,7 +19,7 @@ from megastable.base import activity, errors
 from megastable.base.errors import ConfigError, MegastableError
 from megastable.cluster.fleet import Attempt, Fleet
 from megastable.cluster.launcher import MODULE
-from megastable.cluster.local_attempt import STOPPED
+from megastable.cluster.local_attempt import STOPPED, KernelView
 from megastable.cluster.store import Store
 from megastable.config.supervise import redacted_override
 from megastable.config.tree import RunConfig
@@ -37,7 +37,7 @@ from megastable.run.events.supervisor_events import (
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.incident import Breakdown
-from megastable.supervise.bars import bar_after
+from megastable.supervise.bars import bars_after
 from megastable.supervise.exit_cause import End, Suspects, end_of
 from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
 from megastable.supervise.first_silent import first_silent
@@ -160,7 +160,7 @@ class Supervisor:
             follows = self._settle(left, self._end(left))
         elif attempt is None and state.unmended is not None:
             # Its end was journaled, but not acted on.
-            remedy = after_failure(state.failures, self.gathering.wanted, self.config.stability.policy)
+            remedy = after_failure(state.failures, len(self.fleet.names), self.config.stability.policy)
             follows = self._mend(state.unmended, remedy, state.skipped)
         while not isinstance(follows, RunExit):
             if follows is not None:
@@ -197,7 +197,7 @@ class Supervisor:
             log = str(log_of(self.run, attempt.number))
             hosts = list(attempt.names)
             self.journal.emit(Launched(attempt=attempt.number, command=[], log=log, hosts=hosts))
-        self.ranks.adopt(attempt.number)
+        self.again = self.ranks.adopt(attempt.number).again
         self.store.begin(attempt.number)
         if predecessor is not None:
             text = f"the supervisor, process {predecessor[0]} on {predecessor[1]}, ended without a word"
@@ -207,7 +207,7 @@ class Supervisor:
         return attempt
 
     def _launch(self, hosts: Sequence[str]) -> Attempt:
-        number = self.journal.state.attempt + 1
+        number, self.again = self.journal.state.attempt + 1, ""
         self.journal.insist(lambda: self.ranks.only(number))
         wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.signals > 0)
         # Journaled first: the next supervisor looks for it.
@@ -223,7 +223,6 @@ class Supervisor:
         """Wait until the attempt has ended, or was ended."""
         seen = time.monotonic()
         first_death = asked = None
-        self.again = ""
         self.slow_hosts.began()
         hung, progress = False, None
         while attempt.look():
@@ -239,7 +238,7 @@ class Supervisor:
             self.incidents.proven(progress)
             if asked is None and (again := self._other_hosts(attempt, progress)):
                 asked, self.again = now, again
-                self.ranks.want(stop=True)
+                self.ranks.want(stop=True, again=again)
                 self.say(f"{again}: the ranks finish their step and save, to begin again")
             if asked is not None and (self.signals > 1 or now - asked > self.config.supervise.stop_seconds):
                 break
@@ -247,10 +246,12 @@ class Supervisor:
                 first_death = now
             if first_death is not None and now - first_death > self._grace(attempt):
                 break
-            if attempt.gone and asked is None:
+            # A person's wish has a limit of its own.
+            ours = asked is None or bool(self.again)
+            if attempt.gone and ours:
                 break
             late = self.hangs.look(progress, elapsed) or self._somebody_stopped(attempt)
-            if late and asked is None and first_death is None and not self._storage_stalls():
+            if late and ours and first_death is None and not self._storage_stalls():
                 hung = True
                 break
         stacks, found = list[str](), Suspects()
@@ -283,7 +284,7 @@ class Supervisor:
         if not silent or now < self.asked_kernel + limit / 2:
             return False
         self.asked_kernel = now
-        return any(STOPPED in text for rank, text in attempt.states().items() if rank in silent)
+        return any(STOPPED in view.text for rank, view in attempt.states().items() if rank in silent)
 
     def _storage_stalls(self) -> bool:
         """Whether the run directory does not answer: then nobody hangs, all wait for it, and the clock begins anew."""
@@ -294,7 +295,7 @@ class Supervisor:
         self.hangs.forgive()
         return True
 
-    def _views(self, mute: Mapping[int, str]) -> dict[int, RankView]:
+    def _views(self, mute: Mapping[int, KernelView]) -> dict[int, RankView]:
         """What is known of every rank; mute: the kernel's view of those that do not answer."""
         now = time.monotonic()
         found = {}
@@ -302,12 +303,14 @@ class Supervisor:
             beat = Beat.model_validate(heard.beat) if heard.beat else None
             found[heard.rank] = RankView(
                 host=self.fleet.called(heard.host), silent=now - heard.at, closed=heard.closed is not None,
-                kernel=mute.get(heard.rank, ""), activity=beat.activity if beat else "",
+                kernel=mute[heard.rank].text if heard.rank in mute else "", activity=beat.activity if beat else "",
                 lasted=beat.lasted if beat else 0.0, entered=beat.entered if beat else None,
             )  # fmt: skip
+        # A rank may be stopped before it has found a new supervisor.
         return found | {
-            rank: RankView(host=self.here, kernel=text) for rank, text in mute.items() if rank not in found
-        }
+            rank: RankView(host=view.host or self.here, kernel=view.text)
+            for rank, view in mute.items() if rank not in found
+        }  # fmt: skip
 
     def _look(self) -> None:
         if not self.signals and time.monotonic() > self.until:
@@ -364,8 +367,9 @@ class Supervisor:
         remedy, skipped = None, list[Range]()
         if not end.final and not self.signals:
             step = end.step if end.cursor is not None else None
-            failure = Failure(end.what, step, end.host, clock, code=end.code)
-            remedy = after_failure([*state.failures, failure], self.gathering.wanted, policy)
+            host = None if state.does_not_fit(end) else end.host
+            failure = Failure(end.what, step, host, clock, code=end.code)
+            remedy = after_failure([*state.failures, failure], len(self.fleet.names), policy)
             judged = end.code == errors.BAD_INPUT and self.has_data
             if judged and (problem := bad_data(self.config, self.run, lambda: self.signals > 0)):
                 remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
@@ -400,12 +404,13 @@ class Supervisor:
         number = self.journal.state.attempt
         self.say(f"attempt {number} failed: {end.failure}")
         evidence = [log_of(self.run, number), *sorted(folder_of(self.run, number).glob("rank-*"))]
-        bars = self.journal.state.bars
-        bar = bar_after(end, remedy, bars.get(end.host or ""), self.config.supervise.cool_off, time.time())
-        if bar is not None and end.host is not None:
-            if bar.wholly and self.gathering.can_do_without(end.host):
+        state = self.journal.state
+        bars = bars_after(end, remedy, state.bars, self.config.supervise.cool_off, time.time())
+        for host, bar in bars.items():
+            if bar.wholly and self.gathering.can_do_without(host):
                 remedy = Remedy(Action.RESTART, Cause.HARDWARE, f"{remedy.reason}, and is left out")
-            self.gathering.leave_out(end.host, bar, end.what)
+            if host not in state.left_out:  # by a supervisor that died after that
+                self.gathering.leave_out(host, bar, end.what)
         self.incidents.act(end, remedy, skipped, [str(path.relative_to(self.run.root)) for path in evidence])
         if remedy.action is Action.STOP:
             mendable = end.code == errors.NO_SPACE or remedy.cause is Cause.STORAGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 
 from pydantic import ValidationError
@@ -34,8 +35,10 @@ class SupervisorState:
     """Fed every event in order.
 
     attempt: the newest, 0 = none; under_way: it was launched, and no end is journaled. clock: the farthest step done.
-    lineup: the hosts of the newest attempt; bars: of hosts that failed since a person started the run; slow: those
-    of its hosts that are slow.
+    lineup: the hosts of the newest attempt; slow: those that are slow. bars: of hosts that failed since a person started
+    the run; left_out: those that were left out since the last failure. launched: whether an attempt began since then;
+    widest: on how many hosts at most; unfit: by number of hosts, failures of attempts on fewer that did not train a
+    step.
     began: the step that the current processes resumed from; rejected: of the newest checkpoint that they passed over.
     failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end not
     acted on yet; skipped: the positions skipped because of it. predecessor: (process, host) of a supervisor that ended
@@ -49,6 +52,9 @@ class SupervisorState:
         self.lineup: tuple[str, ...] = ()
         self.bars: dict[str, HostBar] = {}
         self.slow: set[str] = set()
+        self.left_out: set[str] = set()
+        self.launched, self.widest = False, 0
+        self.unfit: Counter[int] = Counter()
         self.clock = 0
         self.began = 0
         self.rejected = 0
@@ -73,6 +79,7 @@ class SupervisorState:
             case Launched():
                 self.attempt, self.under_way = int(event["attempt"]), True
                 self.lineup = tuple(map(str, event.hosts))
+                self.launched, self.widest = True, max(self.widest, len(self.lineup))
                 self.rejected = 0
                 self.slow.clear()
                 self.since.clear()
@@ -81,6 +88,7 @@ class SupervisorState:
                 self.bars[str(event["host"])] = HostBar(
                     float(event["until"]), bool(event["wholly"]), int(event["strikes"])
                 )
+                self.left_out.add(str(event["host"]))
             case HostSlow():
                 (self.slow.discard if event["what"] == "over" else self.slow.add)(str(event["host"]))
             case Restart():
@@ -103,6 +111,8 @@ class SupervisorState:
         if event["what"] == "started":
             self.failures.clear()
             self.bars.clear()
+            self.unfit.clear()
+            self.launched, self.widest = False, 0
         if event["what"] == "ended":
             self.unmended = None
         self.predecessor = None if event["what"] == "ended" else (int(event["pid"]), str(event["host"]))
@@ -113,14 +123,29 @@ class SupervisorState:
         if event.get("what"):
             self.failed = float(event["time"])
             self.skipped = list(event.skipped)
+            self.left_out.clear()
+            self.unmended = None
+            end = End.model_validate({k: event[k] for k in End.model_fields if k in event})
+            if self.does_not_fit(end):
+                self.unfit[len(self.lineup)] += 1
+            host = None if self.does_not_fit(end) else end.host
             self.failures.append(
                 Failure(
-                    what=str(event["what"]), step=event["step"], host=event["host"], clock=self.clock,
-                    skipped=bool(self.skipped), code=event.get("code"),
+                    what=end.what,
+                    step=end.step,
+                    host=host,
+                    clock=self.clock,
+                    skipped=bool(self.skipped),
+                    code=end.code,
                 )
-            )  # fmt: skip
-            self.unmended = None
-            self.unmended = End.model_validate({k: event[k] for k in End.model_fields if k in event})
+            )
+            self.unmended = end
+
+    def does_not_fit(self, end: End) -> bool:
+        """Whether an attempt on fewer hosts than before ended by an error before its first step, as where a larger
+        share of the optimizer's state does not fit into memory: that is no host's fault."""
+        died = bool(end.code or end.signal) and not end.gone
+        return died and not end.trained and len(self.lineup) < self.widest
 
     def _incident(self, event: IncidentEvent) -> None:
         self.number = max(self.number, int(event["number"]))

@@ -127,7 +127,7 @@ def test_an_attempt_from_start_to_end(run: RunDirectory) -> None:
         os.kill(second, signal.SIGKILL)
         until(lambda: attempt.look() and attempt.fates)
         assert (attempt.fates[1].signal, attempt.fates[1].host) == (9, "first")
-        assert "stopped by a signal" in attempt.states()[0]
+        assert attempt.states()[0].host == "first" and "stopped by a signal" in attempt.states()[0].text
         attempt.end()
         ready(fleet, 2)
         assert not alive(first)

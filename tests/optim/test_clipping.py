@@ -11,7 +11,7 @@ import pytest
 from tests.distributed import run_ranks
 from tests.optim import clip_rules, rules, trained
 from tests.optim.test_optimizers import LAYOUTS
-from tests.parallel.test_layouts import relative
+from tests.parallel.test_layouts import ROUNDING, relative
 
 SPIKE = 7
 # By name: the recipe's section, and the rule that it stands for; its argument: the name of the output layer.
@@ -58,7 +58,7 @@ def test_ten_steps(layout: str, name: str) -> None:
     assert name not in ("zclip", "adagc") or clip.kept[SPIKE] < 0.8, "the spike was not clipped"
     for rank in ranks:
         assert rank[name]["norms"] == ranks[0][name]["norms"]
-        assert rank[name]["norms"] == pytest.approx(norms, rel=1e-5)
+        assert rank[name]["norms"] == pytest.approx(norms, rel=ROUNDING)
         assert rank[name]["norms"][0] == rank["norm"]["norms"][0], "the gate saw another norm"
         assert rank[name]["kept"] == ranks[0][name]["kept"]
         assert rank[name]["kept"] == pytest.approx(clip.kept, rel=1e-4)
@@ -70,7 +70,7 @@ def test_ten_steps(layout: str, name: str) -> None:
     got = trained.whole(ranks, name, "weight", c.parallel.tensor)
     assert got.keys() == rule.master.keys()
     for parameter, wanted in rule.master.items():
-        assert relative(got[parameter], wanted) < 1e-5, parameter
+        assert relative(got[parameter], wanted) < ROUNDING, parameter
     momentum = trained.whole(ranks, name, "exp_avg", c.parallel.tensor)
     for parameter, wanted in rule.m.items():
         assert relative(momentum[parameter], wanted) < 1e-4, parameter

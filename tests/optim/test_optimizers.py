@@ -12,7 +12,7 @@ import pytest
 from megastable.config.tree import RunConfig
 from tests.distributed import run_ranks
 from tests.optim import rules, trained
-from tests.parallel.test_layouts import BIAS, QWEN2, relative
+from tests.parallel.test_layouts import BIAS, QWEN2, ROUNDING, relative
 
 # By name: the recipe's section, and the rule that it stands for.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -91,7 +91,7 @@ def check(name: str, c: RunConfig, ranks: list[dict[str, Any]]) -> None:
         assert 0 < len(rule.clipped[0]) < 4 * c.model.layers
     for rank in ranks:
         assert rank[name]["norms"] == ranks[0][name]["norms"]
-        assert rank[name]["norms"] == pytest.approx(norms, rel=1e-5)
+        assert rank[name]["norms"] == pytest.approx(norms, rel=ROUNDING)
         assert rank[name]["unchanged"] and rank[name]["rewound"]
         assert rank[name]["shared"].keys() == ranks[0][name]["shared"].keys()
         for key, value in rank[name]["shared"].items():
@@ -99,7 +99,7 @@ def check(name: str, c: RunConfig, ranks: list[dict[str, Any]]) -> None:
     got = trained.whole(ranks, name, "weight", c.parallel.tensor)
     assert got.keys() == rule.master.keys()
     for parameter, wanted in rule.master.items():
-        allowed = BIAS if parameter.endswith(".bias") else 1e-5
+        allowed = BIAS if parameter.endswith(".bias") else ROUNDING
         assert relative(got[parameter], wanted) < allowed, parameter
     for kind, attribute in KINDS.items():
         if kind in ranks[0][name]["state"] and name in HELD and kind in HELD[name]:

@@ -12,7 +12,7 @@ from megastable.config.tree import RunConfig
 from tests import reference
 from tests.distributed import run_ranks
 from tests.optim import trained
-from tests.parallel.test_layouts import relative
+from tests.parallel.test_layouts import ROUNDING, relative
 from tests.shapes import rates_of
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 16, "beta_fast": 4.0}
@@ -80,12 +80,12 @@ def test_ten_steps(layout: str, name: str) -> None:
     norms, rule = plainly(name, c.model.tied, c.model.layers)
     for rank in ranks:
         assert rank[name]["norms"] == ranks[0][name]["norms"]
-        assert rank[name]["norms"] == pytest.approx(norms, rel=1e-5)
+        assert rank[name]["norms"] == pytest.approx(norms, rel=ROUNDING)
         assert rank[name]["unchanged"] and rank[name]["rewound"]
     got = trained.whole(ranks, name, "weight", c.parallel.tensor)
     assert got.keys() == rule.master.keys()
     for parameter, wanted in rule.master.items():
-        assert relative(got[parameter], wanted) < 1e-5, parameter
+        assert relative(got[parameter], wanted) < ROUNDING, parameter
 
 
 def test_every_choice_changes_the_steps() -> None:

@@ -29,7 +29,7 @@ checkpoint_healthy checkpoint_recovered checkpoint_rejected checkpoint_suspect c
 discard_examined discarded ended evaluated exchanges_undone fell_back finished handover hang hook_failed
 host_left_out host_slow hosts_awaited imported incident launched length_changed located look_ahead_failed
 look_ahead_spent looked_ahead mix_changed moments_anew no_snapshots order_changed rate_cut rate_lifted
-rate_warmup records_lost reshaped restart resumed returned samples_dropped samples_examined skips_added
+rate_warmup records_lost replicas_differ reshaped restart resumed returned samples_dropped samples_examined skips_added
 skips_end skips_foreign skips_named skips_read skips_refused snapshot_rejected stability_state_dropped
 stopped supervisor training trend unstable warning would""".split()
 FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from megastable.base.errors import HOST_GONE, ConfigError
+from megastable.cluster import lineup
 from megastable.cluster.fleet import Here
 from megastable.cluster.preflight import HostFinding
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
-from megastable.run.events.supervisor_events import HostLeftOut, HostsAwaited, Launched
+from megastable.run.events.supervisor_events import Ended, HostLeftOut, HostsAwaited, Launched
 from megastable.supervise import gathering as module
 from megastable.supervise.bars import HostBar
 from megastable.supervise.gathering import Gathering
@@ -76,6 +77,7 @@ def place(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "SHOWN", 0.0)
     monkeypatch.setattr(module, "GROWTH", 0.0)
     monkeypatch.setattr(module, "SETTLE", 0.05)
+    monkeypatch.setattr(lineup, "SETTLE", 0.05)
 
     def make(hosts: str, **supervise: Any) -> Place:
         limits = {"wait_for_hosts": 0.3, "shrink_after": None} | supervise
@@ -175,3 +177,104 @@ def test_what_can_be_done_without(place: Any) -> None:
         update={"supervise": p.config.supervise.model_copy(update={"shrink_after": None})}
     )
     assert not p.gathering().can_do_without("b")
+
+
+def growing(place: Any, **supervise: Any) -> Any:
+    """A run of a, b, c, of which b is away, and has been seen to be back."""
+    p = place("abc", **{"shrink_after": 0.2, "cool_off": 60.0} | supervise)
+    p.launched("a", "b", "c")
+    g = p.gathering()
+    p.fleet.away = {"b": "ssh: no route"}
+    assert g.hosts() == ("a", "c")
+    p.launched("a", "c")
+    p.fleet.away = {}
+    return p, g
+
+
+def asked_to_grow(g: Gathering, names: tuple[str, ...] = ("a", "c"), seconds: float = 5.0) -> int:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if more := g.more(2, names):
+            return more
+    return 0
+
+
+def test_a_newcomer_that_the_check_refuses_is_left_out_before_anybody_stops(place: Any) -> None:
+    p, g = growing(place)
+    p.fleet.refused = {"b": "GPU 3 has fallen off the bus", "a": "busy: it trains"}
+    assert asked_to_grow(g, seconds=1.0) == 0
+    assert (
+        p.journal.state.bars["b"].wholly and p.said[-1] == "b: GPU 3 has fallen off the bus: it is left out"
+    )
+
+
+def test_a_host_that_goes_again_as_the_run_grows_gets_a_strike_and_is_not_awaited(place: Any) -> None:
+    p, g = growing(place)
+    g.config = p.config.model_copy(
+        update={"supervise": p.config.supervise.model_copy(update={"shrink_after": 30.0})}
+    )
+    assert asked_to_grow(g) == 3
+    p.fleet.away = {"b": "ssh: no route"}
+    began = time.monotonic()
+    assert g.hosts() == ("a", "c") and time.monotonic() - began < 10
+    assert p.journal.state.bars["b"].strikes == 1
+    p.fleet.away = {}
+    assert asked_to_grow(g, seconds=0.5) == 0  # its cool-off
+
+
+def test_who_has_been_away_for_long_is_not_awaited_again(place: Any) -> None:
+    p, g = growing(place, wait_for_hosts=20.0)
+    p.fleet.away = {"b": "ssh: no route"}
+    time.sleep(0.01)
+    g._missed(p.fleet.away)
+    g._away["b"] -= 100
+    g.config = p.config.model_copy(
+        update={"supervise": p.config.supervise.model_copy(update={"shrink_after": 90.0})}
+    )
+    began = time.monotonic()
+    assert g.hosts() == ("a", "c") and time.monotonic() - began < 10
+
+
+def test_a_host_that_trains_under_a_bar_does_not_keep_the_run_small(place: Any) -> None:
+    _, g = growing(place)
+    g.leave_out("a", HostBar(time.time() + 600, False, 1), "hang")
+    assert asked_to_grow(g) == 3
+
+
+def test_a_size_that_twice_failed_before_its_first_step_is_not_tried_again(place: Any) -> None:
+    p, g = growing(place)
+    p.fleet.away = {"b": "ssh: no route"}
+    for _ in range(2):
+        assert g.hosts() == ("a", "c")
+        p.journal.emit(
+            Ended(
+                attempt=1,
+                clock=0,
+                what="OutOfMemoryError",
+                failure="x",
+                code=1,
+                host="a",
+                trained=False,
+                step=1,
+            )
+        )
+        p.journal.listen()
+    assert [f.host for f in p.journal.state.failures] == [None, None]
+    end = g.hosts()
+    assert isinstance(end, RunExit) and end.code == HOST_GONE
+
+
+def test_a_spare_takes_the_place_of_a_host_that_does_not_exist_any_more(place: Any) -> None:
+    p = place("abcs", spares=1)
+    p.fleet.away = {"b": "ssh: Could not resolve hostname b"}
+    assert p.gathering().hosts() == ("a", "c", "s")
+    p.fleet.away["s"] = "ssh: no route"
+    with pytest.raises(ConfigError, match="host b: ssh: Could not resolve"):
+        p.gathering().hosts()
+
+
+def test_what_was_launched_before_a_takeover_counts(place: Any) -> None:
+    p, _ = growing(place)
+    p.fleet.refused = {"b": "GPU 3 has fallen off the bus"}
+    assert p.gathering().hosts() == ("a", "c")  # another supervisor's: not the end of the run
+    assert p.journal.state.bars["b"].wholly

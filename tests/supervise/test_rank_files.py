@@ -30,3 +30,14 @@ def test_the_stacks_of_many_ranks_are_waited_for_longer(
     found, mute = RankFiles(run, print).stacks(LocalAttempt(run, 3))
     late.join()
     assert [Path(path).name for path in found] == ["rank-7.stacks"] and not mute
+
+
+def test_the_next_supervisor_knows_why_the_ranks_were_asked_to_stop(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    first = RankFiles(run, print)
+    first.only(4)
+    first.want(stop=True, again="3 hosts can take part")
+    taken = RankFiles(run, print).adopt(4)
+    assert (taken.stop, taken.again) == (True, "3 hosts can take part")
+    first.only(5)
+    assert RankFiles(run, print).adopt(5).again == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megastable.base.errors import NO_SPACE
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
@@ -33,6 +35,17 @@ def test_the_same_failure_at_the_same_step_is_data_and_then_code() -> None:
     skipped = [*same[:2], *failed(("ValueError: x", 8, 7), skipped=True)]
     assert after([*skipped, same[0]]) == (Action.STOP, Cause.CODE, False)
     assert after([*skipped, *failed(("ValueError: x", 9, 8))]) == (Action.RESTART, Cause.PROCESS, False)
+
+
+def test_of_several_hosts_an_error_at_one_place_is_data_then_the_host_and_a_kill_is_the_host() -> None:
+    raised = [Failure("ValueError: x", 8, "a", 7, code=1)] * 3
+    assert after(raised, hosts=4) == (Action.RESTART, Cause.DATA, True)
+    again = [*raised[:2], replace(raised[0], skipped=True), raised[0]]
+    assert after(again, hosts=4) == (Action.STOP, Cause.HARDWARE, False)
+    assert after(again) == (Action.STOP, Cause.CODE, False)
+    moved = [*again[:2], replace(again[2], host="b"), replace(again[3], host="b")]
+    assert after(moved, hosts=4) == (Action.STOP, Cause.CODE, False)
+    assert after(failed(*[("SIGKILL", 8, 7)] * 3), hosts=4) == (Action.STOP, Cause.HARDWARE, False)
 
 
 def test_another_failure_in_between_is_no_row() -> None:

@@ -88,3 +88,22 @@ KINDS = [
 @given(st.lists(st.tuples(st.sampled_from([*KINDS, "new", "__init__"]), st.dictionaries(st.text(), junk))))
 def test_an_event_of_another_version_does_no_harm(events: list[tuple[str, dict[str, Any]]]) -> None:
     told(*(fields | {"event": kind} for kind, fields in events))
+
+
+def test_an_attempt_on_fewer_hosts_that_dies_before_its_first_step_is_no_hosts_fault() -> None:
+    whole, fewer = LAUNCHED | {"hosts": ["a", "b"]}, LAUNCHED | {"attempt": 2, "hosts": ["a"]}
+    died = ended("OutOfMemoryError", 7, code=1, trained=False)
+    memory = told(STARTED, whole, ended("SIGKILL", 7), fewer, died)
+    assert memory.unfit == {1: 1} and [f.host for f in memory.failures] == ["a", None]
+    for other in (died | {"trained": True}, died | {"code": None}, died | {"gone": ["a"]}):
+        memory = told(STARTED, whole, ended("SIGKILL", 7), fewer, other)
+        assert not memory.unfit and memory.failures[-1].host == "a"
+    memory = told(STARTED, whole, died)  # as many as ever
+    assert not memory.unfit and memory.failures[-1].host == "a"
+
+
+def test_who_was_left_out_for_a_failure_is_remembered_until_the_next_one() -> None:
+    bar = {"event": "host_left_out", "host": "b", "until": 9.0, "wholly": False, "strikes": 1}
+    assert told(STARTED, LAUNCHED, ended("host gone", 7), bar).left_out == {"b"}
+    assert told(STARTED, LAUNCHED, ended("host gone", 7), bar, ended("host gone", 8)).left_out == set()
+    assert told(STARTED, LAUNCHED).launched and not told(STARTED, LAUNCHED, OVER, STARTED).launched

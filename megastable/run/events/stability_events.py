@@ -76,6 +76,20 @@ class SamplesDropped(_Samples):
     FOUND = "not examined"
 
 
+class ReplicasDiffer(Event):
+    """Copies that must be equal differ after `step`; `proven`: the last step after which they were equal. ranks: whose
+    copy a majority contradicts."""
+
+    NAME = "replicas_differ"
+    step: Whole
+    proven: Whole
+    ranks: Items
+    reason: Text
+
+    def words(self) -> str:
+        return str(self.get("reason"))
+
+
 class Located(Event):
     """The origin of the first non-finite number (engine/nan_locator.py), in its field `sentence`."""
 

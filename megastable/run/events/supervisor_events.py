@@ -61,6 +61,7 @@ class Ended(Event):
     failure: Text = None
     certain: Flag = None
     trained: Flag = None
+    gone: Items = ()
 
     def words(self) -> str:
         how, code, signal = self.get("failure"), self.get("code"), self.get("signal")

@@ -1,0 +1,63 @@
+"""Fingerprints of tensors: 64 bits that tell whether two copies are equal bit for bit, computed on the device.
+
+    fingerprint([a, b])    # int64 []: the same on every rank and device that holds the same bytes
+
+A sum of 64-bit words, each times an odd number of its own, modulo 2^64: of integers, so the order of a parallel sum
+does not matter. An odd factor can be undone, so any change within one word changes the sum; of changes of several
+words, about one in 2^60 escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+WORDS = 1 << 20  # processed at once; the table of their factors, 8 MiB, stays in a GPU's cache
+STEP = 0x1E3779B97F4A7C15  # odd
+
+
+@torch.no_grad()
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+    """int64 [], on the device of the tensors (any dtype, all on one device): of their bytes, in this order."""
+    total: Tensor | None = None
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().flatten()
+        if total is None:
+            total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        # With their lengths, or zeros could move from one tensor to the next.
+        total = total * STEP + flat.numel() * flat.element_size()
+        for chunk in flat.split(WORDS * 8 // flat.element_size()):
+            words = _words(chunk)
+            total = total * STEP + (words * _factors(flat.device)[: words.numel()]).sum()
+    return torch.zeros((), dtype=torch.int64) if total is None else total
+
+
+def _words(chunk: Tensor) -> Tensor:
+    """The bytes of a chunk as int64, the last ones filled up with zeros. A copy only where it has to be."""
+    missing = -chunk.numel() * chunk.element_size() % 8
+    if missing:
+        chunk = torch.cat((chunk, chunk.new_zeros(missing // chunk.element_size())))
+    elif chunk.data_ptr() % 8 or chunk.storage_offset() * chunk.element_size() % 8:
+        chunk = chunk.clone()
+    return chunk.view(torch.int64)
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Odd numbers, int64 [WORDS]: splitmix64 of their index (Steele et al., doi:10.1145/2660193.2660195)."""
+    x = torch.arange(1, WORDS + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return ((x ^ _shifted(x, 31)) | 1).to(device)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits, of unsigned numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -1,0 +1,98 @@
+"""Compares at an interval what several ranks must hold alike, in the sum that every step makes anyway, and finds out
+which tensor differs on which rank. Collective."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megastable.base.collectives import gathered
+from megastable.config.stability import HardwareConfig
+from megastable.engine.engine import Engine
+from megastable.engine.replicas import COPIES, Replicas
+from megastable.run.events.stability_events import ReplicasDiffer
+from megastable.run.log import RunLog
+from megastable.stability.equality import COLUMNS, columns, equal, odd_ones
+
+TOLD = 3  # tensors named in a sentence
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What differs. proven: the step after which all was equal; reason: a sentence with tensors, ranks and hosts."""
+
+    proven: int
+    reason: str
+
+
+class ReplicaWatch:
+    """Of one process, which resumes after `step` steps. A checkpoint of copies that differ is never committed, so all
+    is equal then."""
+
+    def __init__(self, config: HardwareConfig, engine: Engine, step: int, log: RunLog) -> None:
+        self.every, self.replicas, self.log = config.fingerprint_interval, Replicas(engine), log
+        self._equal = dict.fromkeys(self.replicas.kinds, step)  # after which step they were, by kind
+        self._step, self._asked = step, tuple[str, ...]()
+
+    def votes(self, step: int) -> tuple[float, ...]:
+        """For the sum of the step after `step`, the last ones of all; () if nothing is due. The same number on every
+        rank."""
+        self._step, self._asked = step, tuple(kind for kind in self.replicas.kinds if self._due(kind, step))
+        groups = {kind: self.replicas.group(kind) for kind in self._asked}
+        held = [self.replicas.fingerprint(kind) for kind, group in groups.items() if group is not None]
+        values = iter(torch.stack(held).tolist() if held else [])
+        row: list[float] = []
+        for kind, own in groups.items():
+            for group in range(len(self.replicas.kinds[kind])):
+                row += columns(next(values)) if group == own else [0.0] * COLUMNS
+        return tuple(row)
+
+    def _due(self, kind: str, step: int) -> bool:
+        return bool(self.every) and (kind == COPIES or step % self.every == 0)
+
+    def judge(self, votes: Sequence[float]) -> Mismatch | None:
+        """What the summed votes of a step show, before its update. Collective if anything differs."""
+        asked, self._asked = self._asked, ()
+        groups = [(kind, ranks) for kind in asked for ranks in self.replicas.kinds[kind]]
+        sums = votes[len(votes) - COLUMNS * len(groups) :]
+        parts = (sums[i : i + COLUMNS] for i in range(0, len(sums), COLUMNS))
+        unequal = [of for of, part in zip(groups, parts, strict=True) if not equal(part, len(of[1]))]
+        if unequal:
+            return self._named(self._step, unequal)
+        self._equal |= dict.fromkeys(asked, self._step)
+        return None
+
+    def rewound(self, step: int) -> None:
+        """The run is back at an earlier step."""
+        self._equal, self._asked = {kind: min(at, step) for kind, at in self._equal.items()}, ()
+
+    def _named(self, step: int, unequal: Sequence[tuple[str, list[int]]]) -> Mismatch:
+        kinds = sorted({kind for kind, _ in unequal})
+        everyone = gathered((socket.gethostname(), {kind: self.replicas.by_name(kind) for kind in kinds}))
+        found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+        for kind, ranks in unequal:
+            for name in sorted(everyone[ranks[0]][1][kind]):
+                held = {rank: everyone[rank][1][kind].get(name, 0) for rank in ranks}
+                if len(set(held.values())) > 1:
+                    found.setdefault(odd_ones(held), []).append(f"{name} ({kind})")
+        texts = []
+        for (ranks_, proven), names in found.items():
+            hosts = sorted({everyone[rank][0] for rank in ranks_})
+            told = ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
+            who = f"rank {ranks_[0]}" if len(ranks_) == 1 else f"ranks {', '.join(map(str, ranks_))}"
+            texts.append(
+                f"{told}: {who} on {', '.join(hosts)} "
+                + (
+                    "differs from the other copies"
+                    if proven
+                    else "differ, which of them is wrong is not known"
+                )
+            )
+        reason = f"copies that must be equal differ after step {step}: " + "; ".join(texts)
+        ranks = sorted({rank for odd, proven in found if proven for rank in odd})
+        last = min(self._equal[kind] for kind in kinds)
+        self.log.emit(ReplicasDiffer(step=step, proven=last, ranks=ranks, reason=reason), say=True)
+        return Mismatch(last, reason)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.base import fingerprint as module
+from megastable.base.fingerprint import WORDS, fingerprint
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]
+
+
+def drawn(size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=g)
+    return raw.view(dtype)
+
+
+def plainly(tensors: list[torch.Tensor]) -> int:
+    """The definition, in Python's integers."""
+    factors, mask, total = module._factors(torch.device("cpu")).tolist(), (1 << 64) - 1, 0
+    for t in tensors:
+        raw = bytes(t.contiguous().flatten().view(torch.uint8).tolist())
+        total = total * module.STEP + len(raw)
+        for begin in range(0, max(1, len(raw)), WORDS * 8):
+            chunk = raw[begin : begin + WORDS * 8]
+            chunk += bytes(-len(chunk) % 8)
+            words = [int.from_bytes(chunk[i : i + 8], "little") for i in range(0, len(chunk), 8)]
+            total = total * module.STEP + sum(w * f for w, f in zip(words, factors, strict=False))
+    return total & mask
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=4))
+def test_it_is_the_definition(shapes: list[tuple[int, torch.dtype]]) -> None:
+    tensors = [drawn(size, dtype, i) for i, (size, dtype) in enumerate(shapes)]
+    assert int(fingerprint(tensors)) % (1 << 64) == plainly(tensors)
+
+
+def test_it_is_the_definition_over_several_chunks() -> None:
+    t = drawn(8 * WORDS + 13, torch.uint8)
+    assert int(fingerprint([t])) % (1 << 64) == plainly([t])
+
+
+@given(st.data())
+def test_every_flipped_bit_shows(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    t = drawn(data.draw(st.integers(1, 100)), dtype)
+    other = t.clone()
+    place = data.draw(st.integers(0, t.numel() * dtype.itemsize - 1))
+    other.view(torch.uint8)[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert int(fingerprint([t])) != int(fingerprint([other]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_where_it_lies_in_memory_does_not_matter(dtype: torch.dtype) -> None:
+    buffer = drawn(64, dtype)
+    for offset in range(5):
+        view = buffer[offset : offset + 21]
+        assert int(fingerprint([view])) == int(fingerprint([view.clone()]))
+    square = buffer[:64].view(8, 8)
+    assert int(fingerprint([square.t()])) == int(fingerprint([square.t().contiguous()]))
+
+
+def test_order_lengths_and_signs_of_zero_count() -> None:
+    a, b = drawn(5, torch.float32, 1), drawn(5, torch.float32, 2)
+    assert int(fingerprint([a, b])) != int(fingerprint([b, a]))
+    assert int(fingerprint([a, b])) != int(fingerprint([torch.cat([a, b])]))
+    zeros = torch.zeros(3)
+    assert int(fingerprint([zeros])) != int(fingerprint([torch.zeros(4)]))
+    assert int(fingerprint([zeros])) != int(fingerprint([-zeros]))
+    assert int(fingerprint([])) == 0
+    assert len({int(module._factors(torch.device("cpu"))[i]) for i in range(1000)}) == 1000
+    assert bool((module._factors(torch.device("cpu")) & 1).all())

@@ -1,0 +1,113 @@
+"""Silent corruption of a copy: found within an interval, the rank named, undone to the bytes of a clean run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.config.tree import RunConfig
+from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import IncidentEvent, ReplicasDiffer
+from tests.conftest import tiny
+from tests.distributed import run_ranks
+
+STEP, LAST = 24, 40
+
+
+def flip_a_weight(engine: Any) -> None:
+    """The lowest bit of one element in the computing copy, which the masters do not know of."""
+    import torch
+
+    parameter = [p for p in engine.ds.module.parameters() if p.dim() > 1][2]
+    parameter.data.view(-1)[5:6].view(torch.int16).bitwise_xor_(1)
+
+
+def scale_a_norm(engine: Any) -> None:
+    """A norm's weight, on one tensor rank, masters included."""
+    flat = engine.flat_state()
+    piece = flat.piece(next(f for f in flat.fragments if "norm" in f.name), "weight")
+    assert piece is not None
+    piece.mul_(1.5)
+    engine.zero.o.update_lp_params()
+
+
+FAULTS = {"weight": flip_a_weight, "norm": scale_a_norm}
+
+
+def corrupted(config: RunConfig, fault: str | None, rank: int) -> int:
+    """A run in which the state of one rank changes by itself once, before a step."""
+    import torch.distributed as dist
+
+    from megastable import train
+    from megastable.engine.engine import Engine
+
+    real, done = Engine.train_step, False
+
+    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+        nonlocal done
+        if fault is not None and not done and self.ds.global_steps + 1 == STEP and not self._probing:
+            done = True
+            if fault == "norm" or dist.get_rank() == rank:
+                _all_or_one(FAULTS[fault], self, dist.get_rank() == rank)
+        return real(self, *args, **options)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+    return train.train(config, Path("recipe.yaml"))
+
+
+def _all_or_one(act: Any, engine: Any, here: bool) -> None:
+    if here:
+        act(engine)
+    elif act is scale_a_norm:
+        engine.zero.o.update_lp_params()  # collective
+
+
+def recipe(corpus: Path, run: Path, parallel: dict[str, Any], every: int) -> RunConfig:
+    return tiny(
+        corpus, run, parallel=parallel, precision={"kind": "bf16"},
+        train={"steps": LAST, "global_batch": 12, "micro_batch": 2, "eval_samples": 0},
+        schedule={"warmup_steps": 5, "total_steps": LAST},
+        checkpoint={"interval": LAST},
+        stability={"hardware": {"fingerprint_interval": every}, "snapshots": {"interval": 5}},
+    )  # fmt: skip
+
+
+def bytes_of(run: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted((run / f"checkpoints/step-{LAST}").glob("*.safetensors"))}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp3": (3, {}),
+    "zero2-dp2": (2, {"zero": 2}),
+    "tp2": (2, {"tensor": 2}),
+    "tp2-dp2": (4, {"tensor": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "every", "named"),
+    [
+        ("dp3", "weight", 10, [1]),
+        ("zero2-dp2", "weight", 10, []),
+        ("tp2", "norm", 10, []),
+        ("tp2-dp2", "norm", 10, []),
+    ],
+)
+def test_it_is_found_and_undone(
+    layout: str, fault: str, every: int, named: list[int], corpus: Path, tmp_path: Path
+) -> None:
+    world, parallel = LAYOUTS[layout]
+    runs = tmp_path / "clean", tmp_path / "corrupted"
+    for run, what in zip(runs, (None, fault), strict=True):
+        c = recipe(corpus, run, parallel, every)
+        assert run_ranks(world, corrupted, c, what, 1) == [0] * world
+    clean, other = (RunDirectory(run) for run in runs)
+    assert not list(clean.events(ReplicasDiffer)) and not list(clean.events(IncidentEvent))
+    (event,) = other.events(ReplicasDiffer)
+    assert (event["step"], event["proven"]) == ((STEP - 1, STEP - 2) if fault == "weight" else (30, 20))
+    assert event["ranks"] == named
+    (first, *_) = other.events(IncidentEvent)
+    assert first["onset"] == event["proven"] + 1
+    assert bytes_of(runs[0]) == bytes_of(runs[1])
