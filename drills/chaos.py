@@ -61,10 +61,10 @@ def plan(
     ordered, phases = _rounds(kinds, chance), _rounds((STARTING, *PHASES), chance)
     places = {kind.name: _rounds(kind.places(hosts, head), chance) for kind in kinds}
     planned = []
-    for number, kind, phase in zip(range(1, faults + 1), ordered, phases):
+    for number, kind in zip(range(1, faults + 1), ordered):
+        phase = PHASES[0] if kind.early else next(phases)
         step = chance.randint(min(steps, -(-steps // 10)), max(1, steps - -(-steps // 10)))
         step = min(step, max(1, steps // 4)) if kind.early else step
-        phase = PHASES[0] if kind.early else phase
         drawn = round(chance.uniform(*kind.seconds), 1) if kind.seconds is not None else 0.0
         planned.append(
             Planned(

@@ -24,12 +24,9 @@ from drills.namespaces import Started
 from megastable.base.errors import ConfigError
 
 AGENT = re.compile(r"megastable(\.\w+)*\.agent")  # the module that runs on every host of a run
-PERIOD, SHARE, SLOWED = (
-    0.02,
-    0.2,
-    "slowed ranks",
-)  # seconds between two stops; the part of them that ranks run
+PERIOD, SHARE = 0.02, 0.2  # seconds between two stops of slowed ranks; the part of them that they run
 LONGEST = 240.0  # ... for which they are slow
+SLOWED = "slowed ranks"
 SLOW = 2_000_000  # bits a second of a slow link: a hundredth of what a small run wants
 
 
@@ -66,8 +63,9 @@ class Kind:
     seconds: between the two, at least and at most; None: `mend` may follow at once. back: whether all hosts are there
     again after `mend`; the run must then end with the bytes of an undisturbed one, else with HOST_GONE. blames: whether
     the host is to be blamed, rather than none. harmless: whether the run may go on as if nothing had happened, without
-    a verdict. words: one of them must be in a verdict, in whatever case; no words: any verdict will do. impossible: why
-    it cannot be done on these hosts, if so.
+    a verdict. words: one of them must be in a verdict, in whatever case; no words: any verdict will do. early: in a
+    step of the first quarter; replaced: a spare must take the host's place. impossible: why it cannot be done on these
+    hosts, if so.
     """
 
     name: str

@@ -35,10 +35,10 @@ class SupervisorState:
     """Fed every event in order.
 
     attempt: the newest, 0 = none; under_way: it was launched, and no end is journaled. clock: the farthest step done.
-    lineup: the hosts of the newest attempt; slow: those that are slow. bars: of hosts that failed since a person started
-    the run; left_out: those that were left out since the last failure. launched: whether an attempt began since then;
-    widest: on how many hosts at most; unfit: by number of hosts, failures of attempts on fewer that did not train a
-    step.
+    lineup: the hosts of the newest attempt; slow: those that are slow. bars: of hosts that failed since a person
+    started the run; left_out: those that were left out since the last failure. launched: whether an attempt began since
+    then; widest: on how many hosts at most; unfit: by number of hosts, failures of attempts on fewer that did not train
+    a step.
     began: the step that the current processes resumed from; rejected: of the newest checkpoint that they passed over.
     failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end not
     acted on yet; skipped: the positions skipped because of it. predecessor: (process, host) of a supervisor that ended
