@@ -187,11 +187,10 @@ def struck(exercise: Exercise, folder: Path, kind: Kind, planned: Planned, clean
         found, verdict, blamed = run.verdict(at)
         same = run.left() == clean.bytes if code == 0 else None
         cost = seconds - clean.seconds if code == 0 else None
-        stayed = planned.host in run.lineup()
         run.keep()
     return row(
         kind, planned, found=found, verdict=verdict, blamed=blamed, exit=code, same=same, cost=cost,
-        spared=exercise.spares > 0, stayed=stayed,
+        spared=exercise.spares > 0,
     )  # fmt: skip
 
 

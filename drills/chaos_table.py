@@ -66,16 +66,13 @@ def row(
     same: bool | None,
     cost: float | None,
     spared: bool = False,
-    stayed: bool = False,
 ) -> Row:
-    """Judge what became of a fault. spared: whether a host can take the place of another; stayed: whether this one
-    trained to the end."""
-    well = exit == OK and same is True and not (kind.replaced and spared and stayed)
+    """Judge what became of a fault. spared: whether a host can take the place of another."""
     return Row(
         planned=planned, found=found, verdict=verdict, blamed=blamed, expected=kind.blamed(planned.host),
         harmless=kind.harmless, exit=exit,
         same=same, cost=cost, verdict_right=kind.accepts(verdict, blamed, planned.host),
-        end_right=well if kind.back or spared else exit == HOST_GONE,
+        end_right=(exit == OK and same is True) if kind.back or spared else exit == HOST_GONE,
     )  # fmt: skip
 
 

@@ -64,8 +64,7 @@ class Kind:
     again after `mend`; the run must then end with the bytes of an undisturbed one, else with HOST_GONE. blames: whether
     the host is to be blamed, rather than none. harmless: whether the run may go on as if nothing had happened, without
     a verdict. words: one of them must be in a verdict, in whatever case; no words: any verdict will do. early: in a
-    step of the first quarter; replaced: a spare must take the host's place. impossible: why it cannot be done on these
-    hosts, if so.
+    step of the first quarter. impossible: why it cannot be done on these hosts, if so.
     """
 
     name: str
@@ -79,7 +78,6 @@ class Kind:
     harmless: bool = False
     words: tuple[str, ...] = ()
     early: bool = False
-    replaced: bool = False
     impossible: Callable[[Hosts], str | None] = lambda hosts: None
 
     def places(self, hosts: Sequence[str], head: str) -> list[str]:
@@ -155,7 +153,8 @@ def _slow_ranks(cluster: Cluster, host: Host) -> bool:
 
 
 def _until_replaced(cluster: Cluster, host: Host) -> None:
-    """Wait until no rank is slowed any more."""
+    """Wait until no rank is slowed any more: a spare has taken the host's place, where that pays, or the run is
+    over."""
     for thread in threading.enumerate():
         if thread.name == SLOWED:
             thread.join()
@@ -243,7 +242,7 @@ KINDS = (
     Kind("killed-rank", "SIGKILL to a rank", _signal_rank(signal.SIGKILL), words=("SIGKILL", "killed")),
     Kind("stopped-rank", "SIGSTOP to a rank, for good", _signal_rank(signal.SIGSTOP), words=STILL),
     Kind("slow-host", "all ranks of a host are stopped for four fifths of the time", _slow_ranks, _until_replaced,
-         words=("is slow",), early=True, replaced=True),
+         words=("is slow",), early=True),
     Kind("killed-agent", "SIGKILL to the agent of a host", _kill_agent, place=Place.OTHER, harmless=True,
          words=("agent", *GONE)),
     Kind("killed-supervisor", "SIGKILL to the supervisor, which is started again", _kill_supervisor,
