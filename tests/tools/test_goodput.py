@@ -9,7 +9,8 @@ import pytest
 
 from megastable.commands.goodput import app
 from megastable.report.goodput_picture import thick
-from tests.run.test_goodput import BEGIN, GROWN, GROWN_STEPS, KILLED, at, run_of, steps
+from tests.run.test_goodput import BEGIN, KILLED, at, run_of, steps
+from tests.run.test_goodput_capacity import GROWN, GROWN_STEPS
 from tests.tools.cli import call
 
 
