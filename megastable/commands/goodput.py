@@ -23,8 +23,9 @@ app = App()
     megastable goodput runs/7b --json
     """,
     more="Of a run that is going on, the account ends now; of another one, with its last sign of life. What the kinds "
-    "of time mean is in docs/goodput.md.\n\nJSON: seconds by kind, lost seconds by kind, cause, incident and host, and "
-    "all spans in order.\n\nExit codes: 0, or 2 if there is no run or no journal.",
+    "of time mean is in docs/goodput.md.\n\nJSON: seconds by kind, lost seconds by kind, cause, incident and host, all "
+    "spans in order, and `smaller`: the share of the capacity that was missing while it trained on fewer ranks than "
+    "wanted.\n\nExit codes: 0, or 2 if there is no run or no journal.",
 )
 def goodput(
     run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
@@ -59,7 +60,7 @@ def facts(run: Path, account: TimeAccount, problems: list[str]) -> dict[str, Any
     spans = [
         {
             "from": span.begin, "to": span.end, "kind": span.kind, "cause": span.cause, "incident": span.incident,
-            "host": span.host, "attempt": span.attempt, "between_steps": span.between,
+            "host": span.host, "attempt": span.attempt, "between_steps": span.between, "missing": span.missing,
         }
         for span in account.spans()
     ]  # fmt: skip
@@ -84,6 +85,12 @@ def _show(run: Path, account: TimeAccount, rows: int) -> None:
     table.add_section()
     table.add_row("all", duration(account.wall), f"{sum(account.seconds().values()) / wall:.2%}")
     console.print(table)
+    if smaller := account.smaller():
+        console.print(
+            f"While it trained, hosts were missing: {smaller:.2%} of what all would have done. Of their time, "
+            f"{account.goodput() - smaller:.1%} was training.",
+            soft_wrap=True,
+        )
     lost = sorted(account.lost().items(), key=lambda entry: -entry[1][0])
     if lost and rows:
         table = Table("lost to", "as", "incident", "host", "times", "", "share")

@@ -55,13 +55,10 @@ class Metrics:
 class _Latest(Collector):
     def __init__(self) -> None:
         self.status: Status | None = None
-        # By kind. Time that is not recorded yet may turn out to be of another kind; a counter never falls.
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}  # by kind
 
     def see(self, status: Status) -> None:
-        told = status.goodput or {}
-        for kind, seconds in told.get("seconds", {}).items():
-            self._seconds[kind] = max(seconds, self._seconds.get(kind, 0.0))
+        self._seconds = grown(self._seconds, (status.goodput or {}).get("settled", {}))
         self.status = status
 
     def collect(self) -> Iterator[Metric]:
@@ -70,6 +67,15 @@ class _Latest(Collector):
             yield from families(status)
             seconds = [((kind,), value) for kind, value in list(self._seconds.items())]
             yield _counter("seconds", "Where the time went (docs/goodput.md).", status, ["kind"], seconds)
+
+
+def grown(counters: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
+    """Counters by kind after what is told now; they never fall. Nor does their sum exceed what is told: time that turns
+    out to be of another kind, as when records come late, is not counted again."""
+    room = sum(told.values()) - sum(counters.values())
+    growth = {kind: max(0.0, seconds - counters.get(kind, 0.0)) for kind, seconds in told.items()}
+    share = min(1.0, max(0.0, room) / total) if (total := sum(growth.values())) else 0.0
+    return {**counters, **{kind: counters.get(kind, 0.0) + share * more for kind, more in growth.items()}}
 
 
 def families(s: Status) -> Iterator[Metric]:
@@ -100,6 +106,10 @@ def families(s: Status) -> Iterator[Metric]:
         "goodput_ratio": (
             "The share of all time since the run began that was training.",
             s.goodput["share"] if s.goodput else None,
+        ),
+        "missing_capacity_ratio": (
+            "The share of the wanted ranks' time that was missing while fewer of them trained.",
+            s.goodput.get("smaller") if s.goodput else None,
         ),
         "last_progress_timestamp_seconds": ("When there was the last sign of progress.", s.last_progress),
         "last_checkpoint_step": (

@@ -75,8 +75,8 @@ class Status:
     starts: of training processes. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by host,
     others are preferred to those that failed; slow: by host, those that are slow now. alert: since when and why
     automatic remedies are paused, "" if they are not. goodput: where the time went (run/goodput), None if that is not
-    known, or takes long to find out. problems:
-    what could not be read.
+    known, or takes long to find out; `settled` of it: seconds by kind of what will not change any more. problems: what
+    could not be read.
     """
 
     run: str
@@ -309,7 +309,7 @@ class RunWatch:
 
     def _goodput(self, alive: bool, now: float) -> dict[str, Any] | None:
         account = self._time.account(alive, now, READING)
-        return account.facts() if account is not None else None
+        return None if account is None else {**account.facts(), "settled": account.settled_seconds()}
 
     def _checkpoints(self) -> tuple[Checkpoint, ...]:
         """The newest committed ones, newest first."""

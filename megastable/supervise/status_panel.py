@@ -230,6 +230,8 @@ def _goodput(told: Mapping[str, Any]) -> str:
     wall = told["wall_seconds"]
     lost = sorted(((v, kind) for kind, v in told["seconds"].items() if kind != "training"), reverse=True)
     shares = [f"{kind.replace('_', ' ')} {v / wall:.1%}" for v, kind in lost[:LOSSES] if v / wall >= LEAST]
+    smaller = told.get("smaller", 0.0)
+    shares += [f"{smaller:.1%} more if no host had been missing"] if smaller >= LEAST else []
     return ", ".join([f"{told['share']:.1%} of {duration(wall)} was training", *shares])
 
 

@@ -196,7 +196,10 @@ class Supervisor:
         if not self.journal.state.under_way:
             log = str(log_of(self.run, attempt.number))
             hosts = list(attempt.names)
-            self.journal.emit(Launched(attempt=attempt.number, command=[], log=log, hosts=hosts))
+            wanted = self.gathering.wanted
+            self.journal.emit(
+                Launched(attempt=attempt.number, command=[], log=log, hosts=hosts, wanted=wanted)
+            )
         self.again = self.ranks.adopt(attempt.number).again
         self.store.begin(attempt.number)
         if predecessor is not None:
@@ -213,7 +216,10 @@ class Supervisor:
         # Journaled first: the next supervisor looks for it.
         log = str(log_of(self.run, number).relative_to(self.run.root))
         words = [*self.given, "--module", self.module, self.recipe, *self.overrides]
-        self.journal.emit(Launched(attempt=number, command=words, log=log, hosts=list(hosts)))
+        wanted = self.gathering.wanted
+        self.journal.emit(
+            Launched(attempt=number, command=words, log=log, hosts=list(hosts), wanted=wanted)
+        )
         self.journal.listen()
         self.store.begin(number)
         self.hangs.began()

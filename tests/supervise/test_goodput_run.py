@@ -69,4 +69,5 @@ def test_the_account_of_a_run_with_a_killed_rank_adds_up(supervised: Supervised)
         told["wall_seconds"], rel=0.01
     )
     shown = facts(read_status(s.run.root))["goodput"]
+    assert shown.pop("settled") == shown["seconds"]
     assert shown == account.facts()

@@ -9,13 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from megastable.base.errors import ConfigError
-from megastable.supervise.metrics import Metrics
+from megastable.run.goodput.watching import GoodputWatch
+from megastable.supervise.metrics import Metrics, grown
 from megastable.supervise.status import Status, read_status
 from tests.patience import PATIENCE
+from tests.run.test_goodput import BEGIN, at, run_of, steps
 from tests.supervise.runs import incident, journal
 
 
@@ -117,20 +121,64 @@ def test_the_seconds_of_a_run_by_kind_never_fall(status: Status) -> None:
             for name, value in found.items()
             if "megastable_seconds_total" in name
         }
-        assert told == status.goodput["seconds"]
+        assert told == status.goodput["settled"]
         assert found["megastable_goodput_ratio"] == status.goodput["share"]
-        # What is not recorded yet counted as training, and was a hang.
-        for training, hang, wanted in ((50.0, 0.0, 50.0), (20.0, 31.0, 50.0), (60.0, 31.0, 60.0)):
-            seconds = {"training": training, "hang": hang}
-            metrics.update(
-                replace(status, goodput={"share": 0.5, "wall_seconds": training + hang, "seconds": seconds})
-            )
-            assert scrape(metrics)["megastable_seconds_total|training"] == wanted
-        metrics.update(replace(status, goodput=None))
-        found = scrape(metrics)
-        assert found["megastable_seconds_total|hang"] == 31 and "megastable_goodput_ratio" not in found
     finally:
         metrics.close()
+
+
+def test_records_that_come_late_count_no_second_twice(status: Status) -> None:
+    metrics = Metrics(0)
+    try:
+        # What was unknown was training.
+        for training, unknown, wanted in ((20.0, 30.0, 20.0), (50.0, 5.0, 25.0), (90.0, 5.0, 65.0)):
+            settled = {"training": training, "unknown": unknown}
+            goodput = {"share": 0.5, "smaller": 0.1, "wall_seconds": 1e3, "seconds": {}, "settled": settled}
+            metrics.update(replace(status, goodput=goodput))
+            found = scrape(metrics)
+            assert found["megastable_seconds_total|training"] == pytest.approx(wanted)
+            assert found["megastable_missing_capacity_ratio"] == 0.1
+        metrics.update(replace(status, goodput=None))
+        found = scrape(metrics)
+        assert found["megastable_seconds_total|unknown"] == 30 and "megastable_goodput_ratio" not in found
+    finally:
+        metrics.close()
+
+
+SECONDS = st.dictionaries(st.sampled_from(["training", "hang", "unknown", "redone"]), st.floats(0, 1e6))
+
+
+@given(st.lists(SECONDS, max_size=8))
+def test_counters_never_fall_and_never_count_a_second_twice(looks: list[dict[str, float]]) -> None:
+    counters: dict[str, float] = {}
+    most = 0.0
+    for told in looks:
+        after = grown(counters, told)
+        most = max(most, sum(told.values()))
+        assert all(after[kind] >= seconds for kind, seconds in counters.items())
+        assert sum(after.values()) <= most * (1 + 1e-9) + 1e-6
+        counters = after
+
+
+def test_a_hang_that_was_unknown_for_minutes_counts_once(tmp_path: Path) -> None:
+    """Looked at every ten seconds: nobody knew, for 775 s, what the time after the last step was."""
+    rows = [*steps(1, 20, 106), *steps(21, 30, 915)]
+    events = [
+        *BEGIN,
+        at(901, "hang", attempt=1, phase="step", waited=775.0, limit=600.0, step=20, silent=[], stacks=[]),
+        at(902, "ended", attempt=1, clock=20, silent=776.0, hung=True, what="hang", host="b"),
+        at(904, "launched", attempt=2),
+        at(915, "training", step=20, cursor=0, world=2),
+    ]
+    counters: dict[str, float] = {}
+    for now in range(110, 930, 10):
+        run_of(tmp_path, [e for e in events if e["time"] <= now], [row for row in rows if row[1] <= now])
+        account = GoodputWatch(tmp_path).look(alive=True, now=now)
+        assert account is not None
+        counters = grown(counters, account.settled_seconds())
+        assert sum(counters.values()) <= account.wall + 1e-6
+    assert account is not None and counters == pytest.approx(account.settled_seconds())
+    assert counters["hang"] == 775 and "unknown" not in counters and counters["training"] == 25
 
 
 def test_two_runs_in_one_process_share_nothing(status: Status) -> None:

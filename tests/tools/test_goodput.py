@@ -10,6 +10,7 @@ import pytest
 from megastable.commands.goodput import app
 from megastable.report.goodput_picture import thick
 from tests.run.test_goodput import BEGIN, KILLED, at, run_of, steps
+from tests.run.test_goodput_capacity import GROWN, GROWN_STEPS
 from tests.tools.cli import call
 
 
@@ -32,6 +33,14 @@ def test_the_table_adds_up(run: Path, tmp_path: Path) -> None:
     assert "SIGKILL redone 1 b 1 10 s 12.50%" in lines
     short = call(app, run, "--rows", 1, cwd=tmp_path)
     assert "6 more rows: --rows 7, or --json" in short.stdout
+
+
+def test_hosts_that_were_missing_are_told(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "grown", GROWN, GROWN_STEPS)
+    done = call(app, run, "--json", "--output", "out.json", cwd=tmp_path)
+    assert json.loads(done.stdout)["smaller"] == pytest.approx(0.08)
+    told = "hosts were missing: 8.00% of what all would have done. Of their time, 32.0% was training"
+    assert told in call(app, run, cwd=tmp_path).stdout
 
 
 def test_json_holds_all_of_it_and_the_picture_is_drawn(run: Path, tmp_path: Path) -> None:

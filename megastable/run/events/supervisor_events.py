@@ -28,13 +28,15 @@ class SupervisorEvent(Event):
 
 
 class Launched(Event):
-    """log: relative to the run directory. hosts: it runs on, that of rank 0 first."""
+    """log: relative to the run directory. hosts: it runs on, that of rank 0 first; wanted: how many are to train when
+    all is well."""
 
     NAME = "launched"
     attempt: Whole
     command: Items
     log: Text
     hosts: Items = ()
+    wanted: Whole = None
 
     def words(self) -> str:
         where = f" on {', '.join(map(str, self.hosts))}" if len(self.hosts) > 1 else ""

@@ -6,6 +6,7 @@ grow, and a process that ends without being continued has redone nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from megastable.run.events.supervisor_events import (
     SupervisorEvent,
 )
 from megastable.run.events.training_events import Finished, Stopped, Training, Unstable
+from megastable.run.goodput.capacity import Capacity
 from megastable.run.goodput.process_time import ProcessTime, explains
 from megastable.run.goodput.step_times import NO_STEPS, StepTimes
 from megastable.run.goodput.time_account import Reason, TimeAccount, TimeKind, TimeLine
@@ -34,6 +36,7 @@ OF_SUPERVISOR = (
 )  # verdicts of incidents that are no work of the training
 SLACK = 2.0  # seconds by which clocks of hosts may differ: steps recorded so long after an end belong to it
 NOTHING = Reason()
+GROWS = re.compile("hosts can take part")  # a reason to stop and begin again
 PHASES = {
     "evaluate": TimeKind.EVALUATION, "checkpoint": TimeKind.CHECKPOINTING, "rewind": TimeKind.RECOVERY,
     "examine samples": TimeKind.RECOVERY, "starting": TimeKind.START_UP,
@@ -64,6 +67,9 @@ class Lifecycle:
         self._launched = False  # whether processes are starting
         self._pause = 0.0  # until when a restart is put off
         self._took_over: float | None = None  # when a supervisor found the process that trains
+        self._capacity = Capacity()
+        self._lineup = 0  # hosts of the newest attempt
+        self._shrunk = NOTHING  # why the newest attempt on fewer hosts has fewer
         self._reasons: dict[int, Reason] = {}  # of incidents of the training
         self._alert: dict[int, tuple[str, str]] = {}  # verdict and cause of incidents
 
@@ -84,6 +90,9 @@ class Lifecycle:
                 self._wait(moment)
                 self.attempt = event.attempt or self.attempt + 1
                 self._kind, self._launched = TimeKind.START_UP, True
+                self._shrunk = self._why if len(event.hosts) < self._lineup else self._shrunk
+                self._lineup = len(event.hosts)
+                self._capacity.launched(event)
             case Training():
                 self._training(event, moment)
             case Finished() | Stopped() | Unstable() | Handover():
@@ -94,6 +103,7 @@ class Lifecycle:
                 self._ended(event, moment)
             case Restart():
                 self._leave(moment)
+                self._planned(event)
                 self._wait(moment)
                 self._pause = moment + max(0.0, event.delay or 0.0)
                 self._kind = TimeKind.START_UP
@@ -105,7 +115,17 @@ class Lifecycle:
 
     # Events
 
+    def _planned(self, event: Restart) -> None:
+        """What stopped in good order begins again: the reason of that is the cause of its stop."""
+        if self._why.cause != "stopped" or not event.reason:
+            return
+        self._why.cause = event.reason
+        if GROWS.search(event.reason):
+            self._why.cause = "growing"
+            self._why.incident, self._why.host = self._shrunk.incident, self._shrunk.host
+
     def _supervisor(self, event: SupervisorEvent, moment: float) -> None:
+        self._capacity.started(event)
         if event.what == "ended":
             self._leave(moment)
             self._wait(moment)
@@ -138,20 +158,21 @@ class Lifecycle:
             self._kind = TimeKind.START_UP
         self._wait(moment)
         step, self._launched = event.step or 0, False
-        self.process = ProcessTime(self.attempt, NOTHING, self._why, self.done, step, self._reasons)
+        missing = self._capacity.missing(event.world or 0)
+        self.process = ProcessTime(self.attempt, NOTHING, self._why, self.done, step, self._reasons, missing)
         self._took_over = None
 
     def _goodbye(self, event: Event, moment: float) -> None:
         if self.process is None:
             return
-        kind = TimeKind.CHECKPOINTING if isinstance(event, Stopped) else None
-        reached = whole(event.get("steps" if isinstance(event, Finished) else "step")) or 0
-        self._close(moment, kind, 0, reached)
         cause = {"stopped": "stopped", "finished": "complete", "handover": "hand-over"}.get(
             event.event, "unstable"
         )
         number = whole(event.get("number"))
         self._why = Reason(cause, number if not isinstance(event, Finished | Stopped) else None)
+        kind = TimeKind.CHECKPOINTING if isinstance(event, Stopped) else None
+        reached = whole(event.get("steps" if isinstance(event, Finished) else "step")) or 0
+        self._close(moment, kind, 0, reached, self._why)
         self._kind = TimeKind.ENDING if self.supervised else TimeKind.NOT_RUNNING
 
     def _hang(self, event: Hang, moment: float) -> None:
@@ -192,6 +213,7 @@ class Lifecycle:
 
     def _hosts(self, event: HostsAwaited, moment: float) -> None:
         self._leave(moment)
+        self._capacity.awaited(event)
         if event.hosts:
             self._kind = TimeKind.HOSTS
             self._awaited = ", ".join(map(str, event.hosts))
@@ -220,9 +242,12 @@ class Lifecycle:
         assert self.line is not None
         return self.steps.between(self.line.end - 0.01, until + SLACK)
 
-    def _close(self, until: float, tail: TimeKind | None, clock: int, reached: int = 0) -> None:
+    def _close(
+        self, until: float, tail: TimeKind | None, clock: int, reached: int = 0, why: Reason | None = None
+    ) -> None:
         """The process that trains ended. clock: the farthest step that it had done when it was lost; reached: when it
-        ended in good order, so with all of its records written: what is missing of them is unknown time."""
+        ended in good order, so with all of its records written: what is missing of them is unknown time. why: what
+        the tail is charged to."""
         assert self.process is not None and self.line is not None
         process, self.process = self.process, None
         self._name()
@@ -230,9 +255,11 @@ class Lifecycle:
         steps = self._of_process(until)
         if not len(steps.step):
             began = max(clock, reached, process.told()) > process.step
-            tail = None if began else TimeKind.START_UP
+            tail, why = None if began else TimeKind.START_UP, None
         self.done = max(
-            self.done, reached, process.put(self.line, steps, max(until, self.line.end), tail, clock)
+            self.done,
+            reached,
+            process.put(self.line, steps, max(until, self.line.end), tail, clock, why),
         )
 
     def _leave(self, moment: float) -> None:
@@ -281,9 +308,10 @@ class Lifecycle:
             return None
         other = Lifecycle()
         other.__dict__ |= self.__dict__
-        other.line = self.line.copy()
+        other.line, settled = self.line.copy(), self.line.end
         if self.process is not None:
             told = progress or {}
+            settled = max([settled, *self._of_process(now).time[-1:].tolist()])
             other.process = replace(self.process, events=list(self.process.events))
             step, last = whole(told.get("step")), real(told.get("time"))
             tail = PHASES.get(str(told.get("phase")))
@@ -297,7 +325,7 @@ class Lifecycle:
         other._wait(now)
         other._name()
         assert other.line is not None
-        return other.line.account()
+        return other.line.account(min(settled, other.line.end))
 
 
 def _before(event: Event) -> float:

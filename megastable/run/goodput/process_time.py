@@ -28,7 +28,7 @@ class ProcessTime:
     """One training process. reason, attempt: of what is charged to nothing else; blame: why its steps are done again,
     as far as an earlier process had done them; done: the farthest step done before it.
 
-    reasons: by number, of incidents of the training.
+    reasons: by number, of incidents of the training. missing: the share of the wanted ranks that it lacked.
     """
 
     attempt: int
@@ -37,17 +37,20 @@ class ProcessTime:
     done: int
     step: int
     reasons: dict[int, Reason]
+    missing: float = 0.0
     events: list[Event] = field(default_factory=list)
 
     def put(
-        self, line: TimeLine, steps: StepTimes, until: float, tail: TimeKind | None = None, clock: int = 0
-    ) -> int:
+        self, line: TimeLine, steps: StepTimes, until: float, tail: TimeKind | None = None, clock: int = 0,
+        why: Reason | None = None,
+    ) -> int:  # fmt: skip
         """Account for the process from `line.end` to `until`. tail: the kind of the time after its last step, if
-        nothing else explains it; clock: the farthest step that it is known to have done, recorded or not.
+        nothing else explains it, charged to `why`; clock: the farthest step that it is known to have done, recorded or
+        not.
 
         Returns the farthest step done.
         """
-        begin, plain = line.end, line.charge(self.reason, self.attempt)
+        begin, plain = line.end, line.charge(self.reason, self.attempt, self.missing)
         count = len(steps.step)
         ends = np.clip(np.maximum.accumulate(steps.time), begin, until)
         before = np.r_[begin, ends]  # [count + 1] where the time between two steps begins
@@ -78,7 +81,9 @@ class ProcessTime:
             gap_charges[-1] = plain if clock > far else gap_charges[0]
         turns = np.flatnonzero(np.diff(steps.step) <= 0) + 1  # the steps after a rewind
         gaps[turns] = CODE[TimeKind.RECOVERY]
-        changes = self._events(line, steps, before, np.append(begins, until), gaps, gap_charges, plain, tail)
+        changes = self._events(
+            line, steps, before, np.append(begins, until), gaps, gap_charges, plain, tail, why
+        )
         if last < far < clock:  # the first of them were done before
             share = (far - last) / (clock - last)
             gaps[-1], gap_charges[-1] = CODE[TimeKind.REDONE], gap_charges[0]
@@ -117,7 +122,7 @@ class ProcessTime:
 
     def _events(
         self, line: TimeLine, steps: StepTimes, begins: npt.NDArray[Any], ends: npt.NDArray[Any],
-        gaps: npt.NDArray[Any], charges: npt.NDArray[Any], plain: int, tail: TimeKind | None,
+        gaps: npt.NDArray[Any], charges: npt.NDArray[Any], plain: int, tail: TimeKind | None, why: Reason | None,
     ) -> list[tuple[float, int, int, float]]:  # fmt: skip
         """Explain the gaps by the events in them. Returns evaluations: changes (at, kind, charge, order)."""
         evaluations: list[tuple[int, float, float]] = []
@@ -148,6 +153,7 @@ class ProcessTime:
                         charges[n] = line.charge(self._why(event), self.attempt)
         if tail is not None and gaps[-1] in short:
             gaps[-1] = CODE[tail]
+            charges[-1] = charges[-1] if why is None else line.charge(why, self.attempt)
         changes = []
         for n, low, high in evaluations:
             changes.append((low, int(CODE[TimeKind.EVALUATION]), plain, 2 * n + 0.5))

@@ -52,15 +52,18 @@ class Reason:
 
 
 class Charge(NamedTuple):
-    """What a second is charged to: a reason, and the attempt in which it passed (0: none)."""
+    """What a second is charged to: a reason, and the attempt in which it passed (0: none). missing: the share of the
+    wanted ranks without which that attempt trained."""
 
     reason: Reason
     attempt: int
+    missing: float = 0.0
 
 
 @dataclass(frozen=True)
 class TimeSpan:
-    """Seconds of one kind, from `begin` to `end` (unix seconds). between: of which seconds lay between its steps."""
+    """Seconds of one kind, from `begin` to `end` (unix seconds). between: of which seconds lay between its steps;
+    missing: as of `Charge`."""
 
     begin: float
     end: float
@@ -70,6 +73,7 @@ class TimeSpan:
     host: str
     attempt: int
     between: float = 0.0
+    missing: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -79,12 +83,14 @@ class TimeSpan:
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """at: [n + 1] instants, rising; kind: [n] codes of `KINDS`; charge: [n] indices into `charges`."""
+    """at: [n + 1] instants, rising; kind: [n] codes of `KINDS`; charge: [n] indices into `charges`. settled: up to when
+    it will not change any more, None: all of it."""
 
     at: npt.NDArray[np.float64]
     kind: npt.NDArray[np.int8]
     charge: npt.NDArray[np.int32]
     charges: tuple[Charge, ...]
+    settled: float | None = None
 
     @property
     def begin(self) -> float:
@@ -99,19 +105,30 @@ class TimeAccount:
         """Seconds from the first instant to the last."""
         return self.end - self.begin
 
-    def seconds(self) -> dict[TimeKind, float]:
-        """Seconds of every kind."""
-        found = np.bincount(self.kind, np.diff(self.at), len(KINDS))
+    def seconds(self, until: float = np.inf) -> dict[TimeKind, float]:
+        """Seconds of every kind, of all or up to an instant."""
+        found = np.bincount(self.kind, np.diff(np.minimum(self.at, until)), len(KINDS))
         return {kind: float(found[code]) for code, kind in enumerate(KINDS)}
 
     def goodput(self) -> float:
         """The share of the wall time that was training; 0 of an empty account."""
         return self.seconds()[TimeKind.TRAINING] / self.wall if self.wall else 0.0
 
+    def smaller(self) -> float:
+        """The capacity that was missing while steps were trained on fewer ranks than wanted, as a share of what all of
+        them could have done in the wall time. Of one that trained all the time on half of its ranks it is 0.5."""
+        trained = np.where(self.kind == CODE[TimeKind.TRAINING], np.diff(self.at), 0.0)
+        missing = np.array([charge.missing for charge in self.charges])
+        return float(trained @ missing[self.charge]) / self.wall if self.wall else 0.0
+
     def facts(self) -> dict[str, Any]:
-        """For summary.json and programs: `share` of the wall time that was training, and seconds by kind."""
-        seconds = {kind.value: round(value, 3) for kind, value in self.seconds().items() if value}
-        return {"share": self.goodput(), "wall_seconds": round(self.wall, 3), "seconds": seconds}
+        """For summary.json and programs: `share` of the wall time that was training, `smaller`, and seconds by kind."""
+        facts = {"share": self.goodput(), "smaller": self.smaller(), "wall_seconds": round(self.wall, 3)}
+        return {**facts, "seconds": _told(self.seconds())}
+
+    def settled_seconds(self) -> dict[str, float]:
+        """Seconds by kind, of what will not change any more: for counters."""
+        return _told(self.seconds(self.end if self.settled is None else self.settled))
 
     def lost(self) -> dict[tuple[TimeKind, str, int | None, str], tuple[float, int]]:
         """Seconds, and the number of spans, by kind, cause, incident and host; training and what is charged to nothing
@@ -132,7 +149,7 @@ class TimeAccount:
         if not len(real):
             yield from self._bare(0, len(length))
             return
-        told = [(r.cause, r.incident, r.host, attempt) for r, attempt in self.charges]
+        told = [(r.cause, r.incident, r.host, attempt, missing) for r, attempt, missing in self.charges]
         same = {content: n for n, content in enumerate(told)}
         charge = np.array([same[content] for content in told])[self.charge[real]]
         key = self.kind[real].astype(np.int64) * len(told) + charge
@@ -153,10 +170,10 @@ class TimeAccount:
                 yield self._span(n, n + 1)
 
     def _span(self, first: int, end: int) -> TimeSpan:
-        reason, attempt = self.charges[int(self.charge[first])]
+        reason, attempt, missing = self.charges[int(self.charge[first])]
         return TimeSpan(
             float(self.at[first]), float(self.at[end]), KINDS[int(self.kind[first])], reason.cause, reason.incident,
-            reason.host, attempt,
+            reason.host, attempt, missing=missing,
         )  # fmt: skip
 
 
@@ -174,9 +191,9 @@ class TimeLine:
         other.end, other._parts, other._charges = self.end, list(self._parts), list(self._charges)
         return other
 
-    def charge(self, reason: Reason, attempt: int) -> int:
+    def charge(self, reason: Reason, attempt: int, missing: float = 0.0) -> int:
         """The index of a new charge."""
-        self._charges.append(Charge(reason, attempt))
+        self._charges.append(Charge(reason, attempt, missing))
         return len(self._charges) - 1
 
     def until(self, moment: float, kind: TimeKind, charge: int) -> None:
@@ -194,10 +211,18 @@ class TimeLine:
             self._parts.append((np.clip(at, self.end, moment), kind, charge))
             self.end = moment
 
-    def account(self) -> TimeAccount:
-        """What was built so far."""
+    def account(self, settled: float | None = None) -> TimeAccount:
+        """What was built so far. settled: up to when it will not change any more."""
         parts = list(zip(*self._parts, strict=True)) or [(), (), ()]
         at, kind, charge = (np.concatenate([np.empty(0), *part]) for part in parts)
         return TimeAccount(
-            np.append(at, self.end), kind.astype(np.int8), charge.astype(np.int32), tuple(self._charges)
+            np.append(at, self.end),
+            kind.astype(np.int8),
+            charge.astype(np.int32),
+            tuple(self._charges),
+            settled,
         )
+
+
+def _told(seconds: dict[TimeKind, float]) -> dict[str, float]:
+    return {kind.value: round(value, 3) for kind, value in seconds.items() if value}
