@@ -106,7 +106,8 @@ class Ring:
 
     def _spare_memory(self) -> dict[str, Tensor]:
         """That of a point that is gone, and not lent if there is another."""
-        lent = self._loan.snapshot.tensors if self._loan is not None else None
+        loan = self._loan
+        lent = loan.snapshot.tensors if loan is not None and not loan.returned.is_set() else None
         free = [i for i, tensors in enumerate(self._spare) if tensors is not lent]
         if free:
             return self._spare.pop(free[0])
