@@ -118,3 +118,166 @@ def test_killed_ranks_resume_from_their_hosts_memory(corpus: Path, tmp_path: Pat
     assert (resumed["step"], resumed["origin"]) == (POINT, "memory")
     assert identical(straight, run / f"checkpoints/step-{END}") == 6
     assert not (tmp_path / "host-0").exists() or not any((tmp_path / "host-0").iterdir())  # at the end
+
+
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, hosts
+    "zero1-dp2": (2, 2, {}),
+    "zero2-dp4": (4, 2, {"parallel": {"zero": 2}}),
+    "zero3-dp3": (3, 3, {"parallel": {"zero": 3}}),
+    "tp2-dp2": (4, 2, {"parallel": {"tensor": 2}}),
+    "pp2-tied": (4, 3, {"parallel": {"pipeline": 2}, "model": {"tied": True}}),
+    "muon": (2, 2, {"optimizer": {"name": "muon"}}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_lost_host_takes_nothing_with_it(name: str, corpus: Path, tmp_path: Path) -> None:
+    ranks, count, parts = LAYOUTS[name]
+    model = dict(tiny(corpus, tmp_path).model) | parts.pop("model", {})
+    batch = {"steps": END, "global_batch": 24, "micro_batch": 2, "eval_samples": 24, "eval_interval": 0}
+
+    def of(run: str, copies: str = "always") -> RunConfig:
+        return recipe(corpus, tmp_path / run, copies, model=model, train=batch, **parts)
+
+    hosts = memories(tmp_path, count, ranks)
+    assert len(set(hosts)) == count
+    run_ranks(ranks, train, of("clean", "never"), hosts, False)
+    killed(ranks, of("run"), hosts)
+    run, lost = tmp_path / "run", Path(hosts[-1])
+    assert {p.rank for host in set(hosts) - {str(lost)} for p in held(host, run)} == set(range(ranks))
+    shutil.rmtree(lost)
+    lost.mkdir()  # a spare, or the same host after a power cut
+    spoil_checkpoints(run)
+    answers = run_ranks(ranks, train, of("run"), hosts, False)
+    assert [a["code"] for a in answers] == [0] * ranks
+    (resumed,) = events(run, "resumed")
+    assert (resumed["step"], resumed["origin"]) == (POINT, "memory")
+    assert identical(tmp_path / f"clean/checkpoints/step-{END}", run / f"checkpoints/step-{END}") == 3 * ranks
+    # What was sent has arrived, all of it, and is what was written; one point of four steps each.
+    assert sum(a["sent"] for a in answers) == sum(a["received"] for a in answers) > 0
+    assert [a["sent"] for a in answers] == [a["written"] for a in answers]
+    assert all(a["begun"] == [16, 20] for a in answers)
+
+
+def one_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_wrong_byte_is_found(hosts: int, corpus: Path, tmp_path: Path) -> None:
+    """Another copy is taken; where there is none, the checkpoint."""
+    config, at = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, hosts, 2)
+    killed(2, config, at)
+    folder = MemoryFolder(Path(at[0]), run)
+    one_byte(folder.point(folder.held()[0].key) / "rank-00000.safetensors")
+    assert all(a["code"] == 0 for a in run_ranks(2, train, config, at, False))
+    (resumed,) = events(run, "resumed")
+    assert (resumed["step"], resumed["origin"]) == ((10, "checkpoint") if hosts == 1 else (POINT, "memory"))
+    assert [e["reason"] for e in events(run, "memory_refused")] == (
+        ["rank-00000.safetensors: the hash of the copy here is wrong"] if hosts == 1 else []
+    )
+
+
+def journal(run: Path, **event: Any) -> None:
+    with (run / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"time": time.time(), **event}) + "\n")
+
+
+def lose_the_journal(run: Path) -> None:
+    lines = (run / "journal.jsonl").read_text().splitlines()
+    (run / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines if '"training"' not in line))
+
+
+def convict(run: Path) -> None:
+    from megastable.checkpoint import markers
+
+    markers.convict(run / "checkpoints/step-10", "bad")
+
+
+OUTDATED: dict[str, tuple[Callable[[Path], object], str, int]] = {
+    "rewound": (lambda run: journal(run, event="memory_dropped", step=10, epoch=1), "was rewound", 10),
+    "in mid-incident": (
+        lambda run: journal(run, event="incident", what="opened", onset=11, policy={}), "an incident was open", 10
+    ),
+    "another lineage": (
+        lambda run: journal(run, event="training", step=10, cursor=80, world=2), "gone on from step 10", 10
+    ),
+    "another run": (lose_the_journal, "earlier run in this directory", 10),
+    "handover": (
+        lambda run: journal(run, event="handover", step=14, before=11, policy={}), "was handed over", 10
+    ),
+    "convicted": (convict, "was convicted", 5),
+    "tried often": (
+        lambda run: [
+            journal(run, event="memory_resume", step=POINT, lineage=key(run).lineage, epoch=0) for _ in range(2)
+        ],
+        "restored from it 2 times", 10,
+    ),
+}  # fmt: skip
+
+
+def key(run: Path) -> PointKey:
+    return held(str(run.parent / "host-0"), run)[0].key
+
+
+@pytest.mark.parametrize("name", OUTDATED)
+def test_what_is_outdated_is_not_used(name: str, corpus: Path, tmp_path: Path) -> None:
+    happens, why, step = OUTDATED[name]
+    config, hosts = recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}), memories(tmp_path, 1, 1)
+    killed(1, config, hosts)
+    happens(run)
+    run_ranks(1, train, config, hosts, False)
+    (refused,) = events(run, "memory_refused")
+    assert refused["step"] == POINT and why in refused["reason"]
+    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(step, "checkpoint")]
+
+
+def test_a_rewind_invalidates_later_points_at_once(corpus: Path, tmp_path: Path) -> None:
+    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 2, 2)
+    killed(2, config, hosts, "rewound")
+    assert not [part for host in hosts for part in held(host, run)]
+    assert events(run, "memory_dropped")[0]["step"] == POINT - 2
+
+
+def test_a_new_run_in_an_old_directory_begins_anew(corpus: Path, tmp_path: Path, straight: Path) -> None:
+    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 1, 2)
+    killed(2, config, hosts)
+    shutil.rmtree(run)
+    run_ranks(2, train, config, hosts, False)
+    assert not events(run, "resumed") and len(events(run, "memory_refused")) == 1
+    assert identical(straight, run / f"checkpoints/step-{END}") == 6
+
+
+def test_a_host_that_returns_with_old_memory_loses(corpus: Path, tmp_path: Path) -> None:
+    config, hosts = recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}), memories(tmp_path, 2, 2)
+    killed(2, config, hosts)
+    shutil.copytree(hosts[1], tmp_path / "old")
+    run_ranks(2, train, config, hosts, False)  # to the end, step 20, of which there is a checkpoint
+    longer = recipe(corpus, run, checkpoint={"interval": 5}, train=dict(config.train) | {"steps": END + 5})
+    shutil.copytree(tmp_path / "old", hosts[1], dirs_exist_ok=True)
+    run_ranks(2, train, longer, hosts, False)
+    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(15, "checkpoint"), (20, "checkpoint")]
+
+
+def test_fewer_ranks_take_the_parts_of_more(corpus: Path, tmp_path: Path) -> None:
+    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 2, 2)
+    killed(2, config, hosts)
+    spoil_checkpoints(run)
+    assert run_ranks(1, train, config, hosts[:1], False)[0]["code"] == 0  # the second host is gone
+    (resumed,), (reshaped,) = events(run, "resumed"), events(run, "reshaped")
+    assert (resumed["step"], resumed["origin"]) == (POINT, "memory") and reshaped["new"]["data"] == 1
+
+
+def test_both_copies_lost_is_a_start_from_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 3, 3)
+    config = recipe(corpus, run, train=dict(config.train) | {"global_batch": 12})
+    killed(3, config, hosts)
+    for host in hosts[1:]:
+        shutil.rmtree(host)
+        Path(host).mkdir()
+    run_ranks(3, train, config, hosts, False)
+    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(10, "checkpoint")]
+    (refused,) = events(run, "memory_refused")
+    assert refused["reason"] == "no host holds the part of rank 1"
