@@ -146,7 +146,7 @@ class Start:
         self.state = saved.model_copy(update=known)
         self.log.emit(
             Resumed(step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=changes, origin=origin),
-            say=f"resumed from {found} at step {saved.step}",
+            say=f"resumed from {'the memory of the hosts' if origin == 'memory' else found} at step {saved.step}",
         )
 
     def _changed_since(self, found: Path) -> list[str]:

@@ -258,7 +258,7 @@ def test_a_host_that_returns_with_old_memory_loses(corpus: Path, tmp_path: Path)
     longer = recipe(corpus, run, checkpoint={"interval": 5}, train=dict(config.train) | {"steps": END + 5})
     shutil.copytree(tmp_path / "old", hosts[1], dirs_exist_ok=True)
     run_ranks(2, train, longer, hosts, False)
-    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(15, "checkpoint"), (20, "checkpoint")]
+    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(POINT, "memory"), (END, "checkpoint")]
 
 
 def test_fewer_ranks_take_the_parts_of_more(corpus: Path, tmp_path: Path) -> None:
