@@ -211,8 +211,8 @@ class Trainer:
         return OK
 
     def _votes(self) -> tuple[float, ...]:
-        """What this rank wants all of them to do after the step: stop, read the skip ledger again; and how far its parts
-        of a checkpoint and of a copy in memory are."""
+        """What this rank wants all of them to do after the step: stop, read the skip ledger again; and how far its part
+        of a checkpoint is, and of a copy in memory."""
         return (
             float(self.stop.wanted),
             float(self.heart.more_skips),

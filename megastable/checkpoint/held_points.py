@@ -54,7 +54,11 @@ class HeldPart(BaseModel):
 
     @model_validator(mode="after")
     def _has_its_own_files(self) -> Self:
-        if not set(names_of(self.rank)) <= self.files.keys() <= {*names_of(self.rank), *every_name(self.rank)}:
+        if (
+            not set(names_of(self.rank))
+            <= self.files.keys()
+            <= {*names_of(self.rank), *every_name(self.rank)}
+        ):
             raise ValueError(f"rank {self.rank} has no files such as {sorted(self.files)}")
         return self
 
@@ -124,5 +128,9 @@ def _assembled(key: PointKey, held: Sequence[Sequence[HeldPart]]) -> Complete | 
     missing = sorted(set(range(world)) - parts.keys())
     if missing or len(parts) != world:
         some = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-        return f"no host holds the part of rank {some}" if missing else "it has parts of ranks that there are not"
+        return (
+            f"no host holds the part of rank {some}"
+            if missing
+            else "it has parts of ranks that there are not"
+        )
     return Complete(key, parts, hosts)

@@ -30,7 +30,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
-class Seen:
+class MemoryView:
     """What a rank sees of its host's memory. problem: why it is of no use; exists: whether it holds a folder of the
     run; listens: the address that others can reach."""
 
@@ -44,7 +44,9 @@ class MemoryHosts:
     """folder: of this host, open. hosts: of every rank, the number of its memory. partner: the rank that keeps a copy
     of this one's points, None if there is no other host. copying: whether copies are wanted."""
 
-    def __init__(self, config: MemoryCopyConfig, folder: MemoryFolder, seen: list[Seen], copying: bool) -> None:
+    def __init__(
+        self, config: MemoryCopyConfig, folder: MemoryFolder, seen: list[MemoryView], copying: bool
+    ) -> None:
         self.config, self.folder, self.copying = config, folder, copying
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         names = list(dict.fromkeys(s.memory for s in seen))
@@ -54,7 +56,7 @@ class MemoryHosts:
         self.clients = [rank for rank, at in enumerate(partners(self.hosts)) if at == self.rank]
         self.token = first(lambda: secrets.token_hex(16))
         self.server = MemoryServer(folder, seen[self.rank].listens, self.token)
-        self._addresses = gathered((self.server.address, self.server.port))
+        self._addresses: list[tuple[str, int]] = gathered((self.server.address, self.server.port))
 
     @property
     def local(self) -> list[int]:
@@ -71,7 +73,8 @@ class MemoryHosts:
 
     def connect(self, rank: int) -> MemoryClient:
         """To the server of another rank. Raises OSError."""
-        return MemoryClient(*self._addresses[rank], self.token)
+        address, port = self._addresses[rank]
+        return MemoryClient(address, port, self.token)
 
     def held(self) -> list[list[HeldPart]]:
         """By host, the parts in its memory. Collective."""
@@ -137,8 +140,8 @@ class MemoryHosts:
             budget = given * GIB * len(ranks) if given is not None else SHARE * least
             if wanted > min(budget, least):
                 return (
-                    f"copies of points take {wanted / GIB:.2f} GiB on the host of rank {ranks[0]}, and there is room for "
-                    f"{min(budget, least) / GIB:.2f} (stability.snapshots.copies.memory_gib)"
+                    f"copies of points take {wanted / GIB:.2f} GiB on the host of rank {ranks[0]}, and there is "
+                    f"room for {min(budget, least) / GIB:.2f} (stability.snapshots.copies.memory_gib)"
                 )
         return ""
 
@@ -162,10 +165,10 @@ def open_memory(config: MemoryCopyConfig, run: Path, supervised: bool) -> tuple[
         return None, ""
     folder = MemoryFolder(base := Path(os.path.expandvars(config.folder)), run)
     try:
-        mine = Seen(memory_of(base), "", folder.root.is_dir(), _own_address())
+        mine = MemoryView(memory_of(base), "", folder.root.is_dir(), _own_address())
     except OSError as error:
-        mine = Seen("", str(error), False, LOOPBACK)
-    seen: list[Seen] = gathered(mine)
+        mine = MemoryView("", str(error), False, LOOPBACK)
+    seen: list[MemoryView] = gathered(mine)
     several = len({s.memory for s in seen}) > 1
     copying = config.mode == "always" or (supervised and several)
     if not copying and not any(s.exists for s in seen):
@@ -173,13 +176,13 @@ def open_memory(config: MemoryCopyConfig, run: Path, supervised: bool) -> tuple[
     problem = mine.problem
     if several and ip_address(mine.listens).is_loopback:  # rank 0's host may know itself by that
         other = next((s.listens for s in seen if not ip_address(s.listens).is_loopback), LOOPBACK)
-        mine = Seen(mine.memory, mine.problem, mine.exists, _towards(other) or LOOPBACK)
+        mine = MemoryView(mine.memory, mine.problem, mine.exists, _towards(other) or LOOPBACK)
     try:
         if not problem:
             folder.open()
     except OSError as error:
         problem = str(error)
-    everyone: list[tuple[Seen, str]] = gathered((mine, problem))
+    everyone: list[tuple[MemoryView, str]] = gathered((mine, problem))
     if problem := next((p for _, p in everyone if p), ""):
         folder.close()
         return None, problem

@@ -62,7 +62,7 @@ class Pace:
         self._due += count / self._rate
 
 
-class _Connection:
+class _MemoryPeer:
     def __init__(self, s: socket.socket) -> None:
         wire.prepare(s)
         s.settimeout(SECONDS)
@@ -154,7 +154,7 @@ class MemoryServer:
         self.address, self.port = address, int(self._listening.getsockname()[1])
         self.received = 0
         self.lock = threading.Lock()  # while a part is sealed, or points are invalidated
-        self._open = set[_Connection]()
+        self._open = set[_MemoryPeer]()
         threading.Thread(target=self._accept, name="memory-server", daemon=True).start()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class MemoryServer:
             threading.Thread(target=self._serve, args=(s,), name="memory-peer", daemon=True).start()
 
     def _serve(self, s: socket.socket) -> None:
-        connection = _Connection(s)
+        connection = _MemoryPeer(s)
         self._open.add(connection)
         try:
             own = wire.nonce()
@@ -197,7 +197,7 @@ class MemoryServer:
             with suppress(OSError):
                 connection.close()
 
-    def _answer(self, connection: _Connection) -> None:
+    def _answer(self, connection: _MemoryPeer) -> None:
         request = _Request.model_validate(connection.line())
         connection.socket.settimeout(SECONDS)
         try:
@@ -217,7 +217,7 @@ class MemoryServer:
         connection.send({"ok": True})
         connection.socket.settimeout(None)
 
-    def _put(self, connection: _Connection, request: _Request) -> None:
+    def _put(self, connection: _MemoryPeer, request: _Request) -> None:
         key, record = request.key, request.record
         if key is None or record is None or record.size < 0 or request.name not in every_name(request.rank):
             raise wire.WireError(f"not a file of rank {request.rank}: {request.name!r}")
@@ -244,7 +244,7 @@ class MemoryServer:
                     raise wire.WireError(f"{name} is not as it was put")
             self.folder.seal(part)
 
-    def _get(self, connection: _Connection, request: _Request) -> None:
+    def _get(self, connection: _MemoryPeer, request: _Request) -> None:
         key = request.key
         if key is None or request.name not in every_name(request.rank):
             raise wire.WireError(f"not a file of rank {request.rank}: {request.name!r}")
@@ -260,7 +260,7 @@ class MemoryClient:
     def __init__(self, host: str, port: int, token: str) -> None:
         s = socket.create_connection((host, port), timeout=SECONDS)
         try:
-            self._connection = _Connection(s)
+            self._connection = _MemoryPeer(s)
             own, theirs = wire.nonce(), str(self._connection.line(wire.GREETING).get("nonce"))
             self._connection.send({"nonce": own, "proof": wire.proof(token, "client", own, theirs)})
             answer = self._connection.line(wire.GREETING)
@@ -305,5 +305,3 @@ class MemoryClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-

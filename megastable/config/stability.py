@@ -220,8 +220,8 @@ class PolicyConfig(Section):
 
 class MemoryCopyConfig(Section):
     """Copies of the newest rewind point in the memories of two hosts, which outlive the processes (docs/clusters.md,
-    "Memory that survives a host"). A copy takes 12 bytes a parameter, at its host and at another one; while a new one is
-    made there are two."""
+    "Memory that survives a host"). A copy takes 12 bytes a parameter, at its host and at another one; while a new one
+    is made there are two."""
 
     mode: Literal["auto", "always", "never"] = "auto"
     """auto: under a supervisor, on several hosts: only then is there somebody to go on at once, and a host to lose;

@@ -43,7 +43,7 @@ class Recalled(OSError):
 
 
 @dataclass
-class _Copy:
+class _PointCopy:
     """A copy in progress. state: on rank 0 only; thread: that makes it; problem: why it failed."""
 
     key: PointKey
@@ -84,7 +84,7 @@ class MemoryCopies:
         self.hosts, self._engine, self._ring, self.log, self._recipe = hosts, engine, ring, log, recipe
         self.lineage, self._epoch, self._floor = lineage, 0, 0
         self.complete, self._world = restored, dist.get_world_size()
-        self._job: _Copy | None = None
+        self._job: _PointCopy | None = None
         self._counted = self._told = False
         self._idle = True  # all ranks, as heard in the last step
         self._client: MemoryClient | None = None
@@ -101,7 +101,9 @@ class MemoryCopies:
             return False  # that there are no points was said
         why = hosts.room(part_size(self._engine.flat_state()))
         if why:
-            self.log.emit(MemoryOff(step=step, reason=why), say=f"WARNING: no copies in the hosts' memory: {why}")
+            self.log.emit(
+                MemoryOff(step=step, reason=why), say=f"WARNING: no copies in the hosts' memory: {why}"
+            )
         return not why
 
     # By the loop
@@ -117,7 +119,7 @@ class MemoryCopies:
             return
         engine = self._engine
         key = PointKey(step=state.step, epoch=self._epoch, lineage=self.lineage)
-        self._job = _Copy(
+        self._job = _PointCopy(
             key, loan, state.model_copy() if dist.get_rank() == 0 else None, engine.flat_state(),
             engine.fp8_history(), engine.scaler,
         )  # fmt: skip
@@ -129,7 +131,11 @@ class MemoryCopies:
         job = self._job
         if job is None:
             return 1.0, 0.0, 0.0
-        return float(job.finished), float(job.finished and job.done), float(bool(job.finished and job.problem))
+        return (
+            float(job.finished),
+            float(job.finished and job.done),
+            float(bool(job.finished and job.problem)),
+        )
 
     def heard(self, idle: float, done: float, failed: float, step: int) -> None:
         """After every step, with the sums of `votes`."""
@@ -191,7 +197,7 @@ class MemoryCopies:
 
     # By the thread
 
-    def _copy(self, job: _Copy) -> None:
+    def _copy(self, job: _PointCopy) -> None:
         try:
             part = self._write(job)
             job.loan.returned.set()
@@ -210,7 +216,7 @@ class MemoryCopies:
             job.loan.returned.set()
             job.finished = True
 
-    def _write(self, job: _Copy) -> HeldPart:
+    def _write(self, job: _PointCopy) -> HeldPart:
         """Write this rank's part to its host's memory, and seal it."""
         assert self.hosts is not None
         loan, hosts, rank = job.loan, self.hosts, dist.get_rank()
@@ -248,7 +254,7 @@ class MemoryCopies:
         self.written += sum(record.size for record in files.values())
         return part
 
-    def _send(self, job: _Copy, part: HeldPart) -> None:
+    def _send(self, job: _PointCopy, part: HeldPart) -> None:
         assert self.hosts is not None
         if self.hosts.partner is None:
             return
@@ -267,5 +273,3 @@ class MemoryCopies:
             with suppress(OSError):
                 self._client.close()
             self._client = None
-
-

@@ -105,8 +105,9 @@ class Start:
         while True:
             found = checkpoints.find(lambda saved: bool(order.exchanged_since(saved)))
             if memory is not None and found is not None and checkpoints.rejected:
-                # The newest was no good: a point may be newer than the one before.
-                if self._from_memory(memory, store.step_of(found), checkpoints.standing()[1]):
+                # A point may be newer than the checkpoint before one that is no good.
+                older, (_, convicted) = store.step_of(found), checkpoints.standing()
+                if self._from_memory(memory, older, convicted):
                     return
             if found is None and memory is not None and memory.spoilt:
                 raise shared(
@@ -135,6 +136,8 @@ class Start:
         if restored is None:
             return False
         self.restored = memory.restored
+        for name in self.checkpoints.rejected if dist.get_rank() == 0 else ():
+            store.set_aside(self.run.checkpoints / name)
         self._resumed(*restored, "memory", {})
         return True
 
@@ -145,7 +148,9 @@ class Start:
         known = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
         self.state = saved.model_copy(update=known)
         self.log.emit(
-            Resumed(step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=changes, origin=origin),
+            Resumed(
+                step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=changes, origin=origin
+            ),
             say=f"resumed from {'the memory of the hosts' if origin == 'memory' else found} at step {saved.step}",
         )
 

@@ -42,9 +42,7 @@ def part(key: PointKey, rank: int, world: int, hash: str = "a") -> HeldPart:
     return HeldPart(key=key, rank=rank, world=world, files=files)
 
 
-KEYS = st.builds(
-    PointKey, step=st.integers(0, 3), epoch=st.integers(0, 1), lineage=st.sampled_from(LINEAGES)
-)
+KEYS = st.builds(PointKey, step=st.integers(0, 3), epoch=st.integers(0, 1), lineage=st.sampled_from(LINEAGES))
 PARTS = st.builds(
     part, KEYS, st.integers(0, 2), st.sampled_from([1, 2, 3, 3]), st.sampled_from(["a", "a", "a", "b"])
 )
@@ -81,7 +79,9 @@ def test_a_key_is_its_folders_name(key: PointKey) -> None:
     assert PointKey.of(key.name + "x") is None and PointKey.of("step-1") is None
 
 
-@pytest.mark.parametrize("names", [[], ["state.json"], [*names_of(0), "../../x"], [*names_of(1), "state.json"]])
+@pytest.mark.parametrize(
+    "names", [[], ["state.json"], [*names_of(0), "../../x"], [*names_of(1), "state.json"]]
+)
 def test_a_part_has_the_files_of_its_rank_and_no_others(names: list[str]) -> None:
     files: dict[str, Any] = {name: {"size": 1, "xxh3": "a"} for name in names}
     rank = 1 if "rank-00001.json" in names else 0

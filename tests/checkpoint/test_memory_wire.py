@@ -269,5 +269,3 @@ def test_a_memory_is_known_by_its_folder(tmp_path: Path) -> None:
     assert memory_of(tmp_path) == memory_of(tmp_path) != memory_of(tmp_path / "other")
     with pytest.raises(OSError):
         memory_of(tmp_path / "missing")
-
-

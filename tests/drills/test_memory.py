@@ -32,7 +32,9 @@ def events(run: Exercised, name: str) -> list[dict[str, Any]]:
 def until_step(run: Exercised, step: int) -> None:
     end = time.monotonic() + 2 * PATIENCE
     while (run.progress().get("step") or 0) < step:
-        assert run.cluster.supervisor is not None and run.cluster.supervisor.poll() is None, run.output.read_text()
+        assert run.cluster.supervisor is not None and run.cluster.supervisor.poll() is None, (
+            run.output.read_text()
+        )
         assert time.monotonic() < end, run.output.read_text()
         time.sleep(0.02)
 
@@ -40,7 +42,7 @@ def until_step(run: Exercised, step: int) -> None:
 def kept(run: Exercised, name: str) -> list[Path]:
     """What the host keeps of runs in its /dev/shm."""
     shm = Path(f"/proc/{run.hosts[name].pid}/root/dev/shm")
-    return [path for path in shm.glob("megastable-*/*/step-*/held-*.json")]
+    return list(shm.glob("megastable-*/*/step-*/held-*.json"))
 
 
 def test_a_spare_goes_on_from_the_memories_of_the_others(corpus: Path, tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_a_spare_goes_on_from_the_memories_of_the_others(corpus: Path, tmp_path:
         assert not list((run.seen / "checkpoints").glob("step-*"))  # nothing to read on the shared disk
         assert run.end() == 0, run.output.read_text()
         (resumed,) = events(run, "resumed")
-        assert resumed["origin"] == "memory" and run.lineup() == ["first", "third", "fourth"], run.output.read_text()
+        assert resumed["origin"] == "memory" and set(run.lineup()) == {"first", "third", "fourth"}
         # Points are copied while the next steps are done: at most one interval, and what the copy took, is lost.
         assert died - 2 * INTERVAL <= resumed["step"] <= died + 2
         assert not any(kept(run, name) for name in ("first", "third", "fourth"))

@@ -59,9 +59,17 @@ BEGAN = training(0, A)
         ([BEGAN, {"event": "handover", "step": 104, "before": 103}], point(), "handed over"),
         ([BEGAN, {"event": "unstable", "step": 104}], point(), "unstable"),
         ([{"event": "unstable", "step": 104}, BEGAN], point(), ""),
-        ([BEGAN, {"event": "incident", "what": "opened", "onset": 95, "policy": {}}], point(), "undid step 95"),
+        (
+            [BEGAN, {"event": "incident", "what": "opened", "onset": 95, "policy": {}}],
+            point(),
+            "undid step 95",
+        ),
         ([BEGAN, {"event": "incident", "what": "opened", "onset": 101, "policy": {}}], point(), ""),
-        ([BEGAN, {"event": "incident", "what": "rewound", "to_step": 90, "policy": {}}], point(), "undid step 91"),
+        (
+            [BEGAN, {"event": "incident", "what": "rewound", "to_step": 90, "policy": {}}],
+            point(),
+            "undid step 91",
+        ),
         ([BEGAN, *[tried(100)] * (TRIES - 1)], point(), ""),
         ([BEGAN, *[tried(100)] * TRIES], point(), f"{TRIES} times"),
         ([BEGAN, *[tried(90)] * TRIES], point(), ""),
@@ -74,7 +82,8 @@ def test_what_happened_since_decides(lines: list[dict[str, Any]], key: PointKey,
 
 @given(
     st.lists(
-        st.builds(training, st.integers(0, 9), st.sampled_from([A, B, None])) | st.builds(dropped, st.integers(0, 9)),
+        st.builds(training, st.integers(0, 9), st.sampled_from([A, B, None]))
+        | st.builds(dropped, st.integers(0, 9)),
         max_size=8,
     ),
     st.integers(0, 9),
@@ -102,7 +111,15 @@ def test_what_came_before_does_not_matter_and_undone_steps_never_return(
 
 @pytest.mark.parametrize(
     ("convicted", "bad"),
-    [([], False), ([50], False), ([80], False), ([90], True), ([100], True), ([110], False), ([50, 90], True)],
+    [
+        ([], False),
+        ([50], False),
+        ([80], False),
+        ([90], True),
+        ([100], True),
+        ([110], False),
+        ([50, 90], True),
+    ],
 )
 def test_a_point_after_a_convicted_checkpoint_is_tainted(convicted: list[int], bad: bool) -> None:
     assert bool(tainted(point(100), 80, convicted)) == bad

@@ -32,9 +32,8 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "")
     action: what rank 0 sees happen just before."""
     import torch.distributed as dist
 
-    from megastable.training import memory_copies
-    from megastable.training.heartbeat import Heartbeat  # noqa: F401
     from megastable.train import train
+    from megastable.training import memory_copies
 
     os.environ["MEMORY"] = hosts[dist.get_rank()]
     kept: list[memory_copies.MemoryCopies] = []
@@ -225,7 +224,10 @@ def key(run: Path) -> PointKey:
 @pytest.mark.parametrize("name", OUTDATED)
 def test_what_is_outdated_is_not_used(name: str, corpus: Path, tmp_path: Path) -> None:
     happens, why, step = OUTDATED[name]
-    config, hosts = recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}), memories(tmp_path, 1, 1)
+    config, hosts = (
+        recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}),
+        memories(tmp_path, 1, 1),
+    )
     killed(1, config, hosts)
     happens(run)
     run_ranks(1, train, config, hosts, False)
@@ -251,14 +253,20 @@ def test_a_new_run_in_an_old_directory_begins_anew(corpus: Path, tmp_path: Path,
 
 
 def test_a_host_that_returns_with_old_memory_loses(corpus: Path, tmp_path: Path) -> None:
-    config, hosts = recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}), memories(tmp_path, 2, 2)
+    config, hosts = (
+        recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}),
+        memories(tmp_path, 2, 2),
+    )
     killed(2, config, hosts)
     shutil.copytree(hosts[1], tmp_path / "old")
     run_ranks(2, train, config, hosts, False)  # to the end, step 20, of which there is a checkpoint
     longer = recipe(corpus, run, checkpoint={"interval": 5}, train=dict(config.train) | {"steps": END + 5})
     shutil.copytree(tmp_path / "old", hosts[1], dirs_exist_ok=True)
     run_ranks(2, train, longer, hosts, False)
-    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(POINT, "memory"), (END, "checkpoint")]
+    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [
+        (POINT, "memory"),
+        (END, "checkpoint"),
+    ]
 
 
 def test_fewer_ranks_take_the_parts_of_more(corpus: Path, tmp_path: Path) -> None:
@@ -281,3 +289,81 @@ def test_both_copies_lost_is_a_start_from_the_checkpoint(corpus: Path, tmp_path:
     assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(10, "checkpoint")]
     (refused,) = events(run, "memory_refused")
     assert refused["reason"] == "no host holds the part of rank 1"
+
+
+def failing(config: RunConfig, hosts: Sequence[str], how: str) -> dict[str, Any]:
+    """Train with a memory that is full, or with a partner that takes connections and never answers."""
+    import socket
+
+    import torch.distributed as dist
+
+    from megastable.checkpoint import memory_wire
+    from megastable.checkpoint.memory_hosts import MemoryHosts
+    from megastable.train import train
+
+    os.environ["MEMORY"] = hosts[dist.get_rank()]
+    silent = socket.create_server(("127.0.0.1", 0))
+    if how == "stalls":
+        memory_wire.SECONDS = 1000.0  # longer than the run: nobody may wait for it
+
+        def connect(self: Any, rank: int) -> Any:
+            return memory_wire.MemoryClient("127.0.0.1", silent.getsockname()[1], self.token)
+
+        MemoryHosts.connect = connect  # type: ignore[method-assign]
+    else:
+        from megastable.base import free_memory
+
+        memory_wire.free_memory = type("", (), {"free": staticmethod(lambda: 0)})  # type: ignore[assignment,misc]
+        assert free_memory.free() > 0
+    begin = time.monotonic()
+    code = train(config, Path("recipe.yaml"))
+    return {"code": code, "seconds": time.monotonic() - begin}
+
+
+@pytest.mark.parametrize("how", ["stalls", "is full"])
+def test_training_goes_on_when_a_partner(how: str, corpus: Path, tmp_path: Path, straight: Path) -> None:
+    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 2, 2)
+    answers = run_ranks(2, failing, config, hosts, how)  # which end although their threads wait
+    assert [a["code"] for a in answers] == [0, 0]
+    assert identical(straight, run / f"checkpoints/step-{END}") == 6
+    told = [event["reason"] for event in events(run, "memory_off")]
+    assert len(told) == (how == "is full") and all("no memory left for a copy" in reason for reason in told)
+
+
+def test_a_folder_that_is_not_there_is_said(corpus: Path, tmp_path: Path) -> None:
+    config = recipe(
+        corpus, run := tmp_path / "run", train=dict(recipe(corpus, tmp_path).train) | {"steps": 2}
+    )
+    run_ranks(1, train, config, [str(tmp_path / "missing")], False)
+    (event,) = events(run, "memory_off")
+    assert "missing" in event["reason"]
+
+
+def test_without_a_supervisor_nothing_is_kept_by_default(corpus: Path, tmp_path: Path) -> None:
+    parts = {"train": dict(recipe(corpus, tmp_path).train) | {"steps": 5}}
+    config, hosts = recipe(corpus, tmp_path / "run", "auto", **parts), memories(tmp_path, 2, 2)
+    assert all(not a["begun"] for a in run_ranks(2, train, config, hosts, False))
+    assert not any(path for host in hosts for path in Path(host).iterdir())
+
+
+def test_too_little_memory_is_said_once(corpus: Path, tmp_path: Path) -> None:
+    snapshots = {"interval": 4, "copies": {"mode": "always", "folder": "$MEMORY", "memory_gib": 1e-6}}
+    parts = {"train": dict(recipe(corpus, tmp_path).train) | {"steps": 9}}
+    config = recipe(corpus, run := tmp_path / "run", **parts, stability={"snapshots": snapshots})
+    assert all(not a["begun"] for a in run_ranks(2, train, config, memories(tmp_path, 2, 2), False))
+    (event,) = events(run, "memory_off")
+    assert "memory_gib" in event["reason"]
+
+
+def test_a_point_beats_a_checkpoint_before_a_damaged_one(
+    corpus: Path, tmp_path: Path, straight: Path
+) -> None:
+    """The checkpoint of step 15 is damaged: what comes before it is that of step 10, or the point of step 12."""
+    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 1, 2)
+    killed(2, config, hosts)
+    shutil.copytree(run / "checkpoints/step-10", damaged := run / "checkpoints/step-15")
+    (damaged / "state.json").write_text("{}")
+    assert all(a["code"] == 0 for a in run_ranks(2, train, config, hosts, False))
+    assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(POINT, "memory")]
+    assert (run / "checkpoints/rejected-step-15").exists()
+    assert identical(straight, run / f"checkpoints/step-{END}") == 6
