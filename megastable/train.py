@@ -169,7 +169,7 @@ class Trainer:
                 self.checkpoints.back_to(self.state)
                 continue
 
-            self.copies.heard(*copied, state.step)
+            self.copies.heard(copied, state.step)
             if self.copies.wanted(state.step) and recovery.calm:
                 if dist.get_rank() == 0:
                     self._remember()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +34,6 @@ from megastable.run.events.training_events import MemoryDropped, MemoryOff
 from megastable.run.log import RunLog
 
 log = logging.getLogger(__name__)
-
-VOTES = 3
 
 
 class Recalled(OSError):
@@ -137,8 +135,9 @@ class MemoryCopies:
             float(bool(job.finished and job.problem)),
         )
 
-    def heard(self, idle: float, done: float, failed: float, step: int) -> None:
+    def heard(self, votes: Sequence[float], step: int) -> None:
         """After every step, with the sums of `votes`."""
+        idle, done, failed = votes
         self._idle = idle == self._world
         job = self._job
         if job is None or self._counted or self.hosts is None:

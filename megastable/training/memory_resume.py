@@ -13,7 +13,7 @@ from pathlib import Path
 from megastable.base.collectives import agree, first, gathered
 from megastable.base.errors import CheckpointError, MegastableError
 from megastable.checkpoint import loading, store
-from megastable.checkpoint.held_points import Complete, PointKey, newest_complete
+from megastable.checkpoint.held_points import Complete, HeldPart, PointKey, newest_complete
 from megastable.checkpoint.memory_hosts import MemoryHosts
 from megastable.checkpoint.parts import write_manifest
 from megastable.checkpoint.shared_state import FILE
@@ -65,7 +65,7 @@ class Restoring:
             self._failed[found.key] = problem
 
     def _choose(
-        self, held: list[list[object]], newer_than: int, convicted: Collection[int]
+        self, held: list[list[HeldPart]], newer_than: int, convicted: Collection[int]
     ) -> tuple[Complete | None, dict[PointKey, str]]:
         events = list(self.run.events(*HISTORY))
 
@@ -74,7 +74,7 @@ class Restoring:
                 return AS_NEW
             return self._failed.get(key) or outdated(events, key) or tainted(key, newer_than, convicted)
 
-        return newest_complete(held, refuse)  # type: ignore[arg-type]
+        return newest_complete(held, refuse)
 
     def _refused(self, key: PointKey, reason: str) -> None:
         if reason == AS_NEW or key in self._told:

@@ -40,9 +40,9 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "")
     heard, begun = memory_copies.MemoryCopies.heard, list[int]()
     begin = memory_copies.MemoryCopies.begin
 
-    def dying(self: Any, idle: float, done: float, failed: float, step: int) -> None:
+    def dying(self: Any, votes: Any, step: int) -> None:
         kept[:] = [self]
-        heard(self, idle, done, failed, step)
+        heard(self, votes, step)
         while self._job is not None and not self._job.finished:
             time.sleep(0.005)  # however slow this machine is: the next vote says that it is done
         if dies and step == DIES:
