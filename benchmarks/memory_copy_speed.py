@@ -3,8 +3,8 @@
     python -m benchmarks.memory_copy_speed --minutes 4
 
 Two ranks train in this machine's memory, each with a folder of its own for a host, and send their points to each other
-over the loopback. Every other point is copied: the steps after it are compared with those after the point before and the
-one behind. Beside that: the processor time of the copying threads, and the bytes, against the formula.
+over the loopback. Every other point is copied: the steps after it are compared with those after the point before and
+the one behind. Beside that: the processor time of the copying threads, and the bytes, against the formula.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ VOCABULARY = 8000
 
 @dataclass
 class Measured:
-    """Of a rank. blocks: seconds of the steps after each point; copied: whether that was; cpu: seconds of the threads;
-    size: bytes of its part by the formula, sent: bytes for each copy, both of weights and moments."""
+    """Of a rank. blocks: seconds of the steps after each point; copied: whether that was; cpu: seconds of the threads,
+    took: from begin to end; size: bytes of its part by the formula, sent: bytes for each copy, both of weights and moments."""
 
     blocks: list[float] = field(default_factory=list)
     copied: list[bool] = field(default_factory=list)
@@ -143,8 +143,8 @@ def tell(ranks: list[Measured]) -> None:
           f"(95%: {cost.low:+.2f} to {cost.high:+.2f}; {len(rows)} pairs)")  # fmt: skip
     for rank, of in enumerate(ranks):
         took, cpu, sent = statistics.median(of.took), statistics.median(of.cpu), statistics.median(of.sent)
-        print(f"rank {rank}: {of.size:,} bytes by the formula, {sent:,.0f} sent, {100 * (sent / of.size - 1):+.2f} %; "
-              f"in {took:.2f} s; {cpu:.3f} s of processor in the copying thread, {1e9 * cpu / sent:.2f} s a GB")  # fmt: skip
+        print(f"rank {rank}: {of.size:,} bytes by the formula, {sent:,.0f} sent, "
+              f"{100 * (sent / of.size - 1):+.2f} %; in {took:.2f} s; {cpu:.3f} s of processor in the copying thread, {1e9 * cpu / sent:.2f} s a GB")  # fmt: skip
 
 
 if __name__ == "__main__":
