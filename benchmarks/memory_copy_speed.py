@@ -34,7 +34,8 @@ VOCABULARY = 8000
 @dataclass
 class Measured:
     """Of a rank. blocks: seconds of the steps after each point; copied: whether that was; cpu: seconds of the threads,
-    took: from begin to end; size: bytes of its part by the formula, sent: bytes for each copy, both of weights and moments."""
+    took: from begin to end, for each copy; size: bytes of its weights and moments by the formula; sent: bytes of each
+    copy."""
 
     blocks: list[float] = field(default_factory=list)
     copied: list[bool] = field(default_factory=list)
@@ -143,8 +144,11 @@ def tell(ranks: list[Measured]) -> None:
           f"(95%: {cost.low:+.2f} to {cost.high:+.2f}; {len(rows)} pairs)")  # fmt: skip
     for rank, of in enumerate(ranks):
         took, cpu, sent = statistics.median(of.took), statistics.median(of.cpu), statistics.median(of.sent)
-        print(f"rank {rank}: {of.size:,} bytes by the formula, {sent:,.0f} sent, "
-              f"{100 * (sent / of.size - 1):+.2f} %; in {took:.2f} s; {cpu:.3f} s of processor in the copying thread, {1e9 * cpu / sent:.2f} s a GB")  # fmt: skip
+        more = 100 * (sent / of.size - 1)
+        print(
+            f"rank {rank}: {of.size:,} bytes by the formula, {sent:,.0f} sent, {more:+.2f} %; in {took:.2f} s"
+        )
+        print(f"        {cpu:.3f} s of processor in the copying thread, {1e9 * cpu / sent:.2f} s a GB")
 
 
 if __name__ == "__main__":

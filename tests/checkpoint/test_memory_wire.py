@@ -22,6 +22,7 @@ from megastable.run import wire
 
 TOKEN = "secret"
 FREE = Pace(None)
+KEY = b'{"step": 1, "epoch": 0, "lineage": "0123456789abcdef"}'
 
 
 def key(step: int = 4, epoch: int = 0) -> PointKey:
@@ -172,6 +173,8 @@ def test_a_peer_that_stalls_is_given_up(here: MemoryFolder, monkeypatch: pytest.
         b"{}\n", b"null\n", b"x" * 100 + b"\n", b'{"do": "run"}\n', b'{"do": "put", "name": "../../x", "rank": 0}\n',
         b'{"do": "get", "name": "/etc/passwd", "rank": 0}\n', b'{"do": "seal"}\n',
         b'{"do": "get", "rank": 1, "name": "rank-00001.json", "key": {"step": 1, "epoch": 0, "lineage": "../.."}}\n',
+        b'{"do": "get", "rank": 1, "name": "/etc/passwd", "key": %s}\n' % KEY,
+        b'{"do": "put", "rank": 1, "name": "../x", "record": {"size": 0, "xxh3": ""}, "key": %s}\n' % KEY,
     ],
 )  # fmt: skip
 def test_nonsense_ends_the_connection_and_nothing_else(line: bytes, server: MemoryServer) -> None:
