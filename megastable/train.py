@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megastable.base import activity
 from megastable.base.collectives import first, shared
-from megastable.base.errors import OK, STOPPED, MegastableError, SpaceError
+from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, SpaceError, UnstableError
 from megastable.base.hardware import peak_tflops
 from megastable.config.tree import RunConfig
 from megastable.model.kernels import DTYPES
@@ -33,6 +33,7 @@ from megastable.training.evaluation import Evaluation
 from megastable.training.feed import Feed
 from megastable.training.heartbeat import Heartbeat
 from megastable.training.introduction import introduction
+from megastable.training.memory_copies import MemoryCopies
 from megastable.training.observer import Observer
 from megastable.training.recorder import StepRecorder, due
 from megastable.training.resume import Start
@@ -73,12 +74,16 @@ class Trainer:
             self.feed = Feed(order, loader, heart)
             self.log.emit(Training(
                 step=self.state.step, cursor=self.state.cursor, world=start.layout.world,
-                seconds=round(activity.age(), 3),
+                seconds=round(activity.age(), 3), **({} if start.memory is None else {"lineage": start.lineage}),
             ))  # fmt: skip
-            self.checkpoints.begin(self.state.step)
+            self.checkpoints.begin(self.state.step, saved=start.restored is None)
             self.recovery = Recovery(
                 c, self.engine, loader, self.run, order.skipping, self.state, self.log, heart.phase,
                 self.checkpoints.settle, start.suspects,
+            )  # fmt: skip
+            self.copies = MemoryCopies(
+                start.memory, self.engine, self.recovery.points.ring, self.log, start.frozen, start.lineage,
+                start.restored, self.state.step,
             )  # fmt: skip
             self.checkpoints.prepare()
             if self.checkpoints.rejected:
@@ -90,10 +95,13 @@ class Trainer:
         """Run to the last step, or until asked to stop. The exit code."""
         try:
             self._all_steps()
-            return self._end()
+            code = self._end()
+            self.copies.close(remove=True)
+            return code
         except MegastableError as error:
             if error.collective:  # all ranks are here: what they have begun to write is good
                 self.checkpoints.saver.finish()
+            self.copies.close(remove=isinstance(error, HandoverError | UnstableError))
             raise
         finally:
             gc.enable()
@@ -120,7 +128,7 @@ class Trainer:
                 batch.micro_batches, lr, recovery.gate(before, lr), self._votes
             )
             seconds = time.perf_counter() - begin
-            stop_votes, skip_votes, written, settled = measured.votes[:4]
+            stop_votes, skip_votes, written, settled, *copied = measured.votes[:7]
             self.stopping = stop_votes > 0
 
             # Where the run stands now, and the record of it
@@ -156,9 +164,16 @@ class Trainer:
                 feed.read_ledger(state.step, outcome.state.cursor)
             if outcome.rewound:
                 self.state = outcome.state
+                self.copies.rewound(self.state.step)
                 self._remember()
                 self.checkpoints.back_to(self.state)
                 continue
+
+            self.copies.heard(copied, state.step)
+            if self.copies.wanted(state.step) and recovery.calm:
+                if dist.get_rank() == 0:
+                    self._remember()
+                self.copies.begin(self.state)
 
             # Once in a while
             if due(COLLECT, state.step):
@@ -197,11 +212,12 @@ class Trainer:
 
     def _votes(self) -> tuple[float, ...]:
         """What this rank wants all of them to do after the step: stop, read the skip ledger again; and how far its part
-        of a checkpoint is."""
+        of a checkpoint is, and of a copy in memory."""
         return (
             float(self.stop.wanted),
             float(self.heart.more_skips),
             *self.checkpoints.saver.votes(),
+            *self.copies.votes(),
             *self.recovery.replicas.votes(self.state.step),  # the last ones
         )
 
@@ -253,6 +269,8 @@ def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> i
         if start.complete:
             steps = f"step {start.state.step} of {config.train.steps}"
             start.log.say(f"nothing to do: {steps} is already done in {run.root}")
+            if start.memory is not None:
+                start.memory.close(remove=True)
             return OK
         return Trainer(start, stop, heart).train()
 

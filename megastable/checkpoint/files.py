@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO, cast
@@ -88,8 +88,10 @@ class TensorFile:
         path: Path,
         entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
         metadata: dict[str, str] | None = None,
+        each: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self._left = path, list(reversed(entries))
+        """each: called before every block; may raise to break off."""
+        self.path, self._left, self._each = path, list(reversed(entries)), each
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         offset = 0
         for name, dtype, shape in entries:
@@ -114,6 +116,7 @@ class TensorFile:
         assert (name, tensor.dtype, tuple(tensor.shape)) == expected, f"{name}: expected {expected}"
         flat = tensor.detach().contiguous().flatten().view(torch.uint8)
         for block in flat.split(BLOCK):
+            self._each()
             self._hashing.write(block.cpu().numpy().data)
 
     def close(self) -> FileRecord:

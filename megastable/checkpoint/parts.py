@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +39,25 @@ def write_part(
     held: Sequence[tuple[Fragment, tuple[str, ...]]],
     buffers: Mapping[str, Tensor],
     random: dict[str, Any],
+    measure: Callable[[Tensor], PieceStatistics] = statistics_of,
+    each: Callable[[], None] = lambda: None,
 ) -> tuple[Files, bool]:
     """Write one rank's files; returns whether all numbers are finite.
 
     place: (rank, stage, tensor rank); held: the fragments to write, each with its kinds of tensors, from
-    buffers["GROUP/KIND"] (flat; stored as fp32, whatever their dtype is here); random: the rank's random states. Raises
-    OSError.
+    buffers["GROUP/KIND"] (flat; stored as fp32, whatever their dtype is here); random: the rank's random states;
+    measure: a piece; each: called before every block, may raise to break off. Raises OSError.
     """
     rank, stage, tensor_rank = place
     name, pieces = part_name(rank), []
     entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f, kinds in held for kind in kinds]
-    with TensorFile(folder / f"{name}.safetensors", entries) as file:
+    with TensorFile(folder / f"{name}.safetensors", entries, each=each) as file:
         for f, kinds in held:
             found: dict[str, PieceStatistics] = {}
             for kind in kinds:
                 piece = buffers[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
                 file.write(entry_name(kind, f.name), piece)
-                found[kind] = statistics_of(piece)
+                found[kind] = measure(piece)
             pieces.append(
                 ShardPiece(
                     name=f.name, dim=f.dim, sections=f.sections, shape=f.shape, start=f.start, numel=f.numel,

@@ -166,6 +166,14 @@ class WholeState:
             self._last = (key, mine.flatten())
         return self._last[1][start : start + numel]
 
+    def files(self, name: str, rank: int, size: int, start: int, numel: int) -> set[str]:
+        """The files that `read` opens for these elements."""
+        piece, by_rank = self._any(name), self._of(name)
+        if piece.dim is not None and len(by_rank) != size:
+            return {file for held in by_rank.values() for file, _ in held}
+        held = by_rank[0 if piece.dim is None else rank]
+        return {file for file, piece in held if max(start, piece.start) < min(start + numel, piece.end)}
+
     def _of(self, name: str) -> dict[int, list[tuple[str, ShardPiece]]]:
         held = self._held.get(name)
         if held is None:

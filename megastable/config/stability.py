@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -217,6 +218,24 @@ class PolicyConfig(Section):
     """Share of the rate at which the warm-up after a rewind begins."""
 
 
+class MemoryCopyConfig(Section):
+    """Copies of the newest rewind point in the memories of two hosts, which outlive the processes (docs/clusters.md,
+    "Memory that survives a host"). A copy takes 12 bytes a parameter, at its host and at another one; while a new one
+    is made there are two."""
+
+    mode: Literal["auto", "always", "never"] = "auto"
+    """auto: under a supervisor, on several hosts: only then is there somebody to go on at once, and a host to lose;
+    always: also without, and on one host, against the death of its processes."""
+    folder: Path = Path("/dev/shm")
+    """Where; variables of the environment are replaced. Memory, or a disk of the host itself."""
+    bandwidth: PositiveFloat = 0.25
+    """Most that a rank sends; 10 GB, as of 7B parameters on 8 ranks, take 40 s. [GB/s]"""
+    memory_gib: PositiveFloat | None = Field(default=None, examples=[64.0])
+    """Memory for it per rank; null: a quarter of what is free. [GiB]"""
+    days: PositiveFloat = 3.0
+    """Time after which what a run has left is removed by the next run of the same user. [days]"""
+
+
 class SnapshotConfig(Section):
     """Rewind points in host memory (recovery/snapshot.py). A rewind loses half of `interval` on average, at most
     `interval` plus the steps until detection; a copy, 12 bytes a parameter, costs about a hundredth of a step."""
@@ -227,6 +246,7 @@ class SnapshotConfig(Section):
     """Number of rewind points, the newest and ever older ones, as a slow divergence is noticed late. [snapshots]"""
     memory_gib: PositiveFloat | None = Field(default=None, examples=[64.0])
     """Host memory per rank; null: a quarter of what is free. [GiB]"""
+    copies: MemoryCopyConfig = MemoryCopyConfig()
 
 
 class HardwareConfig(Section):

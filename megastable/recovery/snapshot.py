@@ -5,12 +5,13 @@ Only copies tensors; spacing.py decides which points are kept.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from megastable.engine.hostcopy import HostCopy
+from megastable.engine.hostcopy import CopiedTensors, HostCopy
 from megastable.stability.spacing import thin
 
 
@@ -35,6 +36,15 @@ class Snapshot:
     extra: Any
 
 
+class Loan:
+    """A point that another thread reads: it waits for `copied`, reads while `recalled` is not set, and sets `returned`
+    in any case."""
+
+    def __init__(self, snapshot: Snapshot, copied: CopiedTensors) -> None:
+        self.snapshot, self.copied = snapshot, copied
+        self.recalled, self.returned = threading.Event(), threading.Event()
+
+
 class Ring:
     """The rewind points of this rank. Every rank takes, drops and restores the same steps."""
 
@@ -43,6 +53,8 @@ class Ring:
         self._kept: list[Snapshot] = []
         self._spare: list[dict[str, Tensor]] = []
         self._host = HostCopy(engine.hold_updates)
+        self._newest: CopiedTensors | None = None
+        self._loan: Loan | None = None
 
     @property
     def steps(self) -> list[int]:
@@ -73,8 +85,36 @@ class Ring:
             self._kept.remove(snapshot)
             self._spare.append(snapshot.tensors)
         source = self._engine.optimizer_state()
-        copied = self._host.copy(source, self._spare.pop() if self._spare else {})
+        copied = self._host.copy(source, self._spare_memory())
+        self._newest = copied
         self._kept.append(Snapshot(step, copied.tensors, counters or self._engine.counters(), extra))
+
+    def lend(self, step: int) -> Loan | None:
+        """The newest point, for another thread to read, if it is of `step`. One loan at a time."""
+        self.recall()
+        if not self._kept or self._kept[-1].step != step or self._newest is None:
+            return None
+        self._loan = Loan(self._kept[-1], self._newest)
+        return self._loan
+
+    def recall(self) -> None:
+        """Break the loan off: its memory is needed. Waits for the reader, who looks every few milliseconds."""
+        if self._loan is not None:
+            self._loan.recalled.set()
+            self._loan.returned.wait()
+            self._loan = None
+
+    def _spare_memory(self) -> dict[str, Tensor]:
+        """That of a point that is gone, and not lent if there is another."""
+        loan = self._loan
+        lent = loan.snapshot.tensors if loan is not None and not loan.returned.is_set() else None
+        free = [i for i, tensors in enumerate(self._spare) if tensors is not lent]
+        if free:
+            return self._spare.pop(free[0])
+        if self._spare:
+            self.recall()
+            return self._spare.pop()
+        return {}
 
     def before(self, onset: int, older: int = 0) -> Snapshot | None:
         """The newest point that no step from `onset` on has touched; `older`: skip so many, if there are."""

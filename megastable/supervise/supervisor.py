@@ -217,9 +217,7 @@ class Supervisor:
         log = str(log_of(self.run, number).relative_to(self.run.root))
         words = [*self.given, "--module", self.module, self.recipe, *self.overrides]
         wanted = self.gathering.wanted
-        self.journal.emit(
-            Launched(attempt=number, command=words, log=log, hosts=list(hosts), wanted=wanted)
-        )
+        self.journal.emit(Launched(attempt=number, command=words, log=log, hosts=list(hosts), wanted=wanted))
         self.journal.listen()
         self.store.begin(number)
         self.hangs.began()

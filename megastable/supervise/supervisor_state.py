@@ -79,7 +79,8 @@ class SupervisorState:
             case Launched():
                 self.attempt, self.under_way = int(event["attempt"]), True
                 self.lineup = tuple(map(str, event.hosts))
-                self.launched, self.widest = True, max(self.widest, len(self.lineup))
+                self.launched = True
+                self.widest = max(self.widest, len(self.lineup), event.wanted or 0)
                 self.rejected = 0
                 self.slow.clear()
                 self.since.clear()

@@ -83,17 +83,7 @@ class Checkpoints:
     def find(self, has_read: Callable[[RunState], bool] = lambda _: False) -> Path | None:
         """The newest good one that the run may resume from; None in a new run. has_read: whether one has read samples
         deferred since then: such a one is taken only if there is no other good one."""
-        first(self._clean)
-        if self.config.staging is not None:
-            self._recover(Staging(self.config.staging, self.run.root))
-        before = first(self.run.handed_over)
-        if before is not None:
-            self.log.say(f"the last process asked for a checkpoint from before step {before}")
-            first(lambda: self._only_before(before))
-        elif cut_short := first(
-            lambda: interrupted(self.run.events(Training, IncidentEvent, CheckpointSaved))
-        ):
-            first(lambda: self._leave_behind(*cut_short))
+        self.settle_leftovers()
         convicted = first(self._convicted)
         unfit = convicted | self._moved
         behind = first(lambda: self._of_which(has_read)) - unfit.keys()
@@ -109,6 +99,30 @@ class Checkpoints:
         if found is None and self.rejected:
             raise shared(CheckpointError(self._nothing_left(convicted)))
         return found
+
+    def settle_leftovers(self) -> None:
+        """Finish what the last process left undone: saves, and rewinds."""
+        first(self._clean)
+        if self.config.staging is not None:
+            self._recover(Staging(self.config.staging, self.run.root))
+        before = first(self.run.handed_over)
+        if before is not None:
+            self.log.say(f"the last process asked for a checkpoint from before step {before}")
+            first(lambda: self._only_before(before))
+        elif cut_short := first(
+            lambda: interrupted(self.run.events(Training, IncidentEvent, CheckpointSaved))
+        ):
+            first(lambda: self._leave_behind(*cut_short))
+
+    def standing(self) -> tuple[int, list[int]]:
+        """By their names and markers: the step of the newest that was not convicted, -1 if there is none, and the steps
+        of those that were. Collective."""
+
+        def look() -> tuple[int, list[int]]:
+            convicted = {int(name.removeprefix("step-")) for name in self._convicted()}
+            return max(set(self._steps()) - convicted, default=-1), sorted(convicted)
+
+        return first(look)
 
     def _of_which(self, true: Callable[[RunState], bool]) -> set[str]:
         """Names of those whose state meets the condition; not of unreadable ones, which are damaged."""
@@ -241,9 +255,9 @@ class Checkpoints:
         except MegastableError:
             return []
 
-    def begin(self, step: int) -> None:
-        """Training continues after `step`."""
-        self.last = max(self.last, step)
+    def begin(self, step: int, saved: bool = True) -> None:
+        """Training continues after `step`; saved: of which there is a checkpoint, or nothing to save."""
+        self.last = max(self.last, step) if saved else first(lambda: max(self._steps(), default=-1))
         self.saver.began = first(time.time)
         self.trend.resumed(step, first(self._unproven))
 

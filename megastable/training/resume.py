@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
+import secrets
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import megastable
-from megastable.base.collectives import agree, first
-from megastable.base.errors import ConfigError
+from megastable.base.collectives import agree, first, shared
+from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
+from megastable.checkpoint.held_points import PointKey
+from megastable.checkpoint.memory_hosts import open_memory
 from megastable.checkpoint.vitals import Vitals
 from megastable.config import deepspeed_json
 from megastable.config.lint import lint
@@ -29,11 +32,12 @@ from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
-from megastable.run.events.training_events import ConfigChanged, Resumed, Warned
+from megastable.run.events.training_events import ConfigChanged, MemoryOff, Resumed, Warned
 from megastable.run.log import RunLog
 from megastable.training.checkpoints import Checkpoints
 from megastable.training.data_order import DataOrder
 from megastable.training.heartbeat import Heartbeat
+from megastable.training.memory_resume import Restoring
 from megastable.training.probe_samples import ProbeSamples
 
 
@@ -62,6 +66,14 @@ class Start:
         self.checkpoints = Checkpoints(
             config, self.engine, run, self.log, heart.phase, self.frozen, self._vitals
         )
+        self.lineage = first(lambda: secrets.token_hex(8))
+        self.memory, problem = open_memory(
+            config.stability.snapshots.copies, run.root, supervised=heart.attempt is not None
+        )
+        if problem:
+            text = f"no copies in the hosts' memory: {problem}"
+            self.log.emit(MemoryOff(step=0, reason=problem), say=f"WARNING: {text}")
+        self.restored: PointKey | None = None
         self.changed: list[str] = changed
         self.state = store.RunState(
             order_fingerprint=corpora.order_fingerprint,
@@ -80,10 +92,29 @@ class Start:
         self._say(changed)
 
     def _resume(self) -> None:
-        """Resume from the newest good checkpoint of the run directory, if there is one."""
+        """Resume from the newest point in the hosts' memories, or from the newest good checkpoint of the run directory,
+        if there is one."""
         order, checkpoints = self.order, self.checkpoints
+        memory = None
+        if self.memory is not None:
+            memory = Restoring(self.memory, self.engine, self.run, self.log, checkpoints, order)
+            checkpoints.settle_leftovers()
+            newest, convicted = checkpoints.standing()
+            if self._from_memory(memory, newest, convicted):
+                return
         while True:
             found = checkpoints.find(lambda saved: bool(order.exchanged_since(saved)))
+            if memory is not None and found is not None and checkpoints.rejected:
+                # A point may be newer than the checkpoint before one that is no good.
+                older, (_, convicted) = store.step_of(found), checkpoints.standing()
+                if self._from_memory(memory, older, convicted):
+                    return
+            if found is None and memory is not None and memory.spoilt:
+                raise shared(
+                    CheckpointError(
+                        "the copy in the hosts' memory could not be loaded, and there is no checkpoint: start again"
+                    )
+                )
             if found is None:
                 stability = self.config.stability
                 for text in lint(self.config) if stability.enabled and stability.signs.enabled else ():
@@ -97,14 +128,30 @@ class Start:
                 break
         if later:
             order.undo(later, saved, found)
+        self._resumed(found, saved, "checkpoint", checkpoints.changes)
+
+    def _from_memory(self, memory: Restoring, newer_than: int, convicted: list[int]) -> bool:
+        """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""
+        restored = memory.restore(newer_than, convicted, self.state.layout)
+        if restored is None:
+            return False
+        self.restored = memory.restored
+        for name in self.checkpoints.rejected if dist.get_rank() == 0 else ():
+            store.set_aside(self.run.checkpoints / name)
+        self._resumed(*restored, "memory", {})
+        return True
+
+    def _resumed(self, found: Path, saved: store.RunState, origin: str, changes: dict[str, float]) -> None:
         # A start with another recipe freezes it, even if it died before its first checkpoint.
         self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
         # Every rewind point copies the state, and the engine holds FP8's history from here on.
         known = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
         self.state = saved.model_copy(update=known)
         self.log.emit(
-            Resumed(step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=checkpoints.changes),
-            say=f"resumed from {found} at step {saved.step}",
+            Resumed(
+                step=saved.step, checkpoint=found.name, cursor=saved.cursor, changes=changes, origin=origin
+            ),
+            say=f"resumed from {'the memory of the hosts' if origin == 'memory' else found} at step {saved.step}",
         )
 
     def _changed_since(self, found: Path) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -129,3 +131,41 @@ def test_no_room_no_points() -> None:
     ring = Ring(Counter(), capacity=0, interval=1)
     ring.take(1, None)
     assert ring.steps == [] and not ring.due(1)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 4])
+def test_a_lent_point_is_not_overwritten(capacity: int) -> None:
+    """A reader that takes as long as it likes: either it is asked to stop first, or its point stays as it is."""
+    engine = Counter()
+    ring = Ring(engine, capacity=capacity, interval=1)
+    for step in range(1, 4):
+        engine.advance()
+        ring.take(step, None)
+    assert ring.lend(2) is None  # only the newest
+    loan = ring.lend(3)
+    assert loan is not None
+    content = {name: t.clone() for name, t in loan.snapshot.tensors.items()}
+    wrong, recalled = list[str](), list[bool]()
+
+    def read() -> None:
+        while not loan.recalled.wait(0.001):
+            if not all(torch.equal(content[name], t) for name, t in loan.snapshot.tensors.items()):
+                wrong.append("overwritten")
+        time.sleep(0.02)  # it looks only so often
+        wrong.extend(
+            "early" for name, t in loan.snapshot.tensors.items() if not torch.equal(content[name], t)
+        )
+        recalled.append(True)
+        loan.returned.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for step in range(4, 20):
+        engine.advance()
+        if step == 10:
+            ring.forget_from(5)
+        ring.take(step, None)
+    if not recalled:
+        ring.recall()
+    thread.join()
+    assert not wrong and recalled == [True]

@@ -8,29 +8,80 @@ from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real,
 
 class Training(Event):
     """Training begins, after `step`. cursor: the next data position; world: ranks; seconds: since this process was
-    started."""
+    started. lineage: of its copies in the hosts' memories, if there are any."""
 
     NAME = "training"
     step: Whole
     cursor: Whole
     world: Whole
     seconds: Real = None
+    lineage: Text = None
 
     def words(self) -> str:
         return f"training from position {self.get('cursor')} on {self.get('world')} ranks"
 
 
 class Resumed(Event):
-    """changes: of the loaded state since it was saved, as measured: rounding."""
+    """changes: of the loaded state since it was saved, as measured: rounding. origin: "checkpoint", or "memory" of the
+    hosts; checkpoint is then the point's name."""
 
     NAME = "resumed"
     step: Whole
     checkpoint: Text
     cursor: Whole
     changes: Tree
+    origin: Text = None
 
     def words(self) -> str:
-        return f"resumed from {self.get('checkpoint')}"
+        where = "the hosts' memory" if self.get("origin") == "memory" else self.get("checkpoint")
+        return f"resumed from {where}"
+
+
+class MemoryResume(Event):
+    """The state after `step` is to be restored from the hosts' memories, a point of `lineage` and `epoch`. Journaled
+    before it is tried: one that fails with the process is not tried for ever."""
+
+    NAME = "memory_resume"
+    step: Whole
+    lineage: Text
+    epoch: Whole
+
+    def words(self) -> str:
+        return "the state is restored from the hosts' memory"
+
+
+class MemoryRefused(Event):
+    """A point in the hosts' memories is not used, newer than what is."""
+
+    NAME = "memory_refused"
+    step: Whole
+    lineage: Text
+    reason: Text
+
+    def words(self) -> str:
+        return f"the copy in the hosts' memory is not used{self.because()}"
+
+
+class MemoryDropped(Event):
+    """The run was rewound to `step`: points of later steps no longer count. epoch: how often it was."""
+
+    NAME = "memory_dropped"
+    step: Whole
+    epoch: Whole
+
+    def words(self) -> str:
+        return "later copies in the hosts' memory no longer count"
+
+
+class MemoryOff(Event):
+    """There are no copies in the hosts' memories, or this one failed; reason: why."""
+
+    NAME = "memory_off"
+    step: Whole
+    reason: Text
+
+    def words(self) -> str:
+        return f"no copy in the hosts' memory{self.because()}"
 
 
 class Reshaped(Event):

@@ -1,0 +1,74 @@
+"""Decides from the journal whether a rewind point in a host's memory still belongs to the run's history. Pure.
+
+A checkpoint that no longer counts is renamed. A copy in the memory of a host that was away cannot be: so each carries
+its lineage, and what the journal says happened after it decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from megastable.checkpoint.held_points import PointKey
+from megastable.recovery.persisted_state import interrupted
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import Handover, IncidentEvent
+from megastable.run.events.training_events import (
+    CheckpointSaved,
+    MemoryDropped,
+    MemoryResume,
+    Training,
+    Unstable,
+)
+
+HISTORY = (
+    Training,
+    IncidentEvent,
+    Handover,
+    Unstable,
+    CheckpointSaved,
+    MemoryDropped,
+    MemoryResume,
+)  # what `outdated` needs
+TRIES = 2  # of the same point: a third failure may be its own
+
+
+def outdated(events: Sequence[Event], key: PointKey) -> str:
+    """Why the point must not be used; "" if it may. events: of the journal, those of `HISTORY`, in order."""
+    began = next(
+        (
+            i for i, e in enumerate(events)
+            if isinstance(e, Training) and e.lineage is not None and e.lineage == key.lineage
+        ),
+        None,
+    )  # fmt: skip
+    if began is None:
+        return "the journal does not know it: of an earlier run in this directory"
+    drops, own, tries = 0, True, 0
+    for event in events[began + 1 :]:
+        step = event.get("step")
+        earlier = isinstance(step, int) and step < key.step
+        if isinstance(event, Handover | Unstable):
+            return "the run was handed over, or was unstable, after it"
+        if isinstance(event, Training):
+            own = False
+            if earlier:
+                return f"training has gone on from step {step} since"
+        elif isinstance(event, MemoryDropped):
+            drops += own
+            if earlier and (not own or key.epoch < drops):
+                return f"the run was rewound to step {step} after it"
+        elif isinstance(event, MemoryResume):
+            tries += (step, event.lineage, event.epoch) == (key.step, key.lineage, key.epoch)
+    undone = interrupted(events)
+    if undone is not None and undone[0] <= key.step:
+        return f"an incident was open that undid step {undone[0]} and what came after"
+    if tries >= TRIES:
+        return f"training was restored from it {tries} times, and did not get to another one"
+    return ""
+
+
+def tainted(key: PointKey, newest: int, convicted: Collection[int]) -> str:
+    """Why a point must not be used if checkpoints of the steps `convicted` hold bad states; newest: the step of the
+    newest one that does not, -1 if there is none."""
+    bad = [step for step in convicted if newest < step <= key.step]
+    return f"the checkpoint of step {max(bad)}, which it descends from, was convicted" if bad else ""
