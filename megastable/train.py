@@ -65,6 +65,8 @@ class Trainer:
             if dist.get_rank() == 0:
                 observer = Observer(c, self.run, start.layout, self.engine.device, peak, self.state.step)
                 closing.callback(observer.close)
+                if start.unwritten is not None:
+                    observer.steps.restore(start.unwritten)
             self.evaluation = Evaluation.of(
                 self.engine, order.corpora.validation, c.train, start.layout.samples, start.from_the_first
             )
@@ -173,7 +175,7 @@ class Trainer:
             if self.copies.wanted(state.step) and recovery.calm:
                 if dist.get_rank() == 0:
                     self._remember()
-                self.copies.begin(self.state)
+                self.copies.begin(self.state, recorder.pending)
 
             # Once in a while
             if due(COLLECT, state.step):

@@ -14,6 +14,8 @@ from megastable.checkpoint.files import FileRecord
 from megastable.checkpoint.pieces import part_name
 from megastable.checkpoint.store import RECIPE, STATE
 
+# Step records that were in the memory of rank 0 only, as run/records.py writes them.
+RECORDS = "records.parquet"
 KEY = re.compile(r"step-(\d+)-(\d+)-([0-9a-f]{16})")
 
 
@@ -71,7 +73,7 @@ def names_of(rank: int) -> tuple[str, ...]:
 
 def every_name(rank: int) -> tuple[str, ...]:
     """Those that it may have."""
-    return (*names_of(rank), *((shared_state.FILE,) if rank == 0 else ()))
+    return (*names_of(rank), *((shared_state.FILE, RECORDS) if rank == 0 else ()))
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,18 @@ def write_part(
     held: Sequence[tuple[Fragment, tuple[str, ...]]],
     buffers: Mapping[str, Tensor],
     random: dict[str, Any],
-    measure: Callable[[Tensor], PieceStatistics] = statistics_of,
+    measure: Callable[[Tensor], PieceStatistics] | None = None,
     each: Callable[[], None] = lambda: None,
 ) -> tuple[Files, bool]:
     """Write one rank's files; returns whether all numbers are finite.
 
     place: (rank, stage, tensor rank); held: the fragments to write, each with its kinds of tensors, from
     buffers["GROUP/KIND"] (flat; stored as fp32, whatever their dtype is here); random: the rank's random states;
-    measure: a piece; each: called before every block, may raise to break off. Raises OSError.
+    measure: a piece, by default `statistics_of`; each: called before every block, may raise to break off.
+    Raises OSError.
     """
     rank, stage, tensor_rank = place
+    measure = measure or statistics_of
     name, pieces = part_name(rank), []
     entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f, kinds in held for kind in kinds]
     with TensorFile(folder / f"{name}.safetensors", entries, each=each) as file:

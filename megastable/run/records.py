@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -183,25 +184,42 @@ class Recorder:
         """Write pending records. If the disk refuses, that is logged, and they stay pending."""
         if not self.pending:
             return
-        table = pa.Table.from_pylist([vars(r) for r in self.pending], schema=self.columns)
         first, last = self.pending[0], self.pending[-1]
         path = self.folder / f"{first.step:08d}-{last.step:08d}-{int(last.time * 1000)}.parquet"
-        content = io.BytesIO()
-        # A file is small: dictionaries, statistics and Arrow's own schema would be half of it.
-        pq.write_table(
-            table,
-            content,
-            compression="zstd",
-            use_dictionary=False,
-            write_statistics=False,
-            store_schema=False,
-        )
         try:
-            durable.write_file(path, content.getvalue())
+            durable.write_file(path, encoded(self.pending, self.columns))
         except OSError as error:
             log.warning("%s: %s; %d records wait in memory", path, error, len(self.pending))
         else:
             self.pending.clear()
+
+    def restore(self, file: Path) -> None:
+        """Write the step records that a process had pending when it made `file`, if they were not written since.
+
+        Does nothing if there is no such file.
+        """
+        if not file.exists():
+            return
+        rows = [StepRecord(**row) for row in pq.read_table(file, schema=self.columns).to_pylist()]
+        written = set[tuple[int, float]]()
+        for path in self.folder.glob("*.parquet"):
+            if int(path.stem.rpartition("-")[2]) >= int(rows[0].time * 1000):  # of its last row
+                with suppress(pa.ArrowException, OSError):  # a damaged file: `read` names it
+                    table = pq.read_table(path, columns=["step", "time"])
+                    written.update(zip(*(column.to_pylist() for column in table.columns)))
+        self.pending = [row for row in rows if (row.step, row.time) not in written]
+        self.flush()
+
+
+def encoded(records: Sequence[StepRecord | LayerRecord], columns: pa.Schema = SCHEMA) -> bytes:
+    """The content of a file of records."""
+    content = io.BytesIO()
+    # A file is small: dictionaries, statistics and Arrow's own schema would be half of it.
+    pq.write_table(
+        pa.Table.from_pylist([vars(r) for r in records], schema=columns), content, compression="zstd",
+        use_dictionary=False, write_statistics=False, store_schema=False,
+    )  # fmt: skip
+    return content.getvalue()
 
 
 def read(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.Table:

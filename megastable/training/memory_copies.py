@@ -1,6 +1,6 @@
 """Keeps the newest rewind point in the memories of two hosts: writes and sends it in the background of the steps.
 
-    copies.begin(state)                    # right after the ring took a calm point, if all ranks are idle
+    copies.begin(state, records)           # right after the ring took a calm point, if all ranks are idle
     ... steps; in each: copies.votes() into its reduction, copies.heard(votes) after it
 
 A thread of every rank writes its part, in the format of checkpoints, to its host's memory, then sends these files to
@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from megastable.base.collectives import gathered
 from megastable.checkpoint import shared_state
-from megastable.checkpoint.held_points import HeldPart, PointKey
+from megastable.checkpoint.files import write_file
+from megastable.checkpoint.held_points import RECORDS, HeldPart, PointKey
 from megastable.checkpoint.memory_hosts import MemoryHosts
 from megastable.checkpoint.memory_wire import MemoryClient, Pace
 from megastable.checkpoint.parts import write_head, write_part
@@ -32,6 +33,7 @@ from megastable.engine.flatstate import KINDS, SHARED, FlatState
 from megastable.recovery.snapshot import Loan, Ring
 from megastable.run.events.training_events import MemoryDropped, MemoryOff
 from megastable.run.log import RunLog
+from megastable.run.records import LayerRecord, StepRecord, encoded
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +44,13 @@ class Recalled(OSError):
 
 @dataclass
 class _PointCopy:
-    """A copy in progress. state: on rank 0 only; thread: that makes it; problem: why it failed."""
+    """A copy in progress. state, records: on rank 0 only, the latter of steps that are on no disk yet; problem: why it
+    failed."""
 
     key: PointKey
     loan: Loan
     state: RunState | None
+    records: Sequence[StepRecord | LayerRecord]
     flat: FlatState
     fp8: dict[str, list[list[float]]]
     scaler: dict[str, Any]
@@ -110,15 +114,15 @@ class MemoryCopies:
         """Whether to call `begin`: the ring has just taken a point, and no rank is busy."""
         return self.active and self._idle and bool(self._ring.steps) and self._ring.steps[-1] == step
 
-    def begin(self, state: RunState) -> None:
-        """Copy the ring's newest point, of `state`."""
+    def begin(self, state: RunState, records: Sequence[StepRecord | LayerRecord]) -> None:
+        """Copy the ring's newest point, of `state`. records: pending ones, which die with the process of rank 0."""
         loan = self._ring.lend(state.step)
         if loan is None:
             return
         engine = self._engine
         key = PointKey(step=state.step, epoch=self._epoch, lineage=self.lineage)
         self._job = _PointCopy(
-            key, loan, state.model_copy() if dist.get_rank() == 0 else None, engine.flat_state(),
+            key, loan, state.model_copy() if dist.get_rank() == 0 else None, tuple(records), engine.flat_state(),
             engine.fp8_history(), engine.scaler,
         )  # fmt: skip
         self._counted, self._idle = False, False
@@ -225,7 +229,8 @@ class MemoryCopies:
                 raise Recalled("the memory of the point was needed, or the run was rewound")
 
         folder = hosts.folder
-        folder.drop_part(rank, lambda key: key == self.complete)
+        # The folder of this point may be another rank's already, and still empty.
+        folder.drop_part(rank, lambda key: key in (self.complete, job.key))
         into = folder.begin(job.key)
         loan.copied.wait()
         tensors, topology = loan.snapshot.tensors, self._engine.topology
@@ -244,6 +249,8 @@ class MemoryCopies:
                 "optimizer": self._engine.config.optimizer.name,
             })  # fmt: skip
             files |= write_head(into, state, self._recipe())
+            if job.records:
+                files[RECORDS] = write_file(into / RECORDS, encoded(job.records))
         part = HeldPart(key=job.key, rank=rank, world=self._world, files=files)
         with hosts.server.lock:
             if job.cancelled.is_set():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import LoggingConfig
 from megastable.engine.engine import Engine
@@ -9,6 +11,7 @@ from megastable.recovery.recovery import Recovery
 from megastable.recovery.step_result import StepResult
 from megastable.run.events.stability_events import Discarded
 from megastable.run.log import RunLog
+from megastable.run.records import LayerRecord, StepRecord
 from megastable.training.observer import Observer
 
 
@@ -71,6 +74,11 @@ class StepRecorder:
         self.recovery.watch.evaluated(state, loss)
         if self.observer is not None:
             self.observer.live.validation(state.step, loss)
+
+    @property
+    def pending(self) -> Sequence[StepRecord | LayerRecord]:
+        """Step records that are on no disk yet."""
+        return () if self.observer is None else self.observer.steps.pending
 
     def flush(self) -> None:
         if self.observer is not None:

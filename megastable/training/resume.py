@@ -16,7 +16,7 @@ import megastable
 from megastable.base.collectives import agree, first, shared
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
-from megastable.checkpoint.held_points import PointKey
+from megastable.checkpoint.held_points import RECORDS, PointKey
 from megastable.checkpoint.memory_hosts import open_memory
 from megastable.checkpoint.vitals import Vitals
 from megastable.config import deepspeed_json
@@ -45,7 +45,8 @@ class Start:
     """The start of a rank's training, complete when built.
 
     state: of the newest good checkpoint, which the engine holds, or of a new run. changed: differences of the recipe
-    from the run's last start, or from when its checkpoint was written.
+    from the run's last start, or from when its checkpoint was written. restored: the point in the hosts' memories that
+    it resumed from; unwritten: the file in it with step records that no disk has.
     """
 
     def __init__(self, config: RunConfig, run: RunDirectory, corpora: Corpora, heart: Heartbeat) -> None:
@@ -74,6 +75,7 @@ class Start:
             text = f"no copies in the hosts' memory: {problem}"
             self.log.emit(MemoryOff(step=0, reason=problem), say=f"WARNING: {text}")
         self.restored: PointKey | None = None
+        self.unwritten: Path | None = None
         self.changed: list[str] = changed
         self.state = store.RunState(
             order_fingerprint=corpora.order_fingerprint,
@@ -135,7 +137,7 @@ class Start:
         restored = memory.restore(newer_than, convicted, self.state.layout)
         if restored is None:
             return False
-        self.restored = memory.restored
+        self.restored, self.unwritten = memory.restored, restored[0] / RECORDS
         for name in self.checkpoints.rejected if dist.get_rank() == 0 else ():
             store.set_aside(self.run.checkpoints / name)
         self._resumed(*restored, "memory", {})

@@ -17,6 +17,7 @@ import yaml
 from drills.hosts import Hosts
 from drills.namespaces import missing
 from megastable.base import errors
+from megastable.run import records
 from tests.launch.pods import Pods, expanded
 from tests.patience import PATIENCE
 
@@ -103,4 +104,9 @@ def test_two_pods_train_to_the_end_though_they_are_drained_and_lost(corpus: Path
     assert ended == [("host gone", "host-1", None), ("host gone", "host-0", None), ("", None, errors.OK)], (
         logs
     )
-    assert [event["step"] for event in events if event["event"] == "resumed"][1:] == [20, 60], logs
+    # From the checkpoint, or from a point in the memory of the other pod's host, if its copy was done in time.
+    assert [
+        (event["step"], event["origin"]) in {(step, "checkpoint"), (step + 1, "memory")}
+        for event, step in zip([e for e in events if e["event"] == "resumed"][1:], (20, 60), strict=True)
+    ] == [True, True], logs
+    assert records.read(run / "steps").column("step").to_pylist() == list(range(1, STEPS + 1))

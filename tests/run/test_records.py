@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from megastable.base.errors import DataError
@@ -17,6 +18,7 @@ from megastable.run.records import (
     LayerRecord,
     Recorder,
     StepRecord,
+    encoded,
     read,
     worst_samples,
 )
@@ -174,3 +176,42 @@ def test_a_folder_named_like_a_partition_adds_no_columns(tmp_path: Path) -> None
     write(folder, [record(1), record(2)])
     table = read(folder)
     assert table.column("step").to_pylist() == [1, 2] and table.schema.equals(SCHEMA)
+
+
+def test_pending_records_of_a_killed_process_are_written_once(tmp_path: Path) -> None:
+    folder, file = tmp_path / "steps", tmp_path / "pending.parquet"
+    folder.mkdir()
+    write(folder, [record(step) for step in range(1, 5)])
+    # Steps 6 and 7 were undone and done again; 5 to 7 were written after the file was made.
+    again = [record(step, time=1.7e9 + 20 + step) for step in (6, 7, 8)]
+    pending = [record(step) for step in (5, 6, 7)] + again
+    file.write_bytes(encoded(pending))
+    write(folder, pending[:4])
+    for _ in range(2):  # also if the same point is resumed from twice
+        Recorder(folder, 50).restore(file)
+        table = read(folder)
+        assert table.column("step").to_pylist() == list(range(1, 9))
+        assert table.column("time").to_pylist()[5:] == [r.time for r in again]
+        assert sum(len(read_file(path)) for path in folder.iterdir()) == 10
+        first = read(folder, newest=False).column("time").to_pylist()
+        assert first[5:7] == [record(6).time, record(7).time]
+
+
+def read_file(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def test_restored_records_wait_if_the_disk_refuses(tmp_path: Path) -> None:
+    folder, file = tmp_path / "steps", tmp_path / "pending.parquet"
+    Recorder(folder, 50).restore(file)  # there is none
+    assert not folder.exists()
+    file.write_bytes(encoded([record(1), record(2)]))
+    folder.mkdir()
+    (folder / "00000001-00000001-9999999999999.parquet").write_bytes(b"damaged")
+    recorder = Recorder(folder, 50)
+    with files_no_larger_than(10):
+        recorder.restore(file)
+    assert [r.step for r in recorder.pending] == [1, 2]
+    recorder.flush()
+    assert not recorder.pending and len(list(folder.iterdir())) == 2

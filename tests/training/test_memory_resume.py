@@ -16,6 +16,7 @@ import pytest
 from megastable.checkpoint.held_points import HeldPart, PointKey
 from megastable.checkpoint.memory_folder import MemoryFolder
 from megastable.config.tree import RunConfig
+from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from tests.conftest import tiny
@@ -29,7 +30,7 @@ END = 20
 
 def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "") -> dict[str, Any]:
     """Rank i sees the memory hosts[i]. dies: all ranks are killed after step `DIES`, once the point before is complete.
-    action: what rank 0 sees happen just before."""
+    action: what rank 0 sees happen just before, or "late": rank 1 begins to write while rank 0's folder is empty."""
     import torch.distributed as dist
 
     from megastable.train import train
@@ -51,11 +52,13 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "")
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def beginning(self: Any, state: Any) -> None:
+    def beginning(self: Any, state: Any, pending: Any) -> None:
         begun.append(state.step)
-        begin(self, state)
+        begin(self, state, pending)
 
     memory_copies.MemoryCopies.heard, memory_copies.MemoryCopies.begin = dying, beginning  # type: ignore[method-assign]
+    if action == "late":
+        late(dist.get_rank())
     code = train(config, Path("recipe.yaml"))
     copies = kept[0] if kept else None
     return {
@@ -63,6 +66,27 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "")
         "written": copies.written if copies else 0,
         "received": copies.hosts.server.received if copies and copies.hosts else 0,
     }  # fmt: skip
+
+
+def late(rank: int) -> None:
+    from megastable.training.memory_copies import MemoryCopies
+
+    begin, write = MemoryFolder.begin, MemoryCopies._write
+
+    def slow(self: MemoryFolder, key: PointKey) -> Path:
+        time.sleep(0.6 * rank)
+        folder = begin(self, key)
+        time.sleep(0.3)
+        return folder
+
+    def waiting(self: MemoryCopies, job: Any) -> HeldPart:
+        while self.hosts is not None and not self.hosts.folder.point(job.key).exists():
+            time.sleep(0.005)
+        return write(self, job)
+
+    MemoryFolder.begin = slow  # type: ignore[method-assign]
+    if rank > 0:
+        MemoryCopies._write = waiting  # type: ignore[method-assign]
 
 
 def recipe(corpus: Path, run: Path, copies: str = "always", **parts: Any) -> RunConfig:
@@ -116,7 +140,15 @@ def test_killed_ranks_resume_from_their_hosts_memory(corpus: Path, tmp_path: Pat
     (resumed,) = events(run, "resumed")
     assert (resumed["step"], resumed["origin"]) == (POINT, "memory")
     assert identical(straight, run / f"checkpoints/step-{END}") == 6
+    # Those after the checkpoint of step 10 were in the memory of a process that was killed.
+    assert records.read(run / "steps").column("step").to_pylist() == list(range(1, END + 1))
     assert not (tmp_path / "host-0").exists() or not any((tmp_path / "host-0").iterdir())  # at the end
+
+
+def test_a_rank_that_begins_late_leaves_the_folder_of_another(corpus: Path, tmp_path: Path) -> None:
+    config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 1, 2)
+    killed(2, config, hosts, "late")
+    assert {(p.key.step, p.rank) for p in held(hosts[0], run)} == {(POINT, 0), (POINT, 1)}
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, hosts
