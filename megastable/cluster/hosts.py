@@ -127,6 +127,10 @@ class Hosts:
     def left(self, number: int, names: Sequence[str]) -> Attempt:
         attempt = RemoteAttempt(self, number, names or self.names, {})
         attempt.look()
+        known = any(self._state(name).get("attempt") == number for name in attempt.names)
+        if not known and not set(attempt.names) <= set(self.names):
+            # A scheduler has ended all of it, and begun the job again on other hosts.
+            attempt.gone.clear()
         return attempt
 
     def _state(self, name: str) -> Message:

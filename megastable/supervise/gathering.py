@@ -218,7 +218,7 @@ class Gathering:
         """Say who is waited for. told: what was said; is changed. Raises ConfigError for a host that will not come."""
         if waited <= SHOWN:
             return
-        if missing.keys() != told.keys():
+        if missing and missing.keys() != told.keys():
             told.clear()
             told.update(missing)
             text = "waiting for " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())

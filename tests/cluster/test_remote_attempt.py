@@ -82,6 +82,17 @@ def test_a_supervisor_that_takes_over_notices_a_host_without_processes(hosts: Ho
     assert attempt.look() and list(attempt.gone) == ["second"]
 
 
+def test_where_a_scheduler_has_replaced_a_host_the_other_is_not_to_blame(hosts: Hosts) -> None:
+    """It ended the attempt everywhere."""
+    links = {name: agent(hosts, name) for name in NAMES}
+    says(hosts, links["first"], "first")
+    assert hosts.left(3, NAMES).gone.keys() == {"first"}
+    assert not hosts.left(3, ("first", "another")).gone
+    says(hosts, links["second"], "second", attempt=3, code=1)
+    assert hosts.left(3, NAMES).gone.keys() == {"first"}
+    assert hosts.left(3, (*NAMES, "another")).gone.keys() == {"first"}
+
+
 def test_a_supervisor_that_was_stopped_for_a_while_does_not_believe_that_all_hosts_are_gone(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,20 @@ def test_a_host_that_the_check_refuses_is_replaced_by_a_spare_or_refused(place: 
         p.gathering().hosts()
 
 
+def test_while_a_host_is_refused_nobody_is_waited_for(place: Any) -> None:
+    p = place("abc", shrink_after=60.0)
+    p.launched("a", "b", "c")
+    p.fleet.away = {"c": "ssh: no route"}
+
+    def look() -> None:
+        p.fleet.away, p.fleet.refused = {}, {"b": "GPU 3 has fallen off the bus"}
+
+    p.look = look
+    assert p.gathering().hosts() == ("a", "c")
+    assert [text for text in p.said if text.startswith("waiting")] == ["waiting for c (ssh: no route)"]
+    assert [event["hosts"] for event in p.journal.run.events(HostsAwaited)] == [["c"], []]
+
+
 def test_spares_that_leave_nobody_or_do_not_fit(place: Any) -> None:
     p = place("as", spares=2)
     with pytest.raises(ConfigError, match="of 2 hosts none is left to train"):
