@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from megastable.stability.sample_history import WatchState
 from megastable.stability.trends import TrendsState
 
 Floats = npt.NDArray[np.float64]
+TOLD = 4  # ranks named in a sentence
 
 
 class RewindState(NamedTuple):
@@ -99,16 +101,17 @@ class Points:
         checkpoint that one of them proves bad is convicted."""
         self.finite = None
         while (snapshot := self.ring.before(onset, older)) is not None:
-            finite, good = self._tried(snapshot, left_out, self.origin.blame)
-            if good:
-                return snapshot
-            if finite and self.finite is None:
-                self.finite = snapshot
-            why = "is worse on what it was trained on" if finite else "is not finite"
-            self.log.emit(
-                SnapshotRejected(step=snapshot.step, reason=why),
-                say=f"  the state after step {snapshot.step} {why} already: further back",
-            )
+            if why := self._changed(snapshot):
+                text = f"  the point of step {snapshot.step} {why}: further back"
+            else:
+                finite, good = self._tried(snapshot, left_out, self.origin.blame)
+                if good:
+                    return snapshot
+                if finite and self.finite is None:
+                    self.finite = snapshot
+                why = "is worse on what it was trained on" if finite else "is not finite"
+                text = f"  the state after step {snapshot.step} {why} already: further back"
+            self.log.emit(SnapshotRejected(step=snapshot.step, reason=why), say=text)
             self.ring.forget_from(snapshot.step)
             onset = snapshot.step
         return None
@@ -117,11 +120,20 @@ class Points:
         """As `back`, for inspection only: the run may stay where it is, so no point is dropped and no checkpoint
         convicted."""
         while (snapshot := self.ring.before(onset)) is not None:
-            _, good = self._tried(snapshot, left_out, self.origin.worse)
-            if good:
+            if not self._changed(snapshot) and self._tried(snapshot, left_out, self.origin.worse)[1]:
                 return snapshot
             onset = snapshot.step
         return None
+
+    def _changed(self, snapshot: Snapshot) -> str:
+        """Where memory holds other bytes than were copied into it: the end of a sentence; empty if nowhere."""
+        everyone = gathered((self.ring.intact(snapshot), socket.gethostname()))
+        bad = [(rank, host) for rank, (intact, host) in enumerate(everyone) if not intact]
+        if not bad:
+            return ""
+        told = ", ".join(f"rank {rank} on {host}" for rank, host in bad[:TOLD])
+        more = f" and {len(bad) - TOLD} more" if len(bad) > TOLD else ""
+        return f"has other bytes than were copied into it, in the memory of {told}{more}"
 
     def _tried(
         self, snapshot: Snapshot, left_out: Selection, blame: Callable[[int, Callable[[int], Floats]], str]
@@ -149,7 +161,7 @@ class Points:
             return snapshot
         # The state it was copied from led to a proven one, but its memory may have failed since.
         whole = all(bool(torch.isfinite(t).all()) for t in older.tensors.values() if t.is_floating_point())
-        if not all(gathered(whole)):
+        if not all(gathered(whole)) or self._changed(older):
             return snapshot
         self.restore(older)
         self.log.say(

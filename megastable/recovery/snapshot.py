@@ -6,11 +6,14 @@ Only copies tensors; spacing.py decides which points are kept.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from megastable.base.fingerprint import fingerprint
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
 from megastable.stability.spacing import thin
 
@@ -25,13 +28,30 @@ class Stateful(Protocol):
     def hold_updates(self, until: Any) -> None: ...
 
 
+class Mark(NamedTuple):
+    """The fingerprint, int64 [], of tensors of these names, which were on one device."""
+
+    names: Sequence[str]
+    value: Tensor
+
+
+def marks_of(tensors: Mapping[str, Tensor]) -> list[Mark]:
+    """Without a wait for the device."""
+    names: dict[torch.device, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(tensor.device, []).append(name)
+    return [Mark(held, fingerprint(tensors[name] for name in held)) for held in names.values()]
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after `step` steps. tensors: fp32 masters and Adam's state, on the CPU. counters: of the engine. extra:
-    kept along for the caller (where the run stands, random states, the detector)."""
+    """The state after `step` steps. tensors: fp32 masters and Adam's state, on the CPU. marks: fingerprints of what was
+    copied, made where it was copied from. counters: of the engine. extra: kept along for the caller (where the run
+    stands, random states, the detector)."""
 
     step: int
     tensors: dict[str, Tensor]
+    marks: Sequence[Mark]
     counters: dict[str, Any]
     extra: Any
 
@@ -87,7 +107,8 @@ class Ring:
         source = self._engine.optimizer_state()
         copied = self._host.copy(source, self._spare_memory())
         self._newest = copied
-        self._kept.append(Snapshot(step, copied.tensors, counters or self._engine.counters(), extra))
+        marks = marks_of(source)
+        self._kept.append(Snapshot(step, copied.tensors, marks, counters or self._engine.counters(), extra))
 
     def lend(self, step: int) -> Loan | None:
         """The newest point, for another thread to read, if it is of `step`. One loan at a time."""
@@ -124,8 +145,17 @@ class Ring:
     def aside(self, step: int) -> Snapshot:
         """Copy the current state, after `step` steps, besides the points, so that inspecting an older one changes
         nothing. Takes the memory of one more point while it is kept (snapshot_budget.py plans for it)."""
-        copied = self._host.copy(self._engine.optimizer_state(), {})
-        return Snapshot(step, copied.tensors, self._engine.counters(), None)
+        source = self._engine.optimizer_state()
+        copied = self._host.copy(source, {})
+        return Snapshot(step, copied.tensors, marks_of(source), self._engine.counters(), None)
+
+    def intact(self, snapshot: Snapshot) -> bool:
+        """Whether this rank's memory still holds what was copied into it."""
+        self._host.synchronize()
+        return all(
+            int(fingerprint(snapshot.tensors[name] for name in names)) == int(value)
+            for names, value in snapshot.marks
+        )
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore the engine's state. The caller updates the low-precision weights, and drops later points if the run

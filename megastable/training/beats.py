@@ -41,6 +41,7 @@ class Beats:
 
     def _run(self) -> None:
         told = False
+        dice = random.Random()  # of its own: the process's random states are part of every checkpoint
         while True:
             try:
                 self._serve()
@@ -51,7 +52,7 @@ class Beats:
                 if not told:
                     traceback.print_exc()
                 told = True
-            time.sleep(self._pause * random.uniform(0.5, 1.5))  # all lose it in the same moment
+            time.sleep(self._pause * dice.uniform(0.5, 1.5))  # all lose it in the same moment
 
     def _serve(self) -> None:
         address = Address.read(self._store)

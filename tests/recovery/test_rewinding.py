@@ -15,7 +15,7 @@ from megastable.checkpoint import markers, store
 from megastable.config.stability import PolicyConfig, StabilityConfig
 from megastable.config.tree import ScheduleConfig
 from megastable.config.warmups import Stages
-from megastable.recovery import origin
+from megastable.recovery import origin, rewind_points
 from megastable.recovery.origin import Origin
 from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
@@ -162,6 +162,7 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
 ) -> None:
     """The state that was resumed from, and the only later point, are not finite, or worse than the checkpoint says."""
     monkeypatch.setattr(origin, "first", lambda action: action())
+    monkeypatch.setattr(rewind_points, "gathered", lambda value: [value])
     resumed, config, engine = state_of(step=20, cursor=160, recent_losses=[3.0] * 8), MagicMock(), MagicMock()
     config.checkpoint.vitals.worse, config.batches = 0.1, Stages.constant(8)
     config.stability.policy.verify_steps = 60

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
+from megastable.training import beats
 from megastable.training.beats import Beats, entered
+from tests.patience import PATIENCE
 
 
 @pytest.fixture
@@ -37,3 +41,21 @@ def test_a_group_that_has_no_name_yet_is_not_counted(alone: None) -> None:
 def test_many_ranks_do_not_all_read_the_address_again_at_once(tmp_path: Path) -> None:
     few, many = (Beats(tmp_path, 1, 0, "here", world)._pause for world in (8, 10_000))
     assert few == 2.0 and many == 20.0
+
+
+def test_to_look_for_a_supervisor_changes_no_random_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose supervisor was replaced ends with the random states of one that was left alone."""
+    slept, before = threading.Event(), random.getstate()
+    monkeypatch.setattr(beats, "pause_of", lambda world: 1e-3)
+    looks = iter([None] * 3)
+
+    def read(path: Path) -> None:
+        if next(looks, path) is path:
+            slept.set()
+            threading.Event().wait()  # this thread ends with the process
+
+    monkeypatch.setattr(beats.Address, "read", read)
+    Beats(tmp_path, 1, 0, "here", 1)
+    assert slept.wait(PATIENCE) and random.getstate() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.run.events.stability_events import IncidentEvent, ReplicasDiffer
+from megastable.run.events.stability_events import IncidentEvent, ReplicasDiffer, SnapshotRejected
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
@@ -33,7 +34,15 @@ def scale_a_norm(engine: Any) -> None:
     engine.zero.o.update_lp_params()
 
 
-FAULTS = {"weight": flip_a_weight, "norm": scale_a_norm}
+def flip_a_point(engine: Any) -> None:
+    """One bit in the host's memory of the newest rewind point, and what makes the run go back to it."""
+    import torch
+
+    next(iter(engine.ring._kept[-1].tensors.values())).view(-1)[7:8].view(torch.int32).bitwise_xor_(1 << 30)
+    flip_a_weight(engine)
+
+
+FAULTS = {"weight": flip_a_weight, "norm": scale_a_norm, "point": flip_a_point}
 
 
 def corrupted(config: RunConfig, fault: str | None, rank: int) -> int:
@@ -42,7 +51,15 @@ def corrupted(config: RunConfig, fault: str | None, rank: int) -> int:
 
     from megastable import train
     from megastable.engine.engine import Engine
+    from megastable.recovery.snapshot import Ring
 
+    take = Ring.take
+
+    def taken(self: Any, *args: Any, **options: Any) -> None:
+        self._engine.ring = self
+        take(self, *args, **options)
+
+    Ring.take = taken  # type: ignore[method-assign]
     real, done = Engine.train_step, False
 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
@@ -90,6 +107,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ("layout", "fault", "every", "named"),
     [
         ("dp3", "weight", 10, [1]),
+        ("dp3", "point", 10, [1]),
         ("zero2-dp2", "weight", 10, []),
         ("tp2", "norm", 10, []),
         ("tp2-dp2", "norm", 10, []),
@@ -106,8 +124,11 @@ def test_it_is_found_and_undone(
     clean, other = (RunDirectory(run) for run in runs)
     assert not list(clean.events(ReplicasDiffer)) and not list(clean.events(IncidentEvent))
     (event,) = other.events(ReplicasDiffer)
-    assert (event["step"], event["proven"]) == ((STEP - 1, STEP - 2) if fault == "weight" else (30, 20))
+    assert (event["step"], event["proven"]) == ((30, 20) if fault == "norm" else (STEP - 1, STEP - 2))
     assert event["ranks"] == named
     (first, *_) = other.events(IncidentEvent)
     assert first["onset"] == event["proven"] + 1
+    rejected = [(e["step"], e["reason"]) for e in other.events(SnapshotRejected)]
+    here = f"has other bytes than were copied into it, in the memory of rank 1 on {socket.gethostname()}"
+    assert rejected == ([(20, here)] if fault == "point" else [])
     assert bytes_of(runs[0]) == bytes_of(runs[1])
