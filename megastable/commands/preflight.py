@@ -17,7 +17,8 @@ from megastable.commands.app import App, WithLauncherArguments
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
 if TYPE_CHECKING:
-    from megastable.base.progress_bar import Bar
+    from rich.progress import Progress
+
     from megastable.cluster.host_survey import BurnInOrder
     from megastable.cluster.hostfile import LaunchPlacement
     from megastable.cluster.reach import Reach
@@ -80,7 +81,7 @@ def preflight(
     """
     from rich.console import Console
 
-    from megastable.base.progress_bar import Bar, bar, progress
+    from megastable.base.progress_bar import bar, progress
     from megastable.cluster import preflight_table
     from megastable.cluster.host_report import as_facts
     from megastable.cluster.host_survey import survey
@@ -104,7 +105,7 @@ def preflight(
             found = survey(names, reach, folder, not quick, told=lambda host: asked())
     else:
         with progress(silent=as_json) as shown:
-            clock = _Clock(Bar(shown, f"burn-in, seed {order.seed}", math.ceil(order.seconds)), len(names))
+            clock = _Clock(shown, order, len(names))
             found = survey(names, reach, folder, not quick, order, told=clock.told, hurry=clock.tick)
     if found.unwritten:
         raise ConfigError(found.unwritten)
@@ -153,12 +154,18 @@ def _order(minutes: float | None, seed: int | None) -> BurnInOrder | None:
 class _Clock:
     """Moves a bar with the time, in seconds, and says how many hosts have answered."""
 
-    def __init__(self, bar: Bar, hosts: int) -> None:
-        self._bar, self._hosts, self._begin, self._shown, self._answered = bar, hosts, time.monotonic(), 0, 0
+    def __init__(self, shown: Progress, order: BurnInOrder, hosts: int) -> None:
+        from megastable.base.progress_bar import Bar
+
+        self._seconds, self._hosts = math.ceil(order.seconds), hosts
+        self._bar = Bar(shown, f"burn-in, seed {order.seed}", self._seconds)
+        self._begin, self._shown, self._answered = time.monotonic(), 0, 0
 
     def tick(self) -> bool:
         """Is asked all the time whether to wait for no more: it never is so."""
         passed = int(time.monotonic() - self._begin) - self._shown
+        if passed and self._shown < self._seconds <= self._shown + passed:
+            self._bar.doing("burn-in: the last rounds")
         if passed:
             self._bar(passed)
             self._shown += passed
