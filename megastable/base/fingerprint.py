@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megastable.base import splitmix
+
 WORDS = 1 << 20  # processed at once; the table of their factors, 8 MiB, stays in a GPU's cache
 STEP = 0x1E3779B97F4A7C15  # odd
 
@@ -47,17 +49,5 @@ def _words(chunk: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """Odd numbers, int64 [WORDS]: splitmix64 of their index (Steele et al., doi:10.1145/2660193.2660195)."""
-    x = torch.arange(1, WORDS + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ _shifted(x, shift)) * _signed(factor)
-    return ((x ^ _shifted(x, 31)) | 1).to(device)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits, of unsigned numbers."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
+    """Odd numbers, int64 [WORDS]."""
+    return (splitmix.sequence(0, 0, WORDS) | 1).to(device)

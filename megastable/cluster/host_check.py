@@ -1,10 +1,11 @@
 """Reports the state of this host as one JSON object on stdout: code, versions, disks, the run directory, GPUs.
 
-    python -m megastable.cluster.host_check [--full] --folder RUN_DIR
+    python -m megastable.cluster.host_check [--full] [--burn-in SECONDS --seed N] --folder RUN_DIR
 
 `preflight.py` compares the reports of all hosts. --full adds a matrix product on every device and an all-reduce over
-them (host_bench.py). Imports the standard library only: it must be quick, and work where a package is broken. Every
-look has a time limit of its own: what does not answer is null in the report, beside a reason.
+them (host_bench.py), --burn-in computations with known answers (burn_in/). Imports the standard library only: it must
+be quick, and work where a package is broken. Every look has a time limit of its own: what does not answer is null in
+the report, beside a reason.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ LOOK = 5.0  # seconds for a look at a file system: ten times what a busy shared 
 BENCH = (
     90.0  # seconds for host_bench: torch's import from a cold shared file system, then some seconds of work
 )
+# Seconds for a burn-in beside its work: starts of its processes, its last round, a device that hangs.
+BURN_IN = 900.0
 ALL = 60.0  # seconds for everything else together, at most
 LONGEST = 80  # characters of a value that is shown itself
 MOST = 1 << 16  # bytes of the token's file read
@@ -49,7 +52,9 @@ NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED")
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
-def report(folder: Path, full: bool = False) -> dict[str, Any]:
+def report(
+    folder: Path, full: bool = False, burn_in_seconds: float | None = None, seed: int = 0
+) -> dict[str, Any]:
     """The report; the keys are those of `preflight.HostReport`."""
     probes = {
         "code": TimedProbe(lambda: code_hash(PACKAGE), LOOK),
@@ -70,11 +75,18 @@ def report(folder: Path, full: bool = False) -> dict[str, Any]:
             found[f"{name}_unknown"] = why
     if full:
         found |= bench()
+    if burn_in_seconds is not None:
+        found |= burn_in(burn_in_seconds, seed)
     found["gpus"], why = read_gpus()  # after the work: that is when a hot GPU lowers its clocks
     if why is not None:
         found["gpus_unknown"] = why
     found["time"] = time.time()  # last, so that it is hardly older than its arrival
     return found
+
+
+def allowed(full: bool, burn_in_seconds: float | None) -> float:
+    """Seconds after which a report is not waited for."""
+    return ALL + (BENCH if full else 0.0) + (0.0 if burn_in_seconds is None else burn_in_seconds + BURN_IN)
 
 
 def code_hash(package: Path) -> str:
@@ -149,20 +161,37 @@ def look_at(folder: Path) -> dict[str, Any]:
 
 def bench() -> dict[str, Any]:
     """What host_bench measures, or why there is nothing."""
-    words = [sys.executable, "-m", "megastable.cluster.host_bench"]
+    found = _answer_of("the benchmark", "megastable.cluster.host_bench", seconds=BENCH)
+    if isinstance(found, str):
+        return {"matmul": None, "matmul_unknown": found, "all_reduce": None, "all_reduce_unknown": found}
+    return found
+
+
+def burn_in(seconds: float, seed: int) -> dict[str, Any]:
+    """What the burn-in found, or why there is nothing."""
+    words = ("--seconds", str(seconds), "--seed", str(seed))
+    found = _answer_of("the burn-in", "megastable.cluster.burn_in", *words, seconds=seconds + BURN_IN)
+    return {"burn_in": None, "burn_in_unknown": found} if isinstance(found, str) else {"burn_in": found}
+
+
+def _answer_of(what: str, module: str, *arguments: str, seconds: float) -> dict[str, Any] | str:
+    """The JSON object that a module of ours prints last, or why there is none. It ends with whoever asked for it."""
     process = subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        start_new_session=True,
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
-    try:
-        output, errors = process.communicate(timeout=BENCH)
-        return dict(json.loads(output.splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        why = f"the benchmark did not end within {BENCH:.0f} s"
-    except (ValueError, IndexError, TypeError):
-        why = f"the benchmark ended with code {process.returncode}: {errors.strip()[-300:]}"
-    return {"matmul": None, "matmul_unknown": why, "all_reduce": None, "all_reduce_unknown": why}
+    until, parent = time.monotonic() + seconds, os.getppid()
+    while True:
+        try:
+            output, errors = process.communicate(timeout=min(1.0, max(0.0, until - time.monotonic())))
+            return dict(json.loads(output.splitlines()[-1]))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= until or os.getppid() != parent:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return f"{what} did not end within {seconds:.0f} s"
+        except (ValueError, IndexError, TypeError):
+            return f"{what} ended with code {process.returncode}: {errors.strip()[-300:]}"
 
 
 def main() -> None:
@@ -171,9 +200,12 @@ def main() -> None:
         "--folder", type=Path, required=True, help="the run directory, or the one it will be in"
     )
     parser.add_argument("--full", action="store_true", help="measure a matrix product and an all-reduce, too")
+    parser.add_argument("--burn-in", type=float, metavar="SECONDS", help="compute what is known, for so long")
+    parser.add_argument("--seed", type=int, default=0, help="of the burn-in")
     given = parser.parse_args()
-    signal.alarm(int(ALL + BENCH if given.full else ALL))  # the last resort: whoever asked may be gone
-    print(json.dumps(report(given.folder, given.full)), flush=True)
+    # The last resort: whoever asked may be gone.
+    signal.alarm(int(allowed(given.full, given.burn_in)))
+    print(json.dumps(report(given.folder, given.full, given.burn_in, given.seed)), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
 
 from megastable.base.text import visible
+from megastable.cluster.burn_in.faults import HostBurnIn
 
 
 class _Part(BaseModel):
@@ -71,6 +72,7 @@ class HostReport(_Part):
     gpus: list[GpuState] | None
     matmul: MatmulRate | None = None
     all_reduce: AllReduceRate | None = None
+    burn_in: HostBurnIn | None = None
     packages_unknown: str = ""
     code_unknown: str = ""
     disk_free_unknown: str = ""
@@ -79,6 +81,7 @@ class HostReport(_Part):
     gpus_unknown: str = ""
     matmul_unknown: str = ""
     all_reduce_unknown: str = ""
+    burn_in_unknown: str = ""
 
 
 def read_report(output: str) -> HostReport | str:

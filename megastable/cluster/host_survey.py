@@ -10,12 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megastable.base.errors import ConfigError
-from megastable.cluster.host_check import ALL, BENCH, LOOK, TOKEN
+from megastable.cluster.host_check import LOOK, TOKEN, allowed
 from megastable.cluster.host_report import HostReport, read_report
-from megastable.cluster.reach import CONNECT, HostAnswer, Reach, python, run_on
+from megastable.cluster.reach import AT_ONCE, CONNECT, HostAnswer, Reach, python, run_on
 from megastable.cluster.timed_probe import TimedProbe
 
+BURNING = 1024  # hosts at a time: each only waits, and they are to be done at the same time
 START = 20.0  # seconds for Python itself, from a cold shared file system
+
+
+@dataclass(frozen=True)
+class BurnInOrder:
+    """seconds: of work on every host. seed: of its inputs, the same everywhere."""
+
+    seconds: float
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ def survey(
     reach: Reach,
     folder: Path,
     full: bool,
+    burn_in: BurnInOrder | None = None,
     told: Callable[[str], None] | None = None,
     hurry: Callable[[], bool] = lambda: False,
 ) -> Survey:
@@ -43,14 +53,18 @@ def survey(
     A disk that is full, or does not answer, is no reason to ask nobody: between two attempts it is what the run waits
     for.
     """
-    command = python("megastable.cluster.host_check", "--folder", str(folder.absolute()), *["--full"] * full)
-    seconds = CONNECT + START + ALL + (BENCH if full else 0)
+    words = ["--folder", str(folder.absolute()), *["--full"] * full]
+    if burn_in is not None:
+        words += ["--burn-in", str(burn_in.seconds), "--seed", str(burn_in.seed)]
+    command = python("megastable.cluster.host_check", *words)
+    seconds = CONNECT + START + allowed(full, None if burn_in is None else burn_in.seconds)
     with _token(folder) as (token, unwritten):
         answers = run_on(
             hosts,
             reach,
             command,
             seconds,
+            at_once=AT_ONCE if burn_in is None else BURNING,
             told=None if told is None else lambda host, _: told(host),
             hurry=hurry,
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from megastable.base.text import plural, size, visible
+from megastable.cluster.burn_in.findings import burned
 from megastable.cluster.host_report import GpuState, HostReport
 
 Severity = Literal["refuse", "warn"]
@@ -30,6 +31,7 @@ Check = Literal[
     "gpus",
     "matmul",
     "all_reduce",
+    "burn_in",
 ]
 Key = TypeVar("Key")
 Told = Iterator[tuple[Check, Severity, str]]
@@ -100,6 +102,10 @@ def compare(reports: Mapping[str, HostReport | str], wanted: Wanted) -> list[Hos
     for several in (_code, _versions, _variables, _drivers, _products, _exchanges):
         for host, check, severity, text in several(known):
             found[host].append((check, severity, text))
+    for host, text in burned(
+        {h: report.burn_in for h, report in known.items() if report.burn_in is not None}
+    ):
+        found[host].append(("burn_in", "refuse", text))
     for host, text in _clocks({host: wanted.offsets[host] for host in known if host in wanted.offsets}):
         found[host].append(("clock", "warn", text))
     return [HostFinding(host, *one) for host, all_of in found.items() for one in all_of]
@@ -244,6 +250,8 @@ def _unmeasured(report: HostReport) -> Told:
     )
     if report.all_reduce is None and report.all_reduce_unknown and not alone:
         yield "all_reduce", "refuse", f"an all-reduce failed: {visible(report.all_reduce_unknown)}"
+    if report.burn_in is None and report.burn_in_unknown:
+        yield "burn_in", "refuse", f"no burn-in: {visible(report.burn_in_unknown)}"
 
 
 # Hosts among each other

@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megastable.base.text import plural, size, visible
+from megastable.cluster.burn_in.faults import HostBurnIn
 from megastable.cluster.host_report import HostReport
 from megastable.cluster.preflight import Check, HostFinding, Severity
 
 HEADS: dict[Check, str] = {
     "code": "code", "versions": "pkgs", "variables": "env", "clock": "clock", "disk": "disk",
     "shm": "shm", "folder": "dir", "gpus": "GPUs", "matmul": "TFLOP/s", "all_reduce": "GB/s",
+    "burn_in": "burn-in",
 }  # fmt: skip
 BENCHES: tuple[Check, ...] = ("matmul", "all_reduce")
 COLOURS: dict[Severity, str] = {"refuse": "bold red", "warn": "yellow"}
@@ -24,16 +26,23 @@ NAMED = 6  # hosts named in a finding
 
 
 def table(
-    reports: Mapping[str, HostReport | str], findings: Sequence[HostFinding], full: bool
+    reports: Mapping[str, HostReport | str],
+    findings: Sequence[HostFinding],
+    full: bool,
+    burn_in: bool = False,
 ) -> RenderableType:
-    """A row per host, a column per check: its number, or ok, marked by what was found (! refused, ? warned)."""
+    """A row per host, a column per check: its number, or ok, marked by what was found (! refused, ? warned).
+
+    full, burn_in: whether hosts were measured, and burned in.
+    """
     worst: dict[tuple[str, Check], Severity] = {}
     for one in findings:
         if worst.get((one.host, one.check)) != "refuse":
             worst[one.host, one.check] = one.severity
     odd = {one.host for one in findings}
     shown = list(reports) if len(reports) <= MOST else [host for host in reports if host in odd]
-    checks = [check for check in HEADS if full or check not in BENCHES]
+    left_out = {*(() if full else BENCHES), *(() if burn_in else ("burn_in",))}
+    checks = [check for check in HEADS if check not in left_out]
     grid = Table("host", *(HEADS[check] for check in checks), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     grid.columns[0].overflow = "fold"
     for host in shown[:MOST]:
@@ -88,4 +97,13 @@ def _value(report: HostReport, check: Check) -> str:
         return "-" if report.matmul is None else f"{report.matmul.tflops:.3g}"
     if check == "all_reduce":
         return "-" if report.all_reduce is None else f"{report.all_reduce.gb_per_second:.3g}"
+    if check == "burn_in":
+        return "-" if report.burn_in is None else _burn_in(report.burn_in)
     return "ok"
+
+
+def _burn_in(report: HostBurnIn) -> str:
+    """How often its devices were wrong, or how many runs were right."""
+    wrong = sum(sum(device.failed.values()) for device in report.devices)
+    runs = sum(sum(device.runs.values()) for device in report.devices)
+    return f"{wrong:,} wrong" if wrong else plural(runs, "run")

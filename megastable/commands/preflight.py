@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
+import secrets
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megastable.base.errors import BAD_INPUT, OK, ConfigError
+from megastable.base.text import plural
 from megastable.commands.app import App, WithLauncherArguments
 from megastable.commands.options import Json, JsonFile, Overrides, put_json
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from megastable.cluster.host_survey import BurnInOrder
     from megastable.cluster.hostfile import LaunchPlacement
     from megastable.cluster.reach import Reach
     from megastable.config.tree import RunConfig
@@ -28,12 +35,16 @@ STATE = 12  # bytes of a checkpoint per parameter: fp32 weights and two fp32 mom
     megastable preflight
     megastable preflight launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
     megastable preflight --quick -- --hostfile hostfile --exclude node-07
+    megastable preflight --burn-in 30 -- --hostfile hostfile
     megastable preflight --json -- --hostfile hostfile
     megastable preflight launch/recipes/7b.yaml run.dir=runs/7b -- --launcher slurm --num_gpus 8
     """,
     more="Hosts are those that the launcher would use. They are reached over ssh (with --launcher slurm over srun, "
     "inside an allocation); without a hostfile only this one is checked. This folder must be at the same path on every "
     "host. Without a recipe the current folder stands for the run directory.\n\n"
+    "--burn-in looks for devices that compute wrong: memory patterns, matrix products, attention and all-reduces whose "
+    "answers are known bit for bit, on every device of every host at the same time. A device that is wrong once is "
+    "refused, with the element and the bits.\n\n"
     "Exit codes: 0 nothing stands against a run, 2 a host is refused, or bad input.",
 )
 def preflight(
@@ -44,16 +55,33 @@ def preflight(
     ] = None,
     overrides: Overrides = None,
     quick: Annotated[bool, typer.Option("--quick", help="Without matrix products and all-reduces")] = False,
+    burn_in: Annotated[
+        float | None,
+        typer.Option(
+            "--burn-in", metavar="MINUTES", help="Compute what is known for so long, e.g. 30; fractions, too"
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--burn-in-seed",
+            metavar="N",
+            min=0,
+            max=2**63 - 1,
+            help="Of its inputs, as an earlier report gave it. Default: random",
+        ),
+    ] = None,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
     """Check every host before a run: code, versions, disks, GPUs, speed; is the run directory shared?
 
-    Nothing is started. Every host reports within seconds; what differs, is broken or slow is named, with what to do.
+    No training is started. Every host reports within seconds, or after its burn-in; what differs, is broken, slow or
+    wrong is named, with what to do.
     """
     from rich.console import Console
 
-    from megastable.base.progress_bar import bar
+    from megastable.base.progress_bar import bar, progress
     from megastable.cluster import preflight_table
     from megastable.cluster.host_report import as_facts
     from megastable.cluster.host_survey import survey
@@ -62,6 +90,7 @@ def preflight(
     from megastable.cluster.reach import allocated
     from megastable.config import recipe as recipes
 
+    order = _order(burn_in, seed)
     config = None if recipe is None else recipes.load(recipe, overrides or [])
     given: list[str] = context.obj
     slurm = any(word.lower() in ("slurm", "--launcher=slurm") for word in given)
@@ -70,8 +99,14 @@ def preflight(
     if placed.no_ssh:
         hosts = [placed.hosts[placed.node_rank]]
     names = [host.name for host in hosts]
-    with bar("asking the hosts", len(names), silent=as_json, unit="hosts") as asked:
-        found = survey(names, reach, _folder(config), not quick, told=lambda host: asked())
+    folder = _folder(config)
+    if order is None:
+        with bar("asking the hosts", len(names), silent=as_json, unit="hosts") as asked:
+            found = survey(names, reach, folder, not quick, told=lambda host: asked())
+    else:
+        with progress(silent=as_json) as shown:
+            clock = _Clock(shown, order, len(names))
+            found = survey(names, reach, folder, not quick, order, told=clock.told, hurry=clock.tick)
     if found.unwritten:
         raise ConfigError(found.unwritten)
     wanted = Wanted(
@@ -80,7 +115,10 @@ def preflight(
     )  # fmt: skip
     findings = compare(found.reports, wanted)
     if not as_json:
-        console, table = Console(), preflight_table.table(found.reports, findings, not quick)
+        console, table = (
+            Console(),
+            preflight_table.table(found.reports, findings, not quick, order is not None),
+        )
         if not console.is_terminal:  # a pipe has 80 columns: no name of a host is to be cut there
             console.width = max(console.width, console.measure(table).maximum)
         console.print(table)
@@ -89,6 +127,8 @@ def preflight(
         if placed.no_ssh and len(placed.hosts) > 1:
             console.print("--no_ssh: only this host was checked; give a hostfile to compare all")
         console.print(preflight_table.verdict(len(names), findings), highlight=False)
+        if order is not None:
+            console.print(f"burn-in: seed {order.seed}", highlight=False)
     facts = {
         "hosts": {host: as_facts(report) for host, report in found.reports.items()},
         "clock_offsets": found.offsets,
@@ -96,6 +136,44 @@ def preflight(
     }
     put_json(facts, as_json, output)
     raise typer.Exit(BAD_INPUT if any(one.severity == "refuse" for one in findings) else OK)
+
+
+def _order(minutes: float | None, seed: int | None) -> BurnInOrder | None:
+    """Raises ConfigError."""
+    from megastable.cluster.host_survey import BurnInOrder
+
+    if minutes is None:
+        if seed is not None:
+            raise ConfigError("--burn-in-seed without --burn-in MINUTES: give the minutes, too")
+        return None
+    if not (math.isfinite(minutes) and minutes > 0):
+        raise ConfigError(f"--burn-in {minutes}: minutes above 0, e.g. 30, or 0.5")
+    return BurnInOrder(60 * minutes, secrets.randbits(32) if seed is None else seed)
+
+
+class _Clock:
+    """Moves a bar with the time, in seconds, and says how many hosts have answered."""
+
+    def __init__(self, shown: Progress, order: BurnInOrder, hosts: int) -> None:
+        from megastable.base.progress_bar import Bar
+
+        self._seconds, self._hosts = math.ceil(order.seconds), hosts
+        self._bar = Bar(shown, f"burn-in, seed {order.seed}", self._seconds)
+        self._begin, self._shown, self._answered = time.monotonic(), 0, 0
+
+    def tick(self) -> bool:
+        """Is asked all the time whether to wait for no more: it never is so."""
+        passed = int(time.monotonic() - self._begin) - self._shown
+        if passed and self._shown < self._seconds <= self._shown + passed:
+            self._bar.doing("burn-in: the last rounds")
+        if passed:
+            self._bar(passed)
+            self._shown += passed
+        return False
+
+    def told(self, host: str) -> None:
+        self._answered += 1
+        self._bar.doing(f"burn-in: {self._answered:,} of {plural(self._hosts, 'host')} done")
 
 
 def _reach(placed: LaunchPlacement) -> Reach:

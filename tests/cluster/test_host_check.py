@@ -98,8 +98,9 @@ def test_a_benchmark_that_fails_is_told(tmp_path: Path) -> None:
         "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
     )
     path = os.pathsep.join([str(tmp_path), str(host_check.PACKAGE.parent)])
-    found = check(tmp_path, "--full", PYTHONPATH=path)
+    found = check(tmp_path, "--full", "--burn-in", "1", PYTHONPATH=path)
     assert found.matmul is None and "libcudart.so.12" in found.matmul_unknown + found.all_reduce_unknown
+    assert found.burn_in is None and "libcudart.so.12" in found.burn_in_unknown
     assert found.code is not None
 
 

@@ -16,6 +16,9 @@ GPU = {
     "index": 0, "name": "H100", "driver": "550.1", "memory": 80 << 30, "memory_used": 1 << 30, "temperature": 40,
     "ecc_uncorrected": 0, "xid": [], "clocks_throttled": [],
 }  # fmt: skip
+BURNED = {
+    "seed": 1, "seconds": 60.0, "devices": [{"device": "cuda:1", "runs": {"memory": 5}, "failed": {"memory": 3}}],
+}  # fmt: skip
 TOKEN = "abc"
 
 
@@ -92,6 +95,8 @@ WRONG: list[tuple[dict[str, Any], list[tuple[str, str]], list[str]]] = [
     ({"matmul": None, "matmul_unknown": "out of memory"}, [("matmul", "refuse")], ["out of memory"]),
     ({"all_reduce": {"gb_per_second": 200.0}}, [("all_reduce", "warn")], ["200 GB/s", "33% below"]),
     ({"all_reduce": None, "all_reduce_unknown": "NCCL error"}, [("all_reduce", "refuse")], ["NCCL error"]),
+    ({"burn_in_unknown": "did not end"}, [("burn_in", "refuse")], ["no burn-in: did not end"]),
+    ({"burn_in": BURNED}, [("burn_in", "refuse")], ["cuda:1: memory wrong in 3 of 5 runs"]),
 ]  # fmt: skip
 
 

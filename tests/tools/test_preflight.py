@@ -124,6 +124,18 @@ def test_over_ssh(sshd: int, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "") and "2 hosts checked: nothing found" in done.stdout, done
 
 
+def test_a_burn_in_over_ssh(sshd: int, tmp_path: Path) -> None:
+    """Both names at the same time, with the same inputs."""
+    (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    words = "--quick --burn-in 0.001 --burn-in-seed 3 --output out.json -- --hostfile hostfile --ssh_port"
+    done = preflight(*words.split(), sshd, cwd=tmp_path)
+    assert done.returncode == 0 and "2 hosts checked: nothing found" in done.stdout, done
+    hosts = json.loads((tmp_path / "out.json").read_text())["hosts"]
+    for host in ("127.0.0.1", "localhost"):
+        found = hosts[host]["burn_in"]
+        assert found["seed"] == 3 and found["devices"][0]["rounds"] == 1, found
+
+
 def test_a_checkpoint_must_fit(tmp_path: Path) -> None:
     done = preflight("--quick", ROOT / "launch/recipes/405b.yaml", f"run.dir={tmp_path}/runs/big", cwd=ROOT)
     assert done.returncode == 2 and "a checkpoint takes about" in done.stdout, done

@@ -382,7 +382,10 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             text="If it comes back, lower optimizer.betas[1] or the rate: the optimizer's memory outlived its data."
         )
     elif i.cause == "hardware":
-        yield FollowUp(text="Check the hosts of this attempt: GPU error counters (ECC, Xid), then a burn-in.")
+        yield FollowUp(
+            text="Check the hosts of this attempt: GPU error counters (ECC, Xid), then a burn-in.",
+            command="python launch/preflight.py --burn-in 30 -- --hostfile hostfile",
+        )
 
 
 def _of_breakdown(e: Evidence) -> Iterator[FollowUp]:
@@ -394,7 +397,8 @@ def _of_breakdown(e: Evidence) -> Iterator[FollowUp]:
             )
         case "hardware":
             yield FollowUp(
-                text="Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in."
+                text="Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in.",
+                command="python launch/preflight.py --burn-in 30    # on that host",
             )
         case "storage" if e.incident.verdict == "damaged_checkpoint":
             yield FollowUp(
