@@ -25,11 +25,12 @@ from megastable.base.errors import ConfigError
 ROOT = Path(__file__).parents[1]
 LOOK = 0.02  # seconds between two looks for the moment to strike
 PHASE_MISSED = 60  # steps after which a fault strikes in whatever phase: short ones are easily missed
+SLOWEST = 1.0  # seconds for a step on a busy machine
 ENDLESS = 420.0  # seconds after which a run counts as one that never ends
 MODEL = (
     "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=1 model.ffn=128 model.sequence_length=64 "
     "train.global_batch=12 train.micro_batch=2 train.eval_samples=12 train.eval_interval=50 checkpoint.interval=25 "
-    "checkpoint.keep=2 logging.tensorboard=false logging.peak_tflops=1 stability.enabled=false"
+    "checkpoint.keep=2 logging.tensorboard=false logging.peak_tflops=1"
 ).split()
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
@@ -165,7 +166,7 @@ class Exercised:
 def undisturbed(exercise: Exercise, folder: Path) -> Undisturbed:
     """Raises ConfigError if the run fails without any fault."""
     with Hosts(empty(folder), exercise.hosts + exercise.spares) as hosts:
-        run = Exercised(exercise, folder, hosts)
+        run = Exercised(exercise, folder, hosts, endless=max(ENDLESS, SLOWEST * exercise.steps))
         code = run.end()
         if code != 0:
             raise ConfigError(f"the run ended with {code} without a fault: {run.output.read_text()[-2000:]}")
