@@ -19,7 +19,7 @@ from torch import Tensor
 from megastable.parallel.topology import Topology
 from megastable.stability.gradient_consistency import COLUMNS
 
-ROW = 4096  # elements
+ROW = 2048  # elements
 BLOCK = 4096  # elements
 BLOCKS = 64  # of a rank's part of a flat buffer, on which directions are compared
 
