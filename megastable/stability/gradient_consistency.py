@@ -100,15 +100,14 @@ class Doubt(NamedTuple):
 class Consistency:
     """Compares each rank's gradient with the others', as that usually is.
 
-    The usual is the median of the last accepted steps, with the median absolute deviation as its scatter (`far` times
-    which is too far): of the log of a rank's norm over the median norm of the others, and of its cosine to their sum.
-    Both depend on how alike the ranks' samples are, which differs between runs, and changes slowly in one. A negated
-    gradient has the usual cosine with the other sign: where these two are not `far` apart, because each rank has few
-    samples, it cannot be told in one step, and changes the sum no more than other samples would.
+    The usual is the median of the last accepted steps, with the median absolute deviation as its scatter: of the log
+    of a rank's norm over the median norm of the others, and of its cosine to their sum. Both depend on how alike the
+    ranks' samples are, which differs between runs, and changes slowly in one. A negated gradient has the usual cosine
+    with the other sign: where these two are not far apart, because each rank has few samples, it cannot be told in one
+    step, and changes the sum no more than other samples would.
     """
 
-    def __init__(self, ranks: int, far: float = FAR) -> None:
-        self.far = far
+    def __init__(self, ranks: int) -> None:
         self._ratios = [deque[float](maxlen=WINDOW) for _ in range(ranks)]
         self._cosines = [deque[float](maxlen=WINDOW) for _ in range(ranks)]
 
@@ -134,7 +133,7 @@ class Consistency:
         doubts = []
         for d, (ratio, before) in enumerate(zip(_ratios(found), self._ratios, strict=True)):
             usual, scatter = _usual(before, RATIO_SCATTER)
-            if abs(ratio - usual) > max(RATIO, self.far * scatter):
+            if abs(ratio - usual) > max(RATIO, FAR * scatter):
                 times = math.exp(ratio - usual)
                 doubts.append(
                     Doubt(d, Kind.SCALED, f"has {times:.3g} times its usual norm beside the others'")
@@ -145,7 +144,7 @@ class Consistency:
         doubts = []
         for d, (cosine, before) in enumerate(zip(_cosines(found), self._cosines, strict=True)):
             usual, scatter = _usual(before, COSINE_SCATTER)
-            visible = len(before) >= FEW and 2 * usual >= self.far * scatter
+            visible = len(before) >= FEW and 2 * usual >= FAR * scatter
             if visible and cosine < -usual / 2:
                 reason = f"has a cosine of {cosine:.2f} to the others' sum, usually {usual:.2f}"
                 doubts.append(Doubt(d, Kind.NEGATED, reason))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megastable.config.tree import RunConfig
+from megastable.data.corpora import open_corpora
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import GradientsDoubted, IncidentEvent
-from tests.conftest import tiny
+from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 
 STEP, LAST = 24, 32
@@ -150,3 +152,48 @@ def test_it_is_found_and_undone(
     (first, *_) = run.events(IncidentEvent)
     assert first["onset"] == STEP
     assert bytes_of(tmp_path / "run") == clean
+
+
+@pytest.mark.parametrize(("layout", "ranks", "turns"), [("dp2", [], 1), ("dp3", [1], 2)])
+def test_a_lasting_fault_is_told_from_chance(
+    layout: str, ranks: list[int], turns: int, corpus: Path, tmp_path: Path
+) -> None:
+    """With a third result the rank is known. It comes again, until the incidents of hardware end the process."""
+    world, parallel = LAYOUTS[layout]
+    with pytest.raises(AssertionError, match=r"HandoverError|UnstableError"):
+        run_ranks(world, train, recipe(corpus, tmp_path / "run", parallel), "scaled", 1, True)
+    events = list(RunDirectory(tmp_path / "run").events(GradientsDoubted))
+    assert {(event["step"], event["verdict"]) for event in events} == {(STEP, "persistent")}
+    assert all(event["ranks"] == ranks for event in events)
+    assert ("every time, other ranks do not" if ranks else "different results") in events[0]["reason"]
+
+
+def test_watching_changes_no_byte(corpus: Path, tmp_path: Path) -> None:
+    for name, watched in (("on", True), ("off", False)):
+        c = recipe(corpus, tmp_path / name, {}, watched)
+        assert run_ranks(2, train, c, None, 1) == [0, 0]
+    assert bytes_of(tmp_path / "on") == bytes_of(tmp_path / "off")
+
+
+def spoil(corpus: Path, made: RunConfig, step: int, rank: int, ranks: int) -> None:
+    """All samples of a rank in a step are one token, over and over."""
+    source = open_corpora(made.data.corpora, 32, made.run.seed).train
+    batch = np.arange((step - 1) * 96, step * 96).reshape(-1, ranks, 16)[:, rank].ravel()
+    tokens = np.memmap(corpus / "part-0.bin", dtype=np.uint16, mode="r+")
+    for number, first in enumerate(source.order.locate(batch).first_token.tolist()):
+        tokens[first : first + 33] = 1 + number % 249
+    tokens.flush()
+
+
+def test_odd_data_of_one_rank_is_not_blamed_on_hardware(tmp_path: Path) -> None:
+    """It is doubted, and cleared: the guard does what it does without the watch."""
+    corpus = tmp_path / "corpus"
+    write_corpus(corpus, tokens=120_000)
+    spoil(corpus, recipe(corpus, tmp_path / "on", {}), STEP, 1, 2)
+    for name, watched in (("on", True), ("off", False)):
+        assert run_ranks(2, train, recipe(corpus, tmp_path / name, {}, watched), None, 1) == [0, 0]
+    run = RunDirectory(tmp_path / "on")
+    events = list(run.events(GradientsDoubted))
+    assert [(event["step"], event["verdict"], event["ranks"]) for event in events] == [(STEP, "data", [])]
+    assert not any(event["summary"]["cause"] == "hardware" for event in run.events(IncidentEvent))
+    assert bytes_of(tmp_path / "on") == bytes_of(tmp_path / "off")
