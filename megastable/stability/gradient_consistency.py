@@ -31,8 +31,9 @@ ROUNDING = 2.0**-24  # fp32's
 SLACK = 64.0
 
 WINDOW = 64  # accepted steps that say what is usual
-FEW = 8  # so many say too little
-FAR = 8.0  # sigma
+FEW = 16  # fewer say too little
+FAR = 8.0  # sigma of a norm's ratio
+APART = 5.0  # sigma between the usual cosine and that of a negated gradient, so that one is told from the other
 RATIO = 0.69  # the least change of the log of a norm that counts: a factor of 2
 RATIO_SCATTER = 0.05  # the least that scatter is taken to be
 COSINE_SCATTER = 0.02
@@ -132,6 +133,8 @@ class Consistency:
     def _scaled(self, found: Sequence[RankGradient]) -> list[Doubt]:
         doubts = []
         for d, (ratio, before) in enumerate(zip(_ratios(found), self._ratios, strict=True)):
+            if len(before) < FEW:
+                continue
             usual, scatter = _usual(before, RATIO_SCATTER)
             if abs(ratio - usual) > max(RATIO, FAR * scatter):
                 times = math.exp(ratio - usual)
@@ -143,9 +146,10 @@ class Consistency:
     def _negated(self, found: Sequence[RankGradient]) -> list[Doubt]:
         doubts = []
         for d, (cosine, before) in enumerate(zip(_cosines(found), self._cosines, strict=True)):
+            if len(before) < FEW:
+                continue
             usual, scatter = _usual(before, COSINE_SCATTER)
-            visible = len(before) >= FEW and 2 * usual >= FAR * scatter
-            if visible and cosine < -usual / 2:
+            if 2 * usual >= APART * scatter and cosine < -usual / 2:
                 reason = f"has a cosine of {cosine:.2f} to the others' sum, usually {usual:.2f}"
                 doubts.append(Doubt(d, Kind.NEGATED, reason))
         return doubts
@@ -164,8 +168,6 @@ def _cosines(found: Sequence[RankGradient]) -> list[float]:
 
 
 def _usual(before: Sequence[float], scatter: float) -> tuple[float, float]:
-    """Median and scatter; scatter: the least, and more than it as long as little is known."""
-    if len(before) < FEW:
-        return 0.0, scatter
+    """Median, and scatter, at least `scatter`."""
     middle = median(before)
     return middle, max(scatter, 1.4826 * median(abs(x - middle) for x in before))

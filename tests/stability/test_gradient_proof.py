@@ -60,13 +60,9 @@ def test_a_third_result_tells_who_is_always_wrong(
     """own_only: the chip is wrong on these samples alone."""
     for rank in sorted(told(groups, shift, turns)):
         held = told(groups, shift, turns)
-        held[rank] = (
-            [
-                tuple(tuple((-1) ** (1 - i) * x for x in half) for i, half in enumerate(d))
-                for d in held[rank][:2]  # type: ignore[misc]
-            ]
-            + (held[rank][2:] if own_only else [(tuple(-x for x in c), s) for c, s in held[rank][2:]])
-        )
+        mine = held[rank]
+        for i in range(2 if own_only else len(mine)):
+            mine[i] = tuple(-x for x in mine[i][0]), mine[i][1]
         proof = prove(held, groups, shift, exact=True)
         assert proof is not None and proof.lasting
         if turns == 2:

@@ -44,9 +44,10 @@ def train(config: RunConfig, fault: str | None, rank: int, always: bool = False)
     import torch.distributed as dist
 
     from megastable import train
-    from megastable.engine import patches
+    from megastable.engine import patches as patched
     from megastable.engine.engine import Engine
 
+    patches: Any = patched
     here, done = dist.get_rank() == rank, False
     real, step, total = Engine.__init__, [0], patches.sum_and_scatter
     running: list[Engine] = []
@@ -88,7 +89,7 @@ def train(config: RunConfig, fault: str | None, rank: int, always: bool = False)
                 torch.tensor(1 << BITS[fault], dtype=torch.int64).int()
             )
 
-    Engine.__init__ = __init__  # type: ignore[method-assign]
+    Engine.__init__ = __init__  # type: ignore[method-assign,assignment]
     if fault in BITS:
         patches.sum_and_scatter = flipping
     return train.train(config, Path("recipe.yaml"))
