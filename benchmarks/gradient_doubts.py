@@ -63,8 +63,8 @@ def seen(gradients: Tensor) -> list[RankGradient]:
     for d, own in enumerate(gradients):
         part = slice(d * slices, (d + 1) * slices)
         mine, others = own[part].double(), (total - own)[part].double()
-        dots = [float(a @ b) for a, b in ((mine, others), (mine, mine), (others, others))]
-        found.append(RankGradient(0.0, 1.0, float(squares[d]), *dots, 0.0, 0.0))
+        dot, square, rest = float(mine @ others), float(mine @ mine), float(others @ others)
+        found.append(RankGradient(0.0, 1.0, float(squares[d]), dot, square, rest, 0.0, 0.0))
     return found
 
 

@@ -27,8 +27,7 @@ Row = tuple[bool, float, float]
 def recipe(folder: Path, steps: int) -> RunConfig:
     return RunConfig.model_validate({
         "run": {"dir": folder / "run"}, "data": {"corpora": [{"path": folder / "corpus"}]},
-        "model": {"layers": 6, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 680, "sequence_length": 256,
-                  "vocab_size": 512},
+        "model": {"layers": 4, "hidden": 192, "heads": 4, "kv_heads": 4, "ffn": 512, "sequence_length": 256},
         "train": {"steps": steps, "global_batch": 16, "micro_batch": 4, "eval_interval": 0, "eval_samples": 0},
         "checkpoint": {"interval": 0, "at_end": False},
         "logging": {"tensorboard": False, "peak_tflops": 1.0, "interval": 1000},

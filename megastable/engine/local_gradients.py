@@ -6,7 +6,7 @@ signs s, and random weights w, so that rows that were swapped show as well; the 
 in fp32, then fp64: the checksum's own rounding stays at that of one row.
 
 The numbers travel in the sum that every step makes for its gate, in columns that stability/gradient_consistency.py
-reads. A step reads the gradient twice more, and once more a rank's part of the sum.
+reads. A step reads the gradient once more (GPUs: twice), and a rank's part of the sum once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from megastable.parallel.topology import Topology
 from megastable.stability.gradient_consistency import COLUMNS
 
 ROW = 2048  # elements
-BLOCK = 4096  # elements
+CACHED = 128  # rows that a CPU's cache holds: they are read once for two purposes
+BLOCK = 1024  # elements
 BLOCKS = 64  # of a rank's part of a flat buffer, on which directions are compared
 
 
@@ -43,14 +44,13 @@ class LocalGradients:
     def before(self, gradients: Sequence[Tensor]) -> None:
         """gradients: the flat fp32 buffers, whole, about to be summed."""
         slices = [g.view(self._ranks, -1) for g in gradients]
-        checks = [torch.stack([self._checksum(part) for part in s]) for s in slices]
-        squares = [torch.linalg.vector_norm(s, dim=1).double().square() for s in slices]
-        self.digest = torch.stack((torch.stack(checks).sum(0), torch.stack(squares).sum(0)))
+        found = [torch.stack([self._measured(part, True) for part in s], 1) for s in slices]
+        self.digest = torch.stack(found).sum(0)
         self._own = [_sample(s[self._rank]).clone() for s in slices]  # the sum overwrites it
 
     def after(self, parts: Sequence[Tensor]) -> None:
         """parts: this rank's slices of the sums over the data ranks."""
-        self.total = torch.stack([self._checksum(part) for part in parts]).sum()
+        self.total = torch.stack([self._measured(part, False)[0] for part in parts]).sum()
         own, self._own = self._own, []
         self._compared = torch.stack(
             [_products(mine, _sample(part) - mine) for mine, part in zip(own, parts, strict=True)]
@@ -76,15 +76,22 @@ class LocalGradients:
         """The next step may be the last one again."""
         self._previous = None
 
-    def _checksum(self, part: Tensor) -> Tensor:
+    def _measured(self, part: Tensor, norm: bool) -> Tensor:
+        """fp64 [2]: checksum, and squared norm if that is wanted."""
         rows = part.numel() // ROW
         if rows > self._weights.numel():
             more = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(ROW))
             self._weights = (more + 0.5).to(part.device)
         table = part[: rows * ROW].view(rows, ROW)
         rest = part[rows * ROW :]
-        whole = torch.dot(torch.mv(table, self._signs).double(), self._weights[:rows])
-        return whole + torch.dot(rest, self._signs[: rest.numel()])
+        sums, norms = [], [torch.linalg.vector_norm(rest)] if norm else []
+        for chunk in table.split(CACHED if norm and not part.is_cuda else max(rows, 1)):
+            sums.append(torch.mv(chunk, self._signs))
+            if norm:
+                norms.append(torch.linalg.vector_norm(chunk))
+        whole = torch.dot(torch.cat(sums).double(), self._weights[:rows])
+        check = whole + torch.dot(rest, self._signs[: rest.numel()])
+        return torch.stack((check, torch.stack(norms).double().square().sum() if norm else check))
 
 
 def _sample(part: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ SLACK = 64.0
 WINDOW = 64  # accepted steps that say what is usual
 FEW = 16  # fewer say too little
 FAR = 8.0  # sigma of a norm's ratio
-APART = 5.0  # sigma between the usual cosine and that of a negated gradient, so that one is told from the other
+APART = (
+    5.0  # sigma between the usual cosine and that of a negated gradient, so that one is told from the other
+)
 RATIO = 0.69  # the least change of the log of a norm that counts: a factor of 2
 RATIO_SCATTER = 0.05  # the least that scatter is taken to be
 COSINE_SCATTER = 0.02

@@ -17,7 +17,7 @@ Digest = tuple[tuple[float, ...], tuple[float, ...]]
 """Of a gradient: checksums, which are linear in it, and squared norms, of each slice."""
 
 
-class Proof(NamedTuple):
+class GradientFault(NamedTuple):
     """Ranks whose gradient was wrong. proven: else it is one of them, and not known which; lasting: the first time and
     when repeated, so not by chance; what: of the first of them, beside the right gradient: "negated"."""
 
@@ -54,7 +54,7 @@ def difference(wrong: Digest, right: Digest) -> str:
 
 def prove(
     told: Mapping[int, Sequence[Digest]], groups: Sequence[Sequence[int]], shift: int, exact: bool
-) -> Proof | None:
+) -> GradientFault | None:
     """What the digests of all ranks show; None if all are as they should be.
 
     told: by rank, of its own samples, of these once more, and then of the samples of the data rank `shift` further, of
@@ -63,7 +63,7 @@ def prove(
     changed = [rank for rank, (first, again, *_) in told.items() if not alike(first, again, exact)]
     if changed:
         first, again, *_ = told[changed[0]]
-        return Proof(tuple(changed), True, False, difference(first, again))
+        return GradientFault(tuple(changed), True, False, difference(first, again))
     odd: dict[int, str] = {}
     doubtful: set[int] = set()
     for ranks in groups:
@@ -83,8 +83,8 @@ def prove(
                 doubtful |= held.keys()
     if odd:
         ranks_ = sorted(odd)
-        return Proof(tuple(ranks_), True, True, odd[ranks_[0]])
-    return Proof(tuple(sorted(doubtful)), False, True, "") if doubtful else None
+        return GradientFault(tuple(ranks_), True, True, odd[ranks_[0]])
+    return GradientFault(tuple(sorted(doubtful)), False, True, "") if doubtful else None
 
 
 def _agree(digest: Digest, held: Mapping[int, Digest], exact: bool) -> set[int]:
