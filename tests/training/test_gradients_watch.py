@@ -133,7 +133,7 @@ def clean(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> dict[
     [
         *(("dp2", fault, 1) for fault in [*FAULTS, *BITS]),
         *(("dp3", fault, 2) for fault in [*FAULTS, "exponent"]),
-        ("tp2-dp2", "scaled", 3), ("tp2-dp2", "sign", 2), ("pp2-dp2", "negated", 1), ("pp2-dp2", "mantissa", 3),
+        ("tp2-dp2", "scaled", 3), ("tp2-dp2", "sign", 2), ("pp2-dp2", "stale", 1), ("pp2-dp2", "mantissa", 3),
     ],
 )  # fmt: skip
 def test_it_is_found_and_undone(
