@@ -37,7 +37,9 @@ def gradients(ranks: int, seed: int = 0) -> list[list[Tensor]]:
 
 
 def summed(
-    watching: list[LocalGradients], sent: list[list[Tensor]], fault: Callable[[list[list[Tensor]]], None] = id
+    watching: list[LocalGradients],
+    sent: list[list[Tensor]],
+    fault: Callable[[list[list[Tensor]]], object] = id,
 ) -> list[RankGradient]:
     """One step; `fault` changes what the ranks received: by rank, their slices of the buffers."""
     ranks = len(sent)
