@@ -250,11 +250,14 @@ class SnapshotConfig(Section):
 
 
 class HardwareConfig(Section):
-    """Silent corruption (recovery/replica_watch.py)."""
+    """Silent corruption (recovery/replica_watch.py, gradient_watch.py)."""
 
     fingerprint_interval: NonNegativeInt = 20
     """Steps between two comparisons of the state that several ranks must hold alike; 0: none. Weights in compute
     precision, which the next update overwrites, are compared in every step. [steps]"""
+    gradients: bool = True
+    """Check in every step the sum of the gradients, and the gradient of each data rank against the others: a doubt
+    refuses the update until repeating the step has shown who is right. Only with BF16_Optimizer (bf16, ZeRO 1)."""
 
 
 class AttributionConfig(Section):

@@ -89,6 +89,8 @@ class Engine:
                     dist_init_required=False,
                 )
         self.zero = wrapper(self.optimizer, self.ds, topology, self.device)
+        if config.stability.hardware.gradients:
+            self.zero.watch_gradients()
         self.clipping = self._attach()
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
         threshold = config.optimizer.qk_clip
@@ -270,10 +272,11 @@ class Engine:
             self._sum_tied(self.tied)
         part, valid, known = self.zero.squared_norm()
         part = torch.where(valid, part, 0.0)
-        extra = torch.cat((torch.stack((part, (~valid).double())), self.zero.scalar(self._votes())))
-        losses, squares, (squared_norm, broken, *votes) = self._collect(
-            self.ds.gradient_accumulation_steps(), extra
-        )
+        told = [] if self.zero.local is None else [self.zero.local.columns()]
+        columns = sum(map(len, told))
+        extra = torch.cat((*told, torch.stack((part, (~valid).double())), self.zero.scalar(self._votes())))
+        losses, squares, summed = self._collect(self.ds.gradient_accumulation_steps(), extra)
+        gradients, (squared_norm, broken, *votes) = tuple(summed[:columns]), summed[columns:]
         grad_norm = math.sqrt(squared_norm)
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
         # A non-finite loss is not an overflow of the scaled gradients: a smaller scale would not fix it.
@@ -281,7 +284,9 @@ class Engine:
         overflow &= bool(torch.isfinite(losses).all())
         norm_or_inf = math.inf if broken else grad_norm
         in_fp8 = None if self.fp8 is None else self.fp8.on
-        self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow, in_fp8)
+        self.measured = Measured(
+            losses, squares, norm_or_inf, tuple(votes), scale, overflow, in_fp8, gradients
+        )
         self._show_gradients(scale)
         assert self._judge is not None
         self._wait_for_copies()

@@ -26,6 +26,7 @@ from torch.distributed import Work, distributed_c10d
 
 from megastable.base import activity
 from megastable.base.collectives import gathered
+from megastable.engine.local_gradients import LocalGradients
 from megastable.optim.build import OPTIMIZERS
 from megastable.parallel.mappings import sum_and_scatter
 
@@ -132,20 +133,34 @@ def told(engine: Any) -> None:
     engine._INSTRUCTION_MAP = {kind: within(kind, f) for kind, f in engine._INSTRUCTION_MAP.items()}
 
 
-def sum_in_parts(o: BF16_Optimizer, engine: Any, ranks: int, group: Any, counted: Sequence[Tensor]) -> None:
+def sum_in_parts(
+    o: BF16_Optimizer,
+    engine: Any,
+    ranks: int,
+    group: Any,
+    counted: Sequence[Tensor],
+    watching: Callable[[], LocalGradients | None],
+) -> None:
     """Reduce-scatter gradients as in ZeRO 1 (arXiv:1910.02054 section 5.1): a rank gets the part that it updates.
 
     By default every rank gets all: twice the bytes, with copies, and norm and clipping of everything. Needless when
     BF16_Optimizer reduce-scatters. ranks: that share the data, `group`; counted: the tensors of its part that this rank
-    counts in the norm.
+    counts in the norm. watching: what measures the gradients before and after the sum, if anything does.
     """
     o._update_hp_grad = Accumulate(o)
     parts = o.fp32_groups_gradient_flat_partition
 
     def reduce(*_: Any, **__: Any) -> None:
         activity.enter(activity.REDUCE)  # until the gate, which is next
-        for whole, part in zip(o.fp32_groups_gradients_flat, parts, strict=True) if ranks > 1 else ():
+        if ranks == 1:
+            return
+        if (watch := watching()) is not None:
+            watch.before(o.fp32_groups_gradients_flat)
+        for whole, part in zip(o.fp32_groups_gradients_flat, parts, strict=True):
             sum_and_scatter(whole, part, group)
+        if watch is not None:
+            watch.after(parts)
+        for part in parts:
             part.div_(ranks)
 
     engine.buffered_allreduce_fallback = reduce

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
+from megastable.engine.local_gradients import LocalGradients
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import placement_of, shape_of
 from megastable.parallel.topology import Topology
@@ -34,6 +35,7 @@ class Wrapper(ABC):
 
     def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
         self.o, self.engine, self.topology, self.device = o, engine, topology, device
+        self.local: LocalGradients | None = None
 
     @property
     @abstractmethod
@@ -58,6 +60,9 @@ class Wrapper(ABC):
     @abstractmethod
     def refresh_weights(self) -> None:
         """Copy the master weights to the parameters in compute precision."""
+
+    def watch_gradients(self) -> None:  # noqa: B027
+        """Measure the gradients of every rank before they are summed, where that is possible (`local`)."""
 
     def average(self) -> None:  # noqa: B027
         """Divide sums over the data ranks, where DeepSpeed has not done so."""
@@ -134,7 +139,12 @@ class Bf16(_Linked):
         self._buffers = o.fp32_groups_gradient_flat_partition
         counted = [f for f in self.flat_state().fragments if f.counted]
         self._counted = [self._buffers[f.group][f.offset : f.offset + f.numel] for f in counted]
-        patches.sum_in_parts(o, engine, topology.layout.data, topology.data_group, self._counted)
+        data = topology.layout.data, topology.data_group
+        patches.sum_in_parts(o, engine, *data, self._counted, lambda: self.local)
+
+    def watch_gradients(self) -> None:
+        if self.topology.layout.data > 1:
+            self.local = LocalGradients(self.topology, self.device)
 
     @property
     def masters(self) -> list[Tensor]:

@@ -23,6 +23,7 @@ from megastable.engine import nan_locator
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Judge, Measured
 from megastable.recovery.deferring import Deferring
+from megastable.recovery.gradient_watch import GradientWatch, Suspicion
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
@@ -98,6 +99,7 @@ class Recovery:
         self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the next step is the first of another data mix
         self._differ: Mismatch | None = None  # what the last gate found
+        self._suspicion: Suspicion | None = None
         self._quiet_until = 0
         self._located = ""  # result of replaying this step, refused as it is not finite
         self._in_fp8 = True  # as last reported; an engine begins with it
@@ -116,6 +118,7 @@ class Recovery:
         self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
         self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
         self.replicas = ReplicaWatch(c.hardware, engine, state.step, log)
+        self.gradients = GradientWatch(config, engine, loader, log)
         self.signs = StartSigns(config, source, memory.signs, log)
         self.origin = Origin(run, config, state, changed, log)
         laboratory = Laboratory(c.attribution, engine, loader)
@@ -227,11 +230,13 @@ class Recovery:
         """The gate: whether the update may be applied."""
         self.decision, self._located = None, ""
         self._differ = self.replicas.judge(measured.votes)
+        suspicion = self.gradients.judge(measured, step)
+        self._suspicion = suspicion if self.acts else None
         if measured.overflow:
             return False  # normal in fp16: the loss scale is reduced
         if not self.settings.enabled:
             return measured.finite
-        if self._differ is not None and self.acts:
+        if self._suspicion is not None or (self._differ is not None and self.acts):
             return False
         signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators, self._mixed)
         self.indicators, self._mixed = {}, False
@@ -253,6 +258,10 @@ class Recovery:
             return self.decision.finding.verdict, self.decision.reason
         if measured.overflow:
             return "overflow", "beyond the range of fp16: the loss scale is lowered"
+        if self._differ is not None:
+            return Verdict.CORRUPTED, self._differ.reason
+        if self._suspicion is not None:
+            return Verdict.CORRUPTED, "a gradient, or the sum of all, stands out; the step is repeated"
         return Verdict.NON_FINITE, f"loss {measured.loss}, gradient norm {measured.grad_norm}"
 
     # After the step
@@ -267,19 +276,45 @@ class Recovery:
         self.rates.done(step)
         if self._differ is not None and self.acts:
             outcome = self.rescue(done, self._differ.reason, Verdict.CORRUPTED, self._differ.proven + 1)
-            self.replicas.rewound(outcome.state.step)
+            self._rewound(outcome.state.step)
             return outcome
+        if self._suspicion is not None:
+            return self._repeat(done, self._suspicion)
+        if done.applied:
+            self.gradients.accept(measured)
         if not measured.overflow:
             self.samples.observe(batch, measured, done.applied, step)
         back = self._carry_out(done)
         if back is None and self.acts and self.decision is not None:
             back = self._look_at_samples(self.decision, done)
         if back is not None:
-            self.replicas.rewound(back.step)
+            self._rewound(back.step)
             return StepOutcome(back, rewound=True)
         if done.state.discards_in_a_row >= self.settings.max_discards:
             raise self._refused_too_often(done)
         return StepOutcome(done.state)
+
+    def _rewound(self, step: int) -> None:
+        self.replicas.rewound(step)
+        self.gradients.rewound()
+
+    def _repeat(self, done: StepResult, suspicion: Suspicion) -> StepOutcome:
+        """Do a step again whose gradients were doubted, on the state before it: if hardware lied, as an incident."""
+        self.phase("repeat")
+        before, counters = done.before, self.engine.counters_before
+        damage = self.gradients.prove(suspicion, done.batch, done.state.step)
+        self._rewound(before.step)
+        if damage:
+            if self.points.ring.capacity:  # nothing else needs to be repeated
+                detector = self.guard.detector.state
+                self.points.take(before, detector, self.samples.state, self.trends.state, counters)
+            return self.rescue(done, damage, Verdict.CORRUPTED)
+        self.engine.restore_counters(counters)
+        back = before.model_copy(update={"seconds": done.state.seconds})
+        self.loader.go_to(back.cursor, self.loader.skips)
+        self.points.forget_after(back.step)
+        self.rates.forget_after(back.step)
+        return StepOutcome(back, rewound=True)
 
     def _look_at_samples(self, decision: Decision, done: StepResult) -> RunState | None:
         """Note the samples of a refused update, examine suspected ones; the new state if the run is rewound for it."""

@@ -26,7 +26,8 @@ from megastable.run.log import RunLog
 # In journals that there are: a name may come, none may go or change.
 NAMES = """alert baseline_anew baseline_reset batch_changed blend_changed checkpoint checkpoint_failed
 checkpoint_healthy checkpoint_recovered checkpoint_rejected checkpoint_suspect clipping_anew config_changed
-discard_examined discarded ended evaluated exchanges_undone fell_back finished handover hang hook_failed
+discard_examined discarded ended evaluated exchanges_undone fell_back finished gradients_doubted handover
+hang hook_failed
 host_left_out host_slow hosts_awaited imported incident launched length_changed located look_ahead_failed
 look_ahead_spent looked_ahead memory_dropped memory_off memory_refused memory_resume mix_changed
 moments_anew no_snapshots order_changed rate_cut rate_lifted

@@ -90,6 +90,22 @@ class ReplicasDiffer(Event):
         return str(self.get("reason"))
 
 
+class GradientsDoubted(Event):
+    """The update of `step` was refused, as a rank's gradient stood out (kinds: how), or the sum of all is wrong.
+    verdict: "sum"; of repeating the step: "transient", "persistent", or "data": no hardware, and the step is done as it
+    is. ranks: which ones are proven to be wrong."""
+
+    NAME = "gradients_doubted"
+    step: Whole
+    verdict: Text
+    kinds: Items
+    ranks: Items
+    reason: Text
+
+    def words(self) -> str:
+        return str(self.get("reason"))
+
+
 class Located(Event):
     """The origin of the first non-finite number (engine/nan_locator.py), in its field `sentence`."""
 

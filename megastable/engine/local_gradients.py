@@ -1,0 +1,108 @@
+"""Measures every rank's own gradient before it is summed over the data ranks, and checks the sum; for BF16_Optimizer.
+
+The sum is linear, so a linear checksum of what goes in must be that of what comes out, but for rounding (Huang and
+Abraham, IEEE Trans. Computers C-33, 1984). That of a slice is sum_ij w_i s_j g_ij: rows i of ROW elements, random
+signs s, and random weights w, so that rows that were swapped show as well; the same on all data ranks. A product with s
+in fp32, then fp64: the checksum's own rounding stays at that of one row.
+
+The numbers travel in the sum that every step makes for its gate, in columns that stability/gradient_consistency.py
+reads. A step reads the gradient once more (GPUs: twice), and a rank's part of the sum once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megastable.parallel.topology import Topology
+from megastable.stability.gradient_consistency import COLUMNS
+
+ROW = 2048  # elements
+CACHED = 128  # rows that a CPU's cache holds: they are read once for two purposes
+BLOCK = 1024  # elements
+BLOCKS = 64  # of a rank's part of a flat buffer, on which directions are compared
+
+
+class LocalGradients:
+    """Of this rank. digest: fp64 [2, data ranks], of its own gradient in the last backward pass: checksum and squared
+    norm of every data rank's slice. total: fp64 [], the checksum of the sum that it received."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        layout = topology.layout
+        self._ranks, self._rank = layout.data, topology.data_rank
+        # Ranks of other layers have signs of their own, as their errors are summed.
+        self._random = torch.Generator().manual_seed(topology.stage * layout.tensor + topology.tensor_rank)
+        self._signs = (torch.randint(0, 2, (ROW,), generator=self._random) * 2.0 - 1.0).to(device)
+        self._weights = torch.empty(0, dtype=torch.float64, device=device)
+        self._own: list[Tensor] = []
+        self._previous: Tensor | None = None
+        self.digest = torch.zeros(2, layout.data, dtype=torch.float64, device=device)
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+
+    def before(self, gradients: Sequence[Tensor]) -> None:
+        """gradients: the flat fp32 buffers, whole, about to be summed."""
+        slices = [g.view(self._ranks, -1) for g in gradients]
+        found = [torch.stack([self._measured(part, True) for part in s], 1) for s in slices]
+        self.digest = torch.stack(found).sum(0)
+        self._own = [_sample(s[self._rank]).clone() for s in slices]  # the sum overwrites it
+
+    def after(self, parts: Sequence[Tensor]) -> None:
+        """parts: this rank's slices of the sums over the data ranks."""
+        self.total = torch.stack([self._measured(part, False)[0] for part in parts]).sum()
+        own, self._own = self._own, []
+        self._compared = torch.stack(
+            [_products(mine, _sample(part) - mine) for mine, part in zip(own, parts, strict=True)]
+        ).sum(0)
+
+    def columns(self) -> Tensor:
+        """What this rank adds to the sum: fp64 [data ranks x COLUMNS], on the device."""
+        found = torch.zeros(self._ranks, COLUMNS, dtype=torch.float64, device=self.digest.device)
+        found[:, :2] = self.digest.T
+        mine, size = found[self._rank], self.digest[1].sum()
+        mine[0] -= self.total
+        mine[2], mine[3:6] = size, self._compared
+        if self._previous is not None:
+            mine[6] = (self.digest == self._previous).all()
+        mine[7] = size == 0
+        return found.flatten()
+
+    def keep(self) -> None:
+        """The next step's gradient must not be this one's."""
+        self._previous = self.digest
+
+    def forget(self) -> None:
+        """The next step may be the last one again."""
+        self._previous = None
+
+    def _measured(self, part: Tensor, norm: bool) -> Tensor:
+        """fp64 [2]: checksum, and squared norm if that is wanted."""
+        rows = part.numel() // ROW
+        if rows > self._weights.numel():
+            more = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(ROW))
+            self._weights = (more + 0.5).to(part.device)
+        table = part[: rows * ROW].view(rows, ROW)
+        rest = part[rows * ROW :]
+        sums, norms = [], [torch.linalg.vector_norm(rest)] if norm else []
+        for chunk in table.split(CACHED if norm and not part.is_cuda else max(rows, 1)):
+            sums.append(torch.mv(chunk, self._signs))
+            if norm:
+                norms.append(torch.linalg.vector_norm(chunk))
+        whole = torch.dot(torch.cat(sums).double(), self._weights[:rows])
+        check = whole + torch.dot(rest, self._signs[: rest.numel()])
+        return torch.stack((check, torch.stack(norms).double().square().sum() if norm else check))
+
+
+def _sample(part: Tensor) -> Tensor:
+    """At most BLOCKS x BLOCK elements, spread evenly."""
+    if part.numel() <= BLOCKS * BLOCK:
+        return part
+    apart = part.numel() // BLOCKS
+    return part[: apart * BLOCKS].view(BLOCKS, apart)[:, :BLOCK].flatten()
+
+
+def _products(own: Tensor, others: Tensor) -> Tensor:
+    """fp64 [3]: their dot product, and both squared norms."""
+    pairs = ((own, others), (own, own), (others, others))
+    return torch.stack([torch.dot(a, b) for a, b in pairs]).double()

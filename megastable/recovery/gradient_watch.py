@@ -1,0 +1,148 @@
+"""Checks at the gate that the sum of the gradients is right, and that no rank's gradient stands out; a doubt is proven,
+or removed, by repeating the step. Collective."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from megastable.base.collectives import gathered
+from megastable.base.deterministic import exact
+from megastable.config.tree import RunConfig
+from megastable.data.loader import Loader, Step
+from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
+from megastable.run.events.stability_events import GradientsDoubted
+from megastable.run.log import RunLog
+from megastable.stability.gradient_consistency import (
+    Consistency,
+    Doubt,
+    RankGradient,
+    bound,
+    rows,
+    wrong_sums,
+)
+from megastable.stability.gradient_proof import Digest, prove
+
+TURNS = 2  # other ranks that compute the same samples: with a third result it is known which one is wrong
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Why an update was refused. sums: data ranks that received a wrong sum; doubts: about gradients."""
+
+    columns: list[RankGradient]
+    sums: list[int]
+    doubts: list[Doubt]
+
+
+class GradientWatch:
+    """Of one process. Without data parallelism, and with other wrappers than BF16_Optimizer, it does nothing. What is
+    usual in the run is learnt anew by every process."""
+
+    def __init__(self, config: RunConfig, engine: Engine, loader: Loader, log: RunLog) -> None:
+        self.engine, self.loader, self.log = engine, loader, log
+        self.local = engine.zero.local
+        self.usual = Consistency(engine.topology.layout.data)
+        self._exact = exact(config.run.deterministic, engine.device)
+        self._micro_batch = config.train.micro_batch
+        self._cleared = -1  # a step that a repetition has cleared
+
+    def judge(self, measured: Measured, step: int) -> Suspicion | None:
+        """What the columns of a step show, before its update."""
+        if self.local is None:
+            return None
+        self.local.keep()
+        cleared, self._cleared = self._cleared == step, -1
+        found = rows(measured.gradients)
+        sums = wrong_sums(found)
+        doubts = [] if cleared else self.usual.doubts(found)
+        return Suspicion(found, sums, doubts) if sums or doubts else None
+
+    def accept(self, measured: Measured) -> None:
+        """The update was applied."""
+        if self.local is not None and measured.finite:
+            self.usual.accept(rows(measured.gradients))
+
+    def rewound(self) -> None:
+        """The next step may be the last one once more."""
+        if self.local is not None:
+            self.local.forget()
+
+    def prove(self, suspicion: Suspicion, batch: Step, step: int) -> str:
+        """Whether hardware is the cause of a refused update: a sentence, or "", and then the same step is not refused
+        again. The state must be that before the step."""
+        if suspicion.sums:
+            verdict, (ranks, reason) = "sum", self._receivers(suspicion.sums)
+        else:
+            verdict, ranks, reason = self._repeated(suspicion.doubts, batch)
+        kinds = sorted({str(doubt.kind) for doubt in suspicion.doubts})
+        self.log.emit(
+            GradientsDoubted(step=step, verdict=verdict, kinds=kinds, ranks=ranks, reason=reason), say=True
+        )
+        if verdict != "data":
+            return reason
+        self._cleared = step
+        return ""
+
+    def _receivers(self, slices: Sequence[int]) -> tuple[list[int], str]:
+        """The ranks that hold a wrong sum, and a sentence."""
+        assert self.local is not None
+        everyone = gathered((socket.gethostname(), _digest(self.local.digest), float(self.local.total)))
+        layout, found = self.engine.topology.layout, {}
+        for ranks in layout.groups("data"):
+            for d in slices:
+                sent = sum(everyone[rank][1][0][d] for rank in ranks)
+                squares = sum(everyone[rank][1][1][d] for rank in ranks)
+                excess = sent - everyone[ranks[d]][2]
+                if not abs(excess) <= bound(squares, len(ranks)):
+                    found[ranks[d]] = abs(excess), bound(squares, len(ranks))
+        texts = [
+            f"what {_named([rank], everyone)} received is off by {excess:.3g}, where rounding explains {most:.2g}"
+            for rank, (excess, most) in sorted(found.items())
+        ]
+        text = f"the sum of the gradients is not that of its parts, a link or a chip lies: {'; '.join(texts)}"
+        return sorted(found), text
+
+    def _repeated(self, doubts: Sequence[Doubt], batch: Step) -> tuple[str, list[int], str]:
+        """Verdict, ranks and a sentence, from repeating the step."""
+        assert self.local is not None
+        layout = self.engine.topology.layout
+        digests = [_digest(self.local.digest)]
+        for turn in range(1 + min(TURNS, layout.samples - 1)):
+            shape = -1, layout.samples, self._micro_batch
+            turned = np.roll(batch.positions.reshape(shape), -turn, 1).ravel()
+            self.engine.measure(self.loader.read(turned) if turn else batch.micro_batches)
+            digests.append(_digest(self.local.digest))
+        everyone = gathered((socket.gethostname(), digests))
+        told = {rank: held for rank, (_, held) in enumerate(everyone)}
+        proof = prove(told, layout.groups("data"), layout.context, self._exact)
+        why = "; ".join(f"the gradient of data rank {doubt.rank} {doubt.reason}" for doubt in doubts)
+        if proof is None:
+            others = " and on another rank" if layout.samples > 1 else ""
+            return "data", [], f"{why}: the same when repeated{others}, so it is the data, or chance"
+        who = _named(proof.ranks, everyone)
+        if not proof.lasting:
+            return "transient", list(proof.ranks), f"{why}: {who} got {proof.what}, not when repeated"
+        if proof.proven:
+            return (
+                "persistent",
+                list(proof.ranks),
+                f"{why}: {who} gets {proof.what} every time, other ranks do not",
+            )
+        return "persistent", [], f"{why}: {who} get different results for the same samples, every time"
+
+
+def _named(ranks: Sequence[int], everyone: Sequence[Sequence[object]]) -> str:
+    hosts = ", ".join(sorted({str(everyone[rank][0]) for rank in ranks}))
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"{who} on {hosts}"
+
+
+def _digest(values: Tensor) -> Digest:
+    checks, squares = values.tolist()
+    return tuple(checks), tuple(squares)

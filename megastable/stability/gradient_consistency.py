@@ -1,0 +1,175 @@
+"""Judges the gradients of all data ranks before the update: is the sum that of its parts, does a rank's gradient stand
+out? Pure.
+
+Columns of a data rank d, each summed over all ranks (engine/local_gradients.py):
+
+    0  what the checksums of slice d of every rank's gradient add up to, less that of the sum that rank d received
+    1  squared norms of slice d of every rank's gradient
+    2  squared norm of rank d's gradient
+    3  on a sample of slice d: dot product of rank d's gradient and the sum of the others'
+    4  there, squared norm of rank d's gradient
+    5  there, squared norm of the sum of the others'
+    6  number of ranks of d whose gradient is that of the step before, bit for bit
+    7  number of ranks of d whose gradient is zero
+
+So 64 bytes per data rank and step. What is found in columns 2 to 7 is a doubt, which repeating the step proves or
+removes: data may do all that, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from megastable.stability.robust import median
+
+COLUMNS = 8
+ROUNDING = 2.0**-24  # fp32's
+SLACK = 64.0
+
+WINDOW = 64  # accepted steps that say what is usual
+FEW = 16  # fewer say too little
+FAR = 8.0  # sigma of a norm's ratio
+APART = (
+    5.0  # sigma between the usual cosine and that of a negated gradient, so that one is told from the other
+)
+RATIO = 0.69  # the least change of the log of a norm that counts: a factor of 2
+RATIO_SCATTER = 0.05  # the least that scatter is taken to be
+COSINE_SCATTER = 0.02
+
+
+class RankGradient(NamedTuple):
+    """The columns of a data rank."""
+
+    excess: float
+    slices: float
+    square: float
+    dot: float
+    own: float
+    others: float
+    stale: float
+    zero: float
+
+    @property
+    def cosine(self) -> float | None:
+        """Between its gradient and the sum of the others'; None if one is zero."""
+        size = math.sqrt(self.own) * math.sqrt(self.others)
+        return self.dot / size if size else None
+
+
+def rows(columns: Sequence[float]) -> list[RankGradient]:
+    """columns: summed over all ranks."""
+    return [RankGradient(*columns[i : i + COLUMNS]) for i in range(0, len(columns), COLUMNS)]
+
+
+def bound(squares: float, ranks: int) -> float:
+    """The most that rounding adds to the excess of a slice. squares: of its norms on all `ranks` data ranks.
+
+    A sum of n numbers rounds n - 1 times, each time by at most u of a partial sum, the norm of which is at most
+    sqrt(n * squares). Random signs turn the n errors of an element, and those of all elements, into a random walk:
+    u * n * sqrt(squares). SLACK is for its tail, and for the rounding of the checksum itself.
+    """
+    return SLACK * ROUNDING * ranks * math.sqrt(squares)
+
+
+def wrong_sums(found: Sequence[RankGradient]) -> list[int]:
+    """The data ranks that received what is not the sum of what was sent. Gradients that are not finite themselves are
+    left to the guard."""
+    return [
+        d
+        for d, row in enumerate(found)
+        if math.isfinite(row.slices) and not abs(row.excess) <= bound(row.slices, len(found))
+    ]
+
+
+class Kind(StrEnum):
+    ZERO = "zero"
+    STALE = "stale"
+    SCALED = "scaled"
+    NEGATED = "negated"
+
+
+class Doubt(NamedTuple):
+    """A data rank whose gradient stands out, and why: a phrase."""
+
+    rank: int
+    kind: Kind
+    reason: str
+
+
+class Consistency:
+    """Compares each rank's gradient with the others', as that usually is.
+
+    The usual is the median of the last accepted steps, with the median absolute deviation as its scatter: of the log
+    of a rank's norm over the median norm of the others, and of its cosine to their sum. Both depend on how alike the
+    ranks' samples are, which differs between runs, and changes slowly in one. A negated gradient has the usual cosine
+    with the other sign: where these two are not far apart, because each rank has few samples, it cannot be told in one
+    step, and changes the sum no more than other samples would.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ratios = [deque[float](maxlen=WINDOW) for _ in range(ranks)]
+        self._cosines = [deque[float](maxlen=WINDOW) for _ in range(ranks)]
+
+    def doubts(self, found: Sequence[RankGradient]) -> list[Doubt]:
+        """Before the update; norms that are not finite are left to the guard."""
+        if not all(math.isfinite(x) for row in found for x in row):
+            return []
+        zero = [d for d, row in enumerate(found) if row.zero]
+        if zero and len(zero) < len(found):
+            return [Doubt(d, Kind.ZERO, "is zero") for d in zero]
+        if stale := [d for d, row in enumerate(found) if row.stale and not row.zero]:
+            return [Doubt(d, Kind.STALE, "is that of the step before, bit for bit") for d in stale]
+        return [*self._scaled(found), *self._negated(found)]
+
+    def accept(self, found: Sequence[RankGradient]) -> None:
+        """The update was applied."""
+        for kept, value in zip(self._ratios, _ratios(found), strict=True):
+            kept.append(value)
+        for kept, cosine in zip(self._cosines, _cosines(found), strict=True):
+            kept.append(cosine)
+
+    def _scaled(self, found: Sequence[RankGradient]) -> list[Doubt]:
+        doubts = []
+        for d, (ratio, before) in enumerate(zip(_ratios(found), self._ratios, strict=True)):
+            if len(before) < FEW:
+                continue
+            usual, scatter = _usual(before, RATIO_SCATTER)
+            if abs(ratio - usual) > max(RATIO, FAR * scatter):
+                times = math.exp(ratio - usual)
+                doubts.append(
+                    Doubt(d, Kind.SCALED, f"has {times:.3g} times its usual norm beside the others'")
+                )
+        return doubts
+
+    def _negated(self, found: Sequence[RankGradient]) -> list[Doubt]:
+        doubts = []
+        for d, (cosine, before) in enumerate(zip(_cosines(found), self._cosines, strict=True)):
+            if len(before) < FEW:
+                continue
+            usual, scatter = _usual(before, COSINE_SCATTER)
+            if 2 * usual >= APART * scatter and cosine < -usual / 2:
+                reason = f"has a cosine of {cosine:.2f} to the others' sum, usually {usual:.2f}"
+                doubts.append(Doubt(d, Kind.NEGATED, reason))
+        return doubts
+
+
+def _ratios(found: Sequence[RankGradient]) -> list[float]:
+    logs = [math.log(row.square) / 2 if row.square else 0.0 for row in found]
+    return [log - median(logs[:d] + logs[d + 1 :]) for d, log in enumerate(logs)]
+
+
+def _cosines(found: Sequence[RankGradient]) -> list[float]:
+    cosines = [row.cosine or 0.0 for row in found]
+    if len(found) == 2:  # each is the other's others: two measurements of one number
+        return [sum(cosines) / 2] * 2
+    return cosines
+
+
+def _usual(before: Sequence[float], scatter: float) -> tuple[float, float]:
+    """Median, and scatter, at least `scatter`."""
+    middle = median(before)
+    return middle, max(scatter, 1.4826 * median(abs(x - middle) for x in before))

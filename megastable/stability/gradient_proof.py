@@ -1,0 +1,91 @@
+"""Finds out from repetitions of a doubtful step which ranks computed a wrong gradient, and how. Pure.
+
+Every rank has computed its own samples twice, then those of the data rank after it, and of the one after that. On sound
+hardware all results for the same samples are the same, whatever the samples are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+TOLERANCE = 0.05  # of a gradient's norm, where kernels sum in any order
+ALIKE = 1e-3  # a gradient that is another one times a number, but for this share of its norm
+
+Digest = tuple[tuple[float, ...], tuple[float, ...]]
+"""Of a gradient: checksums, which are linear in it, and squared norms, of each slice."""
+
+
+class GradientFault(NamedTuple):
+    """Ranks whose gradient was wrong. proven: else it is one of them, and not known which; lasting: the first time and
+    when repeated, so not by chance; what: of the first of them, beside the right gradient: "negated"."""
+
+    ranks: tuple[int, ...]
+    proven: bool
+    lasting: bool
+    what: str
+
+
+def alike(a: Digest, b: Digest, exact: bool) -> bool:
+    """Whether both are of one gradient. exact: a repeated step gives the same bits."""
+    if exact:
+        return a == b
+    size = max(sum(a[1]), sum(b[1]))
+    apart = sum((x - y) ** 2 for x, y in zip(a[0], b[0], strict=True))
+    longer = math.sqrt(sum(a[1])) - math.sqrt(sum(b[1]))
+    return max(apart, longer**2) <= TOLERANCE**2 * size
+
+
+def difference(wrong: Digest, right: Digest) -> str:
+    """How `wrong` differs from `right`, as a phrase."""
+    size, reference = sum(wrong[1]), sum(right[1])
+    if not size:
+        return "zero"
+    if reference and math.isfinite(size):
+        times = math.copysign(
+            math.sqrt(size / reference), sum(a * b for a, b in zip(wrong[0], right[0], strict=True))
+        )
+        left = sum((a - times * b) ** 2 for a, b in zip(wrong[0], right[0], strict=True))
+        if left <= ALIKE**2 * size:
+            return "negated" if round(times, 3) == -1 else f"scaled by {times:.3g}"
+    return "another gradient"
+
+
+def prove(
+    told: Mapping[int, Sequence[Digest]], groups: Sequence[Sequence[int]], shift: int, exact: bool
+) -> GradientFault | None:
+    """What the digests of all ranks show; None if all are as they should be.
+
+    told: by rank, of its own samples, of these once more, and then of the samples of the data rank `shift` further, of
+    the one 2 * `shift` further, and so on. groups: the ranks of each data group, in order.
+    """
+    changed = [rank for rank, (first, again, *_) in told.items() if not alike(first, again, exact)]
+    if changed:
+        first, again, *_ = told[changed[0]]
+        return GradientFault(tuple(changed), True, False, difference(first, again))
+    odd: dict[int, str] = {}
+    doubtful: set[int] = set()
+    for ranks in groups:
+        for place, owner in enumerate(ranks):
+            held = {owner: told[owner][0]}
+            for turn, _ in enumerate(told[owner][2:], 1):
+                by = ranks[(place - turn * shift) % len(ranks)]
+                held[by] = told[by][1 + turn]
+            most = max((_agree(d, held, exact) for d in held.values()), key=len)
+            others = held.keys() - most
+            if not others:
+                continue
+            if 2 * len(most) > len(held):
+                right = held[min(most)]
+                odd |= {rank: difference(held[rank], right) for rank in others if rank not in odd}
+            else:
+                doubtful |= held.keys()
+    if odd:
+        ranks_ = sorted(odd)
+        return GradientFault(tuple(ranks_), True, True, odd[ranks_[0]])
+    return GradientFault(tuple(sorted(doubtful)), False, True, "") if doubtful else None
+
+
+def _agree(digest: Digest, held: Mapping[int, Digest], exact: bool) -> set[int]:
+    return {rank for rank, other in held.items() if alike(digest, other, exact)}

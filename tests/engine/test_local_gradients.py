@@ -1,0 +1,132 @@
+"""The columns that ranks add up, against the formulas, with all ranks played by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastable.engine.local_gradients import BLOCK, BLOCKS, ROW, LocalGradients
+from megastable.stability.gradient_consistency import COLUMNS, RankGradient, bound, rows, wrong_sums
+
+SLICES = [5 * ROW + 7, 3, 400 * ROW]  # of the buffers; the last one is read in several pieces, and sampled
+
+
+def rank(d: int, ranks: int, tensor: int = 0) -> LocalGradients:
+    topology: Any = SimpleNamespace(
+        layout=SimpleNamespace(data=ranks, tensor=2), data_rank=d, stage=0, tensor_rank=tensor
+    )
+    return LocalGradients(topology, torch.device("cpu"))
+
+
+def gradients(ranks: int, seed: int = 0) -> list[list[Tensor]]:
+    """Of every rank, every buffer; some elements are a thousand times the others."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = [ranks * n for n in SLICES]
+    return [
+        [
+            torch.randn(n, generator=random) * (1 + 999 * (torch.rand(n, generator=random) < 0.01))
+            for n in sizes
+        ]
+        for _ in range(ranks)
+    ]
+
+
+def summed(
+    watching: list[LocalGradients],
+    sent: list[list[Tensor]],
+    fault: Callable[[list[list[Tensor]]], object] = id,
+) -> list[RankGradient]:
+    """One step; `fault` changes what the ranks received: by rank, their slices of the buffers."""
+    ranks = len(sent)
+    for local, own in zip(watching, sent, strict=True):
+        local.before(own)
+    received = [
+        [torch.stack(b).sum(0).view(ranks, -1)[d].clone() for b in zip(*sent, strict=True)]
+        for d in range(ranks)
+    ]
+    fault(received)
+    for local, parts in zip(watching, received, strict=True):
+        local.after(parts)
+    return rows(torch.stack([local.columns() for local in watching]).sum(0).tolist())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_columns_are_what_they_say(ranks: int) -> None:
+    sent = gradients(ranks)
+    watching = [rank(d, ranks) for d in range(ranks)]
+    found = summed(watching, sent)
+    assert len(watching[0].columns()) * 8 == 64 * ranks == 8 * COLUMNS * ranks
+    wide = [torch.stack([b.double().view(ranks, -1) for b in buffers]) for buffers in zip(*sent, strict=True)]
+    for d, row in enumerate(found):
+        assert row.slices == pytest.approx(sum(float(w[:, d].square().sum()) for w in wide), rel=1e-3)
+        assert row.square == pytest.approx(sum(float(w[d].square().sum()) for w in wide), rel=1e-3)
+        assert row.stale == row.zero == 0
+        assert abs(row.excess) < bound(row.slices, ranks) / 2
+        own = torch.cat([sampled(w[d, d]) for w in wide])
+        others = torch.cat([sampled(w[:, d].sum(0) - w[d, d]) for w in wide])
+        for value, wanted in ((row.dot, own @ others), (row.own, own @ own), (row.others, others @ others)):
+            assert value == pytest.approx(float(wanted), rel=1e-3, abs=1e-3 * row.own)
+
+
+def sampled(part: Tensor) -> Tensor:
+    apart = part.numel() // BLOCKS
+    if part.numel() <= BLOCK * BLOCKS:
+        return part
+    return torch.cat([part[i * apart : i * apart + BLOCK] for i in range(BLOCKS)])
+
+
+def flipped(bit: int) -> Callable[[list[list[Tensor]]], None]:
+    def flip(received: list[list[Tensor]]) -> None:
+        part = received[1][2]
+        at = int(part.abs().argmax())
+        words = part[at : at + 1].view(torch.int32)
+        words ^= torch.tensor([1 << bit if bit < 31 else -(1 << 31)], dtype=torch.int32)
+
+    return flip
+
+
+def swapped(received: list[list[Tensor]]) -> None:
+    """Two rows, or pieces of a message, at each other's place."""
+    table = received[1][2].view(-1, ROW)
+    table[[3, 200]] = table[[200, 3]]
+
+
+def shifted(received: list[list[Tensor]]) -> None:
+    received[1][0].copy_(received[1][0].roll(1))
+
+
+def lost(received: list[list[Tensor]]) -> None:
+    received[1][2].view(-1, ROW)[7] = 0
+
+
+def negative_tail(received: list[list[Tensor]]) -> None:
+    received[1][0][-1:].add_(1.0).neg_()
+
+
+@pytest.mark.parametrize(
+    "fault", [flipped(31), flipped(30), flipped(23), flipped(22), swapped, shifted, lost, negative_tail]
+)
+@pytest.mark.parametrize("tensor", [0, 1])
+def test_a_wrong_sum_shows(fault: Callable[[list[list[Tensor]]], None], tensor: int) -> None:
+    watching = [rank(d, 3, tensor) for d in range(3)]
+    assert wrong_sums(summed(watching, gradients(3))) == []
+    found = summed(watching, gradients(3), fault)
+    assert [d for d, row in enumerate(found) if not abs(row.excess) <= bound(row.slices, 3)] == [1]
+
+
+def test_stale_and_zero_are_counted_and_forgotten() -> None:
+    watching, sent = [rank(d, 2) for d in range(2)], gradients(2)
+    summed(watching, sent)
+    for local in watching:
+        local.keep()
+    after = gradients(2, seed=1)
+    assert [row.stale for row in summed(watching, [sent[0], after[1]])] == [1, 0]
+    watching[0].forget()
+    assert [row.stale for row in summed(watching, [sent[0], after[1]])] == [0, 0]
+    nothing = [torch.zeros_like(b) for b in sent[0]]
+    assert [row.zero for row in summed(watching, [after[0], nothing])] == [0, 1]

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.stability.gradient_consistency import (
+    COLUMNS,
+    Consistency,
+    Kind,
+    RankGradient,
+    bound,
+    rows,
+    wrong_sums,
+)
+
+SIZE = 400  # of a slice
+
+
+def columns_of(gradients: Sequence[np.ndarray], before: Sequence[np.ndarray] | None = None) -> list[float]:
+    """What engine/local_gradients.py would sum up, in fp64. gradients: of each rank, [ranks x SIZE]."""
+    n, total = len(gradients), np.sum(gradients, 0)
+    found = []
+    for d, g in enumerate(gradients):
+        part = slice(d * SIZE, (d + 1) * SIZE)
+        others = total[part] - g[part]
+        stale = before is not None and bool((g == before[d]).all())
+        found += [
+            0.0, float(sum(np.square(x[part]).sum() for x in gradients)), float(np.square(g).sum()),
+            float(g[part] @ others), float(np.square(g[part]).sum()), float(np.square(others).sum()),
+            float(stale), float(not g.any()),
+        ]  # fmt: skip
+    assert len(found) == n * COLUMNS
+    return found
+
+
+def usual(random: np.random.Generator, ranks: int, noise: float) -> list[np.ndarray]:
+    true = random.standard_normal(ranks * SIZE)
+    return [true + noise * random.standard_normal(ranks * SIZE) for _ in range(ranks)]
+
+
+def learnt(random: np.random.Generator, ranks: int, noise: float) -> Consistency:
+    judge = Consistency(ranks)
+    for _ in range(30):
+        found = rows(columns_of(usual(random, ranks, noise)))
+        assert judge.doubts(found) == []
+        judge.accept(found)
+    return judge
+
+
+@given(st.integers(2, 6), st.integers(0, 5), st.integers(0, 9), st.sampled_from(Kind))
+@settings(deadline=None)
+def test_the_wrong_rank_is_doubted(ranks: int, wrong: int, seed: int, kind: Kind) -> None:
+    random, wrong = np.random.default_rng(seed), wrong % ranks
+    judge, before, now = learnt(random, ranks, 1.0), usual(random, ranks, 1.0), usual(random, ranks, 1.0)
+    own = now[wrong]
+    now[wrong] = {
+        Kind.ZERO: 0 * own, Kind.STALE: before[wrong], Kind.SCALED: 3 * own, Kind.NEGATED: -own
+    }[kind]  # fmt: skip
+    doubts = judge.doubts(rows(columns_of(now, before)))
+    # Of two ranks it cannot be said which one is the other way round.
+    named = {wrong} if ranks > 2 or kind in (Kind.ZERO, Kind.STALE) else {0, 1}
+    assert {doubt.rank for doubt in doubts} == named and {doubt.kind for doubt in doubts} == {kind}
+
+
+@given(st.integers(2, 6), st.integers(0, 9))
+@settings(deadline=None)
+def test_a_direction_that_is_noise_is_not_judged(ranks: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    judge, now = learnt(random, ranks, 100.0), usual(random, ranks, 100.0)
+    now[0] = -now[0]
+    assert judge.doubts(rows(columns_of(now))) == []
+
+
+def test_all_zero_is_nobodys_fault_and_not_finite_is_left_to_the_guard() -> None:
+    nothing = [np.zeros(3 * SIZE)] * 3
+    assert Consistency(3).doubts(rows(columns_of(nothing, nothing))) == []
+    broken = rows(columns_of(usual(np.random.default_rng(0), 3, 1.0)))
+    broken[1] = broken[1]._replace(square=math.inf)
+    assert Consistency(3).doubts(broken) == [] and wrong_sums(broken) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_accepted_steps_decide_what_is_usual(ranks: int) -> None:
+    """A rank with twice the norm of the others', always, is as usual; half of that is not."""
+    random, judge = np.random.default_rng(1), Consistency(ranks)
+    for _ in range(30):
+        now = usual(random, ranks, 1.0)
+        now[0] *= 1.9
+        judge.accept(rows(columns_of(now)))
+    assert judge.doubts(rows(columns_of([now[0], *usual(random, ranks, 1.0)[1:]]))) == []
+    assert 0 in {doubt.rank for doubt in judge.doubts(rows(columns_of([now[0] / 3, *now[1:]])))}
+
+
+@given(
+    st.integers(2, 16), st.integers(0, 31), st.floats(1e-20, 1e20), st.floats(-0.99, 0.99),
+    st.sampled_from([1.01, 100.0, math.inf, math.nan]),
+)  # fmt: skip
+def test_a_sum_off_by_more_than_rounding_is_wrong(
+    ranks: int, wrong: int, square: float, share: float, off: float
+) -> None:
+    wrong %= ranks
+    row = RankGradient(share * bound(square, ranks), square, 1, 1, 1, 1, 0, 0)
+    found = [row] * ranks
+    assert wrong_sums(found) == []
+    found[wrong] = row._replace(excess=-off * bound(square, ranks))
+    assert wrong_sums(found) == [wrong]

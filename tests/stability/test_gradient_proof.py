@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.stability.gradient_proof import Digest, alike, difference, prove
+
+
+def digest(sample: int, times: float = 1.0) -> Digest:
+    """Of a gradient of two slices, which a sample decides, times a number."""
+    checks = 3.0 + sample, 1.0 - 2 * sample
+    squares = 20.0 + sample, 30.0
+    return tuple(times * x for x in checks), tuple(times**2 * x for x in squares)
+
+
+def told(groups: list[list[int]], shift: int, turns: int) -> dict[int, list[Digest]]:
+    """On sound hardware: what is computed depends on the samples, and on the part of the model."""
+    found = {}
+    for part, ranks in enumerate(groups):
+        for d, rank in enumerate(ranks):
+            samples = [d, d, *((d + turn * shift) % len(ranks) for turn in range(1, turns + 1))]
+            found[rank] = [digest(100 * part + sample) for sample in samples]
+    return found
+
+
+LAYOUTS = [
+    ([[0, 1]], 1, 1),
+    ([[0, 1, 2]], 1, 2),
+    ([[0, 2, 4, 6], [1, 3, 5, 7]], 1, 2),
+    ([[0, 1, 2, 3]], 2, 1),
+]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("groups", "shift", "turns"), LAYOUTS)
+def test_sound_hardware_is_not_blamed(groups: list[list[int]], shift: int, turns: int, exact: bool) -> None:
+    assert prove(told(groups, shift, turns), groups, shift, exact) is None
+
+
+@given(st.sampled_from(LAYOUTS), st.integers(0, 7), st.sampled_from([-1.0, 3.0, 0.0, 1 + 2**-30]))
+def test_what_is_not_repeated_was_by_chance(
+    layout: tuple[list[list[int]], int, int], wrong: int, times: float
+) -> None:
+    groups, shift, turns = layout
+    held = told(groups, shift, turns)
+    rank = sorted(held)[wrong % len(held)]
+    checks, squares = held[rank][0]
+    held[rank][0] = tuple(times * x for x in checks), tuple(times**2 * x for x in squares)
+    proof = prove(held, groups, shift, exact=True)
+    assert proof is not None and proof[:3] == ((rank,), True, False)
+    assert {-1.0: "negated", 3.0: "scaled by 3", 0.0: "zero"}.get(times, "scaled by 1") == proof.what
+
+
+@pytest.mark.parametrize("own_only", [True, False])
+@pytest.mark.parametrize(("groups", "shift", "turns"), LAYOUTS)
+def test_a_third_result_tells_who_is_always_wrong(
+    groups: list[list[int]], shift: int, turns: int, own_only: bool
+) -> None:
+    """own_only: the chip is wrong on these samples alone."""
+    for rank in sorted(told(groups, shift, turns)):
+        held = told(groups, shift, turns)
+        mine = held[rank]
+        for i in range(2 if own_only else len(mine)):
+            mine[i] = tuple(-x for x in mine[i][0]), mine[i][1]
+        proof = prove(held, groups, shift, exact=True)
+        assert proof is not None and proof.lasting
+        if turns == 2:
+            assert (proof.ranks, proof.proven, proof.what) == ((rank,), True, "negated")
+        else:
+            assert rank in proof.ranks and not proof.proven
+
+
+def test_kernels_that_sum_in_any_order_are_alike_within_a_bound() -> None:
+    near = tuple(x * 1.001 for x in digest(1)[0]), tuple(x * 1.002 for x in digest(1)[1])
+    assert alike(digest(1), near, exact=False) and not alike(digest(1), near, exact=True)
+    assert not alike(digest(1), digest(1, -1.0), exact=False) and not alike(
+        digest(1), digest(1, 3.0), exact=False
+    )
+    assert difference(digest(1), digest(2)) == "another gradient"
