@@ -41,8 +41,8 @@ class Suspicion:
 
 
 class GradientWatch:
-    """Of one process. Without data parallelism, and with other wrappers than BF16_Optimizer, it does nothing. What is
-    usual in the run is learnt anew by every process."""
+    """Of one process. Without data parallelism, and with other wrappers than BF16_Optimizer, it does nothing. Every
+    process begins without a baseline."""
 
     def __init__(self, config: RunConfig, engine: Engine, loader: Loader, log: RunLog) -> None:
         self.engine, self.loader, self.log = engine, loader, log

@@ -121,7 +121,8 @@ class Consistency:
         zero = [d for d, row in enumerate(found) if row.zero]
         if zero and len(zero) < len(found):
             return [Doubt(d, Kind.ZERO, "is zero") for d in zero]
-        if stale := [d for d, row in enumerate(found) if row.stale and not row.zero]:
+        stale = [d for d, row in enumerate(found) if row.stale and not row.zero]
+        if stale and len(stale) < len(found):  # all of them: the same batch on the same weights
             return [Doubt(d, Kind.STALE, "is that of the step before, bit for bit") for d in stale]
         return [*self._scaled(found), *self._negated(found)]
 

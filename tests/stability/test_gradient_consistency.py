@@ -109,3 +109,14 @@ def test_a_sum_off_by_more_than_rounding_is_wrong(
     assert wrong_sums(found) == []
     found[wrong] = row._replace(excess=-off * bound(square, ranks))
     assert wrong_sums(found) == [wrong]
+
+
+def test_the_same_batch_on_the_same_weights_is_no_fault_of_a_rank() -> None:
+    random = np.random.default_rng(0)
+    judge, now = learnt(random, 3, 1.0), usual(random, 3, 1.0)
+    assert judge.doubts(rows(columns_of(now, now))) == []
+    others = [usual(random, 3, 1.0)[0], *now[1:]]
+    assert [(d.rank, d.kind) for d in judge.doubts(rows(columns_of(now, others)))] == [
+        (1, Kind.STALE),
+        (2, Kind.STALE),
+    ]
