@@ -89,7 +89,7 @@ def test_what_lies_between_steps_is_told_by_its_events() -> None:
     found = account([*BEGIN, *more], rows, now=135)
     assert shown(found) == [
         ("start_up", 100, 106), ("training", 106, 111), ("checkpointing", 111, 111.5), ("evaluation", 111.5, 113),
-        ("checkpointing", 113, 115), ("training", 115, 125.2), ("unknown", 125.2, 130), ("training", 130, 135),
+        ("checkpointing", 113, 115), ("training", 115, 125.2), ("stalled", 125.2, 130), ("training", 130, 135),
     ]  # fmt: skip
     # 0.2 s between steps 10 and 11 need no explanation, and are no training.
     assert found.seconds()[K.BETWEEN] == pytest.approx(0.2)
