@@ -28,8 +28,8 @@ Row = tuple[int, float, float, bool]
 def steps_of(rows: Sequence[Row]) -> StepTimes:
     if not rows:
         return NO_STEPS
-    step, time, seconds, applied = zip(*sorted(rows, key=lambda row: row[1]), strict=True)
-    return StepTimes(np.array(step), np.array(time), np.array(seconds, float), np.array(applied, bool))
+    step, time, seconds, applied = map(np.array, zip(*sorted(rows, key=lambda row: row[1]), strict=True))
+    return StepTimes(step, time, seconds.astype(float), applied, np.zeros(len(rows), np.int64))
 
 
 def account(
