@@ -35,6 +35,9 @@ def cases(gpus: int) -> Iterator[tuple[str, FaultyCluster]]:
     yield "goes on without the host", plain.shrinking()
     yield "+ rewinds", plain.shrinking().with_rewinds()
     yield "+ rewinds, peer memory", plain.shrinking().with_peers().with_rewinds()
+    halves = plain.shrinking(halves=True)
+    yield "goes on without the host, batch a power of two", halves
+    yield "+ rewinds, peer memory", halves.with_peers().with_rewinds()
 
 
 def row(name: str, c: FaultyCluster, found: ExpectedGoodput, trials: int) -> str:
@@ -43,9 +46,8 @@ def row(name: str, c: FaultyCluster, found: ExpectedGoodput, trials: int) -> str
     )  # fmt: skip
     cells = [name, f"**{found.training:.2%}**", *(f"{share:.2%}" for share in shares)]
     if trials:
-        # Hosts are never few here: what shrinking costs is known without dice.
         seconds = min(FAILURES / c.rate, LONGEST)
-        cells.append("" if c.shrinks else f"{mean(trial(c, seconds, n) for n in range(trials)):.2%}")
+        cells.append(f"{mean(trial(c, seconds, n) for n in range(trials)):.2%}")
     return f"| {' | '.join(cells)} |"
 
 

@@ -35,17 +35,18 @@ def write_run(root: Path, steps: int) -> None:
     now = 1.7e9
     journal: list[dict[str, Any]] = [{"time": now, "event": "supervisor", "what": "started", "pid": 1}]
     for first in range(1, steps + 1, FILE):
+        attempt = first // RESTARTS + 1
         if first % RESTARTS == 1:
             if first > 1:
                 journal.append(
                     {"time": now + 1, "event": "ended", "clock": first - 1, "silent": 1.0, "what": "SIGKILL"}
                 )
-            journal.append({"time": now + 3, "event": "launched", "attempt": first // RESTARTS + 1})
+            journal.append({"time": now + 3, "event": "launched", "attempt": attempt})
             journal.append({"time": now + 60, "event": "training", "step": first - 1})
             now += 61
         numbers, times = np.arange(first, first + FILE), now + 1.002 * np.arange(1, FILE + 1)
         now, last = float(times[-1]), first + FILE - 1
-        columns |= {"step": pa.array(numbers), "time": pa.array(times)}
+        columns |= {"step": pa.array(numbers), "time": pa.array(times), "attempt": pa.array([attempt] * FILE)}
         pq.write_table(
             pa.table(columns, schema=SCHEMA), root / "steps" / f"{first:08d}-{last:08d}-{int(now * 1000)}.parquet",
             compression="zstd", use_dictionary=False, write_statistics=False, store_schema=False,

@@ -34,6 +34,7 @@ from megastable.run.wire import (
 
 GREETED = 10.0  # seconds for a peer to prove that it knows the token
 MOST_WORK = 1 << 16  # reports of ranks that nobody has read
+CLOCKS = 60  # reports of an agent, one a second at least, by which its clock is judged: it may be set right meanwhile
 WAITING = 4096  # connections that the kernel may hold for us: all ranks come at once
 
 
@@ -56,17 +57,23 @@ class Heard:
 @dataclass
 class AgentLink:
     """An agent's connection. name: of its host in the host file; local: its address on the connection; at: of its last
-    word; clock: how far its clock is ahead of ours, in seconds, at most; inbox: what it said, oldest first."""
+    word; clocks: seconds by which its clock was ahead of ours, in every report; inbox: what it said, oldest first."""
 
     name: str
     hello: Message
     local: str
     at: float
-    clock: float
+    clocks: deque[float]
     connection: Any
     inbox: deque[Message] = field(default_factory=deque)
     state: Message = field(default_factory=dict)
     closed: float | None = None
+
+    @property
+    def clock(self) -> float:
+        """How far its clock is ahead of ours, in seconds. Every delay makes it look late: the largest of the newest
+        differences is nearest to the truth."""
+        return max(list(self.clocks))
 
 
 class Store:
@@ -199,7 +206,7 @@ class _Connection(asyncio.Protocol):
         else:
             self.agent = AgentLink(
                 str(hello["name"]), hello, str(self.transport.get_extra_info("peername")[0]), now,
-                float(hello["time"]) - time.time(), self,
+                deque([float(hello["time"]) - time.time()], CLOCKS), self,
             )  # fmt: skip
             before = self.store.agents.get(self.agent.name)
             if before is not None and before.closed is None:
@@ -220,8 +227,7 @@ class _Connection(asyncio.Protocol):
                 if not isinstance(message["state"], dict):
                     raise WireError("the state of an agent is not a JSON object")
                 self.agent.state = message["state"]
-                # Every delay makes the peer's clock look late: the largest difference is nearest to the truth.
-                self.agent.clock = max(self.agent.clock, float(message["time"]) - time.time())
+                self.agent.clocks.append(float(message["time"]) - time.time())
             else:
                 self.agent.inbox.append(message)
 

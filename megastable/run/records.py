@@ -69,8 +69,8 @@ class StepRecord:
     the update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
     mfu_full and mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction:
     of the steps since it was last recorded. norm_kept: the share of the gradient's norm that clipping left, None if the
-    update was refused. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. Other
-    values that may be None: see `probe.Statistics`.
+    update was refused. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. attempt: of the
+    supervisor, None without one. Other values that may be None: see `probe.Statistics`.
     """
 
     step: int
@@ -112,6 +112,7 @@ class StepRecord:
     fp8: float | None = None
     fp8_saturation: float | None = None
     fp8_underflow: float | None = None
+    attempt: int | None = None
 
 
 @dataclass(frozen=True)

@@ -195,11 +195,7 @@ class Supervisor:
         self.say(f"attempt {attempt.number} runs already, and is watched from here on")
         if not self.journal.state.under_way:
             log = str(log_of(self.run, attempt.number))
-            hosts = list(attempt.names)
-            wanted = self.gathering.wanted
-            self.journal.emit(
-                Launched(attempt=attempt.number, command=[], log=log, hosts=hosts, wanted=wanted)
-            )
+            self.journal.emit(self._launched(attempt.number, attempt.names, [], log))
         self.again = self.ranks.adopt(attempt.number).again
         self.store.begin(attempt.number)
         if predecessor is not None:
@@ -216,12 +212,17 @@ class Supervisor:
         # Journaled first: the next supervisor looks for it.
         log = str(log_of(self.run, number).relative_to(self.run.root))
         words = [*self.given, "--module", self.module, self.recipe, *self.overrides]
-        wanted = self.gathering.wanted
-        self.journal.emit(Launched(attempt=number, command=words, log=log, hosts=list(hosts), wanted=wanted))
+        self.journal.emit(self._launched(number, hosts, words, log))
         self.journal.listen()
         self.store.begin(number)
         self.hangs.began()
         return self.journal.insist(lambda: self.fleet.start(number, hosts))
+
+    def _launched(self, number: int, hosts: Sequence[str], words: list[str], log: str) -> Launched:
+        return Launched(
+            attempt=number, command=words, log=log, hosts=list(hosts), wanted=self.gathering.wanted,
+            ahead=round(self.fleet.clock(hosts[0]), 3),
+        )  # fmt: skip
 
     def _watch(self, attempt: Attempt) -> End:
         """Wait until the attempt has ended, or was ended."""

@@ -19,7 +19,8 @@ from megastable.training.live import Live
 
 
 class Observer:
-    """Keeps and shows the steps of a run. peak: TFLOP/s of a device, for MFU; done: steps of earlier processes."""
+    """Keeps and shows the steps of a run. peak: TFLOP/s of a device, for MFU; done: steps of earlier processes;
+    attempt: of the supervisor."""
 
     def __init__(
         self,
@@ -29,8 +30,10 @@ class Observer:
         device: torch.device,
         peak: float,
         done: int,
+        attempt: int | None = None,
     ) -> None:
         self.config, self.layout, self.device, self.peak = config, layout, device, peak
+        self.attempt = attempt
         self.live = Live(config.logging, run.tensorboard, config.train.steps, done)
         self.steps = Recorder(run.steps, config.logging.flush_steps)
         self.layers = Recorder(run.layers, 1, LAYER_SCHEMA)
@@ -78,6 +81,7 @@ class Observer:
             loss_scale=measured.loss_scale,
             norm_kept=done.kept if done.applied else None,
             fp8=None if measured.fp8 is None else float(measured.fp8),
+            attempt=self.attempt,
             **occasional,
         )
         self.steps.add(record)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megastable.cluster.store import Store
+from megastable.cluster.store import CLOCKS, Store
 from megastable.run.directory import RunDirectory
 from megastable.run.wire import LONGEST, Address, Message, StoreClient, WireError, encoded
 from tests.patience import PATIENCE
@@ -92,6 +92,17 @@ def test_an_agent_is_told_and_its_clock_is_known(store: Store) -> None:
         link.receive(PATIENCE)
     assert store.agents["second"].closed is None
     again.close()
+
+
+def test_a_clock_that_was_set_right_is_right(store: Store) -> None:
+    """Of the newest reports the one that was least delayed counts, not one of before."""
+    link = agent(store, "second", ahead=40.0)
+    for number, late in enumerate([0.0, *[0.5] * (CLOCKS - 1), 0.1, 0.5]):
+        link.send({"state": {"number": number}, "time": time.time() - late})
+    until(lambda: "second" in store.agents and store.agents["second"].state == {"number": CLOCKS + 1})
+    assert len(store.agents["second"].clocks) == CLOCKS
+    assert -0.5 < store.agents["second"].clock <= -0.1
+    link.close()
 
 
 def test_strangers_are_not_let_in(store: Store) -> None:

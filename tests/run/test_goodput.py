@@ -28,8 +28,8 @@ Row = tuple[int, float, float, bool]
 def steps_of(rows: Sequence[Row]) -> StepTimes:
     if not rows:
         return NO_STEPS
-    step, time, seconds, applied = zip(*sorted(rows, key=lambda row: row[1]), strict=True)
-    return StepTimes(np.array(step), np.array(time), np.array(seconds, float), np.array(applied, bool))
+    step, time, seconds, applied = map(np.array, zip(*sorted(rows, key=lambda row: row[1]), strict=True))
+    return StepTimes(step, time, seconds.astype(float), applied, np.zeros(len(rows), np.int64))
 
 
 def account(
@@ -89,7 +89,7 @@ def test_what_lies_between_steps_is_told_by_its_events() -> None:
     found = account([*BEGIN, *more], rows, now=135)
     assert shown(found) == [
         ("start_up", 100, 106), ("training", 106, 111), ("checkpointing", 111, 111.5), ("evaluation", 111.5, 113),
-        ("checkpointing", 113, 115), ("training", 115, 125.2), ("unknown", 125.2, 130), ("training", 130, 135),
+        ("checkpointing", 113, 115), ("training", 115, 125.2), ("stalled", 125.2, 130), ("training", 130, 135),
     ]  # fmt: skip
     # 0.2 s between steps 10 and 11 need no explanation, and are no training.
     assert found.seconds()[K.BETWEEN] == pytest.approx(0.2)

@@ -52,7 +52,9 @@ def test_the_account_of_a_run_with_a_killed_rank_adds_up(supervised: Supervised)
     started = sum(t["time"] - b["time"] for b, t in zip(launched, training, strict=True))
     assert started <= seconds[K.START_UP] < 1.3 * started + 2
     rows = records.read(s.run.steps).to_pylist()
-    assert len(rows) == STEPS
+    assert len(rows) == STEPS and {row["attempt"] for row in rows} == {1, 2}
+    assert all(row["attempt"] == 2 for row in rows if row["step"] > ended["clock"])
+    assert [event["ahead"] for event in launched] == [0.0, 0.0]  # one host has one clock
     lost = {kind: (entry, told) for (kind, *entry), told in account.lost().items() if entry[1] == 1}
     assert K.REDONE in lost and K.ENDING in lost and lost[K.REDONE][0][0] == ended["what"]
     # Steps done again: at least from the checkpoint to the last one recorded; and none of them is training.

@@ -51,7 +51,7 @@ number, told = int(number), json.loads(Path(root, "plan.json").read_text())
 journal, control, progress, logs = (Path(path) for path in told["paths"])
 def note(event, **fields):
     with journal.open("a") as file:
-        file.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\\n")
+        file.write(json.dumps({"time": time.time() + plan.get("ahead", 0), "event": event, **fields}) + "\\n")
 plan = told["attempts"]
 plan = plan[min(number, len(plan)) - 1]
 assert json.loads(control.read_text())["attempt"] == number
@@ -60,6 +60,7 @@ if "begin" in plan:
     for step in range(plan["begin"], plan["until"] + 1):
         facts = {"attempt": number, "pid": os.getpid(), "host": "here", "time": 0, "phase": "step", "world": 1}
         facts |= {"steps": 99, "step": step, "cursor": 8 * step, "seconds": 0.01}
+        facts |= {"time": time.time() + plan["ahead"]} if "ahead" in plan else {}
         progress.with_suffix(".tmp").write_text(json.dumps(facts))
         os.replace(progress.with_suffix(".tmp"), progress)
         time.sleep(0.01)

@@ -29,7 +29,7 @@ class SupervisorEvent(Event):
 
 class Launched(Event):
     """log: relative to the run directory. hosts: it runs on, that of rank 0 first; wanted: how many are to train when
-    all is well."""
+    all is well. ahead: seconds by which the clock of rank 0's host is ahead of the supervisor's, as measured."""
 
     NAME = "launched"
     attempt: Whole
@@ -37,6 +37,7 @@ class Launched(Event):
     log: Text
     hosts: Items = ()
     wanted: Whole = None
+    ahead: Real = None
 
     def words(self) -> str:
         where = f" on {', '.join(map(str, self.hosts))}" if len(self.hosts) > 1 else ""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from megastable.base import errors
 from megastable.run.events.event import Event, Other, real, tree, whole
 from megastable.run.events.follow import PassedOver
@@ -25,6 +27,7 @@ from megastable.run.events.supervisor_events import (
 )
 from megastable.run.events.training_events import Finished, Stopped, Training, Unstable
 from megastable.run.goodput.capacity import Capacity
+from megastable.run.goodput.clocks import Clocks
 from megastable.run.goodput.process_time import ProcessTime, explains
 from megastable.run.goodput.step_times import NO_STEPS, StepTimes
 from megastable.run.goodput.time_account import Reason, TimeAccount, TimeKind, TimeLine
@@ -50,12 +53,15 @@ CODES = {
 class Lifecycle:
     """Fed every event in order. steps: those recorded; all of a process must be there when its end is heard.
 
-    line: the account so far, None before the first event. supervised: whether a supervisor is at work.
+    line: the account so far, None before the first event. supervised: whether a supervisor is at work. newest: the time
+    of the newest event.
     """
 
     def __init__(self) -> None:
-        self.steps: StepTimes = NO_STEPS
+        self.clocks = Clocks()
+        self._recorded = self._steps = NO_STEPS  # by the clocks of ranks, and by the supervisor's
         self.line: TimeLine | None = None
+        self.newest = 0.0
         self.supervised = False
         self.attempt = 0
         self.done = 0  # the farthest step
@@ -65,6 +71,7 @@ class Lifecycle:
         self._failed: Reason | None = None  # the last failure, until its incident is named
         self._awaited = ""  # hosts
         self._launched = False  # whether processes are starting
+        self._known = False  # whether it was heard in which attempt the process was launched that trains
         self._pause = 0.0  # until when a restart is put off
         self._took_over: float | None = None  # when a supervisor found the process that trains
         self._capacity = Capacity()
@@ -73,11 +80,23 @@ class Lifecycle:
         self._reasons: dict[int, Reason] = {}  # of incidents of the training
         self._alert: dict[int, tuple[str, str]] = {}  # verdict and cause of incidents
 
+    @property
+    def steps(self) -> StepTimes:
+        """By the supervisor's clock, as is all that is told."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, recorded: StepTimes) -> None:
+        if recorded is not self._recorded:
+            self._recorded, self._steps = recorded, self.clocks.steps(recorded)
+
     def hear(self, event: Event) -> None:
         """Take in one event. Those without a time, and unknown ones, are passed over."""
+        event = self.clocks.event(event, self.attempt if self.supervised else None)
         moment = event.time
         if moment is None or not abs(moment) < 1e12 or isinstance(event, PassedOver):
             return
+        self.newest = max(self.newest, moment)
         if self.line is None:
             self.line = TimeLine(moment - _before(event))
         if isinstance(event, Other):
@@ -89,6 +108,8 @@ class Lifecycle:
                 self._leave(moment)
                 self._wait(moment)
                 self.attempt = event.attempt or self.attempt + 1
+                if self.clocks.launched(self.attempt, event):
+                    self._steps = self.clocks.steps(self._recorded)
                 self._kind, self._launched = TimeKind.START_UP, True
                 self._shrunk = self._why if len(event.hosts) < self._lineup else self._shrunk
                 self._lineup = len(event.hosts)
@@ -157,7 +178,7 @@ class Lifecycle:
             self._wait(moment - _before(event))
             self._kind = TimeKind.START_UP
         self._wait(moment)
-        step, self._launched = event.step or 0, False
+        step, self._known, self._launched = event.step or 0, self._launched, False
         missing = self._capacity.missing(event.world or 0)
         self.process = ProcessTime(self.attempt, NOTHING, self._why, self.done, step, self._reasons, missing)
         self._took_over = None
@@ -238,9 +259,13 @@ class Lifecycle:
     # Time
 
     def _of_process(self, until: float) -> StepTimes:
-        """The recorded steps of the process that trains."""
+        """The recorded steps of the process that trains. How wrong the clocks of later attempts were is not known yet:
+        their records may look as old."""
         assert self.line is not None
-        return self.steps.between(self.line.end - 0.01, until + SLACK)
+        found = self.steps.between(self.line.end - 0.01, until + SLACK)
+        if not self._known:
+            return found
+        return found.rows(np.flatnonzero((found.attempt == self.attempt) | (found.attempt == 0)))
 
     def _close(
         self, until: float, tail: TimeKind | None, clock: int, reached: int = 0, why: Reason | None = None
@@ -313,7 +338,7 @@ class Lifecycle:
             told = progress or {}
             settled = max([settled, *self._of_process(now).time[-1:].tolist()])
             other.process = replace(self.process, events=list(self.process.events))
-            step, last = whole(told.get("step")), real(told.get("time"))
+            step, last = whole(told.get("step")), self.clocks.progress(told)
             tail = PHASES.get(str(told.get("phase")))
             clock = step or 0
             if last is not None and self.line.end < last < now and tail is None:

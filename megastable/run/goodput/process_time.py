@@ -17,9 +17,12 @@ from megastable.run.goodput.time_account import CODE, Reason, TimeKind, TimeLine
 
 BLOCK = 256  # steps whose median is the usual one
 FEWEST = 5  # steps without which none is unusual
-STALL, STALL_SECONDS = 5.0, 1.0  # a step stalls if it takes so many times the usual time, and so much longer
-SHORT = 0.5  # seconds between two steps that need no explanation; or a step's usual time, if that is longer
+# A step, or the time before it, stalls if it takes so many times the usual time, and so much longer.
+STALL, STALL_SECONDS = 5.0, 1.0
+SHORT = 0.5  # seconds between two steps that are no stall; or a step's usual time, if that is longer
 ROUNDED = 0.002  # seconds: times of the journal are rounded
+# What an event explains, if there is one.
+OPEN = (CODE[TimeKind.BETWEEN], CODE[TimeKind.STALLED], CODE[TimeKind.UNKNOWN])
 BACK = ("opened", "attributed", "rewound", "released")  # what happens to an incident between two steps
 
 
@@ -66,10 +69,12 @@ class ProcessTime:
         charges = np.where(again & steps.applied, line.charge(self.blame, self.attempt), plain)
 
         # Between them: gap n comes before step n, the last one after all
-        gap = np.append(begins, until) - before
-        limit = np.maximum(SHORT, np.append(usual, usual[-1:] if count else 0.0))
-        follows = np.r_[True, np.diff(steps.step) == 1, True] if count else np.ones(1, bool)
-        gaps = np.where((gap <= limit) & follows, CODE[TimeKind.BETWEEN], CODE[TimeKind.UNKNOWN])
+        after = np.append(begins, until)
+        evaluations = self._evaluations(steps, before, after)
+        rest = after - before
+        for n, low, high in evaluations:
+            rest[n] -= high - low
+        gaps, ordinary = _gaps(steps.step, rest, usual)
         gap_charges = np.full(count + 1, plain)
         if count:
             gaps[0] = CODE[TimeKind.START_UP]
@@ -81,9 +86,11 @@ class ProcessTime:
             gap_charges[-1] = plain if clock > far else gap_charges[0]
         turns = np.flatnonzero(np.diff(steps.step) <= 0) + 1  # the steps after a rewind
         gaps[turns] = CODE[TimeKind.RECOVERY]
-        changes = self._events(
-            line, steps, before, np.append(begins, until), gaps, gap_charges, plain, tail, why
-        )
+        self._events(line, steps, before, gaps, gap_charges)
+        if tail is not None and gaps[-1] in OPEN:
+            gaps[-1] = CODE[tail]
+            gap_charges[-1] = gap_charges[-1] if why is None else line.charge(why, self.attempt)
+        changes = _within(gaps, gap_charges, evaluations, before, after - ordinary, plain)
         if last < far < clock:  # the first of them were done before
             share = (far - last) / (clock - last)
             gaps[-1], gap_charges[-1] = CODE[TimeKind.REDONE], gap_charges[0]
@@ -120,45 +127,41 @@ class ProcessTime:
         done = (e for e in self.events if isinstance(e, Evaluated | CheckpointSaved))
         return max((whole(e.get("step")) or 0 for e in done), default=0)
 
+    def _evaluations(
+        self, steps: StepTimes, begins: npt.NDArray[Any], ends: npt.NDArray[Any]
+    ) -> list[tuple[int, float, float]]:
+        """The gap, begin and end of each. begins, ends: of the gaps."""
+        found = []
+        for event in self.events:
+            if isinstance(event, Evaluated):
+                n, took = _gap(begins, event), event.seconds
+                high = float(np.clip(event.time or 0.0, begins[n], ends[n]))
+                if took is None:  # of an older version: all since its step, if that is recorded
+                    took = high - begins[n] if n and steps.step[n - 1] == event.step else 0.0
+                found.append((n, min(max(float(begins[n]), high - took), high), high))
+        return found
+
     def _events(
-        self, line: TimeLine, steps: StepTimes, begins: npt.NDArray[Any], ends: npt.NDArray[Any],
-        gaps: npt.NDArray[Any], charges: npt.NDArray[Any], plain: int, tail: TimeKind | None, why: Reason | None,
-    ) -> list[tuple[float, int, int, float]]:  # fmt: skip
-        """Explain the gaps by the events in them. Returns evaluations: changes (at, kind, charge, order)."""
-        evaluations: list[tuple[int, float, float]] = []
-        short = (CODE[TimeKind.BETWEEN], CODE[TimeKind.UNKNOWN])
+        self, line: TimeLine, steps: StepTimes, begins: npt.NDArray[Any], gaps: npt.NDArray[Any],
+        charges: npt.NDArray[Any],
+    ) -> None:  # fmt: skip
+        """Explain the gaps by the events in them, evaluations left out. begins: of the gaps."""
         saved = [e.step for e in self.events if isinstance(e, CheckpointSaved | CheckpointFailed) and e.step]
         after = defaultdict[int, list[int]](list)  # the gaps after steps of checkpoints
         for row in np.flatnonzero(np.isin(steps.step, saved)):
             after[int(steps.step[row])].append(int(row) + 1)
         for event in self.events:
-            moment = event.time or 0.0
-            # The gap before the first step that ended later.
-            n = int(np.searchsorted(begins[1:], moment + ROUNDED, side="right"))
+            n = _gap(begins, event)
             match event:
-                case Evaluated():
-                    high = float(np.clip(moment, begins[n], ends[n]))
-                    took = event.seconds
-                    if took is None:  # of an older version: all since its step, if that is recorded
-                        took = high - begins[n] if n and steps.step[n - 1] == event.step else 0.0
-                    evaluations.append((n, max(float(begins[n]), high - took), high))
                 case CheckpointSaved() | CheckpointFailed():
                     # It is journaled when it is complete, some steps after the one that it was made after.
                     found = [m for m in after[event.step or 0] if m <= n]
-                    if found and gaps[found[-1]] in short:
+                    if found and gaps[found[-1]] in OPEN:
                         gaps[found[-1]] = CODE[TimeKind.CHECKPOINTING]
                 case IncidentEvent() | DiscardExamined() | SamplesExamined():
-                    if n and gaps[n] in (*short, CODE[TimeKind.RECOVERY]):
+                    if n and gaps[n] in (*OPEN, CODE[TimeKind.RECOVERY]):
                         gaps[n] = CODE[TimeKind.RECOVERY]
                         charges[n] = line.charge(self._why(event), self.attempt)
-        if tail is not None and gaps[-1] in short:
-            gaps[-1] = CODE[tail]
-            charges[-1] = charges[-1] if why is None else line.charge(why, self.attempt)
-        changes = []
-        for n, low, high in evaluations:
-            changes.append((low, int(CODE[TimeKind.EVALUATION]), plain, 2 * n + 0.5))
-            changes.append((high, int(gaps[n]), int(charges[n]), 2 * n + 0.6))
-        return changes
 
     def _why(self, event: Event) -> Reason:
         number = whole(event.get("number"))
@@ -174,6 +177,50 @@ def explains(event: Event) -> bool:
     return isinstance(
         event, Evaluated | CheckpointSaved | CheckpointFailed | DiscardExamined | SamplesExamined
     )
+
+
+def _gap(begins: npt.NDArray[Any], event: Event) -> int:
+    """The gap before the first step that ended later."""
+    return int(np.searchsorted(begins[1:], (event.time or 0.0) + ROUNDED, side="right"))
+
+
+def _gaps(
+    step: npt.NDArray[Any], rest: npt.NDArray[Any], usual: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """What the time before each step is, and that after the last one, if no event explains it; and how much of it is
+    usual. rest: [n + 1] seconds, evaluations left out; usual: [n] of the steps.
+
+    Who did two steps in a row lived between them, and waited. Nobody knows that of the time after the last step, or
+    where records are missing.
+    """
+    count = len(step)
+    follows = np.r_[False, np.diff(step) == 1, False] if count else np.zeros(1, bool)
+    ordinary = np.zeros(count + 1)
+    if count >= FEWEST:
+        ordinary[:-1] = _usual(rest[:-1])
+    limit = np.maximum(SHORT, np.append(usual, usual[-1:] if count else 0.0))
+    late = (rest > limit) & (rest > STALL * ordinary) & (rest > ordinary + STALL_SECONDS)
+    alone = np.where(rest <= limit, CODE[TimeKind.BETWEEN], CODE[TimeKind.UNKNOWN])
+    alone[1:-1] = CODE[TimeKind.UNKNOWN]
+    lived = np.where(late, CODE[TimeKind.STALLED], CODE[TimeKind.BETWEEN])
+    return np.where(follows, lived, alone), ordinary
+
+
+def _within(
+    gaps: npt.NDArray[Any], charges: npt.NDArray[Any], evaluations: list[tuple[int, float, float]],
+    begins: npt.NDArray[Any], lasts: npt.NDArray[Any], plain: int,
+) -> list[tuple[float, int, int, float]]:  # fmt: skip
+    """Changes within gaps: (at, kind, charge, order). lasts: from when on a gap that stalled is as usual."""
+    over = begins.copy()  # the last evaluation of each
+    changes = []
+    for n, low, high in evaluations:
+        over[n] = max(over[n], high)
+        changes.append((low, int(CODE[TimeKind.EVALUATION]), plain, 2 * n + 0.5))
+        changes.append((high, int(gaps[n]), int(charges[n]), 2 * n + 0.6))
+    for n in np.flatnonzero(gaps == CODE[TimeKind.STALLED]).tolist():
+        last = float(max(over[n], lasts[n]))
+        changes.append((last, int(CODE[TimeKind.BETWEEN]), plain, 2 * n + 0.65))
+    return changes
 
 
 def _usual(seconds: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Reads the times of steps from steps/*.parquet: four columns only, each file once."""
+"""Reads the times of steps from steps/*.parquet: five columns only, each file once."""
 
 from __future__ import annotations
 
@@ -11,30 +11,44 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megastable.run.records import SCHEMA
 
 
 class StepTimes(NamedTuple):
-    """Steps in the order of their times. time: unix seconds of their ends; seconds: how long they took. [n] each."""
+    """Steps in the order of their times. time: unix seconds of their ends; seconds: how long they took; attempt: 0 if
+    unknown. [n] each."""
 
     step: npt.NDArray[np.int64]
     time: npt.NDArray[np.float64]
     seconds: npt.NDArray[np.float64]
     applied: npt.NDArray[np.bool_]
+    attempt: npt.NDArray[np.int64]
 
     def between(self, begin: float, end: float) -> StepTimes:
         """Those that ended after `begin`, up to `end`."""
         first, last = np.searchsorted(self.time, [begin, end], side="right")
-        rows = slice(first, last)
-        return StepTimes(self.step[rows], self.time[rows], self.seconds[rows], self.applied[rows])
+        return self.rows(slice(first, last))
+
+    def rows(self, chosen: slice | npt.NDArray[np.intp]) -> StepTimes:
+        return StepTimes(
+            self.step[chosen],
+            self.time[chosen],
+            self.seconds[chosen],
+            self.applied[chosen],
+            self.attempt[chosen],
+        )
 
 
-NO_STEPS = StepTimes(np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0, np.bool_))
+NO_STEPS = StepTimes(
+    np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0, np.bool_), np.empty(0, np.int64)
+)
 
 
 COLUMNS = pa.schema([SCHEMA.field(name) for name in StepTimes._fields])
+ATTEMPT = SCHEMA.field("attempt")
 THREADS = min(8, os.cpu_count() or 1)
 BATCH = 256  # files read before the time is looked at again
 
@@ -75,7 +89,7 @@ class StepFiles:
             # Small files: read_table, and reading ahead, would take several times as long.
             with pq.ParquetFile(self.folder / name, pre_buffer=False) as file:
                 table = file.read(columns=COLUMNS.names, use_threads=False)
-            return table if table.schema.equals(COLUMNS) else table.select(COLUMNS.names).cast(COLUMNS)
+            return table if table.schema.equals(COLUMNS) else _as_today(table)
         except FileNotFoundError:
             return None
         except (pa.ArrowException, OSError, KeyError) as error:
@@ -94,9 +108,19 @@ class StepFiles:
         return self._whole
 
 
+def _as_today(table: pa.Table) -> pa.Table:
+    """Of another version: older ones did not record the attempt."""
+    if ATTEMPT.name not in table.column_names:
+        table = table.append_column(ATTEMPT, pa.nulls(len(table), ATTEMPT.type))
+    return table.select(COLUMNS.names).cast(COLUMNS)
+
+
 def _columns(table: pa.Table) -> StepTimes:
-    step, moment, seconds, applied = (column.to_numpy() for column in table.columns)
-    return StepTimes(step, moment, np.nan_to_num(seconds.astype(float), posinf=0.0), applied)
+    step, moment, seconds, applied, attempt = table.columns
+    return StepTimes(
+        step.to_numpy(), moment.to_numpy(), np.nan_to_num(seconds.to_numpy().astype(float), posinf=0.0),
+        applied.to_numpy(), pc.fill_null(attempt, 0).to_numpy(),
+    )  # fmt: skip
 
 
 def _age(name: str) -> tuple[int, str]:

@@ -21,7 +21,9 @@ class TimeKind(StrEnum):
     TRAINING = "training"  # steps done for the first time, applied
     REDONE = "redone"  # steps done again, after a restart or a rewind
     REFUSED = "refused"  # steps whose update was refused
-    STALLED = "stalled"  # the excess of a step that took several times as long as its neighbours
+    STALLED = (
+        "stalled"  # the excess of a step, or of a gap between two, several times as long as its neighbours
+    )
     BETWEEN = "between_steps"  # records, statistics, decisions
     CHECKPOINTING = "checkpointing"  # steps waited for it
     EVALUATION = "evaluation"

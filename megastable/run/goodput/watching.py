@@ -10,7 +10,7 @@ from pathlib import Path
 from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.events.event import Event, real
+from megastable.run.events.event import Event
 from megastable.run.events.follow import Follower
 from megastable.run.goodput.lifecycle import Lifecycle
 from megastable.run.goodput.step_times import StepFiles
@@ -37,7 +37,6 @@ class GoodputWatch:
         self._files = StepFiles(self.run.steps)
         self._life, self._starts = Lifecycle(), self._journal.starts
         self._pending: list[Event] = []
-        self._last = 0.0  # time of the newest event
         self._account: TimeAccount | None = None
         self._due = 0.0
 
@@ -66,16 +65,15 @@ class GoodputWatch:
 
     def _look(self, alive: bool, now: float) -> TimeAccount | None:
         if self._journal.starts != self._starts:
-            self._life, self._starts, self._last = Lifecycle(), self._journal.starts, 0.0
+            self._life, self._starts = Lifecycle(), self._journal.starts
         self._life.steps = self._files.all()
         for event in self._pending:
             self._life.hear(event)
-            self._last = max(self._last, event.time or 0.0)
         self._pending.clear()
         told = read_object(self.run.progress)
         if not alive:
-            signs = [self._last, *self._life.steps.time[-1:].tolist(), real(told.get("time")) or 0.0]
-            now = min(now, max(signs))
+            steps, said = self._life.steps.time[-1:].tolist(), self._life.clocks.progress(told) or 0.0
+            now = max(self._life.newest, said, *steps)
         return self._life.snapshot(now, told)
 
     @property
