@@ -42,7 +42,7 @@ class FirstDifference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class BitComparison:
     """steps: compared to the end, without the initial state. tensors: compared, of all ranks."""
 
     steps: int
@@ -50,16 +50,16 @@ class Compared:
     difference: FirstDifference | None = None
 
 
-def first_difference(pairs: Iterable[tuple[Ranks, Ranks]]) -> Compared:
+def first_difference(pairs: Iterable[tuple[Ranks, Ranks]]) -> BitComparison:
     """Compares step by step, up to the first that differs."""
     steps, tensors = 0, 0
     for one, other in pairs:
         found = difference_of_step(one, other)
         tensors += sum(len(trace.operations) for trace in one) if found is None else found.compared
         if found is not None:
-            return Compared(steps, tensors, found)
+            return BitComparison(steps, tensors, found)
         steps += one[0].step > START
-    return Compared(steps, tensors)
+    return BitComparison(steps, tensors)
 
 
 def difference_of_step(one: Ranks, other: Ranks) -> FirstDifference | None:

@@ -46,7 +46,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class ComparedLayouts:
+class LayoutComparison:
     """steps: compared to the end. statistics: tensors compared. largest: the largest deviation that is within the
     tolerance; first: the first beyond it. unmatched: operations that only one of the runs has, by name."""
 
@@ -65,7 +65,7 @@ class _Whole:
     moments: npt.NDArray[np.float64]
 
 
-def first_beyond(pairs: Iterable[tuple[Ranks, Ranks]], tolerance: float) -> ComparedLayouts:
+def first_beyond(pairs: Iterable[tuple[Ranks, Ranks]], tolerance: float) -> LayoutComparison:
     """Compares step by step, up to the first with a relative difference above `tolerance`."""
     steps, tensors, largest, unmatched = 0, 0, None, dict[str, None]()
     for one, other in pairs:
@@ -75,12 +75,12 @@ def first_beyond(pairs: Iterable[tuple[Ranks, Ranks]], tolerance: float) -> Comp
         for deviation in deviations(one, other):
             compared += 1
             if not deviation.relative <= tolerance:
-                return ComparedLayouts(steps, tensors + compared, largest, deviation, tuple(unmatched))
+                return LayoutComparison(steps, tensors + compared, largest, deviation, tuple(unmatched))
             if deviation.relative > (0.0 if largest is None else largest.relative):
                 largest = deviation
         tensors += compared
         steps += one[0].step > START
-    return ComparedLayouts(steps, tensors, largest, None, tuple(unmatched))
+    return LayoutComparison(steps, tensors, largest, None, tuple(unmatched))
 
 
 def deviations(one: Ranks, other: Ranks) -> Iterator[Deviation]:

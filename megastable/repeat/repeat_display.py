@@ -7,7 +7,7 @@ from typing import Any
 
 from megastable.base.text import plural
 from megastable.repeat.first_difference import FirstDifference
-from megastable.repeat.layout_difference import ComparedLayouts
+from megastable.repeat.layout_difference import LayoutComparison
 from megastable.repeat.operations import when
 from megastable.repeat.repeating import RepeatResult, SecondLook
 from megastable.repeat.trace_file import TraceHeader
@@ -18,7 +18,7 @@ SHOWN = 8  # names and ranks in a sentence
 def sentences(result: RepeatResult) -> list[str]:
     """The last one is the answer."""
     found, (one, other) = result.compared, result.headers
-    if isinstance(found, ComparedLayouts):
+    if isinstance(found, LayoutComparison):
         return [*_unmatched(found), *_largest(found), _of_layouts(result, found)]
     if found.difference is None:
         return [f"no difference in {_extent(result)}: {plural(found.tensors, 'tensor')} compared"]
@@ -41,7 +41,7 @@ def tree(result: RepeatResult) -> dict[str, Any]:
         "runs": [asdict(headers[0]) | {"hosts": [h.host for h in headers]} for headers in result.headers],
         "says": sentences(result)[-1],
     }  # fmt: skip
-    if isinstance(found, ComparedLayouts):
+    if isinstance(found, LayoutComparison):
         return facts | {
             "tolerance": plan.tolerance,
             "difference": None if found.first is None else _flat(asdict(found.first), found.first.operation),
@@ -97,7 +97,7 @@ def _again(look: SecondLook) -> str:
     return f"run again, they do not differ up to there: transient{odd}"
 
 
-def _unmatched(found: ComparedLayouts) -> list[str]:
+def _unmatched(found: LayoutComparison) -> list[str]:
     names = found.unmatched
     if not names:
         return []
@@ -105,11 +105,11 @@ def _unmatched(found: ComparedLayouts) -> list[str]:
     return [f"only in one of the two, and not compared: {', '.join(names[:SHOWN])}{more}"]
 
 
-def _largest(found: ComparedLayouts) -> list[str]:
+def _largest(found: LayoutComparison) -> list[str]:
     return [] if found.largest is None else [f"largest difference within the tolerance: {found.largest}"]
 
 
-def _of_layouts(result: RepeatResult, found: ComparedLayouts) -> str:
+def _of_layouts(result: RepeatResult, found: LayoutComparison) -> str:
     beyond = f"beyond {result.plan.tolerance:g}"
     if found.first is not None:
         return f"first difference {beyond} (relative): {found.first}"

@@ -21,9 +21,9 @@ from megastable.base.errors import BAD_INPUT, ConfigError, DataError, Megastable
 from megastable.base.progress_bar import Bar
 from megastable.cluster.child_process import LOOK, ChildProcess
 from megastable.cluster.launcher import launcher
-from megastable.repeat.first_difference import Compared, FirstDifference, Ranks, first_difference
+from megastable.repeat.first_difference import BitComparison, FirstDifference, Ranks, first_difference
 from megastable.repeat.flipped_bit import BitDifference, bit_difference
-from megastable.repeat.layout_difference import ComparedLayouts, first_beyond
+from megastable.repeat.layout_difference import LayoutComparison, first_beyond
 from megastable.repeat.trace_file import TraceHeader, path_of, read_header, read_steps
 from megastable.repeat.trace_request import Planted, TracePoint, TraceRequest
 
@@ -74,13 +74,13 @@ class RepeatResult:
 
     plan: RepeatPlan
     headers: tuple[list[TraceHeader], list[TraceHeader]]
-    compared: Compared | ComparedLayouts
+    compared: BitComparison | LayoutComparison
     again: SecondLook | None = None
 
     @property
     def same(self) -> bool:
         found = self.compared
-        return (found.difference if isinstance(found, Compared) else found.first) is None
+        return (found.difference if isinstance(found, BitComparison) else found.first) is None
 
 
 def repeat(plan: RepeatPlan, bar: Bar) -> RepeatResult:
