@@ -90,7 +90,7 @@ def repeat(
     from megastable.repeat import repeat_display as display
     from megastable.repeat.repeating import UNCOMPILED, RepeatPlan, Way
     from megastable.repeat.repeating import repeat as run_twice
-    from megastable.repeat.trace_request import Planted
+    from megastable.repeat.trace_request import PlantSpot
     from megastable.run.membership import check_alone
 
     check_alone(os.environ)
@@ -109,7 +109,7 @@ def repeat(
     forced = () if blocks else (UNCOMPILED,)
     for more, n in (((), ranks or 1), (changed, against_ranks or ranks or 1)):
         _check(recipe.load(path, [*common, *more, *forced]), None if given else n)
-    planted = None if plant is None else Planted.parsed(plant, steps)
+    planted = None if plant is None else PlantSpot.parsed(plant, steps)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as during:
         folder = output or Path(during.enter_context(tempfile.TemporaryDirectory(prefix="repeat-")))

@@ -25,7 +25,7 @@ from megastable.repeat.first_difference import BitComparison, FirstDifference, R
 from megastable.repeat.flipped_bit import BitDifference, bit_difference
 from megastable.repeat.layout_difference import LayoutComparison, first_beyond
 from megastable.repeat.trace_file import TraceHeader, path_of, read_header, read_steps
-from megastable.repeat.trace_request import Planted, TracePoint, TraceRequest
+from megastable.repeat.trace_request import PlantSpot, TracePoint, TraceRequest
 
 MODULE = "megastable.repeat.traced_run"
 UNCOMPILED = "kernels.compile=false"  # a compiled block hides its operations
@@ -51,7 +51,7 @@ class RepeatPlan:
     steps: int
     folder: Path
     tolerance: float | None = None
-    planted: Planted | None = None
+    planted: PlantSpot | None = None
     blocks_only: bool = False
     again: bool = True
 

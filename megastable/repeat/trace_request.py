@@ -64,7 +64,7 @@ class TraceRequest(BaseModel):
             ) from None
 
 
-class Planted(BaseModel):
+class PlantSpot(BaseModel):
     """STEP:OPERATION[:RANK], not yet looked up in a trace. rank: None = the lowest one that has the operation."""
 
     model_config = ConfigDict(frozen=True)

@@ -24,7 +24,7 @@ from megastable.repeat.first_difference import first_difference
 from megastable.repeat.layout_difference import first_beyond
 from megastable.repeat.operations import PARTS
 from megastable.repeat.trace_file import StepTrace, path_of, read_header, read_steps
-from megastable.repeat.trace_request import Planted, TracePoint, TraceRequest
+from megastable.repeat.trace_request import PlantSpot, TracePoint, TraceRequest
 from megastable.run import records
 from megastable.study.trial import QUIET
 from tests.conftest import tiny
@@ -122,7 +122,7 @@ def test_the_same_steps_give_the_same_bits_and_what_is_planted_is_named(
     assert same.tensors == sum(len(rank.operations) for ranks in one for rank in ranks) > 300 * world
     for number, text in enumerate(PLANTED[layout]):
         step = 1 + number % 2  # before the last, so that it spreads
-        point = Planted.parsed(f"{step}:{text}", STEPS).found(one[step])
+        point = PlantSpot.parsed(f"{step}:{text}", STEPS).found(one[step])
         other = traced(world, recipe, tmp_path / str(number), TraceRequest(steps=STEPS, plant=point))
         found = first_difference(zip(one, other, strict=True)).difference
         assert found is not None
@@ -327,7 +327,7 @@ def test_what_is_there_for_the_trace_only_cannot_be_planted(
     recipe_of: Callable[[str], Path], clean: Callable[[str], Steps], tmp_path: Path
 ) -> None:
     """Logits of the chunked loss."""
-    point = Planted.parsed("1:head", STEPS).found(clean("one")[1])
+    point = PlantSpot.parsed("1:head", STEPS).found(clean("one")[1])
     with pytest.raises(AssertionError, match="nothing can be planted at 'head output'"):
         traced(1, recipe_of("one"), tmp_path, TraceRequest(steps=1, plant=point))
 

@@ -18,7 +18,7 @@ from megastable.repeat.trace_file import (
     read_header,
     read_steps,
 )
-from megastable.repeat.trace_request import Planted, TraceRequest
+from megastable.repeat.trace_request import PlantSpot, TraceRequest
 from tests.repeat.traces import steps_of
 
 HEADER = TraceHeader(1, 2, "node", "CPU", "attention sdpa", True, {"tensor": 1, "data": 2})
@@ -87,16 +87,16 @@ def test_requests(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_to_be_planted_must_be_said_right(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Planted.parsed(text, 5)
+        PlantSpot.parsed(text, 5)
 
 
 def test_what_is_planted_is_looked_up_in_the_trace() -> None:
     (ranks,) = steps_of(1, 2, 1, 2)
-    point = Planted.parsed("1:blocks.2.mlp.down", 5).found(ranks)
+    point = PlantSpot.parsed("1:blocks.2.mlp.down", 5).found(ranks)
     assert (point.rank, point.phase, point.micro_batch, point.name) == (
         1, "forward", 0, "blocks.2.mlp.down output",
     )  # fmt: skip
-    assert Planted.parsed("1: tokens :1", 5).found(ranks).rank == 1
+    assert PlantSpot.parsed("1: tokens :1", 5).found(ranks).rank == 1
     for text, told in (
         ("1:blocks.2.mlp.down:0", "rank 0 has no 'blocks.2.mlp.down'; others have, for example rank 1"),
         ("1:tokens:2", "no rank 2: they are 0 to 1"),
@@ -104,4 +104,4 @@ def test_what_is_planted_is_looked_up_in_the_trace() -> None:
         ("1:gradient norm", "no operation 'gradient norm'"),
     ):
         with pytest.raises(ConfigError, match=told):
-            Planted.parsed(text, 5).found(ranks)
+            PlantSpot.parsed(text, 5).found(ranks)
