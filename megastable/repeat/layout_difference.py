@@ -22,6 +22,9 @@ from megastable.repeat.first_difference import Ranks
 from megastable.repeat.operations import PARTS, START, TracedOperation, when
 from megastable.repeat.trace_file import StepTrace
 
+# Times the tolerance: rounding moves one element of a gradient more than all of them. Measured over 20 steps in bf16
+# (docs/hardware.md): 0.056, where roots of mean squares and means move by 0.019.
+LOOSER = {"largest": 4.0}
 LOSSES = TracedOperation("forward", -1, 1 << 30, "losses of the samples")  # after all layers
 
 
@@ -37,6 +40,11 @@ class Deviation:
     one: float
     other: float
     relative: float
+
+    @property
+    def weighted(self) -> float:
+        """For the tolerance."""
+        return self.relative / LOOSER.get(self.statistic, 1.0)
 
     def __str__(self) -> str:
         return (
@@ -66,7 +74,7 @@ class _Whole:
 
 
 def first_beyond(pairs: Iterable[tuple[Ranks, Ranks]], tolerance: float) -> LayoutComparison:
-    """Compares step by step, up to the first with a relative difference above `tolerance`."""
+    """Compares step by step, up to the first with a relative difference above `tolerance` (`LOOSER`)."""
     steps, tensors, largest, unmatched = 0, 0, None, dict[str, None]()
     for one, other in pairs:
         mine, theirs = whole_tensors(one), whole_tensors(other)
@@ -74,9 +82,9 @@ def first_beyond(pairs: Iterable[tuple[Ranks, Ranks]], tolerance: float) -> Layo
         compared = 0
         for deviation in deviations(one, other):
             compared += 1
-            if not deviation.relative <= tolerance:
+            if not deviation.weighted <= tolerance:
                 return LayoutComparison(steps, tensors + compared, largest, deviation, tuple(unmatched))
-            if deviation.relative > (0.0 if largest is None else largest.relative):
+            if deviation.weighted > (0.0 if largest is None else largest.weighted):
                 largest = deviation
         tensors += compared
         steps += one[0].step > START
@@ -133,13 +141,15 @@ def _deviation(step: int, one: _Whole, other: _Whole) -> Deviation:
         return Deviation(step, one.operation, "elements", count, count2, abs(count - count2) / count)
     rms, rms2 = math.sqrt(squares / count), math.sqrt(squares2 / count)
     mean, mean2 = total / count, total2 / count
-    found = (
-        ("rms", rms, rms2, _relative(rms, rms2)),
-        ("mean", mean, mean2, _relative(mean, mean2, max(rms, rms2))),
-        ("largest", highest, highest2, _relative(highest, highest2)),
-    )
-    worst = max(found, key=lambda one: math.inf if math.isnan(one[3]) else one[3])
-    return Deviation(step, one.operation, *worst)
+    found = [
+        Deviation(step, one.operation, *told)
+        for told in (
+            ("rms", rms, rms2, _relative(rms, rms2)),
+            ("mean", mean, mean2, _relative(mean, mean2, max(rms, rms2))),
+            ("largest", highest, highest2, _relative(highest, highest2)),
+        )
+    ]
+    return max(found, key=lambda one: math.inf if math.isnan(one.relative) else one.weighted)
 
 
 def _of_losses(step: int, one: Ranks, other: Ranks) -> Iterator[Deviation]:

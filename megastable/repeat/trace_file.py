@@ -25,6 +25,7 @@ from megastable.base.errors import DataError
 from megastable.repeat.operations import TracedOperation
 
 FORMAT = 1
+CPU = "CPU"  # how the name of such a device begins
 MOMENTS = 4  # numbers per operation in `StepTrace.moments`
 
 

@@ -29,7 +29,7 @@ from megastable.optim.schedule import progress, rate, total
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.repeat.operation_watch import OperationWatch
-from megastable.repeat.trace_file import TraceHeader, TraceWriter
+from megastable.repeat.trace_file import CPU, TraceHeader, TraceWriter
 from megastable.repeat.trace_request import TraceRequest
 from megastable.training import rank_process
 from megastable.training.startup import open_data
@@ -85,8 +85,9 @@ def _train(
         writer.write(watch.take())
         if plant is not None and (plant.step, plant.rank) == (step, dist.get_rank()) and not watch.planted:
             raise ConfigError(
-                f"--plant: nothing can be planted at {plant.name!r}: it is computed for the trace only, as "
-                "kernels.loss=chunked makes logits piece by piece; choose another operation, or kernels.loss=reference"
+                f"--plant: nothing can be planted at {plant.name!r}: this layout has no such operation, or it is "
+                "computed for the trace only, as kernels.loss=chunked makes logits piece by piece; choose another, or "
+                "kernels.loss=reference"
             )
 
 
@@ -94,7 +95,7 @@ def _device(device: torch.device) -> str:
     """In words, with what decides how a CPU sums."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    return f"{CPU}, {torch.get_num_threads()} threads"
 
 
 def main() -> None:

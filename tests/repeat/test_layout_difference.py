@@ -88,6 +88,12 @@ def test_each_statistic_sees_what_the_others_do_not() -> None:
         assert beyond(x, other, 100).first is None
 
 
+def test_the_largest_element_may_move_further() -> None:
+    x = np.concatenate((np.ones(1000), [3.0]))
+    assert beyond(x, np.where(x == 3, 3 * 1.15, x), 0.05).first is None
+    assert beyond(x, np.where(x == 3, 3 * 1.35, x), 0.05).first is not None
+
+
 def test_what_is_no_number_is_beyond_every_tolerance() -> None:
     x = np.ones(3)
     for other in (np.array([1, math.nan, 1]), np.array([1, math.inf, 1])):

@@ -132,6 +132,71 @@ def test_the_same_steps_give_the_same_bits_and_what_is_planted_is_named(
         assert found.operation.micro_batch == (-1 if PARTS[point.phase] > PARTS["forward"] else 0)
 
 
+def _faulty(path: str, overrides: Sequence[str], where: str, call: int) -> int:
+    """A trace of a program that is wrong once, on rank 1, in the call of that number, and not by the watch."""
+    import torch.distributed as dist
+
+    from megastable.engine import patches as _patches
+    from megastable.model import mlp
+    from megastable.model.attention import Attention
+
+    calls = iter(range(10**6))
+
+    def wrong() -> bool:
+        return next(calls) == call and dist.get_rank() == 1
+
+    if where == "swiglu":
+        activation = mlp.swiglu
+        mlp.swiglu = lambda gate_up: activation(gate_up) * (1.5 if wrong() else 1)
+    elif where == "core backward":
+        between = Attention.between
+
+        def hooked(self: Attention, qkv: torch.Tensor, at: Any) -> torch.Tensor:
+            scale = 1.5 if wrong() else 1.0
+            given = qkv.view_as(qkv)
+            given.register_hook(lambda gradient: gradient * scale)
+            return between(self, given, at)
+
+        Attention.between = hooked  # type: ignore[method-assign]
+    else:
+        patches: Any = _patches
+        scatter = patches.sum_and_scatter
+
+        def scattered(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+            scatter(whole, part, group)
+            part.mul_(1.5 if wrong() else 1)
+
+        patches.sum_and_scatter = scattered
+    return _trace(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("where", "call_", "named"),
+    [
+        # Two micro-batches a step and rank, two blocks.
+        ("swiglu", 7, "step 2, rank 1, micro-batch 1, blocks.1.mlp.swiglu output (forward)"),
+        (
+            "core backward",
+            4,
+            "step 2, rank 1, micro-batch 0, blocks.0.attention.qkv output gradient (backward)",
+        ),
+        (
+            "reduction",
+            3,
+            "step 2, rank 1, gradient of blocks.1.attention_norm.weight (reduction)",
+        ),  # two groups a step
+    ],
+)
+def test_a_wrong_program_is_found(
+    where: str, call_: int, named: str, recipe_of: Callable[[str], Path], clean: Callable[[str], Steps], tmp_path: Path
+) -> None:  # fmt: skip
+    TraceRequest(steps=STEPS).save(tmp_path)
+    assert run_ranks(2, _faulty, str(recipe_of("dp2")), [f"run.dir={tmp_path}"], where, call_) == [0, 0]
+    other = zip(*(read_steps(tmp_path, rank) for rank in range(2)), strict=True)
+    found = first_difference(zip(clean("dp2"), other, strict=True)).difference
+    assert found is not None and str(found).startswith(named)
+
+
 def test_every_operation_of_a_block_is_there_in_the_order_of_the_model(
     clean: Callable[[str], Steps],
 ) -> None:
@@ -309,7 +374,7 @@ def test_another_layout_is_compared_within_a_tolerance(
         (["--against", "parallel.tensor=2"], "1 ranks cannot be laid out as parallel.tensor=2"),
         (["--ranks", "2", "--", "--num_gpus", "2"], "--ranks is for this host alone"),
         (["--", "--hostfile", "hosts"], "give --output, a folder on a file system that all of them share"),
-        (["data.corpora.0.path=none"], "make one with tools/prepare_data.py"),
+        (["data.corpora.0.path=none"], "then data.corpora.0.path=data/stdlib"),
         (["model.layer=2"], "model.layer"),
     ],
 )
