@@ -26,6 +26,7 @@ COMMANDS = {
     "backtest": "Replay recorded losses through detector and policy: what would have been done, and when.",
     "fp8-check": "Would this model be stable in FP8, and which layers had better stay out of it?",
     "study": "Train many small models: loss against learning rate, scale of activations over widths, seeds compared.",
+    "repeat": "Run the same steps twice: at which step, layer and operation do they first differ, bit for bit?",
     "bench": "What things cost, measured on this machine. Needs a checkout.",
     "chaos": "Let hosts, links, processes and storage fail under the supervisor, and compare. Needs a checkout.",
     "drill": "Train with planted faults under each policy, and compare with a clean run. Needs a checkout.",

@@ -25,6 +25,15 @@ from megastable.base.collectives import gathered
 from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.flatstate import KINDS
+from megastable.engine.layer_names import (
+    GIVEN_BY,
+    TAKEN_BY,
+    depth_of,
+    is_layer_of_list,
+    named_modules,
+    renamed,
+    split_stream,
+)
 from megastable.model.gpt import Block, Head
 from megastable.model.loss import Features, LossFunction, projected
 from megastable.parallel.sharding import placement_of
@@ -34,16 +43,6 @@ STATE = dict(zip(KINDS, ("fp32 master of", "first moment of", "second moment of"
     "computing": "computing copy of"  # used by forward and backward, in the run's precision
 }
 NAMED = 8  # parameters, ranks or positions named in a message; the rest is counted
-
-# Operations between two modules belong to neither: the input of the left module is the output of the right one, ...
-GIVEN_BY = {".attention.out": ".attention.core", ".mlp.down": ".mlp.swiglu", "loss": "head"}
-# ... and a gradient that reaches the left's output has passed through the right one.
-TAKEN_BY = {
-    ".attention.qkv": ".attention.core",
-    ".attention.q_norm": ".attention.core",
-    ".attention.k_norm": ".attention.core",
-    ".mlp.gate_up": ".mlp.swiglu",
-}
 
 
 @dataclass(frozen=True)
@@ -174,23 +173,28 @@ def _listed(items: Sequence[Any]) -> str:
 def _poison(engine: Engine) -> list[tuple[str, str]]:
     """(key of `STATE`, parameter) of non-finite state on this rank. Waits once for the device."""
     flat = engine.flat_state()
-    held = {fragment.name: fragment.numel for fragment in flat.fragments}
     tensors = [
         ((k, f.name), piece) for k in KINDS for f in flat.fragments if (piece := flat.piece(f, k)) is not None
     ]
-    for parameter in engine.ds.module.parameters():
-        key = ("computing", placement_of(parameter).name)
-        # Under ZeRO 3 empty, except small ones that every rank keeps whole.
-        tensors.append((key, parameter.detach()))
-        if hasattr(parameter, "ds_tensor"):
-            # After the fragment's elements comes padding, which is never written.
-            tensors.append((key, parameter.ds_tensor.flatten()[: held.get(key[1], 0)]))
-    tensors = [(key, tensor) for key, tensor in tensors if tensor.numel()]
+    tensors += [(("computing", name), copy) for name, copy, _ in computing_copies(engine)]
     # An offloaded optimizer keeps its partition on the CPU.
     extremes = torch.stack([torch.stack(t.aminmax()).to(engine.device, torch.float32) for _, t in tensors])
     finite = extremes.isfinite().all(1).tolist()
     # A dict: each once, and in the order above.
     return list(dict.fromkeys(key for (key, _), fine in zip(tensors, finite, strict=True) if not fine))
+
+
+def computing_copies(engine: Engine) -> Iterator[tuple[str, Tensor, bool]]:
+    """The weights in compute precision that this rank holds: the parameter's name, the tensor, and whether that is its
+    partition of ZeRO 3, beside which small ones are kept whole by every rank."""
+    held = {fragment.name: fragment.numel for fragment in engine.flat_state().fragments}
+    for parameter in engine.ds.module.parameters():
+        name, whole = placement_of(parameter).name, parameter.detach()
+        if whole.numel():
+            yield name, whole, False
+        # After the fragment's elements comes padding, which is never written.
+        if hasattr(parameter, "ds_tensor") and held.get(name):
+            yield name, parameter.ds_tensor.flatten()[: held[name]], True
 
 
 def _described(poison: list[list[tuple[str, str]]]) -> list[str]:
@@ -225,25 +229,6 @@ class _Sighting(NamedTuple):
         return self[:4]
 
 
-def _depth(name: str, blocks: int) -> int:
-    """Index in the list of layers of gpt.py; the loss comes after the last."""
-    kind, *rest = name.split(".")
-    if kind == "blocks":
-        return 1 + int(rest[0])
-    return {"embedding": 0, "final_norm": blocks + 1, "head": blocks + 2, "loss": blocks + 3}[kind]
-
-
-def _renamed(name: str, table: dict[str, str]) -> str | None:
-    for ending, other in table.items():
-        if name.endswith(ending):
-            return name.removesuffix(ending) + other
-    return None
-
-
-def _split(stream: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    return (stream[0], stream[1:]) if isinstance(stream, tuple) else (stream, ())
-
-
 class _Watch:
     """Checks every tensor that crosses a module's boundary, and keeps the earliest non-finite one."""
 
@@ -260,7 +245,7 @@ class _Watch:
         extremes = torch.stack(x.detach().aminmax()).tolist()
         if all(map(math.isfinite, extremes)):
             return
-        depth = _depth(layer, self.blocks) * (-1 if backward else 1)
+        depth = depth_of(layer, self.blocks) * (-1 if backward else 1)
         value = "nan" if any(map(math.isnan, extremes)) else "inf"
         seen = _Sighting(micro_batch, backward, depth, self._tick, layer, tensor, value)
         if self.first is None or seen.order < self.first.order:
@@ -275,7 +260,7 @@ class _Watch:
         return hook
 
     def _enter(self, name: str, x: Tensor, micro_batch: int) -> Tensor:
-        giver = _renamed(name, GIVEN_BY)
+        giver = renamed(name, GIVEN_BY)
         self._look(x, micro_batch, False, giver or name, "output" if giver else "input")
         if x.requires_grad:
             # The gradient of `x` is summed over all its readers; that of a view belongs to this module alone.
@@ -286,20 +271,20 @@ class _Watch:
     def _leave(self, name: str, y: Tensor, micro_batch: int) -> None:
         self._look(y, micro_batch, False, name, "output")
         if y.requires_grad:
-            taker = _renamed(name, TAKEN_BY)
+            taker = renamed(name, TAKEN_BY)
             whose = "input gradient" if taker else "output gradient"
             y.register_hook(self._gradient(micro_batch, taker or name, whose))
 
     def module(self, module: nn.Module, name: str) -> list[Any]:
         """Hooks on a module. Layers of the list (blocks, embedding, ...) count the micro-batches for their
         submodules."""
-        is_layer = name.count(".") == (1 if name.startswith("blocks.") else 0)
+        is_layer = is_layer_of_list(name)
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if is_layer:
                 self._forward = self._calls[name]
                 self._calls[name] += 1
-            x, segments = _split(args[0])
+            x, segments = split_stream(args[0])
             if self._forward is None or not x.is_floating_point():
                 return None
             x = self._enter(name, x, self._forward)
@@ -307,7 +292,7 @@ class _Watch:
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if self._forward is not None:
-                self._leave(name, _split(output)[0], self._forward)
+                self._leave(name, split_stream(output)[0], self._forward)
             if is_layer:
                 self._forward = None
 
@@ -353,13 +338,10 @@ def _watched(engine: Engine) -> Iterator[_Watch]:
         setattr(module, loss, watch.loss(function))
         for block in blocks:
             block.in_halves = True
-        for part in module.modules():
-            if isinstance(part, Block):
-                handles += watch.module(part, part.name)
-            elif isinstance(part, Head) and engine.kernels.loss == "chunked":
+        for name, part in named_modules(module):
+            if isinstance(part, Head) and engine.kernels.loss == "chunked":
                 continue  # its output is the loss, which does its work
-            elif isinstance(getattr(part, "weight", None), nn.Parameter):
-                handles += watch.module(part, placement_of(part.weight).name.removesuffix(".weight"))
+            handles += watch.module(part, name)
         handles += [watch.parameter(parameter) for parameter in module.parameters()]
         yield watch
     finally:

@@ -25,6 +25,12 @@ from megastable.parallel.sharding import placement_of, shape_of
 from megastable.parallel.topology import Topology
 
 
+def counted_once(parameter: nn.Parameter, topology: Topology) -> bool:
+    """Whether this rank's tensor is the one of several equal ones, on stages and tensor ranks, that counts."""
+    split: bool = parameter.tensor_model_parallel  # type: ignore[attr-defined]
+    return not getattr(parameter, "ds_pipe_replicated", False) and (split or topology.tensor_rank == 0)
+
+
 class Wrapper(ABC):
     """DeepSpeed's wrapper `o` of the optimizer, on this rank. engine: DeepSpeed's.
 
@@ -90,15 +96,13 @@ class Wrapper(ABC):
         fragments = []
         for parameter in self.engine.module.parameters():
             placement = placement_of(parameter)
-            counted = not getattr(parameter, "ds_pipe_replicated", False)
-            counted &= parameter.tensor_model_parallel or self.topology.tensor_rank == 0
             group, offset, start, numel = self.place(parameter) or (0, 0, 0, 0)
             if numel > 0:
                 fragments.append(
                     Fragment(
                         name=placement.name, dim=placement.dim, sections=placement.sections,
                         shape=shape_of(parameter), group=group, offset=offset, start=start, numel=numel,
-                        counted=counted,
+                        counted=counted_once(parameter, self.topology),
                     )
                 )  # fmt: skip
         masters, groups = self.masters, self.o.optimizer.param_groups

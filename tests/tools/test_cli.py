@@ -147,7 +147,7 @@ def test_completion_installs_itself(tmp_path: Path) -> None:
 
 def test_the_scripts_stand_for_commands() -> None:
     scripts = [*sorted((ROOT / "tools").glob("*.py")), *(ROOT / "launch").glob("*.py")]
-    assert len(scripts) == 16
+    assert len(scripts) == 17
     for script in scripts:
         text = script.read_text(encoding="utf-8")
         calls = [
@@ -188,7 +188,7 @@ MISSING = [
     "checkpoint export none o", "convert to-hf none o", "convert to-gguf none o", "convert check none none",
     "study lr-sensitivity none.yaml", "study coordinate-check none.yaml",
     "study compare none.yaml --of model.layers=1 --of model.layers=2",
-    "bench stability --recipe none.yaml", "bench scaling --recipe none.yaml", "drill --text none",
+    "repeat none.yaml", "bench stability --recipe none.yaml", "bench scaling --recipe none.yaml", "drill --text none",
 ]  # fmt: skip
 
 
