@@ -20,7 +20,7 @@ from drills.chaos_table import Row, row
 from drills.cluster_faults import Cluster, Kind
 from drills.hosts import Host, Hosts
 from drills.namespaces import Started
-from megastable.base.errors import ConfigError
+from megastable.base.errors import OK, ConfigError
 
 ROOT = Path(__file__).parents[1]
 LOOK = 0.02  # seconds between two looks for the moment to strike
@@ -33,6 +33,10 @@ MODEL = (
     "checkpoint.keep=2 logging.tensorboard=false logging.peak_tflops=1"
 ).split()
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+class Over(ConfigError):
+    """The run was complete before the fault."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,16 @@ class Exercised:
         return {}
 
     def wait_for(self, planned: Planned) -> None:
-        """The moment to strike. Raises ConfigError if the run ends before."""
+        """The moment to strike. Raises Over, ConfigError if the run ends before."""
         while not self._due(planned):
             if self.cluster.supervisor is None or self.cluster.supervisor.poll() is not None:
-                raise ConfigError(f"the run ended before the fault: {self.output.read_text()[-2000:]}")
+                raise self.broken("the run ended before the fault")
             time.sleep(LOOK)
+
+    def broken(self, what: str) -> ConfigError:
+        """The error to raise, with the end of the output."""
+        complete = self.cluster.supervisor is not None and self.cluster.supervisor.poll() == OK
+        return (Over if complete else ConfigError)(f"{what}: {self.output.read_text()[-2000:]}")
 
     def _due(self, planned: Planned) -> bool:
         p = self.progress()
@@ -196,11 +205,11 @@ def struck(exercise: Exercise, folder: Path, kind: Kind, planned: Planned, clean
 
 
 def struck_by(kind: Kind, run: Exercised, host: Host) -> None:
-    """Do it. Raises ConfigError if there is nothing to do it to; ranks, for one, come a moment after their launcher."""
+    """Do it. Raises Over, ConfigError if there is nothing to do it to; ranks come a moment after their launcher."""
     until = time.monotonic() + 20
     while not kind.strike(run.cluster, host):
         if time.monotonic() > until:
-            raise ConfigError(f"{kind.name}: there was nothing on {host} that it could happen to")
+            raise run.broken(f"{kind.name}: there was nothing on {host} that it could happen to")
         time.sleep(LOOK)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from drills.chaos import STARTING, Planned
-from drills.chaos_runner import Exercise, Exercised, Undisturbed, empty, struck_by
+from drills.chaos_runner import Exercise, Exercised, Over, Undisturbed, empty, struck_by
 from drills.chaos_table import Row, row
 from drills.cluster_faults import Kind
 from drills.hosts import Hosts
@@ -47,14 +47,22 @@ def together(
     exercise = replace(exercise, patience=(*exercise.patience, *BUDGETS))
     with Hosts(empty(folder), exercise.hosts + exercise.spares) as hosts:
         run = Exercised(exercise, folder, hosts, endless=PATIENT * len(planned))
+        found, problems = [], list[str]()
         try:
-            found = [_strike(run, kinds, one, told) for one in planned]
+            for one in planned:
+                try:
+                    found.append(_strike(run, kinds, one, told))
+                except Over:
+                    problems.append(
+                        f"the run was complete before {len(planned) - len(found)} of the faults: --steps"
+                    )
+                    break
             code = run.end()
         finally:
             run.keep()
         seconds = time.monotonic() - run.began
-        problems = list(_wrong(run, exercise.steps, code, clean))
-    same, cost = not problems, seconds - clean.seconds
+        wrong = list(_wrong(run, exercise.steps, code, clean))
+    same, cost = not wrong, seconds - clean.seconds
     rows = [
         row(
             kind,
@@ -69,7 +77,7 @@ def together(
         )
         for kind, one, (after, verdict, blamed), lost in found
     ]
-    return rows, [f"{seconds:.0f} s, {cost:.0f} s more than without faults", *problems]
+    return rows, [f"{seconds:.0f} s, {cost:.0f} s more than without faults", *problems, *wrong]
 
 
 Verdict = tuple[float | None, str, str | None]

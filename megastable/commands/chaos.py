@@ -15,7 +15,9 @@ from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, put_json
 
 app = App()
-STEPS, QUICK_STEPS, QUICK_FAULTS, ONE_RUN_STEPS = 400, 200, 3, 2000
+STEPS, QUICK_STEPS, QUICK_FAULTS = 400, 200, 3
+# One run goes on during faults, of which some last minutes.
+ONE_RUN_STEPS, ONE_RUN_STEPS_PER_FAULT = 2000, 100
 QUICK = ("killed-rank", "killed-host", "stopped-rank")
 # So that a quick round fits in minutes; the full one has the supervisor's own limits.
 IMPATIENT = ("supervise.hang_floor=8", "supervise.host_silence=8")
@@ -40,6 +42,12 @@ def chaos(
     hosts: Annotated[int, typer.Option(min=2, max=6, help="How many train")] = 2,
     spares: Annotated[int, typer.Option(min=0, max=2, help="How many more stand by")] = 0,
     faults: Annotated[int | None, typer.Option(min=1, help="How many; 12, --quick 3")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=50, help="Of a run; 400, --quick 200, --one-run 2000 or 100 a fault if that is more"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of kinds, hosts and times")] = 1,
     seconds: Annotated[
         float | None, typer.Option(min=0, max=300, help="Of all faults that last; else drawn")
@@ -86,10 +94,11 @@ def chaos(
         raise ConfigError(f"hosts cannot be made here: {reason}")
     if one_run and not spares:
         raise ConfigError("--one-run: a host whose link was cut is replaced by a spare: say --spares 1")
-    steps = QUICK_STEPS if quick else ONE_RUN_STEPS if one_run else STEPS
-    planned = plan(
-        kinds, NAMES[:hosts], seed, faults or (QUICK_FAULTS if quick else 12), steps, seconds=seconds
-    )
+    count = faults or (QUICK_FAULTS if quick else 12)
+    if steps is None:
+        steps = max(ONE_RUN_STEPS, ONE_RUN_STEPS_PER_FAULT * count) if one_run else STEPS
+        steps = QUICK_STEPS if quick else steps
+    planned = plan(kinds, NAMES[:hosts], seed, count, steps, seconds=seconds)
     by_name = {kind.name: kind for kind in kinds}
     with ExitStack() as stack:
         where = (keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))).resolve()
@@ -118,4 +127,4 @@ def chaos(
         for text in problems:
             console().print(text, soft_wrap=True)
     put_json([one.model_dump(mode="json") | {"right": one.right} for one in rows], as_json, output)
-    raise typer.Exit(0 if all(one.right for one in rows) else FAILED)
+    raise typer.Exit(0 if all(one.right for one in rows) and len(rows) == count else FAILED)
