@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     random, w = np.random.default_rng(args.seed), weights()
     first, second = ({name: torch.zeros_like(x) for name, x in w.items()} for _ in range(2))
-    backward, judge = vmap(grad(loss), in_dims=(None, 0)), Consistency(args.ranks)
+    backward, judge = vmap(grad(loss), in_dims=(None, 0)), Consistency()
     doubts, judged, hits = 0, 0, dict.fromkeys((Kind.SCALED, Kind.NEGATED), 0)
     for step in range(1, args.steps + 1):
         found = backward(

@@ -157,6 +157,10 @@ class Trainer:
             # What the guard decided: mostly nothing, sometimes back to an earlier step
             incident = recovery.incident_log.incident
             outcome = recovery.settle(result)
+            if outcome.repeated:
+                self.state = outcome.state
+                self.checkpoints.heard(written, settled)
+                continue
             if not outcome.rewound:
                 self.checkpoints.stepped(state.step, applied and recovery.calm, written, settled)
                 if self.checkpoints.ill is not None:

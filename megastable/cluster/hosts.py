@@ -128,8 +128,8 @@ class Hosts:
         attempt = RemoteAttempt(self, number, names or self.names, {})
         attempt.look()
         known = any(self._state(name).get("attempt") == number for name in attempt.names)
-        if not known and not set(attempt.names) <= set(self.names):
-            # A scheduler has ended all of it, and begun the job again on other hosts.
+        if not known and len(attempt.names) > 1:
+            # A scheduler has ended all of it, and begun the job again, perhaps on other hosts.
             attempt.gone.clear()
         return attempt
 

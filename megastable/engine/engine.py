@@ -89,7 +89,7 @@ class Engine:
                     dist_init_required=False,
                 )
         self.zero = wrapper(self.optimizer, self.ds, topology, self.device)
-        if config.stability.hardware.gradients:
+        if config.stability.enabled and config.stability.hardware.gradients:
             self.zero.watch_gradients()
         self.clipping = self._attach()
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update

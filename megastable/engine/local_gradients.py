@@ -44,7 +44,7 @@ class LocalGradients:
     def before(self, gradients: Sequence[Tensor]) -> None:
         """gradients: the flat fp32 buffers, whole, about to be summed."""
         slices = [g.view(self._ranks, -1) for g in gradients]
-        found = [torch.stack([self._measured(part, True) for part in s], 1) for s in slices]
+        found = [self._at_once(s) if s.is_cuda else self._one_by_one(s) for s in slices]
         self.digest = torch.stack(found).sum(0)
         self._own = [_sample(s[self._rank]).clone() for s in slices]  # the sum overwrites it
 
@@ -76,12 +76,31 @@ class LocalGradients:
         """The next step may be the last one again."""
         self._previous = None
 
+    def _one_by_one(self, slices: Tensor) -> Tensor:
+        """fp64 [2, data ranks]: checksums and squared norms. A CPU has each piece of memory in its cache for both."""
+        return torch.stack([self._measured(part, True) for part in slices], 1)
+
+    def _at_once(self, slices: Tensor) -> Tensor:
+        """The same with a few kernels, however many data ranks there are."""
+        ranks, size = slices.shape
+        rows, rest = size // ROW, slices[:, size // ROW * ROW :]
+        table = slices[:, : rows * ROW].unflatten(1, (rows, ROW))
+        sums = torch.bmm(table, self._signs.expand(ranks, ROW).unsqueeze(2)).squeeze(2)
+        checks = sums.double() @ self._weights_of(rows) + rest @ self._signs[: rest.shape[1]]
+        norms = torch.cat(
+            (torch.linalg.vector_norm(table, dim=2), torch.linalg.vector_norm(rest, dim=1)[:, None]), 1
+        )
+        return torch.stack((checks, norms.double().square().sum(1)))
+
+    def _weights_of(self, rows: int) -> Tensor:
+        if rows > self._weights.numel():
+            more = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(ROW))
+            self._weights = (more + 0.5).to(self._signs.device)
+        return self._weights[:rows]
+
     def _measured(self, part: Tensor, norm: bool) -> Tensor:
         """fp64 [2]: checksum, and squared norm if that is wanted."""
         rows = part.numel() // ROW
-        if rows > self._weights.numel():
-            more = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(ROW))
-            self._weights = (more + 0.5).to(part.device)
         table = part[: rows * ROW].view(rows, ROW)
         rest = part[rows * ROW :]
         sums, norms = [], [torch.linalg.vector_norm(rest)] if norm else []
@@ -89,7 +108,7 @@ class LocalGradients:
             sums.append(torch.mv(chunk, self._signs))
             if norm:
                 norms.append(torch.linalg.vector_norm(chunk))
-        whole = torch.dot(torch.cat(sums).double(), self._weights[:rows])
+        whole = torch.dot(torch.cat(sums).double(), self._weights_of(rows))
         check = whole + torch.dot(rest, self._signs[: rest.numel()])
         return torch.stack((check, torch.stack(norms).double().square().sum() if norm else check))
 

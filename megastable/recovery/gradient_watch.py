@@ -21,13 +21,14 @@ from megastable.run.log import RunLog
 from megastable.stability.gradient_consistency import (
     Consistency,
     Doubt,
-    RankGradient,
     bound,
     rows,
     wrong_sums,
 )
 from megastable.stability.gradient_proof import Digest, prove
 
+QUIET, LONGEST = 100, 6400  # steps; a doubt costs about four
+SEVERAL = 3
 TURNS = 2  # other ranks that compute the same samples: with a third result it is known which one is wrong
 
 
@@ -35,9 +36,16 @@ TURNS = 2  # other ranks that compute the same samples: with a third result it i
 class Suspicion:
     """Why an update was refused. sums: data ranks that received a wrong sum; doubts: about gradients."""
 
-    columns: list[RankGradient]
     sums: list[int]
     doubts: list[Doubt]
+
+    @property
+    def told(self) -> str:
+        """A sentence."""
+        sums = [f"data rank {d} received what is not the sum of the gradients" for d in self.sums]
+        return "; ".join(
+            [*sums, *(f"the gradient of data rank {doubt.rank} {doubt.reason}" for doubt in self.doubts)]
+        )
 
 
 class GradientWatch:
@@ -47,10 +55,15 @@ class GradientWatch:
     def __init__(self, config: RunConfig, engine: Engine, loader: Loader, log: RunLog) -> None:
         self.engine, self.loader, self.log = engine, loader, log
         self.local = engine.zero.local
-        self.usual = Consistency(engine.topology.layout.data)
+        self.usual = Consistency()
         self._exact = exact(config.run.deterministic, engine.device)
         self._micro_batch = config.train.micro_batch
         self._cleared = -1  # a step that a repetition has cleared
+        self._quiet, self._until = (
+            QUIET,
+            -1,
+        )  # steps without a doubt after one that was cleared; the end of them
+        self._passed = 0, 0  # a step at which hardware lied, and how often in a row
 
     def judge(self, measured: Measured, step: int) -> Suspicion | None:
         """What the columns of a step show, before its update."""
@@ -59,9 +72,14 @@ class GradientWatch:
         self.local.keep()
         cleared, self._cleared = self._cleared == step, -1
         found = rows(measured.gradients)
-        sums = wrong_sums(found)
-        doubts = [] if cleared else self.usual.doubts(found)
-        return Suspicion(found, sums, doubts) if sums or doubts else None
+        sums = [] if cleared else wrong_sums(found)
+        doubts = [] if cleared or step < self._until else self.usual.doubts(found)
+        return Suspicion(sums, doubts) if sums or doubts else None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the last step that was doubted has failed several times in a row."""
+        return self._passed[1] >= SEVERAL
 
     def accept(self, measured: Measured) -> None:
         """The update was applied."""
@@ -77,7 +95,8 @@ class GradientWatch:
         """Whether hardware is the cause of a refused update: a sentence, or "", and then the same step is not refused
         again. The state must be that before the step."""
         if suspicion.sums:
-            verdict, (ranks, reason) = "sum", self._receivers(suspicion.sums)
+            ranks, reason = self._receivers(suspicion.sums)
+            verdict = "sum" if ranks else "data"
         else:
             verdict, ranks, reason = self._repeated(suspicion.doubts, batch)
         kinds = sorted({str(doubt.kind) for doubt in suspicion.doubts})
@@ -85,8 +104,12 @@ class GradientWatch:
             GradientsDoubted(step=step, verdict=verdict, kinds=kinds, ranks=ranks, reason=reason), say=True
         )
         if verdict != "data":
+            at, times = self._passed
+            self._passed = step, times + 1 if at == step else 1
             return reason
         self._cleared = step
+        # Among thousands of ranks, chance makes one stand out every few steps: it must not cost more than it may save.
+        self._until, self._quiet = step + self._quiet, min(2 * self._quiet, LONGEST)
         return ""
 
     def _receivers(self, slices: Sequence[int]) -> tuple[list[int], str]:
@@ -105,6 +128,11 @@ class GradientWatch:
             f"what {_named([rank], everyone)} received is off by {excess:.3g}, where rounding explains {most:.2g}"
             for rank, (excess, most) in sorted(found.items())
         ]
+        if not texts:
+            return (
+                [],
+                "the checksums of all groups together are off by more than rounding, those of none alone",
+            )
         text = f"the sum of the gradients is not that of its parts, a link or a chip lies: {'; '.join(texts)}"
         return sorted(found), text
 
@@ -121,7 +149,7 @@ class GradientWatch:
         everyone = gathered((socket.gethostname(), digests))
         told = {rank: held for rank, (_, held) in enumerate(everyone)}
         proof = prove(told, layout.groups("data"), layout.context, self._exact)
-        why = "; ".join(f"the gradient of data rank {doubt.rank} {doubt.reason}" for doubt in doubts)
+        why = Suspicion([], list(doubts)).told
         if proof is None:
             others = " and on another rank" if layout.samples > 1 else ""
             return "data", [], f"{why}: the same when repeated{others}, so it is the data, or chance"

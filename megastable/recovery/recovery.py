@@ -66,10 +66,12 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of a step: where the run stands, and whether that is an earlier state than the step led to."""
+    """The result of a step: where the run stands, and whether that is an earlier state than the step led to. repeated:
+    the update was refused, and the same step follows, from the state that it began with."""
 
     state: RunState
     rewound: bool = False
+    repeated: bool = False
 
 
 class Recovery:
@@ -232,6 +234,8 @@ class Recovery:
         self._differ = self.replicas.judge(measured.votes)
         suspicion = self.gradients.judge(measured, step)
         self._suspicion = suspicion if self.acts else None
+        if suspicion is not None and self.settings.dry_run:
+            self.log.emit(Would(step=step, action="repeat", reason=suspicion.told), say=True)
         if measured.overflow:
             return False  # normal in fp16: the loss scale is reduced
         if not self.settings.enabled:
@@ -304,7 +308,8 @@ class Recovery:
         before, counters = done.before, self.engine.counters_before
         damage = self.gradients.prove(suspicion, done.batch, done.state.step)
         self._rewound(before.step)
-        if damage:
+        # Without rewind points, one fault that has passed is no reason to leave a state that it has not touched.
+        if damage and (self.points.ring.capacity or self.gradients.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
                 detector = self.guard.detector.state
                 self.points.take(before, detector, self.samples.state, self.trends.state, counters)
@@ -314,7 +319,7 @@ class Recovery:
         self.loader.go_to(back.cursor, self.loader.skips)
         self.points.forget_after(back.step)
         self.rates.forget_after(back.step)
-        return StepOutcome(back, rewound=True)
+        return StepOutcome(back, repeated=True)
 
     def _look_at_samples(self, decision: Decision, done: StepResult) -> RunState | None:
         """Note the samples of a refused update, examine suspected ones; the new state if the run is rewound for it."""

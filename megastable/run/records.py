@@ -201,10 +201,15 @@ class Recorder:
         """
         if not file.exists():
             return
-        rows = [StepRecord(**row) for row in pq.read_table(file, schema=self.columns).to_pylist()]
+        try:
+            rows = [StepRecord(**row) for row in pq.read_table(file, schema=self.columns).to_pylist()]
+        except (pa.ArrowException, OSError) as error:  # a lost record is no reason not to train
+            log.warning("%s: %s; the records in it are lost", file, error)
+            return
         written = set[tuple[int, float]]()
         for path in self.folder.glob("*.parquet"):
-            if int(path.stem.rpartition("-")[2]) >= int(rows[0].time * 1000):  # of its last row
+            stamp = path.stem.rpartition("-")[2]
+            if not stamp.isdecimal() or int(stamp) >= int(rows[0].time * 1000):  # of its last row
                 with suppress(pa.ArrowException, OSError):  # a damaged file: `read` names it
                     table = pq.read_table(path, columns=["step", "time"])
                     written.update(zip(*(column.to_pylist() for column in table.columns)))

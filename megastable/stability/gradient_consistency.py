@@ -24,7 +24,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from megastable.stability.robust import median
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
 
 COLUMNS = 8
 ROUNDING = 2.0**-24  # fp32's
@@ -52,12 +55,6 @@ class RankGradient(NamedTuple):
     others: float
     stale: float
     zero: float
-
-    @property
-    def cosine(self) -> float | None:
-        """Between its gradient and the sum of the others'; None if one is zero."""
-        size = math.sqrt(self.own) * math.sqrt(self.others)
-        return self.dot / size if size else None
 
 
 def rows(columns: Sequence[float]) -> list[RankGradient]:
@@ -110,13 +107,14 @@ class Consistency:
     step, and changes the sum no more than other samples would.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ratios = [deque[float](maxlen=WINDOW) for _ in range(ranks)]
-        self._cosines = [deque[float](maxlen=WINDOW) for _ in range(ranks)]
+    def __init__(self) -> None:
+        self._ratios = deque[Floats](maxlen=WINDOW)  # of accepted steps, [data ranks]
+        self._cosines = deque[Floats](maxlen=WINDOW)
 
     def doubts(self, found: Sequence[RankGradient]) -> list[Doubt]:
         """Before the update; norms that are not finite are left to the guard."""
-        if not all(math.isfinite(x) for row in found for x in row):
+        table = np.asarray(found, dtype=np.float64)
+        if not np.isfinite(table).all():
             return []
         zero = [d for d, row in enumerate(found) if row.zero]
         if zero and len(zero) < len(found):
@@ -124,53 +122,63 @@ class Consistency:
         stale = [d for d, row in enumerate(found) if row.stale and not row.zero]
         if stale and len(stale) < len(found):  # all of them: the same batch on the same weights
             return [Doubt(d, Kind.STALE, "is that of the step before, bit for bit") for d in stale]
-        return [*self._scaled(found), *self._negated(found)]
+        if len(self._ratios) < FEW:
+            return []
+        return [*self._scaled(_ratios(table)), *self._negated(_cosines(table))]
 
     def accept(self, found: Sequence[RankGradient]) -> None:
         """The update was applied."""
-        for kept, value in zip(self._ratios, _ratios(found), strict=True):
-            kept.append(value)
-        for kept, cosine in zip(self._cosines, _cosines(found), strict=True):
-            kept.append(cosine)
+        table = np.asarray(found, dtype=np.float64)
+        self._ratios.append(_ratios(table))
+        self._cosines.append(_cosines(table))
 
-    def _scaled(self, found: Sequence[RankGradient]) -> list[Doubt]:
-        doubts = []
-        for d, (ratio, before) in enumerate(zip(_ratios(found), self._ratios, strict=True)):
-            if len(before) < FEW:
-                continue
-            usual, scatter = _usual(before, RATIO_SCATTER)
-            if abs(ratio - usual) > max(RATIO, FAR * scatter):
-                times = math.exp(ratio - usual)
-                doubts.append(
-                    Doubt(d, Kind.SCALED, f"has {times:.3g} times its usual norm beside the others'")
-                )
-        return doubts
+    def _scaled(self, ratios: Floats) -> list[Doubt]:
+        usual, scatter = _usual(self._ratios, RATIO_SCATTER)
+        times = np.exp(ratios - usual)
+        far = np.abs(ratios - usual) > np.maximum(RATIO, FAR * scatter)
+        return [
+            Doubt(int(d), Kind.SCALED, f"has {times[d]:.3g} times its usual norm beside the others'")
+            for d in np.flatnonzero(far)
+        ]
 
-    def _negated(self, found: Sequence[RankGradient]) -> list[Doubt]:
-        doubts = []
-        for d, (cosine, before) in enumerate(zip(_cosines(found), self._cosines, strict=True)):
-            if len(before) < FEW:
-                continue
-            usual, scatter = _usual(before, COSINE_SCATTER)
-            if 2 * usual >= APART * scatter and cosine < -usual / 2:
-                reason = f"has a cosine of {cosine:.2f} to the others' sum, usually {usual:.2f}"
-                doubts.append(Doubt(d, Kind.NEGATED, reason))
-        return doubts
+    def _negated(self, cosines: Floats) -> list[Doubt]:
+        usual, scatter = _usual(self._cosines, COSINE_SCATTER)
+        other = (2 * usual >= APART * scatter) & (cosines < -usual / 2)
+        return [
+            Doubt(
+                int(d),
+                Kind.NEGATED,
+                f"has a cosine of {cosines[d]:.2f} to the others' sum, usually {usual[d]:.2f}",
+            )
+            for d in np.flatnonzero(other)
+        ]
 
 
-def _ratios(found: Sequence[RankGradient]) -> list[float]:
-    logs = [math.log(row.square) / 2 if row.square else 0.0 for row in found]
-    return [log - median(logs[:d] + logs[d + 1 :]) for d, log in enumerate(logs)]
+def _ratios(table: Floats) -> Floats:
+    """Of every rank: log of its norm over the median of the others'."""
+    squares = table[:, RankGradient._fields.index("square")]
+    logs = np.log(np.where(squares > 0, squares, 1.0)) / 2
+    place = np.argsort(np.argsort(logs, kind="stable"), kind="stable")
+    ordered, half = np.sort(logs), (len(logs) - 1) // 2
+    # Without itself: what is behind its place moves up by one.
+    upper = ordered[half + (half >= place)]
+    lower = upper if len(logs) % 2 == 0 else ordered[half - 1 + (half - 1 >= place)]
+    ratios: Floats = logs - (lower + upper) / 2
+    return ratios
 
 
-def _cosines(found: Sequence[RankGradient]) -> list[float]:
-    cosines = [row.cosine or 0.0 for row in found]
-    if len(found) == 2:  # each is the other's others: two measurements of one number
-        return [sum(cosines) / 2] * 2
+def _cosines(table: Floats) -> Floats:
+    """Of every rank: between its gradient and the sum of the others', 0 if one is zero."""
+    dot, own, others = (table[:, RankGradient._fields.index(name)] for name in ("dot", "own", "others"))
+    sizes = np.sqrt(own) * np.sqrt(others)
+    cosines: Floats = np.divide(dot, sizes, out=np.zeros_like(dot), where=sizes > 0)
+    if len(cosines) == 2:  # each is the other's others: two measurements of one number
+        cosines[:] = cosines.mean()
     return cosines
 
 
-def _usual(before: Sequence[float], scatter: float) -> tuple[float, float]:
-    """Median, and scatter, at least `scatter`."""
-    middle = median(before)
-    return middle, max(scatter, 1.4826 * median(abs(x - middle) for x in before))
+def _usual(before: Sequence[Floats], least: float) -> tuple[Floats, Floats]:
+    """Of every rank: median, and scatter, at least `least`."""
+    window = np.stack(before)
+    middle = np.median(window, 0)
+    return middle, np.maximum(least, 1.4826 * np.median(np.abs(window - middle), 0))

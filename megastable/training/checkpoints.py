@@ -373,8 +373,12 @@ class Checkpoints:
     def stepped(self, step: int, calm: bool, written: float, settled: float) -> None:
         """After every step: has a save been committed, has one proved healthy? calm: the step was on trend; written,
         settled: the sums of `saver.votes`. Afterwards `ill` says whether a state was not finite."""
-        self._stands(self.saver.heard(written, settled))
+        self.heard(written, settled)
         self._mark(self.trend.step(step, calm), step)
+
+    def heard(self, written: float, settled: float) -> None:
+        """After a step that is repeated: the sums of `saver.votes`."""
+        self._stands(self.saver.heard(written, settled))
 
     def back_to(self, state: RunState) -> None:
         """The run was rewound: later ones no longer count; if there are no others, the current state is saved first."""

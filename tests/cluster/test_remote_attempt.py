@@ -86,7 +86,7 @@ def test_where_a_scheduler_has_replaced_a_host_the_other_is_not_to_blame(hosts: 
     """It ended the attempt everywhere."""
     links = {name: agent(hosts, name) for name in NAMES}
     says(hosts, links["first"], "first")
-    assert hosts.left(3, NAMES).gone.keys() == {"first"}
+    assert not hosts.left(3, NAMES).gone
     assert not hosts.left(3, ("first", "another")).gone
     says(hosts, links["second"], "second", attempt=3, code=1)
     assert hosts.left(3, NAMES).gone.keys() == {"first"}

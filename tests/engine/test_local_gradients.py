@@ -130,3 +130,14 @@ def test_stale_and_zero_are_counted_and_forgotten() -> None:
     assert [row.stale for row in summed(watching, [sent[0], after[1]])] == [0, 0]
     nothing = [torch.zeros_like(b) for b in sent[0]]
     assert [row.zero for row in summed(watching, [after[0], nothing])] == [0, 1]
+
+
+@pytest.mark.parametrize("size", [*SLICES, 2 * ROW, ROW - 1])
+def test_all_slices_at_once_are_as_one_by_one(size: int) -> None:
+    """A GPU takes all slices in a few kernels."""
+    local = rank(0, 3)
+    slices = torch.randn(3 * size, generator=torch.Generator().manual_seed(1)).view(3, size)
+    one, other = local._one_by_one(slices), local._at_once(slices)
+    assert one.shape == other.shape == (2, 3) and one.dtype == other.dtype == torch.float64
+    assert torch.allclose(one[1], other[1], rtol=1e-5)
+    assert torch.allclose(one[0], other[0], atol=1e-4 * float(one[1].max().sqrt()), rtol=0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastable.stability import gradient_consistency
 from megastable.stability.gradient_consistency import (
     COLUMNS,
     Consistency,
@@ -44,7 +46,7 @@ def usual(random: np.random.Generator, ranks: int, noise: float) -> list[np.ndar
 
 
 def learnt(random: np.random.Generator, ranks: int, noise: float) -> Consistency:
-    judge = Consistency(ranks)
+    judge = Consistency()
     for _ in range(30):
         found = rows(columns_of(usual(random, ranks, noise)))
         assert judge.doubts(found) == []
@@ -78,16 +80,16 @@ def test_a_direction_that_is_noise_is_not_judged(ranks: int, seed: int) -> None:
 
 def test_all_zero_is_nobodys_fault_and_not_finite_is_left_to_the_guard() -> None:
     nothing = [np.zeros(3 * SIZE)] * 3
-    assert Consistency(3).doubts(rows(columns_of(nothing, nothing))) == []
+    assert Consistency().doubts(rows(columns_of(nothing, nothing))) == []
     broken = rows(columns_of(usual(np.random.default_rng(0), 3, 1.0)))
     broken[1] = broken[1]._replace(square=math.inf)
-    assert Consistency(3).doubts(broken) == [] and wrong_sums(broken) == []
+    assert Consistency().doubts(broken) == [] and wrong_sums(broken) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_accepted_steps_decide_what_is_usual(ranks: int) -> None:
     """A rank with twice the norm of the others', always, is as usual; half of that is not."""
-    random, judge = np.random.default_rng(1), Consistency(ranks)
+    random, judge = np.random.default_rng(1), Consistency()
     for _ in range(30):
         now = usual(random, ranks, 1.0)
         now[0] *= 1.9
@@ -120,3 +122,12 @@ def test_the_same_batch_on_the_same_weights_is_no_fault_of_a_rank() -> None:
         (1, Kind.STALE),
         (2, Kind.STALE),
     ]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0, 1e6]), min_size=2, max_size=9))
+def test_a_norm_is_compared_with_the_median_of_the_others(squares: list[float]) -> None:
+    table = np.zeros((len(squares), COLUMNS))
+    table[:, RankGradient._fields.index("square")] = squares
+    logs = [math.log(x) / 2 if x else 0.0 for x in squares]
+    wanted = [log - statistics.median(logs[:d] + logs[d + 1 :]) for d, log in enumerate(logs)]
+    assert gradient_consistency._ratios(table) == pytest.approx(wanted)

@@ -113,12 +113,17 @@ def _waited(
     ranks: Sequence[subprocess.Popen[bytes]], folder: Path, parent: int, together: bool
 ) -> dict[int, str]:
     """The ranks that have to be killed, and why. together: they wait for each other."""
-    begin, killed, until = time.time(), dict[int, str](), float("inf")
+    killed, until = dict[int, str](), float("inf")
+    written = dict.fromkeys(
+        range(len(ranks)), (0.0, time.monotonic())
+    )  # by rank: a file's time, when it was seen
     while running := {rank for rank, process in enumerate(ranks) if process.poll() is None} - killed.keys():
         if os.getppid() != parent:
             raise SystemExit("whoever asked is gone")
         for rank in running:
-            if time.time() - _age(folder, rank, begin) > HANG:
+            if (newest := _written(folder, rank)) != written[rank][0]:
+                written[rank] = newest, time.monotonic()
+            if time.monotonic() - written[rank][1] > HANG:
                 killed[rank] = f"no news for {HANG:.0f} s"
         if together and until == float("inf") and any(process.returncode for process in ranks):
             until = time.monotonic() + GRACE
@@ -128,11 +133,11 @@ def _waited(
     return killed
 
 
-def _age(folder: Path, rank: int, begin: float) -> float:
-    """When its state was written last, or when it began."""
+def _written(folder: Path, rank: int) -> float:
+    """When its state was written last, by a clock that may be set meanwhile; 0: not yet."""
     with suppress(OSError):
-        return max(begin, (folder / f"state{rank}").stat().st_mtime)
-    return begin
+        return (folder / f"state{rank}").stat().st_mtime
+    return 0.0
 
 
 def _last_state(folder: Path, rank: int, kind: str, code: int | None, killed: str | None) -> DeviceBurnIn:

@@ -37,12 +37,11 @@ class Clocks:
         self._ahead: dict[int, float] = {}
 
     def launched(self, attempt: int, event: Launched) -> bool:
-        """Whether what ranks of this attempt wrote is to be corrected."""
-        ahead = event.ahead
-        if ahead is None or not NEAR <= abs(ahead) < FAR:
-            return False
-        self._ahead[attempt] = ahead
-        return True
+        """Whether what ranks of this attempt wrote is to be corrected in another way than before."""
+        before, ahead = self._ahead.pop(attempt, None), event.ahead
+        if ahead is not None and NEAR <= abs(ahead) < FAR:
+            self._ahead[attempt] = ahead
+        return self._ahead.get(attempt) != before
 
     def event(self, event: Event, attempt: int | None) -> Event:
         """An event that was heard during `attempt`, by the supervisor's clock."""
