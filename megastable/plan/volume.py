@@ -26,6 +26,7 @@ from megastable.plan.stage_matrices import stage_matrices, stage_rounds
 from megastable.plan.updates import cost
 
 FP32, FP64, INT32 = 4, 8, 4
+GRADIENT_COLUMNS = 8  # of a data rank: stability/gradient_consistency.py
 SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpeed's default
 
 
@@ -189,13 +190,21 @@ def step(
         terms.append(
             Term("QK-clip", "world", "all-reduce", FP32 * config.model.layers * config.model.heads, 1)
         )
-    # The gate's one sum: losses and squares of all samples, the norm and its validity, votes.
-    terms.append(
-        Term("the gate", "world", "all-reduce", FP64 * (2 * config.train.global_batch + 2 + votes), 1)
-    )
+    # The gate's one sum: gradients of all data ranks, losses and squares of all samples, the norm and its validity,
+    # votes.
+    watched = GRADIENT_COLUMNS * data if _watches_gradients(config, data) else 0
+    numbers = watched + 2 * config.train.global_batch + 2 + votes
+    terms.append(Term("the gate", "world", "all-reduce", FP64 * numbers, 1))
     terms += _clipping(config, data, held)
     terms += _update_sums(config, data, held, zero or {})
     return [t for t in terms if t.calls]
+
+
+def _watches_gradients(config: RunConfig, data: int) -> bool:
+    """Whether those of every data rank are measured (engine/local_gradients.py)."""
+    s = config.stability
+    own = config.precision.kind == "bf16" and config.parallel.zero == 1  # BF16_Optimizer
+    return s.enabled and s.hardware.gradients and own and data > 1
 
 
 def accumulation(config: RunConfig, data: int) -> int:
