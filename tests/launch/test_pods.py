@@ -95,6 +95,7 @@ def test_two_pods_train_to_the_end_though_they_are_drained_and_lost(corpus: Path
         assert codes == {0: errors.OK, 1: errors.OK}, said()
         events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
         summary = json.loads((run / "summary.json").read_text())
+        steps = records.read(run / "steps").column("step").to_pylist()
         logs = said()
     assert (summary["steps"], summary["world_size"]) == (STEPS, 2), logs
     # Neither is taken for a hang: the new pod's agent has nothing of the attempt.
@@ -104,9 +105,8 @@ def test_two_pods_train_to_the_end_though_they_are_drained_and_lost(corpus: Path
     assert ended == [("host gone", "host-1", None), ("host gone", "host-0", None), ("", None, errors.OK)], (
         logs
     )
-    # From the checkpoint, or from a point in the memory of the other pod's host, if its copy was done in time.
-    assert [
-        (event["step"], event["origin"]) in {(step, "checkpoint"), (step + 1, "memory")}
-        for event, step in zip([e for e in events if e["event"] == "resumed"][1:], (20, 60), strict=True)
-    ] == [True, True], logs
-    assert records.read(run / "steps").column("step").to_pylist() == list(range(1, STEPS + 1))
+    # From the checkpoint, or from a later point in the memory of the other pod's host, if its copy was done in time.
+    resumed = [(event["step"], event["origin"]) for event in events if event["event"] == "resumed"][1:]
+    for (found, origin), saved in zip(resumed, (20, 60), strict=True):
+        assert found == saved if origin == "checkpoint" else saved < found < saved + 20, logs
+    assert steps == list(range(1, STEPS + 1))
