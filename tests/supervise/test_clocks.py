@@ -32,5 +32,5 @@ def test_the_clock_of_rank_0_is_measured_for_every_attempt(
     seconds = account.seconds()
     first = next(ladder.run.events(Launched)).time or 0.0
     assert first < account.end <= time.time() < first + 1800
-    assert seconds[TimeKind.TRAINING] + seconds[TimeKind.REDONE] + seconds[TimeKind.UNKNOWN] > 0.05
+    assert seconds[TimeKind.TRAINING] > 0  # the steps take a hundredth of a second each: no more is known
     assert sum(seconds.values()) == pytest.approx(account.wall)
