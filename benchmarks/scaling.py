@@ -361,7 +361,7 @@ def predict(config: RunConfig, world: int) -> Forecast:
 
 
 Key = tuple[str, str, str]
-VOTES = 7  # numbers that piggyback on the gate's all-reduce in training, but for fingerprints
+VOTES = 8  # numbers that piggyback on the gate's all-reduce in training, but for fingerprints
 
 
 def forecast_table(forecast: Forecast) -> Table:

@@ -22,6 +22,7 @@ from megastable.base import activity
 from megastable.base.collectives import first, shared
 from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, SpaceError, UnstableError
 from megastable.base.hardware import peak_tflops
+from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import progress, rate, total
@@ -162,6 +163,8 @@ class Trainer:
                 self.checkpoints.heard(written, settled)
                 continue
             if not outcome.rewound:
+                outcome = recovery.inspect(result, self._saves(state))
+            if not outcome.rewound:
                 self.checkpoints.stepped(state.step, applied and recovery.calm, written, settled)
                 if self.checkpoints.ill is not None:
                     outcome = self._leave(result)
@@ -225,8 +228,13 @@ class Trainer:
             float(self.heart.more_skips),
             *self.checkpoints.saver.votes(),
             *self.copies.votes(),
-            *self.recovery.replicas.votes(self.state.step),  # the last ones
+            *self.recovery.hardware.votes(self.state.step),  # the last ones
         )
+
+    def _saves(self, state: RunState) -> bool:
+        """Whether a checkpoint of `state` follows."""
+        last = self.stopping or state.step >= self.config.train.steps
+        return last or due(self.config.checkpoint.interval, state.step)
 
     def _leave(self, done: StepResult) -> StepOutcome:
         """Go back from a state that was found not to be finite when it was to be saved."""

@@ -9,7 +9,7 @@ words, about one in 2^60 escapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import torch
@@ -19,6 +19,9 @@ from megastable.base import splitmix
 
 WORDS = 1 << 20  # processed at once; the table of their factors, 8 MiB, stays in a GPU's cache
 STEP = 0x1E3779B97F4A7C15  # odd
+
+Marks = Mapping[str, Tensor]
+"""By the names of tensors: their fingerprints, int64 [], where the tensors are."""
 
 
 @torch.no_grad()
@@ -35,6 +38,21 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
             words = _words(chunk)
             total = total * STEP + (words * _factors(flat.device)[: words.numel()]).sum()
     return torch.zeros((), dtype=torch.int64) if total is None else total
+
+
+def marks_of(tensors: Mapping[str, Tensor]) -> Marks:
+    """Without a wait for the device."""
+    return {name: fingerprint([tensor]) for name, tensor in tensors.items()}
+
+
+def unlike(marks: Marks, others: Marks) -> list[str]:
+    """The names whose fingerprints differ, or that only one of them has. Waits for the devices."""
+    both = [name for name in marks if name in others]
+    values = [(marks[name].cpu(), others[name].cpu()) for name in both]
+    return [
+        *(n for n, (a, b) in zip(both, values, strict=True) if a != b),
+        *sorted(marks.keys() ^ others.keys()),
+    ]
 
 
 def _words(chunk: Tensor) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from pathlib import Path
 
 import psutil
 import torch
+import xxhash
 
 from megastable.base import products
 
@@ -35,6 +37,23 @@ def has_gpu() -> bool:
     count = torch.cuda._device_count_nvml()
     # Containers may lack NVML, and it does not count MIG slices of a GPU: then a device file is enough.
     return count > 0 or (count < 0 and any(DEVICES.glob("nvidia[0-9]*")))
+
+
+def kind_of(device: torch.device) -> int:
+    """32 bits of what decides how results are rounded: a GPU's name, or a CPU's with its instructions."""
+    return xxhash.xxh32_intdigest(_description(device).encode())
+
+
+def _description(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    # "Features" on Arm
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
 def nominal_tflops(name: str, dtype: torch.dtype) -> float | None:

@@ -81,3 +81,13 @@ def size(of: object) -> str:
     if isinstance(of, bool) or not isinstance(of, int | float):
         return "?"
     return f"{of / 1e9:.3g} GB" if of >= 1e9 else f"{of / 1e6:.3g} MB"
+
+
+def ranks_on(ranks: Sequence[int], hosts: Sequence[str], most: int = 3) -> str:
+    """Ranks with their hosts, as in "ranks 2, 3 on node-1". hosts: of all ranks; most: that are named."""
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    which, where = (
+        ", ".join(map(str, found[:most])) + (f" and {len(found) - most} more" if len(found) > most else "")
+        for found in (ranks, names)
+    )
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {which} on {where}"

@@ -250,14 +250,19 @@ class SnapshotConfig(Section):
 
 
 class HardwareConfig(Section):
-    """Silent corruption (recovery/replica_watch.py, gradient_watch.py)."""
+    """Silent corruption (recovery/hardware_watch.py)."""
 
     fingerprint_interval: NonNegativeInt = 20
     """Steps between two comparisons of the state that several ranks must hold alike; 0: none. Weights in compute
     precision, which the next update overwrites, are compared in every step. [steps]"""
+    replay_interval: NonNegativeInt = 200
+    """Steps between two replays: a micro-batch is computed again on its own rank and on the next one, and every device
+    computes products with known answers; 0: none. [steps]"""
+    state: bool = True
+    """Check before every update that masters, moments and weights are what the last one left."""
     gradients: bool = True
     """Check in every step the sum of the gradients, and the gradient of each data rank against the others: a doubt
-    refuses the update until repeating the step has shown who is right. Only with BF16_Optimizer (bf16, ZeRO 1)."""
+    refuses the update until repeating the step has shown who is right."""
 
 
 class AttributionConfig(Section):

@@ -1,4 +1,4 @@
-"""Measures every rank's own gradient before it is summed over the data ranks, and checks the sum; for BF16_Optimizer.
+"""Measures every rank's own gradient before it is summed over the data ranks, and checks the sum.
 
 The sum is linear, so a linear checksum of what goes in must be that of what comes out, but for rounding (Huang and
 Abraham, IEEE Trans. Computers C-33, 1984). That of a slice is sum_ij w_i s_j g_ij: rows i of ROW elements, random
@@ -6,7 +6,8 @@ signs s, and random weights w, so that rows that were swapped show as well; the 
 in fp32, then fp64: the checksum's own rounding stays at that of one row.
 
 The numbers travel in the sum that every step makes for its gate, in columns that stability/gradient_consistency.py
-reads. A step reads the gradient once more (GPUs: twice), and a rank's part of the sum once.
+reads. A step reads the gradient once more (GPUs: twice), and a rank's part of the sum once. BF16_Optimizer sums once in
+a step; ZeRO 2 and 3 sum every bucket of every micro-batch, and what is measured then is added up.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ BLOCKS = 64  # of a rank's part of a flat buffer, on which directions are compar
 
 
 class LocalGradients:
-    """Of this rank. digest: fp64 [2, data ranks], of its own gradient in the last backward pass: checksum and squared
-    norm of every data rank's slice. total: fp64 [], the checksum of the sum that it received."""
+    """Of this rank. digest: fp64 [2, data ranks], of its own gradient in the last step: checksum and squared norm of
+    what every data rank receives. total: fp64 [], the checksum of the sum that it received."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         layout = topology.layout
@@ -38,29 +39,42 @@ class LocalGradients:
         self._weights = torch.empty(0, dtype=torch.float64, device=device)
         self._own: list[Tensor] = []
         self._previous: Tensor | None = None
-        self.digest = torch.zeros(2, layout.data, dtype=torch.float64, device=device)
-        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self._device = device
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.digest = torch.zeros(2, self._ranks, dtype=torch.float64, device=self._device)
+        self.total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._size, self._compared = torch.zeros_like(self.total), self.total.new_zeros(3)
 
     def before(self, gradients: Sequence[Tensor]) -> None:
-        """gradients: the flat fp32 buffers, whole, about to be summed."""
+        """gradients: flat fp32 buffers, whole, about to be summed; every rank receives its part."""
         slices = [g.view(self._ranks, -1) for g in gradients]
-        found = [self._at_once(s) if s.is_cuda else self._one_by_one(s) for s in slices]
-        self.digest = torch.stack(found).sum(0)
+        found = torch.stack([self._at_once(s) if s.is_cuda else self._one_by_one(s) for s in slices]).sum(0)
+        self.digest, self._size = self.digest + found, self._size + found[1].sum()
         self._own = [_sample(s[self._rank]).clone() for s in slices]  # the sum overwrites it
 
+    def before_whole(self, gradient: Tensor, receiver: int | None) -> None:
+        """gradient: flat, fp32, about to be summed; one data rank receives the sum, None: all do."""
+        check, square = self._measured(gradient, True)
+        to = slice(None) if receiver is None else slice(receiver, receiver + 1)
+        self.digest[:, to] += torch.stack((check, square))[:, None]
+        self._size = self._size + square
+        self._own = [_sample(gradient).clone()]
+
     def after(self, parts: Sequence[Tensor]) -> None:
-        """parts: this rank's slices of the sums over the data ranks."""
-        self.total = torch.stack([self._measured(part, False)[0] for part in parts]).sum()
+        """parts: what this rank has received, the sums over the data ranks."""
+        self.total = self.total + torch.stack([self._measured(part, False)[0] for part in parts]).sum()
         own, self._own = self._own, []
-        self._compared = torch.stack(
-            [_products(mine, _sample(part) - mine) for mine, part in zip(own, parts, strict=True)]
-        ).sum(0)
+        for mine, part in zip(own, parts, strict=True):
+            self._compared = self._compared + _products(mine, _sample(part) - mine)
 
     def columns(self) -> Tensor:
         """What this rank adds to the sum: fp64 [data ranks x COLUMNS], on the device."""
         found = torch.zeros(self._ranks, COLUMNS, dtype=torch.float64, device=self.digest.device)
         found[:, :2] = self.digest.T
-        mine, size = found[self._rank], self.digest[1].sum()
+        mine, size = found[self._rank], self._size
         mine[0] -= self.total
         mine[2], mine[3:6] = size, self._compared
         if self._previous is not None:

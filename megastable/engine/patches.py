@@ -12,12 +12,15 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime import compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import nvtx
 from deepspeed.utils.timer import NoopTimer
@@ -165,6 +168,73 @@ def sum_in_parts(
 
     engine.buffered_allreduce_fallback = reduce
     o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (counted, {})
+
+
+def measured_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
+    """Sum the buckets of ZeRO 2, and of ZeRO 1 in fp16 and fp32, as DeepSpeed does, measured before and after.
+
+    Needless with hooks before and after its sum.
+    """
+
+    def allreduce_bucket(
+        bucket: Sequence[Tensor],
+        dtype: torch.dtype,
+        rank: int | None = None,
+        process_group: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        group = o.dp_process_group if process_group is None else process_group
+        tensor: Tensor = o.flatten(bucket)
+        summed = tensor.to(dtype)
+        whole = summed.dtype is torch.float32  # else sums round too much to be checked
+        if whole:
+            watch.before_whole(summed, rank)
+        if rank is None:
+            dist.all_reduce(summed, group=group)
+        else:
+            dist.reduce(summed, dist.get_global_rank(group, rank), group=group)
+        if rank is None or rank == dist.get_rank(group):
+            if whole:
+                watch.after([summed])
+            if summed is not tensor:
+                tensor.copy_(summed)
+        return tensor
+
+    o.allreduce_bucket = allreduce_bucket
+
+
+def measured_scattering(o: DeepSpeedZeroOptimizer_Stage3, watch: LocalGradients, ranks: int) -> None:
+    """Reduce-scatter the buckets of ZeRO 3 as DeepSpeed does, measured before and after; it pads with what lies in
+    memory, of which there is no checksum.
+
+    Needless with hooks before and after its sum, and with zeros.
+    """
+
+    def scatter(parameters: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+        gradients = [p.grad.to(dtype).view(-1) for p in parameters]
+        sizes = [-(-g.numel() // ranks) for g in gradients]
+        table = gradients[0].new_zeros(ranks, sum(sizes))
+        for gradient, column in zip(gradients, table.split(sizes, 1), strict=True):
+            size, rows = column.shape[1], gradient.numel() // column.shape[1]
+            column[:rows] = gradient[: rows * size].view(rows, size)
+            if rows < ranks:
+                column[rows, : gradient.numel() - rows * size] = gradient[rows * size :]
+        flat = table.div_(ranks).flatten()
+        group = o._get_param_partition_group(parameters[0])
+        rank = dist.get_rank(group)
+        part, whole = flat.view(ranks, -1)[rank], flat.dtype is torch.float32
+        if whole:
+            watch.before([flat])
+        sum_and_scatter(flat, part, group)
+        if whole:
+            watch.after([part])
+        found = []
+        for gradient, piece in zip(gradients, part.split(sizes), strict=True):
+            left = min(max(gradient.numel() - rank * len(piece), 0), len(piece))
+            found.append(piece[:left].to(o.gradient_accumulation_dtype))
+        return found
+
+    o._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = scatter
 
 
 class Accumulate:

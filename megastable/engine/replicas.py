@@ -26,7 +26,7 @@ class Replicas:
         layout, p = engine.topology.layout, engine.config.parallel
         self._held: dict[str, Callable[[], Named]] = {}
         self.kinds: dict[str, list[list[int]]] = {}
-        if p.zero < 3:  # it partitions the weights as well
+        if p.zero < 3 or engine.zero.copied():  # ZeRO 3 leaves small ones whole
             self._add(COPIES, "data", layout, self._weights)
         self._add("replicas", "tensor", layout, self._replicated)
         if engine.config.model.tied and layout.pipeline > 1:
@@ -39,7 +39,7 @@ class Replicas:
             self.kinds[kind], self._held[kind] = groups, held
 
     def _weights(self) -> Named:
-        return {placement_of(p).name: p.data for p in self.engine.ds.module.parameters()}
+        return {placement_of(p).name: p.data for p in self.engine.zero.copied()}
 
     def _replicated(self) -> Named:
         flat = self.engine.flat_state()
@@ -65,8 +65,8 @@ class Replicas:
     def fingerprint(self, kind: str) -> Tensor:
         """int64 [] on the device: of all that this rank holds of the kind, which must be something."""
         # Hundreds of small tensors take longer than a few large ones.
-        flat = self.engine.zero.flat_weights if kind == COPIES else list(self._held[kind]().values())
-        return fingerprint(flat)
+        flat = kind == COPIES and self.engine.config.parallel.zero < 3
+        return fingerprint(self.engine.zero.flat_weights if flat else self._held[kind]().values())
 
     def by_name(self, kind: str) -> dict[str, int]:
         """The fingerprint of every tensor of the kind that this rank holds."""

@@ -50,8 +50,12 @@ class Wrapper(ABC):
 
     @property
     def flat_weights(self) -> list[Tensor]:
-        """The weights in compute precision of all data ranks, flat; not with ZeRO 3."""
+        """The weights in compute precision that this rank keeps between two steps, flat; with ZeRO 3 its part."""
         return list(self.o.bit16_groups_flat)
+
+    def copied(self) -> list[nn.Parameter]:
+        """The parameters whose weights in compute precision all data ranks keep."""
+        return list(self.engine.module.parameters())
 
     @abstractmethod
     def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
@@ -67,8 +71,15 @@ class Wrapper(ABC):
     def refresh_weights(self) -> None:
         """Copy the master weights to the parameters in compute precision."""
 
-    def watch_gradients(self) -> None:  # noqa: B027
-        """Measure the gradients of every rank before they are summed, where that is possible (`local`)."""
+    def watch_gradients(self) -> None:
+        """Measure the gradients of every rank before they are summed over data ranks (`local`)."""
+        if self.topology.layout.data > 1 and getattr(self.o, "reduce_scatter", True):
+            self.local = LocalGradients(self.topology, self.device)
+            self._measure_sums(self.local)
+
+    @abstractmethod
+    def _measure_sums(self, watch: LocalGradients) -> None:
+        """Have `watch` see what is summed, before and after."""
 
     def average(self) -> None:  # noqa: B027
         """Divide sums over the data ranks, where DeepSpeed has not done so."""
@@ -146,9 +157,8 @@ class Bf16(_Linked):
         data = topology.layout.data, topology.data_group
         patches.sum_in_parts(o, engine, *data, self._counted, lambda: self.local)
 
-    def watch_gradients(self) -> None:
-        if self.topology.layout.data > 1:
-            self.local = LocalGradients(self.topology, self.device)
+    def _measure_sums(self, watch: LocalGradients) -> None:
+        """`sum_in_parts` has it measured."""
 
     @property
     def masters(self) -> list[Tensor]:
@@ -186,6 +196,9 @@ class Zero12(_Linked):
         # ZeRO 2 divides 16-bit gradients before it sums them in fp32: division by 3 rounds each once more.
         o.gradient_average = False
 
+    def _measure_sums(self, watch: LocalGradients) -> None:
+        patches.measured_buckets(self.o, watch)
+
     @property
     def masters(self) -> list[Tensor]:
         return list(self.o.single_partition_of_fp32_groups)
@@ -216,9 +229,19 @@ class Zero3(Wrapper):
 
     norm = "_get_norm_groups"
 
+    def _measure_sums(self, watch: LocalGradients) -> None:
+        patches.measured_scattering(self.o, watch, self.topology.layout.data)
+
     @property
     def masters(self) -> list[Tensor]:
         return list(self.o.fp32_partitioned_groups_flat)
+
+    @property
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.o.fp16_partitioned_groups_flat)
+
+    def copied(self) -> list[nn.Parameter]:
+        return list(self.o.persistent_parameters)
 
     def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         group, offset, size = self.o.grad_position[self.o.get_param_id(parameter)]

@@ -192,19 +192,13 @@ def step(
         )
     # The gate's one sum: gradients of all data ranks, losses and squares of all samples, the norm and its validity,
     # votes.
-    watched = GRADIENT_COLUMNS * data if _watches_gradients(config, data) else 0
+    c = config.stability  # engine/local_gradients.py
+    watched = GRADIENT_COLUMNS * data if c.enabled and c.hardware.gradients and data > 1 else 0
     numbers = watched + 2 * config.train.global_batch + 2 + votes
     terms.append(Term("the gate", "world", "all-reduce", FP64 * numbers, 1))
     terms += _clipping(config, data, held)
     terms += _update_sums(config, data, held, zero or {})
     return [t for t in terms if t.calls]
-
-
-def _watches_gradients(config: RunConfig, data: int) -> bool:
-    """Whether those of every data rank are measured (engine/local_gradients.py)."""
-    s = config.stability
-    own = config.precision.kind == "bf16" and config.parallel.zero == 1  # BF16_Optimizer
-    return s.enabled and s.hardware.gradients and own and data > 1
 
 
 def accumulation(config: RunConfig, data: int) -> int:

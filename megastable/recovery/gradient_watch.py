@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from megastable.base.collectives import gathered
 from megastable.base.deterministic import exact
+from megastable.base.hardware import kind_of
+from megastable.base.text import ranks_on
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
+from megastable.recovery.hardware_fault import HardwareFault
 from megastable.run.events.stability_events import GradientsDoubted
 from megastable.run.log import RunLog
 from megastable.stability.gradient_consistency import (
@@ -58,6 +60,7 @@ class GradientWatch:
         self.usual = Consistency()
         self._exact = exact(config.run.deterministic, engine.device)
         self._micro_batch = config.train.micro_batch
+        self._maker = kind_of(engine.device)
         self._cleared = -1  # a step that a repetition has cleared
         self._quiet, self._until = (
             QUIET,
@@ -91,14 +94,14 @@ class GradientWatch:
         if self.local is not None:
             self.local.forget()
 
-    def prove(self, suspicion: Suspicion, batch: Step, step: int) -> str:
-        """Whether hardware is the cause of a refused update: a sentence, or "", and then the same step is not refused
-        again. The state must be that before the step."""
+    def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
+        """Whether hardware is the cause of a refused update; if not, the same step is not refused again. The state must
+        be that before the step."""
         if suspicion.sums:
-            ranks, reason = self._receivers(suspicion.sums)
+            ranks, hosts, reason = self._receivers(suspicion.sums)
             verdict = "sum" if ranks else "data"
         else:
-            verdict, ranks, reason = self._repeated(suspicion.doubts, batch)
+            verdict, ranks, hosts, reason = self._repeated(suspicion.doubts, batch)
         kinds = sorted({str(doubt.kind) for doubt in suspicion.doubts})
         self.log.emit(
             GradientsDoubted(step=step, verdict=verdict, kinds=kinds, ranks=ranks, reason=reason), say=True
@@ -106,17 +109,18 @@ class GradientWatch:
         if verdict != "data":
             at, times = self._passed
             self._passed = step, times + 1 if at == step else 1
-            return reason
+            where = sorted({hosts[rank] for rank in ranks})
+            return HardwareFault(step - 1, verdict == "persistent", ranks, where, reason)
         self._cleared = step
         # Among thousands of ranks, chance makes one stand out every few steps: it must not cost more than it may save.
         self._until, self._quiet = step + self._quiet, min(2 * self._quiet, LONGEST)
-        return ""
+        return None
 
-    def _receivers(self, slices: Sequence[int]) -> tuple[list[int], str]:
-        """The ranks that hold a wrong sum, and a sentence."""
+    def _receivers(self, slices: Sequence[int]) -> tuple[list[int], list[str], str]:
+        """The ranks that hold a wrong sum, the hosts of all, and a sentence."""
         assert self.local is not None
-        everyone = gathered((socket.gethostname(), _digest(self.local.digest), float(self.local.total)))
-        layout, found = self.engine.topology.layout, {}
+        everyone = gathered((socket.gethostname(), self._digest(), float(self.local.total)))
+        layout, found, hosts = self.engine.topology.layout, {}, [host for host, *_ in everyone]
         for ranks in layout.groups("data"):
             for d in slices:
                 sent = sum(everyone[rank][1][0][d] for rank in ranks)
@@ -125,52 +129,49 @@ class GradientWatch:
                 if not abs(excess) <= bound(squares, len(ranks)):
                     found[ranks[d]] = abs(excess), bound(squares, len(ranks))
         texts = [
-            f"what {_named([rank], everyone)} received is off by {excess:.3g}, where rounding explains {most:.2g}"
+            f"what {ranks_on([rank], hosts)} received is off by {excess:.3g}, where rounding explains {most:.2g}"
             for rank, (excess, most) in sorted(found.items())
         ]
         if not texts:
             return (
                 [],
+                hosts,
                 "the checksums of all groups together are off by more than rounding, those of none alone",
             )
         text = f"the sum of the gradients is not that of its parts, a link or a chip lies: {'; '.join(texts)}"
-        return sorted(found), text
+        return sorted(found), hosts, text
 
-    def _repeated(self, doubts: Sequence[Doubt], batch: Step) -> tuple[str, list[int], str]:
-        """Verdict, ranks and a sentence, from repeating the step."""
+    def _repeated(self, doubts: Sequence[Doubt], batch: Step) -> tuple[str, list[int], list[str], str]:
+        """Verdict, ranks, the hosts of all and a sentence, from repeating the step."""
         assert self.local is not None
         layout = self.engine.topology.layout
-        digests = [_digest(self.local.digest)]
+        digests = [self._digest()]
         for turn in range(1 + min(TURNS, layout.samples - 1)):
             shape = -1, layout.samples, self._micro_batch
             turned = np.roll(batch.positions.reshape(shape), -turn, 1).ravel()
             self.engine.measure(self.loader.read(turned) if turn else batch.micro_batches)
-            digests.append(_digest(self.local.digest))
+            digests.append(self._digest())
         everyone = gathered((socket.gethostname(), digests))
         told = {rank: held for rank, (_, held) in enumerate(everyone)}
         proof = prove(told, layout.groups("data"), layout.context, self._exact)
-        why = Suspicion([], list(doubts)).told
+        why, hosts = Suspicion([], list(doubts)).told, [host for host, _ in everyone]
         if proof is None:
             others = " and on another rank" if layout.samples > 1 else ""
-            return "data", [], f"{why}: the same when repeated{others}, so it is the data, or chance"
-        who = _named(proof.ranks, everyone)
+            return "data", [], hosts, f"{why}: the same when repeated{others}, so it is the data, or chance"
+        who = ranks_on(proof.ranks, hosts)
         if not proof.lasting:
-            return "transient", list(proof.ranks), f"{why}: {who} got {proof.what}, not when repeated"
+            return "transient", list(proof.ranks), hosts, f"{why}: {who} got {proof.what}, not when repeated"
         if proof.proven:
             return (
                 "persistent",
                 list(proof.ranks),
+                hosts,
                 f"{why}: {who} gets {proof.what} every time, other ranks do not",
             )
-        return "persistent", [], f"{why}: {who} get different results for the same samples, every time"
+        return "persistent", [], hosts, f"{why}: {who} get different results for the same samples, every time"
 
-
-def _named(ranks: Sequence[int], everyone: Sequence[Sequence[object]]) -> str:
-    hosts = ", ".join(sorted({str(everyone[rank][0]) for rank in ranks}))
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"{who} on {hosts}"
-
-
-def _digest(values: Tensor) -> Digest:
-    checks, squares = values.tolist()
-    return tuple(checks), tuple(squares)
+    def _digest(self) -> Digest:
+        """Of the last backward pass."""
+        assert self.local is not None
+        checks, squares = self.local.digest.tolist()
+        return Digest(tuple(checks), tuple(squares), maker=self._maker)

@@ -23,14 +23,15 @@ from megastable.engine import nan_locator
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Judge, Measured
 from megastable.recovery.deferring import Deferring
-from megastable.recovery.gradient_watch import GradientWatch, Suspicion
+from megastable.recovery.gradient_watch import Suspicion
+from megastable.recovery.hardware_fault import HardwareFault
+from megastable.recovery.hardware_watch import HardwareWatch
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.replays import Replays
-from megastable.recovery.replica_watch import Mismatch, ReplicaWatch
 from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_replay import Laboratory, Trained
@@ -46,6 +47,7 @@ from megastable.run.events.data_events import BatchChanged, LengthChanged, MixCh
 from megastable.run.events.stability_events import (
     BaselineReset,
     FellBack,
+    HostFaulty,
     Located,
     RateLifted,
     Returned,
@@ -100,8 +102,6 @@ class Recovery:
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the next step is the first of another data mix
-        self._differ: Mismatch | None = None  # what the last gate found
-        self._suspicion: Suspicion | None = None
         self._quiet_until = 0
         self._located = ""  # result of replaying this step, refused as it is not finite
         self._in_fp8 = True  # as last reported; an engine begins with it
@@ -119,14 +119,14 @@ class Recovery:
         )
         self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
         self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
-        self.replicas = ReplicaWatch(c.hardware, engine, state.step, log)
-        self.gradients = GradientWatch(config, engine, loader, log)
+        self.hardware = HardwareWatch(config, engine, loader, state.step, log, phase)
         self.signs = StartSigns(config, source, memory.signs, log)
         self.origin = Origin(run, config, state, changed, log)
         laboratory = Laboratory(c.attribution, engine, loader)
         room = budgeted(engine, c.snapshots, log) if self.acts else NO_SNAPSHOTS
         ring = Ring(engine, room.points, c.snapshots.interval)
-        self.points = Points(c, engine, self.origin, ring, laboratory, log, room.aside)
+        marks = self.hardware.state.current
+        self.points = Points(c, engine, self.origin, ring, laboratory, log, room.aside, marks)
         self.rates = RateHistory(self.points.trained.maxlen or 1)
         self.rates.resume(state.step, memory.rate)
         self.last_resort = LastResort(
@@ -231,16 +231,15 @@ class Recovery:
     def judge(self, measured: Measured, step: int, lr: float) -> bool:
         """The gate: whether the update may be applied."""
         self.decision, self._located = None, ""
-        self._differ = self.replicas.judge(measured.votes)
-        suspicion = self.gradients.judge(measured, step)
-        self._suspicion = suspicion if self.acts else None
-        if suspicion is not None and self.settings.dry_run:
-            self.log.emit(Would(step=step, action="repeat", reason=suspicion.told), say=True)
+        hardware = self.hardware
+        hardware.judge(measured, step)
+        if hardware.suspicion is not None and self.settings.dry_run:
+            self.log.emit(Would(step=step, action="repeat", reason=hardware.suspicion.told), say=True)
         if measured.overflow:
             return False  # normal in fp16: the loss scale is reduced
         if not self.settings.enabled:
             return measured.finite
-        if self._suspicion is not None or (self._differ is not None and self.acts):
+        if self.acts and hardware.reason:
             return False
         signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators, self._mixed)
         self.indicators, self._mixed = {}, False
@@ -262,10 +261,8 @@ class Recovery:
             return self.decision.finding.verdict, self.decision.reason
         if measured.overflow:
             return "overflow", "beyond the range of fp16: the loss scale is lowered"
-        if self._differ is not None:
-            return Verdict.CORRUPTED, self._differ.reason
-        if self._suspicion is not None:
-            return Verdict.CORRUPTED, "a gradient, or the sum of all, stands out; the step is repeated"
+        if self.acts and self.hardware.reason:
+            return Verdict.CORRUPTED, self.hardware.reason
         return Verdict.NON_FINITE, f"loss {measured.loss}, gradient norm {measured.grad_norm}"
 
     # After the step
@@ -278,42 +275,65 @@ class Recovery:
         batch, measured, step = done.batch, done.measured, done.state.step
         self.points.trained.append(Trained(step, batch.positions, measured.losses.numpy(), done.applied))
         self.rates.done(step)
-        if self._differ is not None and self.acts:
-            outcome = self.rescue(done, self._differ.reason, Verdict.CORRUPTED, self._differ.proven + 1)
-            self._rewound(outcome.state.step)
-            return outcome
-        if self._suspicion is not None:
-            return self._repeat(done, self._suspicion)
         if done.applied:
-            self.gradients.accept(measured)
+            self.hardware.applied(measured, step)
+        if self.acts and (fault := self.hardware.memory) is not None:
+            return self._undo(done, fault)
+        if self.acts and (suspicion := self.hardware.suspicion) is not None:
+            return self._repeat(done, suspicion)
         if not measured.overflow:
             self.samples.observe(batch, measured, done.applied, step)
         back = self._carry_out(done)
         if back is None and self.acts and self.decision is not None:
             back = self._look_at_samples(self.decision, done)
         if back is not None:
-            self._rewound(back.step)
+            self.hardware.rewound(back.step)
             return StepOutcome(back, rewound=True)
         if done.state.discards_in_a_row >= self.settings.max_discards:
             raise self._refused_too_often(done)
         return StepOutcome(done.state)
 
-    def _rewound(self, step: int) -> None:
-        self.replicas.rewound(step)
-        self.gradients.rewound()
+    def inspect(self, done: StepResult, saves: bool) -> StepOutcome:
+        """After a step: at an interval whether the hardware computes right, and, if the state is to be saved, whether
+        memory is whole. Else as `settle`."""
+        step = done.state.step
+        fault = self.hardware.replay(done.batch, step)
+        if fault is not None and fault.accused and self.acts:
+            raise self._accuse(done, fault)
+        if fault is None or not fault.lasting:
+            fault = self.hardware.verify(step) if saves else None
+        return StepOutcome(done.state) if fault is None or not self.acts else self._undo(done, fault)
+
+    def _accuse(self, done: StepResult, fault: HardwareFault) -> MegastableError:
+        """The end of this process, as a chip would go on lying: the next one does without its host."""
+        state, policy = done.state, self.guard.policy
+        self.log.emit(
+            HostFaulty(step=state.step, hosts=list(fault.hosts), ranks=list(fault.ranks), reason=fault.reason)
+        )
+        finding = Finding(state.step, Verdict.CORRUPTED, 1.0, fault.after + 1, fault.reason, on_trend=False)
+        decision = Decision(Action.HANDOVER, finding, fault.reason)
+        decision = policy.leave(decision, "it would be wrong again here", damaged=True)
+        self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
+        return self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
+
+    def _undo(self, done: StepResult, fault: HardwareFault) -> StepOutcome:
+        """Back to a state from before it."""
+        return self.rescue(done, fault.reason, Verdict.CORRUPTED, fault.after + 1)
 
     def _repeat(self, done: StepResult, suspicion: Suspicion) -> StepOutcome:
         """Do a step again whose gradients were doubted, on the state before it: if hardware lied, as an incident."""
         self.phase("repeat")
         before, counters = done.before, self.engine.counters_before
-        damage = self.gradients.prove(suspicion, done.batch, done.state.step)
-        self._rewound(before.step)
+        fault = self.hardware.gradients.prove(suspicion, done.batch, done.state.step)
+        if fault is not None and fault.accused:
+            raise self._accuse(done, fault)
         # Without rewind points, one fault that has passed is no reason to leave a state that it has not touched.
-        if damage and (self.points.ring.capacity or self.gradients.lasts):
+        if fault is not None and (self.points.ring.capacity or self.hardware.gradients.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
                 detector = self.guard.detector.state
                 self.points.take(before, detector, self.samples.state, self.trends.state, counters)
-            return self.rescue(done, damage, Verdict.CORRUPTED)
+            return self._undo(done, fault)
+        self.hardware.rewound(before.step)
         self.engine.restore_counters(counters)
         back = before.model_copy(update={"seconds": done.state.seconds})
         self.loader.go_to(back.cursor, self.loader.skips)
@@ -419,7 +439,9 @@ class Recovery:
         finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
         decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
         if decision.action.rewinds:
-            return StepOutcome(self._rewind(decision, done, damage), rewound=True)
+            back = self._rewind(decision, done, damage)
+            self.hardware.rewound(back.step)
+            return StepOutcome(back, rewound=True)
         self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
         raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 

@@ -5,27 +5,20 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megastable.base.collectives import gathered
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
 from megastable.engine.replicas import COPIES, Replicas
+from megastable.recovery.hardware_fault import HardwareFault
 from megastable.run.events.stability_events import ReplicasDiffer
 from megastable.run.log import RunLog
 from megastable.stability.equality import COLUMNS, columns, equal, odd_ones
 
 TOLD = 3  # tensors named in a sentence
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """What differs. proven: the step after which all was equal; reason: a sentence with tensors, ranks and hosts."""
-
-    proven: int
-    reason: str
 
 
 class ReplicaWatch:
@@ -41,6 +34,19 @@ class ReplicaWatch:
         """For the sum of the step after `step`, the last ones of all; () if nothing is due. The same number on every
         rank."""
         self._step, self._asked = step, tuple(kind for kind in self.replicas.kinds if self._due(kind, step))
+        return self._row()
+
+    def check(self, step: int) -> HardwareFault | None:
+        """Compare all now, after `step` steps. Collective."""
+        self._step, self._asked = step, tuple(self.replicas.kinds)
+        if not self.every or not self._asked:
+            return None
+        row = torch.tensor(self._row(), dtype=torch.float64, device=self.replicas.engine.device)
+        dist.all_reduce(row)
+        return self.judge(row.tolist())
+
+    def _row(self) -> tuple[float, ...]:
+        """This rank's columns of what is asked for."""
         groups = {kind: self.replicas.group(kind) for kind in self._asked}
         held = [self.replicas.fingerprint(kind) for kind, group in groups.items() if group is not None]
         values = iter(torch.stack(held).tolist() if held else [])
@@ -53,7 +59,7 @@ class ReplicaWatch:
     def _due(self, kind: str, step: int) -> bool:
         return bool(self.every) and (kind == COPIES or step % self.every == 0)
 
-    def judge(self, votes: Sequence[float]) -> Mismatch | None:
+    def judge(self, votes: Sequence[float]) -> HardwareFault | None:
         """What the summed votes of a step show, before its update. Collective if anything differs."""
         asked, self._asked = self._asked, ()
         groups = [(kind, ranks) for kind in asked for ranks in self.replicas.kinds[kind]]
@@ -69,7 +75,7 @@ class ReplicaWatch:
         """The run is back at an earlier step."""
         self._equal, self._asked = {kind: min(at, step) for kind, at in self._equal.items()}, ()
 
-    def _named(self, step: int, unequal: Sequence[tuple[str, list[int]]]) -> Mismatch:
+    def _named(self, step: int, unequal: Sequence[tuple[str, list[int]]]) -> HardwareFault:
         kinds = sorted({kind for kind, _ in unequal})
         everyone = gathered((socket.gethostname(), {kind: self.replicas.by_name(kind) for kind in kinds}))
         found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
@@ -95,4 +101,5 @@ class ReplicaWatch:
         ranks = sorted({rank for odd, proven in found if proven for rank in odd})
         last = min(self._equal[kind] for kind in kinds)
         self.log.emit(ReplicasDiffer(step=step, proven=last, ranks=ranks, reason=reason), say=True)
-        return Mismatch(last, reason)
+        hosts = sorted({everyone[rank][0] for rank in ranks})
+        return HardwareFault(last, False, ranks, hosts, reason)

@@ -14,6 +14,7 @@ import torch
 
 from megastable.base import free_memory
 from megastable.base.collectives import agree, gathered
+from megastable.base.fingerprint import Marks
 from megastable.base.rng import rng_state
 from megastable.checkpoint.store import RunState
 from megastable.config.stability import SnapshotConfig, StabilityConfig
@@ -48,7 +49,7 @@ class RewindState(NamedTuple):
 
 class Points:
     """ring: the points. laboratory: measures samples on the engine's state. may_look: whether there is room for the
-    current state besides the points."""
+    current state besides the points. marks: fingerprints of the state, if there are any yet."""
 
     def __init__(
         self,
@@ -59,9 +60,10 @@ class Points:
         laboratory: Laboratory,
         log: RunLog,
         may_look: bool = False,
+        marks: Callable[[], Marks | None] = lambda: None,
     ) -> None:
         self.config, self.engine, self.origin, self.log = config, engine, origin, log
-        self.ring, self.laboratory, self.may_look = ring, laboratory, may_look
+        self.ring, self.laboratory, self.may_look, self.marks = ring, laboratory, may_look, marks
         c = config.snapshots
         # As many steps as the ring reaches back, whichever snapshots it keeps.
         self.trained: deque[Trained] = deque(maxlen=min(512, 2**c.keep * max(1, c.interval)))
@@ -79,7 +81,8 @@ class Points:
             # Checkpoints fill in `stability` themselves; the vitals can be shared, as they are replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
-            self.ring.take(state.step, RewindState(light, rng_state(), detector, samples, trends), counters)
+            extra = RewindState(light, rng_state(), detector, samples, trends)
+            self.ring.take(state.step, extra, counters, self.marks())
 
     @property
     def oldest(self) -> int | None:

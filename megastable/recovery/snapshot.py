@@ -6,14 +6,12 @@ Only copies tensors; spacing.py decides which points are kept.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from megastable.base.fingerprint import fingerprint
+from megastable.base.fingerprint import Marks, marks_of, unlike
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
 from megastable.stability.spacing import thin
 
@@ -28,30 +26,15 @@ class Stateful(Protocol):
     def hold_updates(self, until: Any) -> None: ...
 
 
-class Mark(NamedTuple):
-    """The fingerprint, int64 [], of tensors of these names, which were on one device."""
-
-    names: Sequence[str]
-    value: Tensor
-
-
-def marks_of(tensors: Mapping[str, Tensor]) -> list[Mark]:
-    """Without a wait for the device."""
-    names: dict[torch.device, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(tensor.device, []).append(name)
-    return [Mark(held, fingerprint(tensors[name] for name in held)) for held in names.values()]
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after `step` steps. tensors: fp32 masters and Adam's state, on the CPU. marks: fingerprints of what was
-    copied, made where it was copied from. counters: of the engine. extra: kept along for the caller (where the run
+    """The state after `step` steps. tensors: fp32 masters and Adam's state, on the CPU. marks: of what was copied, made
+    where it was copied from. counters: of the engine. extra: kept along for the caller (where the run
     stands, random states, the detector)."""
 
     step: int
     tensors: dict[str, Tensor]
-    marks: Sequence[Mark]
+    marks: Marks
     counters: dict[str, Any]
     extra: Any
 
@@ -92,10 +75,13 @@ class Ring:
         since = step - self.steps[-1] if self._kept else step
         return since >= 4 * self._interval if urgent else since >= self._interval
 
-    def take(self, step: int, extra: Any, counters: dict[str, Any] | None = None) -> None:
+    def take(
+        self, step: int, extra: Any, counters: dict[str, Any] | None = None, marks: Marks | None = None
+    ) -> None:
         """Copy the state after `step` steps; if memory is used up, the oldest or most crowded point makes room.
 
-        counters: if the engine's have advanced already, as after a refused step.
+        counters: if the engine's have advanced already, as after a refused step. marks: of the state, if it has been
+        fingerprinted before.
         """
         if not self._capacity:
             return
@@ -107,7 +93,7 @@ class Ring:
         source = self._engine.optimizer_state()
         copied = self._host.copy(source, self._spare_memory())
         self._newest = copied
-        marks = marks_of(source)
+        marks = marks_of(source) if marks is None else marks
         self._kept.append(Snapshot(step, copied.tensors, marks, counters or self._engine.counters(), extra))
 
     def lend(self, step: int) -> Loan | None:
@@ -152,10 +138,7 @@ class Ring:
     def intact(self, snapshot: Snapshot) -> bool:
         """Whether this rank's memory still holds what was copied into it."""
         self._host.synchronize()
-        return all(
-            int(fingerprint(snapshot.tensors[name] for name in names)) == int(value)
-            for names, value in snapshot.marks
-        )
+        return not unlike(snapshot.marks, marks_of(snapshot.tensors))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore the engine's state. The caller updates the low-precision weights, and drops later points if the run

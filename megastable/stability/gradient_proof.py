@@ -11,10 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 TOLERANCE = 0.05  # of a gradient's norm, where kernels sum in any order
-ALIKE = 1e-3  # a gradient that is another one times a number, but for this share of its norm
+ALIKE = 0.01  # of its norm, another gradient that is this one times a number: bf16 rounds by 0.001
 
-Digest = tuple[tuple[float, ...], tuple[float, ...]]
-"""Of a gradient: checksums, which are linear in it, and squared norms, of each slice."""
+
+class Digest(NamedTuple):
+    """Of a gradient: checksums, which are linear in it, and squared norms, of each slice; bits: that tell any change.
+    maker: the kind of device that computed it; another kind rounds differently."""
+
+    checks: tuple[float, ...]
+    squares: tuple[float, ...]
+    bits: tuple[int, ...] = ()
+    maker: int = 0
 
 
 class GradientFault(NamedTuple):
@@ -28,25 +35,27 @@ class GradientFault(NamedTuple):
 
 
 def alike(a: Digest, b: Digest, exact: bool) -> bool:
-    """Whether both are of one gradient. exact: a repeated step gives the same bits."""
-    if exact:
-        return a == b
-    size = max(sum(a[1]), sum(b[1]))
-    apart = sum((x - y) ** 2 for x, y in zip(a[0], b[0], strict=True))
-    longer = math.sqrt(sum(a[1])) - math.sqrt(sum(b[1]))
+    """Whether both are of one gradient. exact: a repeated step gives the same bits, on the same kind of device."""
+    if exact and a.maker == b.maker:
+        return a.bits == b.bits if a.bits else a == b
+    size = max(sum(a.squares), sum(b.squares))
+    if not math.isfinite(size):
+        return not (math.isfinite(sum(a.squares)) or math.isfinite(sum(b.squares)))
+    apart = sum((x - y) ** 2 for x, y in zip(a.checks, b.checks, strict=True))
+    longer = math.sqrt(sum(a.squares)) - math.sqrt(sum(b.squares))
     return max(apart, longer**2) <= TOLERANCE**2 * size
 
 
 def difference(wrong: Digest, right: Digest) -> str:
     """How `wrong` differs from `right`, as a phrase."""
-    size, reference = sum(wrong[1]), sum(right[1])
+    size, reference = sum(wrong.squares), sum(right.squares)
     if not size:
         return "zero"
     if reference and math.isfinite(size):
         times = math.copysign(
-            math.sqrt(size / reference), sum(a * b for a, b in zip(wrong[0], right[0], strict=True))
+            math.sqrt(size / reference), sum(a * b for a, b in zip(wrong.checks, right.checks, strict=True))
         )
-        left = sum((a - times * b) ** 2 for a, b in zip(wrong[0], right[0], strict=True))
+        left = sum((a - times * b) ** 2 for a, b in zip(wrong.checks, right.checks, strict=True))
         if left <= ALIKE**2 * size:
             return "negated" if round(times, 3) == -1 else f"scaled by {times:.3g}"
     return "another gradient"

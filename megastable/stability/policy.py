@@ -236,9 +236,12 @@ class Policy:
     def _spent(self, action: Action) -> bool:
         c = self.config
         if action is Action.REWIND:
-            # Proven bad data are no sign that rewinding does not help.
+            # Proven bad data are no sign that rewinding does not help, nor is a chip that lied: both have limits of
+            # their own.
             strong = sum(self._strong(t) for t in self.state.taken if t.action is Action.REWIND)
-            return self._count(action) - strong >= c.rewinds or strong >= c.data_rewinds
+            hardware = self._count(action, Cause.HARDWARE)
+            others = self._count(action) - strong - hardware
+            return others >= c.rewinds or strong >= c.data_rewinds or hardware > c.hardware
         return self._count(action) >= (c.swaps if action is Action.SWAP_CORPUS else c.handovers)
 
     def _strong(self, taken: Taken) -> bool:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from megastable.base import errors
 from megastable.cluster.local_attempt import Fate
 from megastable.run.events.event import Event
-from megastable.run.events.stability_events import Handover
+from megastable.run.events.stability_events import Handover, HostFaulty
 from megastable.run.events.training_events import Finished, Stopped, Unstable
 from megastable.run.rank_ipc import BEREFT, LastWords, Progress
 from megastable.supervise.first_silent import UNKNOWN, FirstSilent
@@ -69,6 +69,7 @@ class End(BaseModel):
     certain: bool = False  # reported by a process, or observed
     trained: bool = False  # at least one step was done
     gone: tuple[str, ...] = ()  # hosts that were lost
+    faulty: tuple[str, ...] = ()  # hosts that are proven to compute wrong
 
     @property
     def final(self) -> bool:
@@ -105,9 +106,11 @@ def end_of(
     could be seen. code: the launcher's, None = unknown. log: the end of its output. progress: the last one. here: this
     host. gone: hosts that were lost, and how: the end of a sentence. called: a host's name in the host file, from
     the one that its ranks see. silent: the ranks that were lost first, by their connections."""
+    events = list(events)
     said = [SAID[type(event)] for event in events if type(event) in SAID]
     if said:
-        return End(code=said[-1], certain=True)
+        hosts = [str(host) for event in events if isinstance(event, HostFaulty) for host in event.hosts]
+        return End(code=said[-1], certain=True, faulty=tuple(dict.fromkeys(map(called, hosts))))
     step = cursor = None
     if progress is not None and progress.step is not None:
         step, cursor = progress.step + 1, progress.cursor

@@ -394,6 +394,8 @@ class Supervisor:
         if end.code == errors.STOPPED:
             return RunExit(errors.STOPPED, "stopped as asked, with a checkpoint")
         if end.code == errors.HANDOVER:
+            for host in filter(self.gathering.can_do_without, end.faulty):
+                self.gathering.strike(host, True, "computes wrong")
             return StartAgain("handed over: from a checkpoint of before", delay=0, told=False)
         if end.code == errors.SUPERSEDED:
             return RunExit(errors.SUPERSEDED, "another supervisor has started the run again")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from megastable.cluster.burn_in import device_rounds, rank_processes
+from megastable.cluster.burn_in import device_rounds, memory_patterns, rank_processes
 from megastable.cluster.burn_in.faults import BurnInFault, DeviceBurnIn, HostBurnIn
 from megastable.cluster.burn_in.findings import burned
 from megastable.commands.root import app
@@ -134,6 +134,20 @@ def test_devices_that_die_and_all_reduces_that_fail_are_told() -> None:
         r"cuda:3: the burn-in ended in attention, round 2: CUDA error: an illegal \x1b access",
         "no all-reduce in the burn-in: not tried",
     ]
+
+
+def test_a_device_that_others_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not called broken, and nothing of its memory is taken."""
+    gpu, gib = torch.device("cuda", 0), 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: gib)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    *_, state = device_rounds.rounds(gpu, 0, 1.0)
+    assert state.in_use == "60,416 MiB of its memory are in use by others" and not state.runs
+    (told,) = [told for _, told in burned({"a": report(state)})]
+    assert told == f"cuda:0: no burn-in, {state.in_use}: end them first"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (78 * gib, 80 * gib))
+    assert not memory_patterns.taken_by_others(gpu)
 
 
 # The command

@@ -44,6 +44,7 @@ def summed(
     """One step; `fault` changes what the ranks received: by rank, their slices of the buffers."""
     ranks = len(sent)
     for local, own in zip(watching, sent, strict=True):
+        local.begin()
         local.before(own)
     received = [
         [torch.stack(b).sum(0).view(ranks, -1)[d].clone() for b in zip(*sent, strict=True)]
@@ -141,3 +142,26 @@ def test_all_slices_at_once_are_as_one_by_one(size: int) -> None:
     assert one.shape == other.shape == (2, 3) and one.dtype == other.dtype == torch.float64
     assert torch.allclose(one[1], other[1], rtol=1e-5)
     assert torch.allclose(one[0], other[0], atol=1e-4 * float(one[1].max().sqrt()), rtol=0)
+
+
+@pytest.mark.parametrize("receiver", [None, 1])
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_buckets_of_a_step_add_up(receiver: int | None, wrong: int | None) -> None:
+    """ZeRO 2 sums bucket after bucket: all ranks receive each sum, or one does. wrong: who receives another one."""
+    watching = [rank(d, 3) for d in range(3)]
+    sent = [[*gradients(3, seed=d)[d], *gradients(3, seed=9)[d]] for d in range(3)]
+    owners = range(3) if receiver is None else [receiver]
+    for number in range(len(sent[0])):
+        for local, own in zip(watching, sent, strict=True):
+            local.before_whole(own[number], receiver)
+        for d in owners:
+            total = torch.stack([own[number] for own in sent]).sum(0)
+            if d == wrong and number == 4:
+                flipped(30)([[], [torch.empty(0), torch.empty(0), total]])
+            watching[d].after([total])
+    found = rows(torch.stack([local.columns() for local in watching]).sum(0).tolist())
+    assert wrong_sums(found) == ([wrong] if wrong in owners else [])
+    squares = [sum(float(b.double().square().sum()) for b in own) for own in sent]
+    for d, row in enumerate(found):
+        assert row.square == pytest.approx(squares[d], rel=1e-3)
+        assert row.slices == pytest.approx(sum(squares) if d in owners else 0, rel=1e-3)

@@ -11,7 +11,7 @@ def digest(sample: int, times: float = 1.0) -> Digest:
     """Of a gradient of two slices, which a sample decides, times a number."""
     checks = 3.0 + sample, 1.0 - 2 * sample
     squares = 20.0 + sample, 30.0
-    return tuple(times * x for x in checks), tuple(times**2 * x for x in squares)
+    return Digest(tuple(times * x for x in checks), tuple(times**2 * x for x in squares))
 
 
 def told(groups: list[list[int]], shift: int, turns: int) -> dict[int, list[Digest]]:
@@ -45,8 +45,8 @@ def test_what_is_not_repeated_was_by_chance(
     groups, shift, turns = layout
     held = told(groups, shift, turns)
     rank = sorted(held)[wrong % len(held)]
-    checks, squares = held[rank][0]
-    held[rank][0] = tuple(times * x for x in checks), tuple(times**2 * x for x in squares)
+    checks, squares, *_ = held[rank][0]
+    held[rank][0] = Digest(tuple(times * x for x in checks), tuple(times**2 * x for x in squares))
     proof = prove(held, groups, shift, exact=True)
     assert proof is not None and proof[:3] == ((rank,), True, False)
     assert {-1.0: "negated", 3.0: "scaled by 3", 0.0: "zero"}.get(times, "scaled by 1") == proof.what
@@ -62,7 +62,7 @@ def test_a_third_result_tells_who_is_always_wrong(
         held = told(groups, shift, turns)
         mine = held[rank]
         for i in range(2 if own_only else len(mine)):
-            mine[i] = tuple(-x for x in mine[i][0]), mine[i][1]
+            mine[i] = mine[i]._replace(checks=tuple(-x for x in mine[i].checks))
         proof = prove(held, groups, shift, exact=True)
         assert proof is not None and proof.lasting
         if turns == 2:
@@ -72,9 +72,30 @@ def test_a_third_result_tells_who_is_always_wrong(
 
 
 def test_kernels_that_sum_in_any_order_are_alike_within_a_bound() -> None:
-    near = tuple(x * 1.001 for x in digest(1)[0]), tuple(x * 1.002 for x in digest(1)[1])
+    near = Digest(tuple(x * 1.001 for x in digest(1)[0]), tuple(x * 1.002 for x in digest(1)[1]))
     assert alike(digest(1), near, exact=False) and not alike(digest(1), near, exact=True)
     assert not alike(digest(1), digest(1, -1.0), exact=False) and not alike(
         digest(1), digest(1, 3.0), exact=False
     )
     assert difference(digest(1), digest(2)) == "another gradient"
+
+
+def test_bits_decide_where_there_are_any() -> None:
+    one, same, other = (digest(1)._replace(bits=bits) for bits in ((7, 8), (7, 8), (7, 9)))
+    assert alike(one, same, exact=True) and not alike(one, other, exact=True)
+    assert alike(one, other, exact=False)
+
+
+def test_another_kind_of_device_rounds_differently() -> None:
+    one, other = digest(1), digest(1, 1 + 1e-6)
+    assert not alike(one, other, exact=True)
+    assert alike(one, other._replace(maker=1), exact=True)
+    assert not alike(one, digest(1, -1.0)._replace(maker=1), exact=True)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_gradient_that_is_not_finite_twice_is_alike(exact: bool) -> None:
+    """In fp16 a scaled gradient may overflow."""
+    one, other = (Digest((float("nan"),), (float("inf"),), bits=(1,)) for _ in range(2))
+    assert alike(one, other, exact)
+    assert not alike(one, digest(1)._replace(bits=(2,)), exact)

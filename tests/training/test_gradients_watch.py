@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,12 @@ from tests.distributed import run_ranks
 STEP, LAST = 24, 32
 
 
-def negated(flat: Any, before: Any) -> None:
-    flat.neg_()
-
-
-def scaled(flat: Any, before: Any) -> None:
-    flat.mul_(3.0)
-
-
-def zero(flat: Any, before: Any) -> None:
-    flat.zero_()
-
-
-def stale(flat: Any, before: Any) -> None:
-    flat.copy_(before)
-
-
-FAULTS = {"negated": negated, "scaled": scaled, "zero": zero, "stale": stale}
+FAULTS: dict[str, Any] = {
+    "negated": lambda gradient, before: -gradient,
+    "scaled": lambda gradient, before: 3 * gradient,
+    "zero": lambda gradient, before: 0 * gradient,
+    "stale": lambda gradient, before: before,
+}
 BITS = {"sign": 31, "exponent": 27, "mantissa": 22}
 
 
@@ -44,60 +34,64 @@ def train(config: RunConfig, fault: str | None, rank: int, always: bool = False)
     import torch.distributed as dist
 
     from megastable import train
-    from megastable.engine import patches as patched
     from megastable.engine.engine import Engine
+    from megastable.engine.local_gradients import LocalGradients
 
-    patches: Any = patched
-    here, done = dist.get_rank() == rank, False
-    real, step, total = Engine.__init__, [0], patches.sum_and_scatter
-    running: list[Engine] = []
-    if fault is None or not here:
+    if fault is None or dist.get_rank() != rank:
         return train.train(config, Path("recipe.yaml"))
-
-    def due(now: int) -> bool:
-        nonlocal done
-        engine = running[0]
-        if now < STEP or (not always and (done or engine._probing)):
-            return False
-        done = True
-        return True
+    real, step, after = Engine.__init__, Engine.train_step, LocalGradients.after
+    active = flipped = False
+    calls: dict[int, int] = {}  # by parameter, in this step
+    before: dict[tuple[int, int], Any] = {}
 
     def __init__(self: Engine, *args: Any) -> None:
         real(self, *args)
-        running.append(self)
-        average = self.ds.buffered_allreduce_fallback
-        flats = self.zero.o.fp32_groups_gradients_flat
-        before = [torch.zeros_like(flat) for flat in flats]
+        if fault in FAULTS:
+            for number, p in enumerate(self.ds.module.parameters()):
+                p.register_hook(partial(wrong, number))
 
-        def reduce(*args: Any, **options: Any) -> None:
-            step[0] = self.ds.global_steps + 1
-            own = [flat.clone() for flat in flats]
-            if fault in FAULTS and due(step[0]):
-                for flat, old in zip(flats, before, strict=True):
-                    FAULTS[fault](flat, old)
-            before[:] = own
-            average(*args, **options)
+    def wrong(number: int, gradient: Any) -> Any:
+        at = number, calls.get(number, 0)
+        calls[number] = at[1] + 1
+        found = FAULTS[fault](gradient, before.get(at)) if active else gradient
+        before[at] = gradient.clone()
+        return found
 
-        self.ds.buffered_allreduce_fallback = reduce
+    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+        nonlocal active
+        now = self.ds.global_steps + 1
+        active = now >= STEP if always else now == STEP and not self._probing and not flipped
+        calls.clear()
+        found = step(self, *args, **options)
+        if active and not always:
+            done()
+        return found
 
-    def flipping(whole: Any, part: Any, group: Any) -> None:
-        total(whole, part, group)
-        if part.numel() > 4096 and due(step[0]):
-            # The largest of a few: a bit of nothing changes nothing.
+    def done() -> None:
+        nonlocal flipped
+        flipped = True
+
+    def received(self: LocalGradients, parts: Any) -> None:
+        """A bit of what has arrived flips, of the largest of a few elements: a bit of nothing changes nothing."""
+        part = max(parts, key=lambda part: part.numel())
+        if active and not flipped and part.numel() > 4096:
             at = int(part[:64].abs().argmax())
-            part[at : at + 1].view(torch.int32).bitwise_xor_(
-                torch.tensor(1 << BITS[fault], dtype=torch.int64).int()
-            )
+            bit = torch.tensor(1 << BITS[str(fault)], dtype=torch.int64).int()
+            part[at : at + 1].view(torch.int32).bitwise_xor_(bit)
+            done()
+        after(self, parts)
 
-    Engine.__init__ = __init__  # type: ignore[method-assign,assignment]
+    Engine.__init__, Engine.train_step = __init__, train_step  # type: ignore[method-assign,assignment]
     if fault in BITS:
-        patches.sum_and_scatter = flipping
+        LocalGradients.after = received  # type: ignore[method-assign,assignment]
     return train.train(config, Path("recipe.yaml"))
 
 
-def recipe(corpus: Path, run: Path, parallel: dict[str, Any], watched: bool = True) -> RunConfig:
+def recipe(
+    corpus: Path, run: Path, parallel: dict[str, Any], watched: bool = True, kind: str = "bf16"
+) -> RunConfig:
     return tiny(
-        corpus, run, parallel=parallel, precision={"kind": "bf16"},
+        corpus, run, parallel=parallel, precision={"kind": kind},
         train={"steps": LAST, "global_batch": 96, "micro_batch": 16, "eval_samples": 0},
         schedule={"warmup_steps": 5, "total_steps": LAST},
         checkpoint={"interval": LAST},
@@ -111,8 +105,13 @@ def bytes_of(run: Path) -> dict[str, bytes]:
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}), "dp3": (3, {}), "tp2-dp2": (4, {"tensor": 2}), "pp2-dp2": (4, {"pipeline": 2}),
+    "zero2": (2, {"zero": 2}), "zero3": (2, {"zero": 3}), "zero3-dp3": (3, {"zero": 3}), "fp32": (2, {}),
 }  # fmt: skip
 CLEAN: dict[str, dict[str, bytes]] = {}
+
+
+def kind_of(layout: str) -> str:
+    return "fp32" if layout == "fp32" else "bf16"
 
 
 @pytest.fixture
@@ -121,7 +120,8 @@ def clean(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> dict[
     layout = request.getfixturevalue("layout")
     if layout not in CLEAN:
         world, parallel = LAYOUTS[layout]
-        assert run_ranks(world, train, recipe(corpus, tmp_path / "clean", parallel), None, 1) == [0] * world
+        c = recipe(corpus, tmp_path / "clean", parallel, kind=kind_of(layout))
+        assert run_ranks(world, train, c, None, 1) == [0] * world
         run = RunDirectory(tmp_path / "clean")
         assert not list(run.events(GradientsDoubted)) and not list(run.events(IncidentEvent))
         CLEAN[layout] = bytes_of(tmp_path / "clean")
@@ -133,6 +133,9 @@ def clean(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> dict[
     [
         *(("dp2", fault, 1) for fault in [*FAULTS, *BITS]),
         *(("dp3", fault, 2) for fault in [*FAULTS, "exponent"]),
+        *(("zero2", fault, 1) for fault in [*FAULTS, "sign"]),
+        *(("zero3", fault, 1) for fault in [*FAULTS, "exponent"]), ("zero3-dp3", "negated", 2),
+        ("zero3-dp3", "mantissa", 1), ("fp32", "scaled", 1), ("fp32", "exponent", 1),
         ("tp2-dp2", "scaled", 3), ("tp2-dp2", "sign", 2), ("pp2-dp2", "stale", 1), ("pp2-dp2", "mantissa", 3),
     ],
 )  # fmt: skip
@@ -140,7 +143,8 @@ def test_it_is_found_and_undone(
     layout: str, fault: str, rank: int, clean: dict[str, bytes], corpus: Path, tmp_path: Path
 ) -> None:
     world, parallel = LAYOUTS[layout]
-    assert run_ranks(world, train, recipe(corpus, tmp_path / "run", parallel), fault, rank) == [0] * world
+    c = recipe(corpus, tmp_path / "run", parallel, kind=kind_of(layout))
+    assert run_ranks(world, train, c, fault, rank) == [0] * world
     run = RunDirectory(tmp_path / "run")
     (event,) = run.events(GradientsDoubted)
     assert (event["step"], event["ranks"]) == (STEP, [rank])

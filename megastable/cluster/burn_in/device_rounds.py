@@ -14,7 +14,7 @@ import torch
 
 from megastable.cluster.burn_in import exact_cases, repeat_cases
 from megastable.cluster.burn_in.faults import BurnInFault, DeviceBurnIn, DeviceTest
-from megastable.cluster.burn_in.memory_patterns import Memory, pattern_of
+from megastable.cluster.burn_in.memory_patterns import Memory, pattern_of, taken_by_others
 from megastable.cluster.burn_in.trials import CaseTrial, repeated, tried
 
 KEPT = 8  # faults of a device that are described: all of them are counted
@@ -50,14 +50,17 @@ TESTS: dict[DeviceTest, Tried] = {
 
 
 def rounds(device: torch.device, seed: int, seconds: float, first: int = 0) -> Iterator[DeviceBurnIn]:
-    """The state before and after every test. At least one whole round; a test that has begun is finished. first: number
-    of the first round. Raises RuntimeError if the device fails."""
+    """The state before and after every test. At least one whole round; a test that has begun is finished. A device that
+    others use is left alone. first: number of the first round. Raises RuntimeError if the device fails."""
     until, state, round_ = (
         time.monotonic() + seconds,
         DeviceBurnIn(device=str(device), name=_name(device)),
         first,
     )
     yield _doing(state, "memory", round_)
+    if others := taken_by_others(device):
+        yield state.model_copy(update={"in_use": f"{others >> 20:,} MiB of its memory are in use by others"})
+        return
     memory = Memory.taken(device)
     state = state.model_copy(update={"memory": memory.size})
     while round_ == first or time.monotonic() < until:

@@ -42,7 +42,8 @@ class BurnInFault(_Record):
 
 class DeviceBurnIn(_Record):
     """One device. rounds: completed. runs, failed: of each test. memory: bytes tested at a time. faults: the first
-    ones. now: the test that runs, or ran last. ended: why it could not go on, "" if it could."""
+    ones. now: the test that runs, or ran last. ended: why it could not go on, "" if it could. in_use: why it was left
+    alone, as others use it, "" if it was not."""
 
     device: str
     name: str = ""
@@ -53,6 +54,7 @@ class DeviceBurnIn(_Record):
     faults: list[BurnInFault] = Field(default_factory=list)
     now: str = ""
     ended: str = ""
+    in_use: str = ""
 
 
 class HostBurnIn(_Record):

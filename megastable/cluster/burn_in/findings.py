@@ -23,6 +23,8 @@ def burned(reports: Mapping[str, HostBurnIn]) -> Iterator[tuple[str, str]]:
     alike = _alike(reports)
     for host, report in reports.items():
         for device in report.devices:
+            if device.in_use:
+                yield host, f"{visible(device.device, 20)}: no burn-in, {device.in_use}: end them first"
             if device.ended:
                 told = f"{visible(device.device, 20)}: the burn-in ended in {visible(device.ended, 400)}"
                 yield host, f"{told}: see the kernel's log, and replace the device if it repeats"

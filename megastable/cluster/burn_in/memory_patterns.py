@@ -23,6 +23,9 @@ from megastable.cluster.burn_in.trials import UNSEEN, CaseTrial
 
 SHARE = 0.9  # of a GPU's free memory
 RESERVE = 8 << 30  # bytes of it for the other tests
+OURS = (
+    4 << 30
+)  # bytes that this process, the driver and tools that watch may have: more is a program that computes
 OF_CPU = 32 << 20  # bytes
 CHUNK = {"cuda": 1 << 25, "cpu": 1 << 20}  # words: larger than a cache
 AUDITED = 1 << 18  # words that the CPU compares itself, of one chunk each time
@@ -162,3 +165,12 @@ def free_bytes(device: torch.device) -> int:
         return min(OF_CPU, free_memory.free() // 8)
     free, _ = torch.cuda.mem_get_info(device)
     return max(CHUNK["cuda"] * WORD, min(int(SHARE * free), free - RESERVE))
+
+
+def taken_by_others(device: torch.device) -> int:
+    """Bytes of a GPU's memory that other programs use; 0 if that is no more than what is always there."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free - torch.cuda.memory_reserved(device)
+    return taken if taken > OURS else 0

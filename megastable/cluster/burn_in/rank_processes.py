@@ -47,6 +47,8 @@ def burn_in(seconds: float, seed: int, first: int = 0) -> HostBurnIn:
     why = ""
     if any(state.ended for state in found):
         why = "not tried, because a device failed before"
+    elif any(state.in_use for state in found):
+        why = "not tried, because others use a device"
     elif not alone:
         exchanged = phase("exchange", kind, count or CPU_RANKS, seconds * share, seed)
         ends = [f"{state.device}: {state.ended}" for state in exchanged if state.ended]
@@ -166,6 +168,9 @@ def be_a_rank(
             write_state(folder, rank, state)
             if os.getppid() != parent:
                 return 1
+    except torch.OutOfMemoryError:  # somebody else took what was free
+        write_state(folder, rank, state.model_copy(update={"in_use": "others took its memory meanwhile"}))
+        os._exit(0)
     except RuntimeError as error:  # torch's, of a device or a collective
         lines = str(error).strip().splitlines() or [type(error).__name__]
         write_state(folder, rank, state.model_copy(update={"ended": f"{state.now}: {lines[0][:300]}"}))

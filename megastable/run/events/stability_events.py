@@ -90,6 +90,18 @@ class ReplicasDiffer(Event):
         return str(self.get("reason"))
 
 
+class StateChanged(Event):
+    """Masters, moments or weights of some `ranks` are not what the update of `step` left."""
+
+    NAME = "state_changed"
+    step: Whole
+    ranks: Items
+    reason: Text
+
+    def words(self) -> str:
+        return str(self.get("reason"))
+
+
 class GradientsDoubted(Event):
     """The update of `step` was refused, as a rank's gradient stood out (kinds: how), or the sum of all is wrong.
     verdict: "sum"; of repeating the step: "transient", "persistent", or "data": no hardware, and the step is done as it
@@ -99,6 +111,33 @@ class GradientsDoubted(Event):
     step: Whole
     verdict: Text
     kinds: Items
+    ranks: Items
+    reason: Text
+
+    def words(self) -> str:
+        return str(self.get("reason"))
+
+
+class ReplayDiffers(Event):
+    """A micro-batch of `step`, computed again, gave another gradient, or a product with a known answer is wrong.
+    verdict: "transient" or "persistent". ranks: which were wrong, one of them at least; empty if it is not known."""
+
+    NAME = "replay_differs"
+    step: Whole
+    verdict: Text
+    ranks: Items
+    reason: Text
+
+    def words(self) -> str:
+        return str(self.get("reason"))
+
+
+class HostFaulty(Event):
+    """Ranks on `hosts` are proven to compute wrong, again and again: the process ends, to go on without them."""
+
+    NAME = "host_faulty"
+    step: Whole
+    hosts: Items
     ranks: Items
     reason: Text
 

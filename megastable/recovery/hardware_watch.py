@@ -1,0 +1,92 @@
+"""All that looks for hardware that lies: copies that differ, memory that changes, gradients that stand out, results
+that do not repeat. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megastable.config.tree import RunConfig
+from megastable.data.loader import Loader, Step
+from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
+from megastable.recovery.gradient_watch import GradientWatch, Suspicion
+from megastable.recovery.hardware_fault import HardwareFault
+from megastable.recovery.replay_check import ReplayCheck
+from megastable.recovery.replica_watch import ReplicaWatch
+from megastable.recovery.state_watch import StateWatch
+from megastable.run.log import RunLog
+
+SUSPECTED = "a gradient, or the sum of all, stands out; the step is repeated"
+
+
+class HardwareWatch:
+    """Of one process, which resumes after `step` steps. phase: the trainer's heartbeat.
+
+    memory: what the last look at it found; suspicion: what the last gate found of the gradients, yet to be proven.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        loader: Loader,
+        step: int,
+        log: RunLog,
+        phase: Callable[[str], None],
+    ) -> None:
+        c = config.stability
+        self._on, self._phase = c.enabled, phase
+        self.replicas = ReplicaWatch(c.hardware, engine, step, log)
+        self.state = StateWatch(c.enabled and c.hardware.state, engine, step, log)
+        self.replays = ReplayCheck(config, engine, loader, step, log)
+        self.gradients = GradientWatch(config, engine, loader, log)
+        self.memory: HardwareFault | None = None
+        self.suspicion: Suspicion | None = None
+        self._asked = 0  # of the votes
+
+    def votes(self, step: int) -> tuple[float, ...]:
+        """For the sum of the step after `step`, the last ones of all: the same number on every rank."""
+        votes = (*self.state.votes(), *self.replicas.votes(step))
+        self._asked = len(votes)
+        return votes
+
+    def judge(self, measured: Measured, step: int) -> None:
+        """Before the update of `step`."""
+        votes = measured.votes[len(measured.votes) - self._asked :]
+        of_state = self.state.columns
+        found = self.state.judge(votes[:of_state]), self.replicas.judge(votes[of_state:])
+        self.memory = found[0] or found[1]  # the first knows whose it is
+        self.suspicion = self.gradients.judge(measured, step)
+
+    @property
+    def reason(self) -> str:
+        """Why the update must not be applied; "": no reason."""
+        if self.memory is not None:
+            return self.memory.reason
+        return SUSPECTED if self.suspicion is not None else ""
+
+    def applied(self, measured: Measured, step: int) -> None:
+        """The update of `step` was, with these measurements."""
+        self.state.seal(step)
+        self.gradients.accept(measured)
+
+    def verify(self, step: int) -> HardwareFault | None:
+        """Before the state after `step` is saved: whether memory holds what the step left, and copies are equal."""
+        if self._on:
+            found = self.state.check(), self.replicas.check(step)
+            self.memory = found[0] or found[1]
+        return self.memory
+
+    def replay(self, batch: Step, step: int) -> HardwareFault | None:
+        """After `step`, of its samples, where that is due."""
+        if not self._on or not self.replays.due(step):
+            return None
+        self._phase("replay")
+        return self.replays.check(batch, step)
+
+    def rewound(self, step: int) -> None:
+        """The run is back after `step`; the step that follows may be one that was done before."""
+        self.state.seal(step)
+        self.replicas.rewound(step)
+        self.replays.rewound(step)
+        self.gradients.rewound()

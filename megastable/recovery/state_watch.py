@@ -1,0 +1,71 @@
+"""Verifies that masters, moments and weights of this rank are what its last update left: between two updates nothing
+may change them. Collective."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from megastable.base.collectives import gathered
+from megastable.base.fingerprint import Marks, fingerprint, marks_of, unlike
+from megastable.engine.engine import Engine
+from megastable.recovery.hardware_fault import HardwareFault
+from megastable.run.events.stability_events import StateChanged
+from megastable.run.log import RunLog
+
+KINDS = {"weight": "fp32 masters", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
+TOLD = 3  # things named in a sentence
+
+
+class StateWatch:
+    """Of this rank."""
+
+    def __init__(self, on: bool, engine: Engine, step: int, log: RunLog) -> None:
+        self.engine, self.log, self._on = engine, log, on
+        self.columns = int(on)  # of the votes
+        self.seal(step)
+
+    def seal(self, step: int) -> None:
+        """The state after `step` steps is as it should be."""
+        self._step = step
+        self._marks: Marks | None = marks_of(self.engine.optimizer_state()) if self._on else None
+        self._weights = fingerprint(self.engine.zero.flat_weights) if self._on else None
+
+    def current(self) -> Marks | None:
+        """Of masters and moments, as the last update left them, by the names of optimizer_state()."""
+        return self._marks
+
+    def votes(self) -> tuple[float, ...]:
+        """For the sum of a step, before its update: whether the state is not what was sealed."""
+        return (float(bool(self._odd())),) if self._on else ()
+
+    def judge(self, votes: Sequence[float]) -> HardwareFault | None:
+        """What the summed votes show. Collective if anything changed."""
+        return self._named() if any(votes) else None
+
+    def check(self) -> HardwareFault | None:
+        """Compare now. Collective."""
+        return self._named() if self._on and any(gathered(bool(self._odd()))) else None
+
+    def _odd(self) -> list[str]:
+        """What is not as it was, by names of optimizer_state(), or "weights"."""
+        assert self._marks is not None and self._weights is not None
+        now = fingerprint(self.engine.zero.flat_weights)
+        odd = unlike(self._marks, marks_of(self.engine.optimizer_state()))
+        return [*odd, *(["weights"] if int(now) != int(self._weights) else [])]
+
+    def _named(self) -> HardwareFault:
+        everyone = gathered((socket.gethostname(), self._odd()))
+        found = {rank: (host, odd) for rank, (host, odd) in enumerate(everyone) if odd}
+        texts = [f"{_what(odd)} of rank {rank} on {host}" for rank, (host, odd) in list(found.items())[:TOLD]]
+        more = f" and of {len(found) - TOLD} more ranks" if len(found) > TOLD else ""
+        reason = f"after step {self._step}, between two updates, memory changed: {'; '.join(texts)}{more}"
+        self.log.emit(StateChanged(step=self._step, ranks=sorted(found), reason=reason), say=True)
+        hosts = sorted({host for host, _ in found.values()})
+        return HardwareFault(self._step, False, sorted(found), hosts, reason)
+
+
+def _what(odd: Sequence[str]) -> str:
+    """As a phrase."""
+    kinds = [KINDS.get(name.split("/")[-1], name) for name in odd]
+    return ", ".join(dict.fromkeys("weights in compute precision" if k == "weights" else k for k in kinds))
