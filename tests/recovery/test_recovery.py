@@ -45,8 +45,10 @@ def recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
     """One micro-batch a step through one layer: where the layout matters, LAYOUTS has more of both."""
     train = {"steps": STEPS, "global_batch": 8, "micro_batch": 8, "eval_samples": 8, "eval_interval": 0}
     train |= parts.pop("train", {})
-    # Judged from early on, so that the runs can be short.
+    # Judged from early on, so that the runs can be short. A state that is damaged here stands for one that training
+    # has damaged: memory is not watched, which would find it before the loss shows anything.
     stability = parts.pop("stability", {}) | {"detector": {"warmup_steps": 20, "min_values": 12}}
+    stability |= {"hardware": {"state": False}}
     defaults: dict[str, Any] = {
         "stability": stability,
         "train": train,
