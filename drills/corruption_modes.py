@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drills.corruption_bits import AMONG, WHOLE, Change, flip
-from drills.corruption_plan import POSITIONS, Planned
+from drills.corruption_plan import LAYOUTS, POSITIONS, Planned
 from megastable.engine.engine import Engine
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
@@ -93,8 +93,8 @@ class Messages(Operations):
         if name == "c10d::reduce_" and ProcessGroup.unbox(args[1]).rank() != args[3]:
             return []  # only the root receives something
         received = [tensor for tensor in _flat(args[0]) if can_be_struck(tensor)]
-        if name == "c10d::allreduce_":
-            # Tensor ranks agree on the largest logit in fp32, which cancels out: a wrong one changes nothing.
+        if name == "c10d::allreduce_" and LAYOUTS[self.fault.layout].tensor > 1:
+            # Activations are bf16. In fp32 tensor ranks agree on the largest logit, which cancels out.
             received = [tensor for tensor in received if tensor.dtype is torch.bfloat16]
         if received:
             _wait(result)
