@@ -16,6 +16,8 @@ VOCABULARY = 250
 LENGTH = 32
 TOKENS = 40_000
 LAST = 40  # steps of a run
+SAMPLES = 96  # of a step; of fewer, gradients of single ranks have no direction in common
+MICRO_BATCHES = 2  # of a step and rank
 # How often hardware is looked at. Settings of further detectors belong here: intervals of 10, so that one strikes the
 # second of them.
 HARDWARE: dict[str, Any] = {"fingerprint_interval": 10}
@@ -39,7 +41,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def config(corpus: Path, run: Path, layout: Layout, seed: int) -> RunConfig:
-    """A run of seconds. 96 samples a step: of fewer, gradients of single ranks have no direction in common."""
+    """A run of seconds."""
     tree: dict[str, Any] = {
         "run": {"dir": run, "seed": seed, "timeout": 600},
         "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "sequence_length": LENGTH}
@@ -49,7 +51,8 @@ def config(corpus: Path, run: Path, layout: Layout, seed: int) -> RunConfig:
         "parallel": layout.parallel,
         "optimizer": {"lr": 3e-3},
         "schedule": {"warmup_steps": 5, "total_steps": LAST},
-        "train": {"steps": LAST, "global_batch": 96, "micro_batch": 16, "eval_samples": 0, "eval_interval": 0},
+        "train": {"steps": LAST, "global_batch": SAMPLES, "micro_batch": SAMPLES // layout.data // MICRO_BATCHES}
+        | {"eval_samples": 0, "eval_interval": 0},
         # A hand-over goes back to the one of step 20, and a wrong replica resumes from it.
         "checkpoint": {"interval": RESUMED},
         "stability": {"hardware": HARDWARE, "snapshots": {"interval": 5}},
