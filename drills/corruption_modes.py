@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ def can_be_struck(tensor: object) -> bool:
 
 
 class _Watching(TorchDispatchMode):
-    """Shows every operation to `act`, when it is done: its name, arguments and result."""
+    """Shows every operation to `act`, when it is done: its name, arguments and result. Messages are waited for."""
 
     def __init__(self, act: Callable[[str, Sequence[Any], Any], None]) -> None:
         super().__init__()
@@ -35,8 +36,13 @@ class _Watching(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._act(func._schema.name, args, result)
+        name, result = func._schema.name, func(*args, **(kwargs or {}))
+        if name.startswith("c10d::") and name != "c10d::send":
+            # The caller waits for the message again: gloo would write a sum once more, or wait for another message.
+            *others, work = result if isinstance(result, tuple) else (result,)
+            Work.unbox(work).wait()
+            result = (*others, _over()) if others else _over()
+        self._act(name, args, result)
         return result
 
 
@@ -96,8 +102,6 @@ class Messages(Operations):
         if name == "c10d::allreduce_" and LAYOUTS[self.fault.layout].tensor > 1:
             # Activations are bf16. In fp32 tensor ranks agree on the largest logit, which cancels out.
             received = [tensor for tensor in received if tensor.dtype is torch.bfloat16]
-        if received:
-            _wait(result)
         return received
 
 
@@ -107,10 +111,11 @@ def _flat(tensors: Any) -> list[Any]:
     return [tensors]
 
 
-def _wait(result: Any) -> None:
-    """Until the message is there."""
-    work = result[-1] if isinstance(result, tuple) else result
-    Work.unbox(work).wait()
+def _over() -> Any:
+    """The work of a message that is there."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result([])
+    return _create_work_from_future(future).boxed()
 
 
 def column(fault: Planned, stack: ExitStack) -> Change:
