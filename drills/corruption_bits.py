@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 AMONG = 64  # elements of which the largest is struck
+# By position, how far into the tensor they are. At its very beginning is a sample's first token, which attends only to
+# itself, whatever its query is; at its very end the padding of the vocabulary.
+NEAR = (1 / 8, 1 / 2, 7 / 8)
 # Numbers of bits in fp32, by position. bf16 is the upper half of fp32. An exponent changes by 16, 8 or 4, so that the
 # number is far off without being infinite.
 BITS = {"sign": (31, 31, 31), "exponent": (27, 26, 25), "mantissa": (22, 21, 20)}
@@ -27,7 +30,7 @@ class Change(BaseModel):
 @torch.no_grad()
 def flip(tensor: Tensor, what: str, position: int, name: str) -> Change:
     """In place. tensor: fp32 or bf16, of any strides. what: a key of BITS. position: 0, 1 or 2, of the bit, and of the
-    element: near the beginning, the middle or the end. name: of the tensor, for people."""
+    element: in its first part, its middle or its last part. name: of the tensor, for people."""
     held = tensor.detach()
     index = _chosen(held.flatten(), position)
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), held.shape))
@@ -42,7 +45,7 @@ def flip(tensor: Tensor, what: str, position: int, name: str) -> Change:
 
 def _chosen(flat: Tensor, position: int) -> int:
     """The largest of a few elements; of all if those are zero, as padding is."""
-    first = (flat.numel() - min(AMONG, flat.numel())) * position // 2
+    first = int((flat.numel() - min(AMONG, flat.numel())) * NEAR[position])
     among = flat[first : first + AMONG].float().abs()
     if among.max() > 0:
         return first + int(among.argmax())

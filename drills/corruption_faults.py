@@ -46,9 +46,9 @@ def _stepping(fault: Planned, real: Callable[..., Any], before: Around, during: 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         nonlocal done
         around: Around | None = None
-        # The engine's step: it goes back with a rewind. A measurement is not a step.
+        # The engine's step, which it counts from where it resumed: it goes back with a rewind. A measurement is none.
         if not (done or self._probing):
-            step = self.ds.global_steps + 1
+            step = fault.begin + self.ds.global_steps + 1
             done = step >= fault.step
             around = during if done else before if step == fault.step - 1 else None
         with around(self) if around is not None else nullcontext():

@@ -87,6 +87,11 @@ class Planned(BaseModel):
         return self.kind.partition("/")[2]
 
     @property
+    def begin(self) -> int:
+        """The step that its run resumes after."""
+        return RESUMED if self.where == "replica" else 0
+
+    @property
     def lasts(self) -> bool:
         """Whether it is there in every later step, too: nothing can be undone then."""
         return self.where == "column"

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from drills.corruption_crew import Crew
-from drills.corruption_plan import LAYOUTS, RESUMED, Layout, Planned, expected
+from drills.corruption_plan import LAYOUTS, Layout, Planned, expected
 from drills.corruption_ranks import Ended
 from drills.corruption_score import Clean, Entry, Outcome, Total, findings, incidents, judge, total
 from drills.corruption_stage import LAST, config, write_corpus
@@ -65,8 +65,8 @@ class _Course:
 
     def strike(self, fault: Planned) -> Outcome:
         name = f"{fault.kind.replace('/', '-')}-{fault.position + 1}"
-        if fault.step == RESUMED + 1:
-            self._resume(self.folder / name)
+        if fault.begin:
+            self._resume(self.folder / name, fault.begin)
         ended, seconds = self._run(name, fault, max(HUNG, TIMES * self._seconds))
         errors = [rank.error for rank in ended]
         held = ended[fault.rank]
@@ -83,10 +83,10 @@ class _Course:
         ended = self.crew.run(settings, fault, self.folder / f"{name}.log", limit)
         return ended, time.monotonic() - begin
 
-    def _resume(self, run: Path) -> None:
-        """Make a run that was stopped at the checkpoint before the fault."""
+    def _resume(self, run: Path, step: int) -> None:
+        """Make a run that was stopped after a checkpoint, and nothing else."""
         clean = self.folder / "clean"
-        at = _checkpoint(clean, RESUMED)
+        at = _checkpoint(clean, step)
         shutil.copytree(at, run / at.relative_to(clean))
         shutil.copy2(RunDirectory(clean).recipe, run)
 

@@ -25,7 +25,7 @@ def test_one_bit_of_the_largest_of_a_few(dtype: torch.dtype, what: str, position
     assert changed == [change.element]
     number = int((bits(tensor) ^ bits(before))[change.element]) & (2 ** (8 * tensor.element_size()) - 1)
     assert number == 1 << BITS[what][position] - (32 - 8 * tensor.element_size())
-    first = (1200 - AMONG) * position // 2
+    first = int((1200 - AMONG) * (0.125, 0.5, 0.875)[position])
     around = before.flatten()[first : first + AMONG].float().abs()
     assert first + int(around.argmax()) == change.element
     assert change.before == float(before.flatten()[change.element])
