@@ -25,6 +25,7 @@ def run(names: Sequence[str], seeds: Sequence[int], short: bool, keep: Path | No
     plans: list[Planned] = []
     for seed in seeds:
         plans += quick(seed) if short else plan(layouts, kinds, seed)
+    done: list[str] = []
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
         shown = stack.enter_context(bar("starting", len(plans), silent=quiet, unit="runs"))
@@ -32,9 +33,11 @@ def run(names: Sequence[str], seeds: Sequence[int], short: bool, keep: Path | No
         def tell(name: str, outcome: Outcome | None) -> None:
             shown.doing(name)
             if outcome is not None:
+                done.append(name)
                 shown()
                 if not quiet:
-                    shown.say(f"{name}: {told(outcome)}, {outcome.seconds:.0f} s")
+                    line = f"{len(done)}/{len(plans)} {name}: {told(outcome)}, {outcome.seconds:.0f} s"
+                    console().print(line, soft_wrap=True)
 
         report = drill(plans, folder.resolve(), tell)
     if not quiet:

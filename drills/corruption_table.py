@@ -24,7 +24,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     last = None
     for (kind, _), found in groupby(ordered, key=lambda o: (o.planned.kind, o.planned.layout)):
         of = list(found)
-        if last not in (None, kind):
+        if last not in (None, kind) and len({o.planned.layout for o in outcomes}) > 1:
             shown.add_section()
         cells = [Text(text, "bold red" if bad else "") for text, bad in row(of)]
         shown.add_row(Text("" if kind == last else kind), *cells)
