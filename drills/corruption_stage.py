@@ -18,9 +18,10 @@ TOKENS = 40_000
 LAST = 40  # steps of a run
 SAMPLES = 96  # of a step; of fewer, gradients of single ranks have no direction in common
 MICRO_BATCHES = 2  # of a step and rank
-# How often hardware is looked at. Settings of further detectors belong here: intervals of 10, so that one strikes the
-# second of them.
-HARDWARE: dict[str, Any] = {"fingerprint_interval": 10}
+HARDWARE: dict[str, Any] = {
+    "fingerprint_interval": 10,
+    "replay_interval": 10,
+}  # a fault is between the second and third
 
 
 def write_corpus(folder: Path) -> None:

@@ -10,7 +10,12 @@ from drills.scenario import CLEAN, Scenario
 
 STEPS, FAULT_STEP = 400, 200
 # The faults change weights as training could, but between two updates: memory is not watched.
-LONG = ("train.steps=400", "schedule.total_steps=600", "stability.dry_run=true", "stability.hardware.state=false")
+LONG = (
+    "train.steps=400",
+    "schedule.total_steps=600",
+    "stability.dry_run=true",
+    "stability.hardware.state=false",
+)
 BARE = (*LONG, "model.qk_norm=false")
 STALE = (*LONG, "optimizer.betas=[0.9,0.999]")
 
