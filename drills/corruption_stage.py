@@ -18,10 +18,8 @@ TOKENS = 40_000
 LAST = 40  # steps of a run
 SAMPLES = 96  # of a step; of fewer, gradients of single ranks have no direction in common
 MICRO_BATCHES = 2  # of a step and rank
-HARDWARE: dict[str, Any] = {
-    "fingerprint_interval": 10,
-    "replay_interval": 10,
-}  # a fault is between the second and third
+# A fault is between the second look and the third.
+HARDWARE: dict[str, Any] = {"fingerprint_interval": 10, "replay_interval": 10}
 
 
 def write_corpus(folder: Path) -> None:
