@@ -8,7 +8,7 @@ from contextlib import suppress
 from pydantic import ValidationError
 
 from megastable.run.events.event import Event
-from megastable.run.events.stability_events import Handover, IncidentEvent
+from megastable.run.events.stability_events import Handover, HostFaulty, IncidentEvent
 from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
@@ -101,7 +101,7 @@ class SupervisorState:
                 self.clock = max(self.clock, int(event["step"]))
             case CheckpointRejected():
                 self.rejected = max(self.rejected, int(str(event["name"]).removeprefix("step-")))
-            case Finished() | Stopped() | Handover() | Unstable():
+            case Finished() | Stopped() | Handover() | HostFaulty() | Unstable():
                 self.since.append(event)
             case Ended():
                 self._ended(event)

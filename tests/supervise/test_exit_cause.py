@@ -57,6 +57,14 @@ def test_what_the_training_said_counts_before_any_exit_code(
     assert end(said, code=launcher, fates={0: Fate(signal=6, host="here")}) == End(code=code, certain=True)
 
 
+def test_a_hand_over_names_the_hosts_that_compute_wrong() -> None:
+    faulty = event_of({"event": "host_faulty", "step": 9, "hosts": ["a.cluster", "b"], "ranks": [1, 2]})
+    events = [faulty, faulty, event_of({"event": "handover"})]
+    names = {"a.cluster": "node-a"}
+    found = end_of(events, [], {}, 78, "", None, "here", called=lambda host: names.get(host, host))
+    assert found == End(code=errors.HANDOVER, certain=True, faulty=("node-a", "b"))
+
+
 def test_a_killed_rank_is_named_not_those_that_lost_it() -> None:
     found = end(last=[words(0, GLOO)], fates={0: Fate(code=1), 1: Fate(signal=9, host="here")})
     assert (found.what, found.rank, found.host, found.signal) == ("SIGKILL", 1, "here", 9)

@@ -28,7 +28,14 @@ from megastable.data.skips import Selection
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import IncidentEvent
-from megastable.run.events.supervisor_events import Ended, Hang, HostsAwaited, Launched, SupervisorEvent
+from megastable.run.events.supervisor_events import (
+    Ended,
+    Hang,
+    HostLeftOut,
+    HostsAwaited,
+    Launched,
+    SupervisorEvent,
+)
 from megastable.run.goodput.watching import read_account
 from megastable.run.rank_ipc import FLAG
 from megastable.supervise import failed_data, gathering, rank_files
@@ -64,6 +71,8 @@ if "begin" in plan:
         progress.with_suffix(".tmp").write_text(json.dumps(facts))
         os.replace(progress.with_suffix(".tmp"), progress)
         time.sleep(0.01)
+if "faulty" in plan:
+    note("host_faulty", step=9, hosts=plan["faulty"], ranks=[1], reason="it computes wrong")
 if "event" in plan:
     note(plan["event"])
 for old, new in plan.get("moves", []):
@@ -253,6 +262,19 @@ def test_what_trying_again_does_not_change(ladder: Ladder, plan: dict[str, Any],
 def test_a_handover_is_started_again_at_once(ladder: Ladder) -> None:
     code, ends = ladder({"begin": 0, "until": 9, "event": "handover", "code": 78}, FINISHED)
     assert code == errors.OK and len(ends) == 2 and ladder.incidents() == []
+
+
+def test_a_host_that_computes_wrong_is_left_out(ladder: Ladder) -> None:
+    """A spare takes its place; where nobody can, the run goes on with it, and finds it again."""
+    spares = ladder.config.supervise.model_copy(update={"spares": 1})
+    ladder.config = ladder.config.model_copy(update={"supervise": spares})
+    wrong = {"begin": 0, "until": 9, "faulty": ["second"], "event": "handover", "code": 78}
+    code, _ = ladder(wrong, wrong | {"faulty": ["third"]}, FINISHED, hosts=("first", "second", "third"))
+    assert code == errors.OK
+    (left,) = ladder.run.events(HostLeftOut)
+    assert (left.host, left.wholly, left.reason) == ("second", True, "computes wrong")
+    lineups = [list(event.hosts) for event in ladder.run.events(Launched)]
+    assert lineups == [["first", "second"], ["first", "third"], ["first", "third"]]
 
 
 def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(
