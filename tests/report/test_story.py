@@ -9,6 +9,7 @@ import pytest
 
 from megastable.base.text import duration
 from megastable.report.postmortem import costs_of, incidents_of, sentences
+from megastable.report.postmortem.facts import IncidentFacts
 from megastable.report.story import story
 from tests.conftest import tiny
 
@@ -57,3 +58,18 @@ def test_an_action_without_words_is_named(corpus: Path, action: str | None) -> N
     assert f"done         {action or 'nothing'}: open" in lines(
         corpus, action=action, outcome="open", positions=[]
     )
+
+
+def test_a_fault_of_hardware_is_told_by_its_evidence() -> None:
+    """The loss before and after says nothing of it."""
+    given = {
+        "number": 1,
+        "onset": 24,
+        "verdict": "corrupted",
+        "cause": "hardware",
+        "loss_before": 4.9,
+        "loss_peak": 4.4,
+    }
+    told = sentences.seen(IncidentFacts.model_validate(given | {"reasons": ["rank 2 on node-1 got negated"]}))
+    assert told == "At step 24 hardware was wrong: rank 2 on node-1 got negated."
+    assert sentences.seen(IncidentFacts.model_validate(given)) == "At step 24 hardware was wrong."

@@ -116,6 +116,8 @@ def symptom(i: IncidentFacts) -> str:
             return f"the loss drifted away{went and f',{went}'}"
         case "plateau":
             return f"the loss stayed above its old level{went and f': it went{went}'}"
+        case "corrupted":
+            return f"hardware was wrong: {i.reasons[0].rstrip('.')}" if i.reasons else "hardware was wrong"
         case "trickle":
             return "single samples stood out, more often than before"
         case "oscillation":
@@ -149,7 +151,9 @@ def _found_and_done(e: Evidence) -> str:
         "learning_rate": "No sample was guilty: the learning rate was, or FP8."
         if _left_first(i)
         else "No sample was guilty: the learning rate was.",
-        "hardware": "The same data on the same state gave something else: hardware.",
+        "hardware": ""
+        if i.verdict == "corrupted"
+        else "The same data on the same state gave something else: hardware.",
     }.get(i.cause, "")
     skipped = ", skipped them" if i.cause == "data" else ""
     went = f"The run was rewound in memory to {back}{skipped} and continued"
