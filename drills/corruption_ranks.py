@@ -49,11 +49,10 @@ def serve(rank: int, world: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job = pipe.recv()
-        except EOFError:
-            # Destructors of C++ libraries sometimes abort.
+            pipe.send(_run(pipe.recv()))
+        except (EOFError, ConnectionError):
+            # The drill is over. Not by an exception: destructors of C++ libraries sometimes abort.
             os._exit(0)
-        pipe.send(_run(job))
 
 
 def _run(job: Job) -> Ended:

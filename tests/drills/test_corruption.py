@@ -46,14 +46,13 @@ def test_quick_faults_are_found_named_and_undone(tmp_path: Path) -> None:
         told = o["planned"], o["found"], o["naming"], o["ended"], o["reason"], o["error"]
         assert o["changes"] and o["ended"] == "finished" and o["steps"] == 0, told
         assert o["found"] and o["ranks"] == [[o["planned"]["rank"]]] and o["naming"] == "named", told
+        # Also: a later run of the same processes has the bytes of the first one, the clean one.
         assert o["same"] and not o["early"], told
     assert [(c["layout"], c["findings"], c["incidents"]) for c in report["clean"]] == [
         ("dp2", [], []), ("dp3", [], []),
     ]  # fmt: skip
     assert report["seeds"] == [1] and report["torch"] and report["deepspeed"] and report["cpu"]
     assert report["date"][:2] == "20" and report["total"]["undone"] == len(QUICK)
-    # A run in the middle of many in one process has the bytes of one in a process of its own: that of other ranks
-    # is compared in `same`, and here that of other kinds.
     assert shared_memory() <= shared and family(tmp_path) == []
 
 
