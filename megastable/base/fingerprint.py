@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from megastable.base import splitmix
@@ -20,8 +22,16 @@ from megastable.base import splitmix
 WORDS = 1 << 20  # processed at once; the table of their factors, 8 MiB, stays in a GPU's cache
 STEP = 0x1E3779B97F4A7C15  # odd
 
-Marks = Mapping[str, Tensor]
-"""By the names of tensors: their fingerprints, int64 [], where the tensors are."""
+
+class Mark(NamedTuple):
+    """64 bits of a tensor, as `device` (its type) makes them: int64 [], where the tensor was."""
+
+    device: str
+    value: Tensor
+
+
+Marks = Mapping[str, Mark]
+"""By the names of tensors."""
 
 
 @torch.no_grad()
@@ -40,19 +50,27 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
-def marks_of(tensors: Mapping[str, Tensor]) -> Marks:
-    """Without a wait for the device."""
-    return {name: fingerprint([tensor]) for name, tensor in tensors.items()}
+def mark_of(tensor: Tensor, device: str | None = None) -> Mark:
+    """Without a wait for the device. CPUs have a faster hash than the sum above, and what was marked on a GPU can be
+    compared with a copy on the CPU: device: that made the other mark."""
+    device = device or tensor.device.type
+    if device != "cpu":
+        return Mark(device, fingerprint([tensor]))
+    hashed = xxhash.xxh3_64_intdigest(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return Mark(device, torch.tensor(hashed - (1 << 63)))
+
+
+def marks_of(tensors: Mapping[str, Tensor], like: Marks | None = None) -> Marks:
+    """like: marks that these will be compared with."""
+    made = {name: mark.device for name, mark in (like or {}).items()}
+    return {name: mark_of(tensor, made.get(name)) for name, tensor in tensors.items()}
 
 
 def unlike(marks: Marks, others: Marks) -> list[str]:
-    """The names whose fingerprints differ, or that only one of them has. Waits for the devices."""
+    """The names whose marks differ, or that only one of them has. Waits for the devices."""
     both = [name for name in marks if name in others]
-    values = [(marks[name].cpu(), others[name].cpu()) for name in both]
-    return [
-        *(n for n, (a, b) in zip(both, values, strict=True) if a != b),
-        *sorted(marks.keys() ^ others.keys()),
-    ]
+    odd = [name for name in both if int(marks[name].value) != int(others[name].value)]
+    return [*odd, *sorted(marks.keys() ^ others.keys())]
 
 
 def _words(chunk: Tensor) -> Tensor:

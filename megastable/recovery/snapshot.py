@@ -138,7 +138,7 @@ class Ring:
     def intact(self, snapshot: Snapshot) -> bool:
         """Whether this rank's memory still holds what was copied into it."""
         self._host.synchronize()
-        return not unlike(snapshot.marks, marks_of(snapshot.tensors))
+        return not unlike(snapshot.marks, marks_of(snapshot.tensors, snapshot.marks))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore the engine's state. The caller updates the low-precision weights, and drops later points if the run

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 
 from megastable.base.collectives import gathered
-from megastable.base.fingerprint import Marks, fingerprint, marks_of, unlike
+from megastable.base.fingerprint import Marks, mark_of, marks_of, unlike
 from megastable.engine.engine import Engine
 from megastable.recovery.hardware_fault import HardwareFault
 from megastable.run.events.stability_events import StateChanged
@@ -29,7 +29,10 @@ class StateWatch:
         """The state after `step` steps is as it should be."""
         self._step = step
         self._marks: Marks | None = marks_of(self.engine.optimizer_state()) if self._on else None
-        self._weights = fingerprint(self.engine.zero.flat_weights) if self._on else None
+        self._weights = self._weighed() if self._on else {}
+
+    def _weighed(self) -> Marks:
+        return {f"weights/{i}": mark_of(flat) for i, flat in enumerate(self.engine.zero.flat_weights)}
 
     def current(self) -> Marks | None:
         """Of masters and moments, as the last update left them, by the names of optimizer_state()."""
@@ -48,11 +51,10 @@ class StateWatch:
         return self._named() if self._on and any(gathered(bool(self._odd()))) else None
 
     def _odd(self) -> list[str]:
-        """What is not as it was, by names of optimizer_state(), or "weights"."""
-        assert self._marks is not None and self._weights is not None
-        now = fingerprint(self.engine.zero.flat_weights)
+        """What is not as it was, by names of optimizer_state(), or "weights/..."."""
+        assert self._marks is not None
         odd = unlike(self._marks, marks_of(self.engine.optimizer_state()))
-        return [*odd, *(["weights"] if int(now) != int(self._weights) else [])]
+        return [*odd, *unlike(self._weights, self._weighed())]
 
     def _named(self) -> HardwareFault:
         everyone = gathered((socket.gethostname(), self._odd()))
@@ -67,5 +69,8 @@ class StateWatch:
 
 def _what(odd: Sequence[str]) -> str:
     """As a phrase."""
-    kinds = [KINDS.get(name.split("/")[-1], name) for name in odd]
-    return ", ".join(dict.fromkeys("weights in compute precision" if k == "weights" else k for k in kinds))
+    return ", ".join(dict.fromkeys(KINDS.get(name.split("/")[-1], _other(name)) for name in odd))
+
+
+def _other(name: str) -> str:
+    return "weights in compute precision" if name.startswith("weights/") else name

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base import fingerprint as module
-from megastable.base.fingerprint import WORDS, fingerprint
+from megastable.base.fingerprint import WORDS, fingerprint, mark_of, marks_of, unlike
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]
 
@@ -72,3 +72,25 @@ def test_order_lengths_and_signs_of_zero_count() -> None:
     assert int(fingerprint([])) == 0
     assert len({int(module._factors(torch.device("cpu"))[i]) for i in range(1000)}) == 1000
     assert bool((module._factors(torch.device("cpu")) & 1).all())
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 300), st.integers(0, 7))
+def test_marks_tell_any_bit_on_whatever_they_were_made(dtype: torch.dtype, size: int, bit: int) -> None:
+    """A GPU's mark of a tensor can be compared with a copy on the CPU, and a CPU's with a CPU's."""
+    tensor = drawn(size, dtype)
+    for device in ("cpu", "cuda"):
+        marks = {"a": mark_of(tensor, device)}
+        assert not unlike(marks, marks_of({"a": tensor.clone()}, marks))
+        assert unlike(marks, marks_of({"b": tensor}, marks)) == ["a", "b"]
+        if size:
+            other = tensor.clone()
+            other.view(torch.uint8)[-1] ^= 1 << bit
+            assert unlike(marks, marks_of({"a": other}, marks)) == ["a"]
+    assert mark_of(tensor).device == "cpu"
+    assert int(mark_of(tensor, "cuda").value) == int(fingerprint([tensor]))
+
+
+def test_a_mark_of_a_scalar_and_of_a_view() -> None:
+    table = torch.arange(12.0).view(3, 4)
+    assert int(mark_of(table.t()).value) == int(mark_of(table.t().contiguous()).value)
+    assert int(mark_of(torch.tensor(3.0)).value) != int(mark_of(torch.tensor(4.0)).value)
