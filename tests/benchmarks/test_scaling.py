@@ -310,7 +310,7 @@ def test_a_recipe_is_forecast_without_running_it() -> None:
     lines = {(line.what, line.collective): line for line in forecast.lines}
     sends = lines["activations", "send"]
     assert (sends.stage, sends.calls, sends.bytes, sends.sent) == (0, 16, 16 * 4096, 16 * 4096)
-    assert lines["the gate", "all-reduce"].bytes == 8 * (2 * 64 + 2 + 7 + 8 * 2)
+    assert lines["the gate", "all-reduce"].bytes == 8 * (2 * 64 + 2 + 8 + 8 * 2)
     assert forecast.busiest["pipeline"] == 16 * 4096 + 4
     text = printed(forecast_table(forecast))
     assert "8 ranks (tensor 2 x pipeline 2 x data 2)" in text and "sent in all: tensor" in text
