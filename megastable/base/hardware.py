@@ -40,20 +40,23 @@ def has_gpu() -> bool:
 
 
 def kind_of(device: torch.device) -> int:
-    """32 bits of what decides how results are rounded: a GPU's name, or a CPU's with its instructions."""
+    """32 bits of what decides how results are rounded: a GPU's name, or a CPU's with its instructions and threads; and
+    the versions of what computes."""
     return xxhash.xxh32_intdigest(_description(device).encode())
 
 
 def _description(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        versions = torch.__version__, torch.version.cuda, torch.backends.cudnn.version()
+        return f"{torch.cuda.get_device_name(device)} {versions}"
+    computing = f"{torch.__version__} {torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
+        return f"{platform.processor()} {computing}"
     # "Features" on Arm
     wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    return "\n".join([computing, *dict.fromkeys(line for line in lines if line.startswith(wanted))])
 
 
 def nominal_tflops(name: str, dtype: torch.dtype) -> float | None:

@@ -52,7 +52,9 @@ class LocalGradients:
         """gradients: flat fp32 buffers, whole, about to be summed; every rank receives its part."""
         slices = [g.view(self._ranks, -1) for g in gradients]
         found = torch.stack([self._at_once(s) if s.is_cuda else self._one_by_one(s) for s in slices]).sum(0)
-        self.digest, self._size = self.digest + found, self._size + found[1].sum()
+        # In place: memory that is freed on DeepSpeed's stream while it is still read may be given away on another.
+        self.digest.add_(found)
+        self._size.add_(found[1].sum())
         self._own = [_sample(s[self._rank]).clone() for s in slices]  # the sum overwrites it
 
     def before_whole(self, gradient: Tensor, receiver: int | None) -> None:
@@ -60,15 +62,15 @@ class LocalGradients:
         check, square = self._measured(gradient, True)
         to = slice(None) if receiver is None else slice(receiver, receiver + 1)
         self.digest[:, to] += torch.stack((check, square))[:, None]
-        self._size = self._size + square
+        self._size.add_(square)
         self._own = [_sample(gradient).clone()]
 
     def after(self, parts: Sequence[Tensor]) -> None:
         """parts: what this rank has received, the sums over the data ranks."""
-        self.total = self.total + torch.stack([self._measured(part, False)[0] for part in parts]).sum()
+        self.total.add_(torch.stack([self._measured(part, False)[0] for part in parts]).sum())
         own, self._own = self._own, []
         for mine, part in zip(own, parts, strict=True):
-            self._compared = self._compared + _products(mine, _sample(part) - mine)
+            self._compared.add_(_products(mine, _sample(part) - mine))
 
     def columns(self) -> Tensor:
         """What this rank adds to the sum: fp64 [data ranks x COLUMNS], on the device."""

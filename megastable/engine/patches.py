@@ -198,7 +198,7 @@ def measured_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
                 watch.after([summed])
             if summed is not tensor:
                 tensor.copy_(summed)
-        return tensor
+        return summed  # ZeRO 2 keeps the fp32 result
 
     o.allreduce_bucket = allreduce_bucket
 

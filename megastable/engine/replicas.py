@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megastable.base.fingerprint import fingerprint
+from megastable.base.fingerprint import Marks, fingerprint
 from megastable.engine.engine import Engine
 from megastable.engine.flatstate import KINDS
 from megastable.parallel.layout import Layout
@@ -62,10 +63,13 @@ class Replicas:
         rank = self.engine.topology.rank
         return next((i for i, ranks in enumerate(self.kinds[kind]) if rank in ranks), None)
 
-    def fingerprint(self, kind: str) -> Tensor:
-        """int64 [] on the device: of all that this rank holds of the kind, which must be something."""
+    def fingerprint(self, kind: str, weights: Marks | None = None) -> Tensor:
+        """int64 []: of all that this rank holds of the kind, which must be something. weights: marks of flat weights,
+        if there are any."""
         # Hundreds of small tensors take longer than a few large ones.
         flat = kind == COPIES and self.engine.config.parallel.zero < 3
+        if flat and weights is not None:
+            return fingerprint([torch.stack([mark.value for mark in weights.values()])])
         return fingerprint(self.engine.zero.flat_weights if flat else self._held[kind]().values())
 
     def by_name(self, kind: str) -> dict[str, int]:

@@ -2,7 +2,7 @@
 shows here at once, and nobody else's result is needed to know whose fault it is.
 
 The numbers are integers so small that every sum is exact in the dtype, in any order of summation; the answers are
-computed in int64, by numpy. A longer test with more kernels: `preflight --burn-in`.
+computed in fp64, by numpy. A longer test with more kernels: `preflight --burn-in`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def wrong_product(model: ModelConfig, tensor: int, dtype: torch.dtype, device: t
     """Which product of this device is wrong, and where: a phrase; "" if none is. tensor: ranks that share a matrix."""
     for width, height in _shapes(model, tensor):
         x, weight, answer = _case(width, height, dtype)
-        placed = x.to(device), weight.to(device)
+        placed = x.to(device, dtype), weight.to(device, dtype)
         for _ in range(ROUNDS):
             for name, got in _products(*placed):
                 if (wrong := got.cpu() != answer).any():
@@ -56,11 +56,12 @@ def _shapes(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
 
 @cache
 def _case(width: int, height: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x [ROWS, width], weight [height, width] and their product, as `dtype`."""
+    """x [ROWS, width], weight [height, width], int8, and their product as `dtype`."""
     draw = torch.Generator().manual_seed(width * 31 + height)
     x, weight = (
         torch.randint(0, 2, size, generator=draw) * 2 - 1 for size in ((ROWS, width), (height, width))
     )
     x[:, torch.randperm(width, generator=draw)[TERMS[dtype] :]] = 0
-    answer = torch.from_numpy(x.numpy() @ weight.numpy().T)  # by other kernels than those that are tested
-    return x.to(dtype), weight.to(dtype), answer.to(dtype)
+    # By other kernels than those that are tested; all sums are exact in fp64.
+    answer = torch.from_numpy(x.double().numpy() @ weight.double().numpy().T)
+    return x.to(torch.int8), weight.to(torch.int8), answer.to(dtype)

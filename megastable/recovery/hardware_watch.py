@@ -3,14 +3,16 @@ that do not repeat. Collective."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
+from megastable.base.collectives import gathered
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.recovery.gradient_watch import GradientWatch, Suspicion
-from megastable.recovery.hardware_fault import HardwareFault
+from megastable.recovery.hardware_fault import FaultCounts, HardwareFault
 from megastable.recovery.replay_check import ReplayCheck
 from megastable.recovery.replica_watch import ReplicaWatch
 from megastable.recovery.state_watch import StateWatch
@@ -43,10 +45,13 @@ class HardwareWatch:
         self.memory: HardwareFault | None = None
         self.suspicion: Suspicion | None = None
         self._asked = 0  # of the votes
+        # Memory and gradients that were wrong are repaired; without another host that is all that can be done.
+        self._counts = FaultCounts() if len(set(gathered(socket.gethostname()))) > 1 else None
 
     def votes(self, step: int) -> tuple[float, ...]:
         """For the sum of the step after `step`, the last ones of all: the same number on every rank."""
-        votes = (*self.state.votes(), *self.replicas.votes(step))
+        own = self.state.votes()
+        votes = (*own, *self.replicas.votes(step, self.state.weights))
         self._asked = len(votes)
         return votes
 
@@ -55,7 +60,7 @@ class HardwareWatch:
         votes = measured.votes[len(measured.votes) - self._asked :]
         of_state = self.state.columns
         found = self.state.judge(votes[:of_state]), self.replicas.judge(votes[of_state:])
-        self.memory = found[0] or found[1]  # the first knows whose it is
+        self.memory = self._counted(found[0] or found[1], step)  # the first knows whose it is
         self.suspicion = self.gradients.judge(measured, step)
 
     @property
@@ -74,8 +79,15 @@ class HardwareWatch:
         """Before the state after `step` is saved: whether memory holds what the step left, and copies are equal."""
         if self._on:
             found = self.state.check(), self.replicas.check(step)
-            self.memory = found[0] or found[1]
+            self.memory = self._counted(found[0] or found[1], step)
         return self.memory
+
+    def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
+        """As `GradientWatch.prove`."""
+        return self._counted(self.gradients.prove(suspicion, batch, step), step)
+
+    def _counted(self, fault: HardwareFault | None, step: int) -> HardwareFault | None:
+        return fault if fault is None or self._counts is None else self._counts.counted(fault, step)
 
     def replay(self, batch: Step, step: int) -> HardwareFault | None:
         """After `step`, of its samples, where that is due."""
@@ -84,9 +96,11 @@ class HardwareWatch:
         self._phase("replay")
         return self.replays.check(batch, step)
 
-    def rewound(self, step: int) -> None:
-        """The run is back after `step`; the step that follows may be one that was done before."""
-        self.state.seal(step)
+    def rewound(self, step: int, restored: bool = True) -> None:
+        """The run is back after `step`; the step that follows may be one that was done before. restored: from a copy;
+        else the state is what the last update left."""
+        if restored:
+            self.state.seal(step)
         self.replicas.rewound(step)
         self.replays.rewound(step)
         self.gradients.rewound()

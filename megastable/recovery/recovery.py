@@ -298,8 +298,6 @@ class Recovery:
         memory is whole. Else as `settle`."""
         step = done.state.step
         fault = self.hardware.replay(done.batch, step)
-        if fault is not None and fault.accused and self.acts:
-            raise self._accuse(done, fault)
         if fault is None or not fault.lasting:
             fault = self.hardware.verify(step) if saves else None
         return StepOutcome(done.state) if fault is None or not self.acts else self._undo(done, fault)
@@ -310,30 +308,39 @@ class Recovery:
         self.log.emit(
             HostFaulty(step=state.step, hosts=list(fault.hosts), ranks=list(fault.ranks), reason=fault.reason)
         )
-        finding = Finding(state.step, Verdict.CORRUPTED, 1.0, fault.after + 1, fault.reason, on_trend=False)
-        decision = Decision(Action.HANDOVER, finding, fault.reason)
-        decision = policy.leave(decision, "it would be wrong again here", damaged=True)
+        onset = self._onset(fault, state.step)
+        finding = Finding(state.step, Verdict.CORRUPTED, 1.0, onset, fault.reason, on_trend=False)
+        decision = policy.accuse(finding, fault.reason)
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
         return self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
     def _undo(self, done: StepResult, fault: HardwareFault) -> StepOutcome:
         """Back to a state from before it."""
-        return self.rescue(done, fault.reason, Verdict.CORRUPTED, fault.after + 1)
+        if fault.accused:
+            raise self._accuse(done, fault)
+        return self.rescue(done, fault.reason, Verdict.CORRUPTED, self._onset(fault, done.state.step))
+
+    def _onset(self, fault: HardwareFault, step: int) -> int:
+        """The first step that is not trusted. If nothing is left from before it, the newest state is better than none:
+        every result of late may be wrong, but none is known to be."""
+        wanted, oldest = fault.after + 1, self.points.oldest
+        kept = oldest is not None and oldest < wanted
+        return wanted if kept or self.last_resort.can_go_back(wanted, damaged=True) else step
 
     def _repeat(self, done: StepResult, suspicion: Suspicion) -> StepOutcome:
         """Do a step again whose gradients were doubted, on the state before it: if hardware lied, as an incident."""
         self.phase("repeat")
         before, counters = done.before, self.engine.counters_before
-        fault = self.hardware.gradients.prove(suspicion, done.batch, done.state.step)
+        fault = self.hardware.prove(suspicion, done.batch, done.state.step)
         if fault is not None and fault.accused:
             raise self._accuse(done, fault)
-        # Without rewind points, one fault that has passed is no reason to leave a state that it has not touched.
+        # Without rewind points, one fault that has passed is no reason to leave a state that it did not touch.
         if fault is not None and (self.points.ring.capacity or self.hardware.gradients.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
                 detector = self.guard.detector.state
                 self.points.take(before, detector, self.samples.state, self.trends.state, counters)
             return self._undo(done, fault)
-        self.hardware.rewound(before.step)
+        self.hardware.rewound(before.step, restored=False)
         self.engine.restore_counters(counters)
         back = before.model_copy(update={"seconds": done.state.seconds})
         self.loader.go_to(back.cursor, self.loader.skips)

@@ -22,14 +22,13 @@ from megastable.engine.engine import Engine
 from megastable.engine.gradient_digest import GradientDigest, gradient_digest
 from megastable.engine.self_test import wrong_product
 from megastable.model.kernels import DTYPES
-from megastable.recovery.hardware_fault import HardwareFault
+from megastable.recovery.hardware_fault import FaultCounts, HardwareFault
 from megastable.run.events.stability_events import ReplayDiffers
 from megastable.run.log import RunLog
 from megastable.stability.gradient_proof import Digest, alike, prove
 
 SLOTS = 8  # sums of checks that are compared where kernels sum in any order
 WIDTH = 2 + SLOTS + 1  # numbers of a digest
-SEVERAL = 3  # results of a rank that were wrong by chance, and are none together
 WATCHED = 10  # steps after one, which are all checked
 TURNS = 2  # other ranks that compute the same samples: with a third result it is known which one is wrong
 
@@ -50,7 +49,7 @@ class ReplayCheck:
         self._maker = kind_of(engine.device)
         self._right = step
         self._again = step  # until which it is due at every step
-        self._chances: list[int] = []  # ranks that were wrong by chance
+        self._counts = FaultCounts()
 
     def due(self, step: int) -> bool:
         return bool(self.every) and (step % self.every == 0 or step <= self._again)
@@ -156,15 +155,16 @@ class ReplayCheck:
     def _said(
         self, step: int, verdict: str, ranks: list[int], hosts: Sequence[str], reason: str
     ) -> HardwareFault:
-        """Told, and counted: what comes by chance again and again is no chance."""
+        """Told, and counted."""
         self._again = step + WATCHED
-        self._chances += ranks if verdict == "transient" else []
-        often = [rank for rank in ranks if self._chances.count(rank) >= SEVERAL]
-        if often:
-            verdict, ranks, reason = "persistent", often, f"{reason}; {SEVERAL} times by now"
-        self.log.emit(ReplayDiffers(step=step, verdict=verdict, ranks=ranks, reason=reason), say=True)
         where = sorted({hosts[rank] for rank in ranks})
-        return HardwareFault(self._right, verdict == "persistent", ranks, where, reason)
+        fault = HardwareFault(self._right, verdict == "persistent", ranks, where, reason)
+        fault = self._counts.counted(fault, step)
+        verdict = "persistent" if fault.lasting else verdict
+        self.log.emit(
+            ReplayDiffers(step=step, verdict=verdict, ranks=list(fault.ranks), reason=fault.reason), say=True
+        )
+        return fault
 
 
 def _packed(digest: GradientDigest) -> Tensor:

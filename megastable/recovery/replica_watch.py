@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megastable.base.collectives import gathered
+from megastable.base.fingerprint import Marks
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
 from megastable.engine.replicas import COPIES, Replicas
@@ -30,11 +31,11 @@ class ReplicaWatch:
         self._equal = dict.fromkeys(self.replicas.kinds, step)  # after which step they were, by kind
         self._step, self._asked = step, tuple[str, ...]()
 
-    def votes(self, step: int) -> tuple[float, ...]:
+    def votes(self, step: int, weights: Marks | None = None) -> tuple[float, ...]:
         """For the sum of the step after `step`, the last ones of all; () if nothing is due. The same number on every
-        rank."""
+        rank. weights: of those in compute precision, if they are known already."""
         self._step, self._asked = step, tuple(kind for kind in self.replicas.kinds if self._due(kind, step))
-        return self._row()
+        return self._row(weights)
 
     def check(self, step: int) -> HardwareFault | None:
         """Compare all now, after `step` steps. Collective."""
@@ -45,10 +46,12 @@ class ReplicaWatch:
         dist.all_reduce(row)
         return self.judge(row.tolist())
 
-    def _row(self) -> tuple[float, ...]:
+    def _row(self, weights: Marks | None = None) -> tuple[float, ...]:
         """This rank's columns of what is asked for."""
         groups = {kind: self.replicas.group(kind) for kind in self._asked}
-        held = [self.replicas.fingerprint(kind) for kind, group in groups.items() if group is not None]
+        held = [
+            self.replicas.fingerprint(kind, weights) for kind, group in groups.items() if group is not None
+        ]
         values = iter(torch.stack(held).tolist() if held else [])
         row: list[float] = []
         for kind, own in groups.items():

@@ -23,6 +23,7 @@ class StateWatch:
     def __init__(self, on: bool, engine: Engine, step: int, log: RunLog) -> None:
         self.engine, self.log, self._on = engine, log, on
         self.columns = int(on)  # of the votes
+        self.weights: Marks | None = None  # as they are before an update, None if they are not looked at
         self.seal(step)
 
     def seal(self, step: int) -> None:
@@ -53,12 +54,15 @@ class StateWatch:
     def _odd(self) -> list[str]:
         """What is not as it was, by names of optimizer_state(), or "weights/..."."""
         assert self._marks is not None
+        self.weights = self._weighed()
         odd = unlike(self._marks, marks_of(self.engine.optimizer_state()))
-        return [*odd, *unlike(self._weights, self._weighed())]
+        return [*odd, *unlike(self._weights, self.weights)]
 
-    def _named(self) -> HardwareFault:
+    def _named(self) -> HardwareFault | None:
         everyone = gathered((socket.gethostname(), self._odd()))
         found = {rank: (host, odd) for rank, (host, odd) in enumerate(everyone) if odd}
+        if not found:
+            return None  # the fingerprint was wrong, not the memory
         texts = [f"{_what(odd)} of rank {rank} on {host}" for rank, (host, odd) in list(found.items())[:TOLD]]
         more = f" and of {len(found) - TOLD} more ranks" if len(found) > TOLD else ""
         reason = f"after step {self._step}, between two updates, memory changed: {'; '.join(texts)}{more}"

@@ -124,6 +124,15 @@ class Policy:
         self._take(Action.HANDOVER, decision.finding.step)
         return replace(decision, action=Action.HANDOVER, reason=whole)
 
+    def accuse(self, finding: Finding, reason: str) -> Decision:
+        """Hand over because a chip is proven to compute wrong: the next process does without its host."""
+        if self._spent(Action.HANDOVER):
+            return self._train_on(
+                finding, f"{reason}; {self._budget(Action.HANDOVER)} are spent", damaged=True
+            )
+        self._take(Action.HANDOVER, finding.step, Cause.HARDWARE)
+        return Decision(Action.HANDOVER, finding, reason)
+
     def _climb(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
         """The lowest available rung. A rewind's further remedy follows when its cause is known."""
         s = self.state
@@ -131,7 +140,8 @@ class Policy:
         if old:
             have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
             reason = f"{reason}; {have}, and it began at step {finding.onset}"
-            self._weigh(Clue.NO_POINT)
+            if finding.verdict is not Verdict.CORRUPTED:  # a chip that lied says nothing of the points
+                self._weigh(Clue.NO_POINT)
         elif self._spent(Action.REWIND):
             reason = f"{reason}; {self._budget(Action.REWIND)} are spent"
         if not old and not self._spent(Action.REWIND):
@@ -236,12 +246,11 @@ class Policy:
     def _spent(self, action: Action) -> bool:
         c = self.config
         if action is Action.REWIND:
-            # Proven bad data are no sign that rewinding does not help, nor is a chip that lied: both have limits of
-            # their own.
+            # Proven bad data are no sign that rewinding does not help, nor is a chip that lied: each has a budget.
             strong = sum(self._strong(t) for t in self.state.taken if t.action is Action.REWIND)
             hardware = self._count(action, Cause.HARDWARE)
             others = self._count(action) - strong - hardware
-            return others >= c.rewinds or strong >= c.data_rewinds or hardware > c.hardware
+            return others >= c.rewinds or strong >= c.data_rewinds or hardware >= c.rewinds
         return self._count(action) >= (c.swaps if action is Action.SWAP_CORPUS else c.handovers)
 
     def _strong(self, taken: Taken) -> bool:

@@ -23,12 +23,13 @@ class HostBar:
     strikes: int
 
 
-def next_bar(before: HostBar | None, wholly: bool, cool_off: float, now: float) -> HostBar:
+def next_bar(before: HostBar | None, wholly: bool, cool_off: float, now: float, least: int = 1) -> HostBar:
     """The bar of a host that has failed; before: its last one. Every strike doubles it; they are forgotten when the
-    host has done without another one for as long as that bar was."""
+    host has done without another one for as long as that bar was. least: strikes that it counts as."""
     strikes = (
         1 if before is None or now - before.until > _length(before.strikes, cool_off) else before.strikes + 1
     )
+    strikes = max(strikes, least)
     return HostBar(now + _length(strikes, cool_off), wholly, strikes)
 
 

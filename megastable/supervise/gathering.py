@@ -140,9 +140,10 @@ class Gathering:
         barred = in_force(self.journal.state.bars, time.time())
         return [name for name in self.fleet.names if name not in {*names, *missing, *barred}]
 
-    def strike(self, host: str, wholly: bool, reason: str) -> None:
-        """Leave it out for longer than the last time."""
-        bar = next_bar(self.journal.state.bars.get(host), wholly, self.config.supervise.cool_off, time.time())
+    def strike(self, host: str, wholly: bool, reason: str, least: int = 1) -> None:
+        """Leave it out for longer than the last time. least: strikes that this one counts as."""
+        before, cool_off = self.journal.state.bars.get(host), self.config.supervise.cool_off
+        bar = next_bar(before, wholly, cool_off, time.time(), least)
         self.leave_out(host, bar, reason)
 
     def more(self, attempt: int, names: Sequence[str]) -> int:
