@@ -171,8 +171,7 @@ class Engine:
         self._accumulate(len(micro_batches))
         self._pass_on(micro_batches)
         self.loss.samples.clear()
-        if self.zero.local is not None:
-            self.zero.local.begin()
+        self.zero.begin()
         if self.qk_clip is not None:
             self.qk_clip.begin()
         for group in self.optimizer.param_groups:

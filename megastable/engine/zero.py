@@ -77,6 +77,11 @@ class Wrapper(ABC):
             self.local = LocalGradients(self.topology, self.device)
             self._measure_sums(self.local)
 
+    def begin(self) -> None:
+        """A step begins."""
+        if self.local is not None:
+            self.local.begin()
+
     @abstractmethod
     def _measure_sums(self, watch: LocalGradients) -> None:
         """Have `watch` see what is summed, before and after."""
