@@ -45,7 +45,8 @@ def test_quick_faults_are_found_named_and_undone(tmp_path: Path) -> None:
     for o in report["faults"]:
         told = o["planned"], o["found"], o["naming"], o["ended"], o["reason"], o["error"]
         assert o["changes"] and o["ended"] == "finished" and o["steps"] == 0, told
-        assert o["found"] and o["ranks"] == [[o["planned"]["rank"]]] and o["naming"] == "named", told
+        assert o["found"] and o["naming"] == "named", told
+        assert {*map(tuple, o["ranks"])} == {(o["planned"]["rank"],)}, told  # by one watch or several
         # Also: a later run of the same processes has the bytes of the first one, the clean one.
         assert o["same"] and not o["early"], told
     assert [(c["layout"], c["findings"], c["incidents"]) for c in report["clean"]] == [
@@ -110,4 +111,4 @@ def test_the_list_has_every_kind_with_its_layouts() -> None:
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(KINDS)
     assert "norm/scaled: tp2, tp2-dp2" in lines
-    assert "gradients/zero: dp2, dp3, tp2, (pp2), (zero2), (zero3), tp2-dp2" in lines
+    assert "gradients/zero: dp2, dp3, tp2, (pp2), zero2, zero3, tp2-dp2" in lines
