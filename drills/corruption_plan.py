@@ -128,7 +128,7 @@ def expected(kind: str, layout: Layout) -> bool:
         # One micro-batch of one step is a little wrong. Only a replay of that very micro-batch would show it.
         return False
     if where in ("gradients", "message"):
-        # Data ranks are compared and their sums are checked; what only one tensor rank has lets their norms drift apart.
+        # Data ranks are compared, their sums are checked; what only one tensor rank has lets their norms drift apart.
         return layout.data > 1 or layout.tensor > 1
     return True
 
