@@ -227,7 +227,7 @@ def test_moments_that_are_found_ill_in_a_save_are_undone(
 ) -> None:
     run = tmp_path / "run"
     config = tiny(
-        corpus, run, stability={"snapshots": {"interval": 5}},
+        corpus, run, stability={"snapshots": {"interval": 5}, "hardware": {"state": False}},
         checkpoint={"interval": 14, "asynchronous": asynchronous},
     )  # fmt: skip
     assert run_ranks(1, spoil_moments, config) == [(0, "")]
@@ -241,7 +241,9 @@ def test_moments_that_are_found_ill_in_a_save_are_undone(
 def test_a_nan_that_gets_into_the_weights_is_undone(zero: int, corpus: Path, tmp_path: Path) -> None:
     """The gate lets none in, so it was the hardware: back to a snapshot, the same data again, nothing skipped."""
     run = tmp_path / "run"
-    config = tiny(corpus, run, parallel={"zero": zero}, stability={"snapshots": {"interval": 5}})
+    # The watch over memory would find it before the loss does.
+    stability = {"snapshots": {"interval": 5}, "hardware": {"state": False}}
+    config = tiny(corpus, run, parallel={"zero": zero}, stability=stability)
     assert run_ranks(2, poison_weights, config, 13) == [(0, ""), (0, "")]
     events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     (located,) = [e for e in events if e["event"] == "located"]
