@@ -17,13 +17,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from megastable.base.fingerprint import fingerprint
+from megastable.base.fingerprint import STEP, fingerprint
 from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.parallel.sharding import placement_of
 
 CHUNK = 1 << 20  # elements
-FACTOR = 0x1E3779B97F4A7C15  # odd
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def gradient_digest(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Grad
     sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=engine.device)
 
     def note(number: int, gradient: Tensor) -> None:
-        bits[number] = bits[number] * FACTOR + fingerprint([gradient])
+        bits[number] = bits[number] * STEP + fingerprint([gradient])
         for chunk in gradient.detach().flatten().split(CHUNK):
             whole = chunk.float()
             sums[0, number] += torch.dot(whole, _signs(whole.device)[: whole.numel()])

@@ -173,10 +173,13 @@ def test_a_lasting_fault_is_told_from_chance(
     assert ("every time, other ranks do not" if ranks else "different results") in events[0]["reason"]
 
 
-def test_watching_changes_no_byte(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["dp2", "zero2", "zero3", "zero3-dp3", "fp32"])
+def test_watching_changes_no_byte(layout: str, corpus: Path, tmp_path: Path) -> None:
+    """Also where DeepSpeed's own sums are replaced by measured ones."""
+    world, parallel = LAYOUTS[layout]
     for name, watched in (("on", True), ("off", False)):
-        c = recipe(corpus, tmp_path / name, {}, watched)
-        assert run_ranks(2, train, c, None, 1) == [0, 0]
+        c = recipe(corpus, tmp_path / name, parallel, watched, kind_of(layout))
+        assert run_ranks(world, train, c, None, 1) == [0] * world
     assert bytes_of(tmp_path / "on") == bytes_of(tmp_path / "off")
 
 
