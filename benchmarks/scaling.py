@@ -23,6 +23,7 @@ from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import volume
+from megastable.plan.time import VOTES
 
 # All sizes differ, so that no two kinds of messages look alike.
 MODEL = dict(
@@ -361,7 +362,6 @@ def predict(config: RunConfig, world: int) -> Forecast:
 
 
 Key = tuple[str, str, str]
-VOTES = 8  # numbers that piggyback on the gate's all-reduce in training, but for fingerprints
 
 
 def forecast_table(forecast: Forecast) -> Table:
