@@ -76,73 +76,54 @@ class SamplesDropped(_Samples):
     FOUND = "not examined"
 
 
-class ReplicasDiffer(Event):
+class _OfHardware(Event):
+    """What was found at or after `step`; ranks: whose it is, as far as it is known."""
+
+    step: Whole
+    ranks: Items
+    reason: Text
+
+    def words(self) -> str:
+        return str(self.get("reason"))
+
+
+class ReplicasDiffer(_OfHardware):
     """Copies that must be equal differ after `step`; `proven`: the last step after which they were equal. ranks: whose
     copy a majority contradicts."""
 
     NAME = "replicas_differ"
-    step: Whole
     proven: Whole
-    ranks: Items
-    reason: Text
-
-    def words(self) -> str:
-        return str(self.get("reason"))
 
 
-class StateChanged(Event):
+class StateChanged(_OfHardware):
     """Masters, moments or weights of some `ranks` are not what the update of `step` left."""
 
     NAME = "state_changed"
-    step: Whole
-    ranks: Items
-    reason: Text
-
-    def words(self) -> str:
-        return str(self.get("reason"))
 
 
-class GradientsDoubted(Event):
+class GradientsDoubted(_OfHardware):
     """The update of `step` was refused, as a rank's gradient stood out (kinds: how), or the sum of all is wrong.
     verdict: "sum"; of repeating the step: "transient", "persistent", or "data": no hardware, and the step is done as it
     is. ranks: which ones are proven to be wrong."""
 
     NAME = "gradients_doubted"
-    step: Whole
     verdict: Text
     kinds: Items
-    ranks: Items
-    reason: Text
-
-    def words(self) -> str:
-        return str(self.get("reason"))
 
 
-class ReplayDiffers(Event):
+class ReplayDiffers(_OfHardware):
     """A micro-batch of `step`, computed again, gave another gradient, or a product with a known answer is wrong.
     verdict: "transient" or "persistent". ranks: which were wrong, one of them at least; empty if it is not known."""
 
     NAME = "replay_differs"
-    step: Whole
     verdict: Text
-    ranks: Items
-    reason: Text
-
-    def words(self) -> str:
-        return str(self.get("reason"))
 
 
-class HostFaulty(Event):
+class HostFaulty(_OfHardware):
     """Ranks on `hosts` are proven to compute wrong, again and again: the process ends, to go on without them."""
 
     NAME = "host_faulty"
-    step: Whole
     hosts: Items
-    ranks: Items
-    reason: Text
-
-    def words(self) -> str:
-        return str(self.get("reason"))
 
 
 class Located(Event):
