@@ -46,7 +46,8 @@ class HardwareWatch:
         self.suspicion: Suspicion | None = None
         self._asked = 0  # of the votes
         # Memory and gradients that were wrong are repaired; without another host that is all that can be done.
-        self._counts = FaultCounts() if len(set(gathered(socket.gethostname()))) > 1 else None
+        several = c.enabled and len(set(gathered(socket.gethostname()))) > 1
+        self._counts = FaultCounts() if several else None
 
     def votes(self, step: int) -> tuple[float, ...]:
         """For the sum of the step after `step`, the last ones of all: the same number on every rank."""

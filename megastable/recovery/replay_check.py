@@ -32,8 +32,7 @@ WIDTH = 2 + SLOTS + 1  # numbers of a digest
 WATCHED = 10  # steps after one, which are all checked
 TURNS = 2  # other ranks that compute the same samples: with a third result it is known which one is wrong
 
-
-Verdict = tuple[str, list[int], list[str], str]
+Told = tuple[str, list[int], list[str], str]
 """Transient or persistent, ranks, the hosts of all ranks, and a sentence."""
 
 
@@ -97,26 +96,21 @@ class ReplayCheck:
                     return False
         return True
 
-    def _tested(self, faulty: str) -> Verdict:
+    def _tested(self, faulty: str) -> Told:
         everyone = gathered((socket.gethostname(), faulty))
         found = {rank: text for rank, (_, text) in enumerate(everyone) if text}
         hosts = [host for host, _ in everyone]
-        return (
-            "persistent",
-            list(found),
-            hosts,
-            f"{ranks_on(list(found), hosts)}: {next(iter(found.values()))}",
-        )
+        reason = f"{ranks_on(list(found), hosts)}: {next(iter(found.values()))}"
+        return "persistent", list(found), hosts, reason
 
-    def _proven(self, batch: Step, own: GradientDigest, other: GradientDigest) -> Verdict:
+    def _proven(self, batch: Step, own: GradientDigest, other: GradientDigest) -> Told:
         """Verdict, ranks and a sentence, from computing both once more, and on a third rank."""
         layout = self.engine.topology.layout
         others = layout.samples - 1
-        turns = [other, *(self._computed(batch, turn) for turn in range(2, 1 + min(TURNS, others)))]
+        further = [self._computed(batch, turn) for turn in range(2, 1 + min(TURNS, others))]
+        turns = [other, *further] if others else []
         again, other_again = self._computed(batch, 0), self._computed(batch, 1)
         faulty = wrong_product(self._model, layout.tensor, self._dtype, self.engine.device)
-        if not others:
-            turns = []
         digests = [self._summed(digest) for digest in (own, again, *turns)]
         flickers = not alike(self._summed(other), self._summed(other_again), self._exact)
         everyone = gathered((socket.gethostname(), digests, flickers, faulty, _unlike(own, again)))
@@ -128,12 +122,8 @@ class ReplayCheck:
         where = "" if proof is None or not proof.proven else everyone[proof.ranks[0]][4]
         what = "a micro-batch computed again gives another gradient"
         if proof is not None and proof.proven and not proof.lasting:
-            return (
-                "transient",
-                list(proof.ranks),
-                hosts,
-                f"{what}{where}: {ranks_on(proof.ranks, hosts)}, by chance",
-            )
+            reason = f"{what}{where}: {ranks_on(proof.ranks, hosts)}, by chance"
+            return "transient", list(proof.ranks), hosts, reason
         if flickering := [rank for rank, held in enumerate(everyone) if held[2]]:
             who = ranks_on(flickering, hosts)
             return "transient", flickering, hosts, f"{what} on another rank: {who}, by chance"
@@ -142,12 +132,8 @@ class ReplayCheck:
         who = ranks_on(proof.ranks, hosts)
         if proof.proven:
             return "persistent", list(proof.ranks), hosts, f"{what}: {who} every time, other ranks do not"
-        return (
-            "persistent",
-            [],
-            hosts,
-            f"{what}: {who} get different results for the same samples, every time",
-        )
+        reason = f"{what}: {who} get different results for the same samples, every time"
+        return "persistent", [], hosts, reason
 
     def _summed(self, digest: GradientDigest) -> Digest:
         return _unpacked(_packed(digest).tolist(), self._maker)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 
 from drills.corruption_plan import KINDS, QUICK
 from megastable.commands.drill import app
+from tests.drills.refusals import refusal
 from tests.drills.test_drill import shared_memory, start
 from tests.patience import PATIENCE
 
@@ -93,16 +93,7 @@ def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
 def test_bad_input_is_told_before_anything_begins(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        done = CliRunner().invoke(app, arguments)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert (done.exit_code, done.stdout) == (2, "") and isinstance(done.exception, SystemExit)
-    assert message in " ".join(done.stderr.replace("│", "").split())
-    assert os.listdir(tmp_path) == ["file"]
+    assert message in refusal(arguments, tmp_path, monkeypatch)
 
 
 def test_the_list_has_every_kind_with_its_layouts() -> None:

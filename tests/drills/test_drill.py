@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from drills.plan import VARIABLE
 from drills.runner import damage
 from drills.scenarios import NAMES, QUICK
+from tests.drills.refusals import refusal
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -109,20 +109,8 @@ def test_an_interrupted_drill_leaves_no_process(tmp_path: Path) -> None:
 def test_bad_input_is_told_before_anything_begins(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process: starting one takes longer than what it does."""
-    from megastable.commands.drill import app
-
-    (tmp_path / "file").write_text("")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        done = CliRunner().invoke(app, arguments)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert (done.exit_code, done.stdout) == (2, "") and isinstance(done.exception, SystemExit)
-    assert message in " ".join(done.stderr.replace("│", "").split())
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert message in refusal(arguments, tmp_path, monkeypatch)
 
 
 def test_a_user_sees_what_was_wrong_and_no_traceback(tmp_path: Path) -> None:

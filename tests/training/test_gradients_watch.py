@@ -15,6 +15,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import GradientsDoubted, IncidentEvent
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
+from tests.training.checkpoint_bytes import bytes_of
 
 STEP, LAST = 24, 32
 
@@ -99,10 +100,6 @@ def recipe(
     )  # fmt: skip
 
 
-def bytes_of(run: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted((run / f"checkpoints/step-{LAST}").glob("*.safetensors"))}
-
-
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}), "dp3": (3, {}), "tp2-dp2": (4, {"tensor": 2}), "pp2-dp2": (4, {"pipeline": 2}),
     "zero2": (2, {"zero": 2}), "zero3": (2, {"zero": 3}), "zero3-dp3": (3, {"zero": 3}), "fp32": (2, {}),
@@ -124,7 +121,7 @@ def clean(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> dict[
         assert run_ranks(world, train, c, None, 1) == [0] * world
         run = RunDirectory(tmp_path / "clean")
         assert not list(run.events(GradientsDoubted)) and not list(run.events(IncidentEvent))
-        CLEAN[layout] = bytes_of(tmp_path / "clean")
+        CLEAN[layout] = bytes_of(tmp_path / "clean", LAST)
     return CLEAN[layout]
 
 
@@ -156,7 +153,7 @@ def test_it_is_found_and_undone(
     ) in event["reason"]
     (first, *_) = run.events(IncidentEvent)
     assert first["onset"] == STEP
-    assert bytes_of(tmp_path / "run") == clean
+    assert bytes_of(tmp_path / "run", LAST) == clean
 
 
 @pytest.mark.parametrize(("layout", "ranks", "turns"), [("dp2", [], 1), ("dp3", [1], 2)])
@@ -180,7 +177,7 @@ def test_watching_changes_no_byte(layout: str, corpus: Path, tmp_path: Path) -> 
     for name, watched in (("on", True), ("off", False)):
         c = recipe(corpus, tmp_path / name, parallel, watched, kind_of(layout))
         assert run_ranks(world, train, c, None, 1) == [0] * world
-    assert bytes_of(tmp_path / "on") == bytes_of(tmp_path / "off")
+    assert bytes_of(tmp_path / "on", LAST) == bytes_of(tmp_path / "off", LAST)
 
 
 def spoil(corpus: Path, made: RunConfig, step: int, rank: int, ranks: int) -> None:
@@ -204,4 +201,4 @@ def test_odd_data_of_one_rank_is_not_blamed_on_hardware(tmp_path: Path) -> None:
     events = list(run.events(GradientsDoubted))
     assert [(event["step"], event["verdict"], event["ranks"]) for event in events] == [(STEP, "data", [])]
     assert not any(event["summary"]["cause"] == "hardware" for event in run.events(IncidentEvent))
-    assert bytes_of(tmp_path / "on") == bytes_of(tmp_path / "off")
+    assert bytes_of(tmp_path / "on", LAST) == bytes_of(tmp_path / "off", LAST)

@@ -15,6 +15,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import HostFaulty, IncidentEvent, ReplayDiffers
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.training.checkpoint_bytes import bytes_of
 
 EVERY, LAST = 10, 32
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -86,10 +87,6 @@ def recipe(corpus: Path, run: Path, parallel: dict[str, Any], every: int = EVERY
     )  # fmt: skip
 
 
-def bytes_of(run: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted((run / f"checkpoints/step-{LAST}").glob("*.safetensors"))}
-
-
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_sound_chips_are_not_blamed_and_no_byte_changes(layout: str, corpus: Path, tmp_path: Path) -> None:
     world, parallel = LAYOUTS[layout]
@@ -98,7 +95,7 @@ def test_sound_chips_are_not_blamed_and_no_byte_changes(layout: str, corpus: Pat
         assert run_ranks(world, wrong_gradient, c, 0, 0, 0) == [0] * world
     run = RunDirectory(tmp_path / "on")
     assert not list(run.events(ReplayDiffers)) and not list(run.events(IncidentEvent))
-    assert bytes_of(tmp_path / "on") == bytes_of(tmp_path / "off")
+    assert bytes_of(tmp_path / "on", LAST) == bytes_of(tmp_path / "off", LAST)
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2", "zero3", "tp2", "pp2"])
@@ -132,7 +129,7 @@ def test_another_gradient_by_chance(layout: str, first: int, rank: int, corpus: 
     (event,) = run.events(ReplayDiffers)
     assert (event["step"], event["verdict"], event["ranks"]) == (2 * EVERY, "transient", [rank])
     assert not list(run.events(IncidentEvent))
-    assert bytes_of(tmp_path / "run") == bytes_of(tmp_path / "clean")
+    assert bytes_of(tmp_path / "run", LAST) == bytes_of(tmp_path / "clean", LAST)
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("dp3", [1]), ("dp2", [])])

@@ -14,6 +14,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent, ReplicasDiffer, SnapshotRejected
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.training.checkpoint_bytes import bytes_of
 
 STEP, LAST = 24, 40
 
@@ -92,10 +93,6 @@ def recipe(corpus: Path, run: Path, parallel: dict[str, Any], every: int) -> Run
     )  # fmt: skip
 
 
-def bytes_of(run: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted((run / f"checkpoints/step-{LAST}").glob("*.safetensors"))}
-
-
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp3": (3, {}),
     "zero2-dp2": (2, {"zero": 2}),
@@ -132,4 +129,4 @@ def test_it_is_found_and_undone(
     rejected = [(e["step"], e["reason"]) for e in other.events(SnapshotRejected)]
     here = f"has other bytes than were copied into it, in the memory of rank 1 on {socket.gethostname()}"
     assert rejected == ([(20, here)] if fault == "point" else [])
-    assert bytes_of(runs[0]) == bytes_of(runs[1])
+    assert bytes_of(runs[0], LAST) == bytes_of(runs[1], LAST)

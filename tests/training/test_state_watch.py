@@ -13,6 +13,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent, SnapshotRejected, StateChanged
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.training.checkpoint_bytes import bytes_of
 
 STEP, LAST = 24, 32
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -81,10 +82,6 @@ def recipe(corpus: Path, run: Path, parallel: dict[str, Any], watched: bool = Tr
     )  # fmt: skip
 
 
-def bytes_of(run: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted((run / f"checkpoints/step-{LAST}").glob("*.safetensors"))}
-
-
 CLEAN: dict[str, dict[str, bytes]] = {}
 
 
@@ -96,7 +93,7 @@ def clean(layout: str, corpus: Path, tmp_path: Path) -> dict[str, bytes]:
         assert run_ranks(world, corrupted, c, None, 0, False) == [0] * world
         run = RunDirectory(tmp_path / "clean")
         assert not list(run.events(StateChanged)) and not list(run.events(IncidentEvent))
-        CLEAN[layout] = bytes_of(tmp_path / "clean")
+        CLEAN[layout] = bytes_of(tmp_path / "clean", LAST)
     return CLEAN[layout]
 
 
@@ -120,7 +117,7 @@ def test_it_is_found_and_undone(layout: str, place: str, at_rest: bool, corpus: 
     assert f"{words.get(place, 'second moments')} of rank {rank} on " in event["reason"]
     (first, *_) = run.events(IncidentEvent)
     assert first["onset"] == event["step"] + 1
-    assert bytes_of(tmp_path / "run") == clean(layout, corpus, tmp_path)
+    assert bytes_of(tmp_path / "run", LAST) == clean(layout, corpus, tmp_path)
 
 
 def test_a_point_that_was_copied_from_changed_memory_is_rejected(corpus: Path, tmp_path: Path) -> None:
@@ -132,7 +129,7 @@ def test_a_point_that_was_copied_from_changed_memory_is_rejected(corpus: Path, t
     assert (event["step"], event["ranks"]) == (20, [1])
     (rejected,) = run.events(SnapshotRejected)
     assert rejected["step"] == 20 and "other bytes" in rejected["reason"]
-    assert bytes_of(tmp_path / "run") == clean("dp2", corpus, tmp_path)
+    assert bytes_of(tmp_path / "run", LAST) == clean("dp2", corpus, tmp_path)
 
 
 def changed_before_a_point(config: RunConfig) -> int:
@@ -157,4 +154,4 @@ def changed_before_a_point(config: RunConfig) -> int:
 def test_watching_changes_no_byte(corpus: Path, tmp_path: Path) -> None:
     c = recipe(corpus, tmp_path / "off", {}, watched=False)
     assert run_ranks(2, corrupted, c, None, 0, False) == [0, 0]
-    assert bytes_of(tmp_path / "off") == clean("dp2", corpus, tmp_path)
+    assert bytes_of(tmp_path / "off", LAST) == clean("dp2", corpus, tmp_path)
