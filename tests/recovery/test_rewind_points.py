@@ -16,8 +16,8 @@ from tests.checkpoint.states import state_of
 
 def test_what_only_checkpoints_need_is_not_copied() -> None:
     kept = list[RewindState]()
-    ring = SimpleNamespace(steps=[], take=lambda step, extra, counters: kept.append(extra))
-    points: Any = SimpleNamespace(ring=ring)
+    ring = SimpleNamespace(steps=[], take=lambda step, extra, counters, marks: kept.append(extra))
+    points: Any = SimpleNamespace(ring=ring, marks=lambda: None)
     state = state_of(recent_losses=[3.0], stability={"samples": [1.0]}, vitals=Vitals(losses=[2.5]))
     Points.take(points, state, DetectorState(), WatchState(), TrendsState())
     state.recent_losses.append(4.0)
