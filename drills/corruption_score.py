@@ -11,7 +11,10 @@ from drills.corruption_bits import Change
 from drills.corruption_plan import Planned
 
 # Events that say that hardware lied, or that its copies do.
-FINDINGS = ("replicas_differ", "gradients_doubted", "state_changed", "replay_differs", "snapshot_rejected")
+FINDINGS = (
+    "replicas_differ", "gradients_doubted", "messages_differ", "state_changed", "replay_differs", "snapshot_rejected",
+    "wrong_copy",
+)  # fmt: skip
 TARGET = 0.95  # of the faults that must be found; of those found, with the right rank
 Entry = Mapping[str, Any]
 

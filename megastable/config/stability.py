@@ -258,6 +258,8 @@ class HardwareConfig(Section):
     replay_interval: NonNegativeInt = 200
     """Steps between two replays: a micro-batch is computed again on its own rank and on the next one, and every device
     computes products with known answers; 0: none. [steps]"""
+    messages: bool = True
+    """Check before every update that pipeline stages received what was sent to them."""
     state: bool = True
     """Check before every update that masters, moments and weights are what the last one left."""
     gradients: bool = True

@@ -35,6 +35,7 @@ from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
 from megastable.engine.logit_clipping import LogitClipping
 from megastable.engine.measured import Judge, Measured
+from megastable.engine.stage_messages import StageMessages
 from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.worker_clipping import Worker
 from megastable.engine.zero import Bf16, wrapper
@@ -98,9 +99,12 @@ class Engine:
             LogitClipping(module, config.model, topology, threshold, self.device) if threshold else None
         )
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
+        self.messages: StageMessages | None = None
         if layout.pipeline > 1:
             patches.untimed(self.ds)
             patches.told(self.ds)
+            if config.stability.enabled and config.stability.hardware.messages:
+                self.messages = StageMessages(self.device)
         self._update = patches.gated(self.ds, self._gate)
         if self.device.type == "cuda":
             activity.clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
@@ -172,6 +176,8 @@ class Engine:
         self._pass_on(micro_batches)
         self.loss.samples.clear()
         self.zero.begin()
+        if self.messages is not None:
+            self.messages.begin()
         if self.qk_clip is not None:
             self.qk_clip.begin()
         for group in self.optimizer.param_groups:

@@ -55,7 +55,7 @@ class LocalGradients:
         # In place: memory that is freed on DeepSpeed's stream while it is still read may be given away on another.
         self.digest.add_(found)
         self._size.add_(found[1].sum())
-        self._own = [_sample(s[self._rank]).clone() for s in slices]  # the sum overwrites it
+        self._own = [sample(s[self._rank]).clone() for s in slices]  # the sum overwrites it
 
     def before_whole(self, gradient: Tensor, receiver: int | None) -> None:
         """gradient: flat, fp32, about to be summed; one data rank receives the sum, None: all do."""
@@ -63,26 +63,29 @@ class LocalGradients:
         to = slice(None) if receiver is None else slice(receiver, receiver + 1)
         self.digest[:, to] += torch.stack((check, square))[:, None]
         self._size.add_(square)
-        self._own = [_sample(gradient).clone()]
+        self._own = [sample(gradient).clone()]
 
     def after(self, parts: Sequence[Tensor]) -> None:
         """parts: what this rank has received, the sums over the data ranks."""
         self.total.add_(torch.stack([self._measured(part, False)[0] for part in parts]).sum())
         own, self._own = self._own, []
         for mine, part in zip(own, parts, strict=True):
-            self._compared.add_(_products(mine, _sample(part) - mine))
+            self._compared.add_(products(mine, sample(part) - mine))
 
     def columns(self) -> Tensor:
         """What this rank adds to the sum: fp64 [data ranks x COLUMNS], on the device."""
-        found = torch.zeros(self._ranks, COLUMNS, dtype=torch.float64, device=self.digest.device)
+        found = torch.zeros(self._ranks, COLUMNS, dtype=torch.float64, device=self._device)
         found[:, :2] = self.digest.T
-        mine, size = found[self._rank], self._size
-        mine[0] -= self.total
-        mine[2], mine[3:6] = size, self._compared
-        if self._previous is not None:
-            mine[6] = (self.digest == self._previous).all()
-        mine[7] = size == 0
+        found[self._rank, 0] -= self.total
+        self._tell(found[self._rank])
         return found.flatten()
+
+    def _tell(self, row: Tensor) -> None:
+        """What its own gradient is like."""
+        row[2], row[3:6] = self._size, self._compared
+        if self._previous is not None:
+            row[6] = (self.digest == self._previous).all()
+        row[7] = self._size == 0
 
     def keep(self) -> None:
         """The next step's gradient must not be this one's."""
@@ -129,7 +132,7 @@ class LocalGradients:
         return torch.stack((check, torch.stack(norms).double().square().sum() if norm else check))
 
 
-def _sample(part: Tensor) -> Tensor:
+def sample(part: Tensor) -> Tensor:
     """At most BLOCKS x BLOCK elements, spread evenly."""
     if part.numel() <= BLOCKS * BLOCK:
         return part
@@ -137,7 +140,7 @@ def _sample(part: Tensor) -> Tensor:
     return part[: apart * BLOCKS].view(BLOCKS, apart)[:, :BLOCK].flatten()
 
 
-def _products(own: Tensor, others: Tensor) -> Tensor:
+def products(own: Tensor, others: Tensor) -> Tensor:
     """fp64 [3]: their dot product, and both squared norms."""
     pairs = ((own, others), (own, own), (others, others))
     return torch.stack([torch.dot(a, b) for a, b in pairs]).double()

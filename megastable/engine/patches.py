@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime import compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -134,6 +134,24 @@ def told(engine: Any) -> None:
     count = world._get_sequence_number_for_group()
     activity.exchanged(count - min(gathered(count)))  # it tries its links when it is built
     engine._INSTRUCTION_MAP = {kind: within(kind, f) for kind, f in engine._INSTRUCTION_MAP.items()}
+
+
+def watched_messages(sent: Callable[[Tensor, int], None], received: Callable[[Tensor, int], None]) -> None:
+    """Show every message between stages, with the other stage: before it is sent, and when it has arrived. Needless
+    with hooks."""
+    send, receive = (getattr(f, "real", f) for f in (p2p.send, p2p.recv))  # another engine's may be there
+
+    def shown_send(tensor: Tensor, stage: int, *args: Any) -> Any:
+        sent(tensor, stage)
+        return send(tensor, stage, *args)
+
+    def shown_receive(tensor: Tensor, stage: int, *args: Any) -> Any:
+        done = receive(tensor, stage, *args)
+        received(tensor, stage)
+        return done
+
+    shown_send.real, shown_receive.real = send, receive  # type: ignore[attr-defined]
+    p2p.send, p2p.recv = shown_send, shown_receive
 
 
 def sum_in_parts(

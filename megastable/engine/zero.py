@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
 from megastable.engine.local_gradients import LocalGradients
+from megastable.engine.own_gradients import OwnGradients, Pairs
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import placement_of, shape_of
 from megastable.parallel.topology import Topology
@@ -73,9 +74,16 @@ class Wrapper(ABC):
 
     def watch_gradients(self) -> None:
         """Measure the gradients of every rank before they are summed over data ranks (`local`)."""
-        if self.topology.layout.data > 1 and getattr(self.o, "reduce_scatter", True):
+        layout = self.topology.layout
+        if layout.data > 1 and getattr(self.o, "reduce_scatter", True):
             self.local = LocalGradients(self.topology, self.device)
             self._measure_sums(self.local)
+        elif layout.data == 1 < layout.world and self.beside_moments() is not None:
+            self.local = OwnGradients(self.topology, self.device, lambda: self.beside_moments() or [])
+
+    def beside_moments(self) -> Pairs | None:
+        """This rank's flat gradients with their first moments; None where they do not lie so in memory."""
+        return None
 
     def begin(self) -> None:
         """A step begins."""
@@ -180,6 +188,11 @@ class Bf16(_Linked):
     def _squares(self) -> Tensor:
         norms = torch._foreach_norm(self._counted) if self._counted else [self.scalar(0.0)]
         return torch.stack(norms).double().square().sum()
+
+    def beside_moments(self) -> Pairs:
+        held = [self.o.optimizer.state.get(master, {}).get("exp_avg") for master in self.masters]
+        pairs = zip(self._buffers, held, strict=True)
+        return [(g, m if m is not None and m.numel() == g.numel() else None) for g, m in pairs]
 
     def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
         return patches.instead(bf16_optimizer, self.norm, lambda *_, **__: known)

@@ -36,28 +36,31 @@ TURNS = 2  # other ranks that compute the same samples: with a third result it i
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Why an update was refused. sums: data ranks that received a wrong sum; doubts: about gradients."""
+    """Why an update was refused. sums: data ranks that received a wrong sum; doubts: about gradients, of data ranks or
+    (`of`) of ranks; messages: whether one between stages was wrong."""
 
     sums: list[int]
     doubts: list[Doubt]
+    of: str = "data rank"
+    messages: bool = False
 
     @property
     def told(self) -> str:
         """A sentence."""
+        messages = ["a message between stages did not arrive as it was sent"] if self.messages else []
         sums = [f"data rank {d} received what is not the sum of the gradients" for d in self.sums]
-        return "; ".join(
-            [*sums, *(f"the gradient of data rank {doubt.rank} {doubt.reason}" for doubt in self.doubts)]
-        )
+        doubts = [f"the gradient of {self.of} {doubt.rank} {doubt.reason}" for doubt in self.doubts]
+        return "; ".join([*messages, *sums, *doubts])
 
 
 class GradientWatch:
-    """Of one process. Without data parallelism, and with other wrappers than BF16_Optimizer, it does nothing. Every
-    process begins without a baseline."""
+    """Of one process. Where nothing measures gradients it does nothing. Every process begins without a baseline."""
 
     def __init__(self, config: RunConfig, engine: Engine, loader: Loader, log: RunLog) -> None:
         self.engine, self.loader, self.log = engine, loader, log
         self.local = engine.zero.local
-        self.usual = Consistency()
+        mutual = engine.topology.layout.data > 1
+        self.usual, self._of = Consistency(mutual), "data rank" if mutual else "rank"
         self._exact = exact(config.run.deterministic, engine.device)
         self._micro_batch = config.train.micro_batch
         self._maker = kind_of(engine.device)
@@ -77,7 +80,7 @@ class GradientWatch:
         found = rows(measured.gradients)
         sums = [] if cleared else wrong_sums(found)
         doubts = [] if cleared or step < self._until else self.usual.doubts(found)
-        return Suspicion(sums, doubts) if sums or doubts else None
+        return Suspicion(sums, doubts, self._of) if sums or doubts else None
 
     @property
     def lasts(self) -> bool:
@@ -154,7 +157,7 @@ class GradientWatch:
         everyone = gathered((socket.gethostname(), digests))
         told = {rank: held for rank, (_, held) in enumerate(everyone)}
         proof = prove(told, layout.groups("data"), layout.context, self._exact)
-        why, hosts = Suspicion([], list(doubts)).told, [host for host, _ in everyone]
+        why, hosts = Suspicion([], list(doubts), self._of).told, [host for host, _ in everyone]
         if proof is None:
             others = " and on another rank" if layout.samples > 1 else ""
             return "data", [], hosts, f"{why}: the same when repeated{others}, so it is the data, or chance"

@@ -31,12 +31,16 @@ class FaultCounts:
     def __init__(self) -> None:
         self._seen: list[tuple[int, int]] = []  # step, rank
 
+    def note(self, ranks: Sequence[int], step: int) -> None:
+        """A fault of them that needs no answer any more."""
+        self._seen = [seen for seen in self._seen if step - seen[0] < WINDOW]
+        self._seen += [(step, rank) for rank in ranks]
+
     def counted(self, fault: HardwareFault, step: int) -> HardwareFault:
         """What comes by chance again and again on one rank is no chance."""
         if fault.lasting:
             return fault
-        self._seen = [seen for seen in self._seen if step - seen[0] < WINDOW]
-        self._seen += [(step, rank) for rank in fault.ranks]
+        self.note(fault.ranks, step)
         ranks = [rank for _, rank in self._seen]
         often = [rank for rank in fault.ranks if ranks.count(rank) >= SEVERAL]
         if not often:

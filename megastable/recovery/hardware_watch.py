@@ -13,12 +13,13 @@ from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.recovery.gradient_watch import GradientWatch, Suspicion
 from megastable.recovery.hardware_fault import FaultCounts, HardwareFault
+from megastable.recovery.message_watch import MessageWatch
 from megastable.recovery.replay_check import ReplayCheck
 from megastable.recovery.replica_watch import ReplicaWatch
 from megastable.recovery.state_watch import StateWatch
 from megastable.run.log import RunLog
 
-SUSPECTED = "a gradient, or the sum of all, stands out; the step is repeated"
+SUSPECTED = "a gradient, the sum of all, or a message stands out; the step is repeated"
 
 
 class HardwareWatch:
@@ -40,6 +41,7 @@ class HardwareWatch:
         self._on, self._phase = c.enabled, phase
         self.replicas = ReplicaWatch(c.hardware, engine, step, log)
         self.state = StateWatch(c.enabled and c.hardware.state, engine, step, log)
+        self.messages = MessageWatch(engine, log)
         self.replays = ReplayCheck(config, engine, loader, step, log)
         self.gradients = GradientWatch(config, engine, loader, log)
         self.memory: HardwareFault | None = None
@@ -52,7 +54,7 @@ class HardwareWatch:
     def votes(self, step: int) -> tuple[float, ...]:
         """For the sum of the step after `step`, the last ones of all: the same number on every rank."""
         own = self.state.votes()
-        votes = (*own, *self.replicas.votes(step, self.state.weights))
+        votes = (*own, *self.messages.votes(), *self.replicas.votes(step, self.state.weights))
         self._asked = len(votes)
         return votes
 
@@ -60,9 +62,14 @@ class HardwareWatch:
         """Before the update of `step`."""
         votes = measured.votes[len(measured.votes) - self._asked :]
         of_state = self.state.columns
-        found = self.state.judge(votes[:of_state]), self.replicas.judge(votes[of_state:])
+        before = of_state + self.messages.columns
+        found = self.state.judge(votes[:of_state]), self.replicas.judge(votes[before:])
         self.memory = self._counted(found[0] or found[1], step)  # the first knows whose it is
+        if self.memory is None and (wrong := self.replicas.wrong()) and self._counts is not None:
+            self._counts.note(wrong, step)
         self.suspicion = self.gradients.judge(measured, step)
+        if self.messages.judge(votes[of_state:before]):
+            self.suspicion = Suspicion([], [], messages=True)  # a gradient that stands out follows from it
 
     @property
     def reason(self) -> str:
@@ -85,6 +92,8 @@ class HardwareWatch:
 
     def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
         """As `GradientWatch.prove`."""
+        if suspicion.messages:
+            return self._counted(self.messages.prove(step), step)
         return self._counted(self.gradients.prove(suspicion, batch, step), step)
 
     def _counted(self, fault: HardwareFault | None, step: int) -> HardwareFault | None:

@@ -5,21 +5,30 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megastable.base.collectives import gathered
 from megastable.base.fingerprint import Marks
+from megastable.base.text import ranks_on
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
 from megastable.engine.replicas import COPIES, Replicas
 from megastable.recovery.hardware_fault import HardwareFault
-from megastable.run.events.stability_events import ReplicasDiffer
+from megastable.run.events.stability_events import ReplicasDiffer, WrongCopy
 from megastable.run.log import RunLog
 from megastable.stability.equality import COLUMNS, columns, equal, odd_ones
 
 TOLD = 3  # tensors named in a sentence
+
+
+class Open(NamedTuple):
+    """Copies that differed after `step`. held: of every rank concerned, fingerprints by kind and name."""
+
+    step: int
+    held: dict[int, dict[tuple[str, str], int]]
 
 
 class ReplicaWatch:
@@ -30,6 +39,7 @@ class ReplicaWatch:
         self.every, self.replicas, self.log = config.fingerprint_interval, Replicas(engine), log
         self._equal = dict.fromkeys(self.replicas.kinds, step)  # after which step they were, by kind
         self._step, self._asked = step, tuple[str, ...]()
+        self._open: Open | None = None
 
     def votes(self, step: int, weights: Marks | None = None) -> tuple[float, ...]:
         """For the sum of the step after `step`, the last ones of all; () if nothing is due. The same number on every
@@ -74,6 +84,25 @@ class ReplicaWatch:
         self._equal |= dict.fromkeys(asked, self._step)
         return None
 
+    def wrong(self) -> list[int]:
+        """The ranks whose copy was wrong where that was not known, now that the same step has been done again: what it
+        gives is right, and what a rank held then, but for one bit in 2^64, is right only if it is that. Collective."""
+        found = self._open
+        if found is None or found.step != self._step:
+            return []
+        self._open = None
+        before = found.held.get(self.replicas.engine.topology.rank, {})
+        now = {kind: self.replicas.by_name(kind) for kind in {kind for kind, _ in before}}
+        odd = [f"{name} ({kind})" for (kind, name), held in before.items() if now[kind].get(name) != held]
+        everyone = gathered((socket.gethostname(), odd))
+        hosts, ranks = [host for host, _ in everyone], [r for r, (_, odd) in enumerate(everyone) if odd]
+        if not ranks or len(ranks) == len(found.held):
+            return []  # where kernels sum in any order, nothing is as it was
+        what = everyone[ranks[0]][1][0]
+        reason = f"step {found.step} done again gives another {what} than {ranks_on(ranks, hosts)} held"
+        self.log.emit(WrongCopy(step=found.step, ranks=ranks, reason=reason), say=True)
+        return ranks
+
     def rewound(self, step: int) -> None:
         """The run is back at an earlier step."""
         self._equal, self._asked = {kind: min(at, step) for kind, at in self._equal.items()}, ()
@@ -82,11 +111,15 @@ class ReplicaWatch:
         kinds = sorted({kind for kind, _ in unequal})
         everyone = gathered((socket.gethostname(), {kind: self.replicas.by_name(kind) for kind in kinds}))
         found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+        doubtful: dict[int, dict[tuple[str, str], int]] = {}
         for kind, ranks in unequal:
             for name in sorted(everyone[ranks[0]][1][kind]):
                 held = {rank: everyone[rank][1][kind].get(name, 0) for rank in ranks}
                 if len(set(held.values())) > 1:
-                    found.setdefault(odd_ones(held), []).append(f"{name} ({kind})")
+                    odd, proven = odd_ones(held)
+                    found.setdefault((odd, proven), []).append(f"{name} ({kind})")
+                    for rank in () if proven else odd:
+                        doubtful.setdefault(rank, {})[kind, name] = held[rank]
         texts = []
         for (ranks_, proven), names in found.items():
             hosts = sorted({everyone[rank][0] for rank in ranks_})
@@ -102,6 +135,7 @@ class ReplicaWatch:
             )
         reason = f"copies that must be equal differ after step {step}: " + "; ".join(texts)
         ranks = sorted({rank for odd, proven in found if proven for rank in odd})
+        self._open = Open(step, doubtful) if doubtful else None
         last = min(self._equal[kind] for kind in kinds)
         self.log.emit(ReplicasDiffer(step=step, proven=last, ranks=ranks, reason=reason), say=True)
         hosts = sorted({everyone[rank][0] for rank in ranks})

@@ -12,7 +12,10 @@ Columns of a data rank d, each summed over all ranks (engine/local_gradients.py)
     6  number of ranks of d whose gradient is that of the step before, bit for bit
     7  number of ranks of d whose gradient is zero
 
-So 64 bytes per data rank and step. What is found in columns 2 to 7 is a doubt, which repeating the step proves or
+Without other data ranks a row belongs to a rank (engine/own_gradients.py): 3 to 5 compare its gradient with its first
+moments, whose squared norm is 5, and there is no sum.
+
+So 64 bytes per row and step. What is found in columns 2 to 7 is a doubt, which repeating the step proves or
 removes: data may do all that, too.
 """
 
@@ -105,9 +108,13 @@ class Consistency:
     ranks' samples are, which differs between runs, and changes slowly in one. A negated gradient has the usual cosine
     with the other sign: where these two are not far apart, because each rank has few samples, it cannot be told in one
     step, and changes the sum no more than other samples would.
+
+    mutual: whether rows are of data ranks; else a rank's gradient is compared with its own first moments, and its norm
+    with that of other layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mutual: bool = True) -> None:
+        self._mutual, self._reference = mutual, "the others' sum" if mutual else "its first moments"
         self._ratios = deque[Floats](maxlen=WINDOW)  # of accepted steps, [data ranks]
         self._cosines = deque[Floats](maxlen=WINDOW)
 
@@ -124,13 +131,16 @@ class Consistency:
             return [Doubt(d, Kind.STALE, "is that of the step before, bit for bit") for d in stale]
         if len(self._ratios) < FEW:
             return []
-        return [*self._scaled(_ratios(table)), *self._negated(_cosines(table))]
+        return [*self._scaled(_ratios(table)), *self._negated(self._cosines_of(table))]
 
     def accept(self, found: Sequence[RankGradient]) -> None:
         """The update was applied."""
         table = np.asarray(found, dtype=np.float64)
         self._ratios.append(_ratios(table))
-        self._cosines.append(_cosines(table))
+        self._cosines.append(self._cosines_of(table))
+
+    def _cosines_of(self, table: Floats) -> Floats:
+        return _cosines(table, self._mutual and len(table) == 2)
 
     def _scaled(self, ratios: Floats) -> list[Doubt]:
         usual, scatter = _usual(self._ratios, RATIO_SCATTER)
@@ -148,7 +158,7 @@ class Consistency:
             Doubt(
                 int(d),
                 Kind.NEGATED,
-                f"has a cosine of {cosines[d]:.2f} to the others' sum, usually {usual[d]:.2f}",
+                f"has a cosine of {cosines[d]:.2f} to {self._reference}, usually {usual[d]:.2f}",
             )
             for d in np.flatnonzero(other)
         ]
@@ -167,12 +177,13 @@ def _ratios(table: Floats) -> Floats:
     return ratios
 
 
-def _cosines(table: Floats) -> Floats:
-    """Of every rank: between its gradient and the sum of the others', 0 if one is zero."""
+def _cosines(table: Floats, one: bool) -> Floats:
+    """Of every rank: between its gradient and what it is compared with, 0 if one is zero. one: the rows are two
+    measurements of one number."""
     dot, own, others = (table[:, RankGradient._fields.index(name)] for name in ("dot", "own", "others"))
     sizes = np.sqrt(own) * np.sqrt(others)
     cosines: Floats = np.divide(dot, sizes, out=np.zeros_like(dot), where=sizes > 0)
-    if len(cosines) == 2:  # each is the other's others: two measurements of one number
+    if one:
         cosines[:] = cosines.mean()
     return cosines
 

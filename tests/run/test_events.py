@@ -29,12 +29,13 @@ checkpoint_healthy checkpoint_recovered checkpoint_rejected checkpoint_suspect c
 discard_examined discarded ended evaluated exchanges_undone fell_back finished gradients_doubted handover
 hang hook_failed host_faulty
 host_left_out host_slow hosts_awaited imported incident launched length_changed located look_ahead_failed
-look_ahead_spent looked_ahead memory_dropped memory_off memory_refused memory_resume mix_changed
+look_ahead_spent looked_ahead memory_dropped memory_off memory_refused memory_resume messages_differ mix_changed
 moments_anew no_snapshots order_changed rate_cut rate_lifted
 rate_warmup records_lost replay_differs replicas_differ reshaped restart resumed returned samples_dropped
 samples_examined skips_added
 skips_end skips_foreign skips_named skips_read skips_refused snapshot_rejected stability_state_dropped
-state_changed stopped supervisor training trend unstable warning would""".split()
+state_changed stopped supervisor training trend unstable warning would
+wrong_copy""".split()
 FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})
 WHAT = ["opened", "attributed", "released", "rewound", "restarted", "handed over", "closed", "over", "ended"]
 JSON = st.recursive(

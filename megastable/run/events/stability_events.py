@@ -95,6 +95,20 @@ class ReplicasDiffer(_OfHardware):
     proven: Whole
 
 
+class WrongCopy(_OfHardware):
+    """Copies differed after `step`, which was not known to be wrong on which of the ranks. The step done again gives
+    what the others held. ranks: whose copy it does not give."""
+
+    NAME = "wrong_copy"
+
+
+class MessagesDiffer(_OfHardware):
+    """The update of `step` was refused: a message between pipeline stages did not arrive as it was sent. ranks: that
+    received it."""
+
+    NAME = "messages_differ"
+
+
 class StateChanged(_OfHardware):
     """Masters, moments or weights of some `ranks` are not what the update of `step` left."""
 
