@@ -38,6 +38,7 @@ SLACK = 64.0
 
 WINDOW = 64  # accepted steps that say what is usual
 FEW = 16  # fewer say too little
+NEWEST = 8  # of them, where what is usual drifts
 FAR = 8.0  # sigma of a norm's ratio
 APART = (
     5.0  # sigma between the usual cosine and that of a negated gradient, so that one is told from the other
@@ -109,8 +110,8 @@ class Consistency:
     with the other sign: where these two are not far apart, because each rank has few samples, it cannot be told in one
     step, and changes the sum no more than other samples would.
 
-    mutual: whether rows are of data ranks; else a rank's gradient is compared with its own first moments, and its norm
-    with that of other layers.
+    mutual: whether rows are of data ranks; else a rank's gradient is compared with its own first moments, and its norm,
+    as a multiple of theirs, with that of other ranks.
     """
 
     def __init__(self, mutual: bool = True) -> None:
@@ -131,19 +132,26 @@ class Consistency:
             return [Doubt(d, Kind.STALE, "is that of the step before, bit for bit") for d in stale]
         if len(self._ratios) < FEW:
             return []
-        return [*self._scaled(_ratios(table)), *self._negated(self._cosines_of(table))]
+        return [*self._scaled(self._ratios_of(table)), *self._negated(self._cosines_of(table))]
 
     def accept(self, found: Sequence[RankGradient]) -> None:
         """The update was applied."""
         table = np.asarray(found, dtype=np.float64)
-        self._ratios.append(_ratios(table))
+        self._ratios.append(self._ratios_of(table))
         self._cosines.append(self._cosines_of(table))
+
+    def _ratios_of(self, table: Floats) -> Floats:
+        if self._mutual:
+            return _ratios(_column(table, "square"))
+        own, moments = _column(table, "own"), _column(table, "others")
+        # Layers' norms drift apart in training; their moments follow.
+        return _ratios(np.divide(own, moments, out=np.ones_like(own), where=(own > 0) & (moments > 0)))
 
     def _cosines_of(self, table: Floats) -> Floats:
         return _cosines(table, self._mutual and len(table) == 2)
 
     def _scaled(self, ratios: Floats) -> list[Doubt]:
-        usual, scatter = _usual(self._ratios, RATIO_SCATTER)
+        usual, scatter = (_usual if self._mutual else _newest)(self._ratios, RATIO_SCATTER)
         times = np.exp(ratios - usual)
         far = np.abs(ratios - usual) > np.maximum(RATIO, FAR * scatter)
         return [
@@ -164,9 +172,12 @@ class Consistency:
         ]
 
 
-def _ratios(table: Floats) -> Floats:
+def _column(table: Floats, name: str) -> Floats:
+    return table[:, RankGradient._fields.index(name)]
+
+
+def _ratios(squares: Floats) -> Floats:
     """Of every rank: log of its norm over the median of the others'."""
-    squares = table[:, RankGradient._fields.index("square")]
     logs = np.log(np.where(squares > 0, squares, 1.0)) / 2
     place = np.argsort(np.argsort(logs, kind="stable"), kind="stable")
     ordered, half = np.sort(logs), (len(logs) - 1) // 2
@@ -180,7 +191,7 @@ def _ratios(table: Floats) -> Floats:
 def _cosines(table: Floats, one: bool) -> Floats:
     """Of every rank: between its gradient and what it is compared with, 0 if one is zero. one: the rows are two
     measurements of one number."""
-    dot, own, others = (table[:, RankGradient._fields.index(name)] for name in ("dot", "own", "others"))
+    dot, own, others = (_column(table, name) for name in ("dot", "own", "others"))
     sizes = np.sqrt(own) * np.sqrt(others)
     cosines: Floats = np.divide(dot, sizes, out=np.zeros_like(dot), where=sizes > 0)
     if one:
@@ -193,3 +204,10 @@ def _usual(before: Sequence[Floats], least: float) -> tuple[Floats, Floats]:
     window = np.stack(before)
     middle = np.median(window, 0)
     return middle, np.maximum(least, 1.4826 * np.median(np.abs(window - middle), 0))
+
+
+def _newest(before: Sequence[Floats], least: float) -> tuple[Floats, Floats]:
+    """The same of what drifts: the median of the newest, and the scatter of the differences of successive ones."""
+    window = np.stack(before)
+    apart = np.abs(np.diff(window, axis=0))
+    return np.median(window[-NEWEST:], 0), np.maximum(least, 1.4826 / math.sqrt(2) * np.median(apart, 0))

@@ -126,8 +126,58 @@ def test_the_same_batch_on_the_same_weights_is_no_fault_of_a_rank() -> None:
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0, 1e6]), min_size=2, max_size=9))
 def test_a_norm_is_compared_with_the_median_of_the_others(squares: list[float]) -> None:
-    table = np.zeros((len(squares), COLUMNS))
-    table[:, RankGradient._fields.index("square")] = squares
     logs = [math.log(x) / 2 if x else 0.0 for x in squares]
     wanted = [log - statistics.median(logs[:d] + logs[d + 1 :]) for d, log in enumerate(logs)]
-    assert gradient_consistency._ratios(table) == pytest.approx(wanted)
+    assert gradient_consistency._ratios(np.array(squares)) == pytest.approx(wanted)
+
+
+def own_rows(random: np.random.Generator, step: int, ranks: int, noise: float = 0.3) -> list[RankGradient]:
+    """Of ranks of a model whose norms drift apart, each beside its first moments."""
+    found = []
+    for d in range(ranks):
+        norm, cosine = math.exp(-0.02 * step * d + noise * 0.2 * random.standard_normal()), 0.4
+        moment = 0.5 * math.exp(-0.02 * max(0, step - 5) * d)
+        dot = cosine * norm * moment
+        found.append(RankGradient(0, norm**2, norm**2, dot, norm**2, moment**2, 0, 0))
+    return found
+
+
+@given(
+    st.integers(2, 4),
+    st.integers(0, 3),
+    st.integers(0, 9),
+    st.sampled_from([Kind.SCALED, Kind.NEGATED, None]),
+)
+@settings(deadline=None)
+def test_beside_its_own_moments_a_rank_stands_out(
+    ranks: int, wrong: int, seed: int, kind: Kind | None
+) -> None:
+    random, wrong = np.random.default_rng(seed), wrong % ranks
+    judge = Consistency(mutual=False)
+    for step in range(40):
+        found = own_rows(random, step, ranks)
+        assert judge.doubts(found) == []
+        judge.accept(found)
+    now = own_rows(random, 40, ranks)
+    own = now[wrong]
+    if kind is Kind.SCALED:
+        now[wrong] = own._replace(
+            slices=9 * own.slices, square=9 * own.square, dot=3 * own.dot, own=9 * own.own
+        )
+    elif kind is Kind.NEGATED:
+        now[wrong] = own._replace(dot=-own.dot)
+    doubts = judge.doubts(now)
+    assert {doubt.kind for doubt in doubts} == ({kind} if kind else set())
+    # Of two ranks it cannot be said which one's norm is another multiple.
+    named = {0, 1} if ranks == 2 and kind is Kind.SCALED else {wrong}
+    assert {doubt.rank for doubt in doubts} == (named if kind else set())
+    assert all("its first moments" in doubt.reason for doubt in doubts if doubt.kind is Kind.NEGATED)
+
+
+def test_without_moments_nothing_is_judged() -> None:
+    """Of an optimizer that has none, or in the first step."""
+    judge = Consistency(mutual=False)
+    row = RankGradient(0, 4.0, 4.0, 0.0, 4.0, 0.0, 0, 0)
+    for _ in range(40):
+        judge.accept([row, row])
+    assert judge.doubts([row, row._replace(square=400.0, own=400.0)]) == []

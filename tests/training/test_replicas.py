@@ -11,7 +11,7 @@ import pytest
 
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.run.events.stability_events import IncidentEvent, ReplicasDiffer, SnapshotRejected
+from megastable.run.events.stability_events import IncidentEvent, ReplicasDiffer, SnapshotRejected, WrongCopy
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.training.checkpoint_bytes import bytes_of
@@ -124,6 +124,9 @@ def test_it_is_found_and_undone(
     (event,) = other.events(ReplicasDiffer)
     assert (event["step"], event["proven"]) == ((30, 20) if fault == "norm" else (STEP - 1, STEP - 2))
     assert event["ranks"] == named
+    # Of two copies, the wrong one is known when the step has been done again, unless both had been wrong since.
+    again = [(e["step"], e["ranks"]) for e in other.events(WrongCopy)]
+    assert again == ([(event["step"], [1])] if layout == "zero2-dp2" else [])
     (first, *_) = other.events(IncidentEvent)
     assert first["onset"] == event["proven"] + 1
     rejected = [(e["step"], e["reason"]) for e in other.events(SnapshotRejected)]
