@@ -47,13 +47,9 @@ def run(names: Sequence[str], seeds: Sequence[int], short: bool, keep: Path | No
 
 
 def listing() -> list[str]:
-    """Kinds of faults with their layouts; in brackets those where nothing is expected to find them."""
+    """Kinds of faults with their layouts; in brackets where nothing is expected to find them."""
     lines = []
     for kind in KINDS:
-        names = [
-            layout.name if expected(kind, layout) else f"({layout.name})"
-            for layout in LAYOUTS.values()
-            if fits(kind, layout)
-        ]
-        lines.append(f"{kind}: {', '.join(names)}")
+        names = ", ".join(layout.name for layout in LAYOUTS.values() if fits(kind, layout))
+        lines.append(f"{kind}: {names if expected(kind) else f'({names})'}")
     return lines

@@ -72,7 +72,7 @@ class _Course:
         held = ended[fault.rank]
         left = _bytes(self.folder / name)
         return judge(
-            fault, expected(fault.kind, self.layout), held.changes, _events(self.folder / name),
+            fault, expected(fault.kind), held.changes, _events(self.folder / name),
             errors, left == self._bytes if left else None, seconds, held.struck,
             next((f"{rank.error}: {rank.text}" for rank in ended if rank.error), ""),
         )  # fmt: skip

@@ -2,7 +2,9 @@
 # Installs what the tests need, then lints, checks types and runs the tests; fails if any of them does, or if the
 # tests leave a process or shared memory behind.
 #
-#   bash launch/test.sh [PYTEST ARGUMENT ...]     e.g. tests/data -k order, or -n0 for one test at a time
+#   bash launch/test.sh                           without the tests marked slow
+#   bash launch/test.sh all [PYTEST ARGUMENT ...] all tests: also every layout of every choice, drills and clusters
+#   bash launch/test.sh PYTEST ARGUMENT ...       e.g. tests/data -k order, or -n0 for one test at a time
 #   bash launch/test.sh gpu-static [...]          what of a GPU can be verified without one: gpu_static.sh, several GB
 #
 # The test across two hosts needs iproute2, openssh-server and pdsh, that of pages chromium and chromium-driver; where
@@ -12,6 +14,10 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/test.sh; exit 0 ;; esac
 [ "${1-}" != gpu-static ] || exec bash launch/gpu_static.sh "${@:2}"
+case ${1-} in
+  '') set -- -m 'not slow' ;;
+  all) shift ;;
+esac
 bash launch/install.sh dev || exit
 
 get_debian_packages() {

@@ -263,8 +263,9 @@ class HardwareConfig(Section):
     state: bool = True
     """Check before every update that masters, moments and weights are what the last one left."""
     gradients: bool = True
-    """Check in every step the sum of the gradients, and the gradient of each data rank against the others: a doubt
-    refuses the update until repeating the step has shown who is right."""
+    """Check in every step the sum of the gradients, and the gradient of each data rank against the others (of each rank
+    against its first moments, if there is one data rank): a doubt refuses the update until repeating the step has shown
+    who is right."""
 
 
 class AttributionConfig(Section):

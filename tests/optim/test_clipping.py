@@ -12,6 +12,7 @@ from tests.distributed import run_ranks
 from tests.optim import clip_rules, rules, trained
 from tests.optim.test_optimizers import LAYOUTS
 from tests.parallel.test_layouts import ROUNDING, relative
+from tests.tiers import thinned
 
 SPIKE = 7
 # By name: the recipe's section, and the rule that it stands for; its argument: the name of the output layer.
@@ -48,7 +49,10 @@ def plainly(name: str, tied: bool, layers: int) -> Any:
 
 
 # PP2 alone and ZeRO 2 over two data ranks: test_clipped_gradients.py.
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one", "pp2", "zero2-dp2")])
+MORE = [name for name in LAYOUTS if name not in ("one", "pp2", "zero2-dp2")]
+
+
+@pytest.mark.parametrize("layout", thinned(MORE, ["tp2", "dp3"]))
 @pytest.mark.parametrize("name", CLIPPINGS)
 def test_ten_steps(layout: str, name: str) -> None:
     recipes, ranks = ran(layout)
