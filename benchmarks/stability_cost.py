@@ -144,7 +144,7 @@ class Bench:
         held = LayoutState(**vars(layout), zero=c.parallel.zero, precision=c.precision.kind)
         self.state = RunState(order_fingerprint=corpora.order_fingerprint, layout=held)
         with redirect_stdout(io.StringIO()):  # no progress line of a training run
-            self.observer = Observer(c, run, layout, self.engine.device, peak=1.0, done=0)
+            self.observer = Observer(c, run, layout, self.engine.device, peak=1.0, done=self.state)
         self.observer.live.console.quiet = True
         self.observer.steps.flush_steps = sys.maxsize  # written here, under the stopwatch
         self.batches = [next(loader) for _ in range(BATCHES)]

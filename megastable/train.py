@@ -64,8 +64,9 @@ class Trainer:
                 self.log.emit(Warned(step=self.state.step, text=text), say=f"WARNING: {text}")
             observer = None
             if dist.get_rank() == 0:
-                done, attempt = self.state.step, heart.attempt
-                observer = Observer(c, self.run, start.layout, self.engine.device, peak, done, attempt)
+                observer = Observer(
+                    c, self.run, start.layout, self.engine.device, peak, self.state, heart.attempt
+                )
                 closing.callback(observer.close)
                 if start.unwritten is not None:
                     observer.steps.restore(start.unwritten)

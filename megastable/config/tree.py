@@ -264,11 +264,22 @@ class PrecisionConfig(Section):
         return {} if given is True else {"recipe": given} if isinstance(given, str) else given
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "jsonl", "command"]
+
+
 class LoggingConfig(Section):
     """Recording and console output, and their intervals."""
 
-    tensorboard: bool = True
-    """Write TensorBoard files."""
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Where curves and incidents are shown (docs/trackers.md). In older recipes: `tensorboard`, true or false."""
+    per_layer_scalars: bool = False
+    """Trackers show every layer by itself; else the distribution over all layers."""
+    project: str = Field(default="megastable", min_length=1, max_length=100, examples=["my-models"])
+    """Project of wandb, experiment of MLflow."""
+    tracker_command: str | None = Field(default=None, examples=["python my_tracker.py"])
+    """For the tracker `command`: a program that gets each record as a line of JSON on its standard input."""
+    tracker_timeout: PositiveInt = 60
+    """Time in which a tracker must answer; else it is given up, and training goes on without it. [seconds]"""
     interval: PositiveInt = 1
     """Steps between lines on a console that is no terminal. [steps]"""
     norms_interval: NonNegativeInt = 50
@@ -282,12 +293,43 @@ class LoggingConfig(Section):
     peak_tflops: PositiveFloat | None = Field(default=None, examples=[989.0])
     """Peak of a device, for MFU; null: looked up or measured. [TFLOP/s]"""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tensorboard_as_it_was(cls, given: Any) -> Any:
+        """Recipes from before `trackers` have `tensorboard`, true or false."""
+        if not isinstance(given, dict) or not isinstance(wanted := given.get("tensorboard"), bool):
+            return given
+        rest = {key: value for key, value in given.items() if key != "tensorboard"}
+        names = rest.get("trackers", ("tensorboard",))
+        names = [names] if isinstance(names, str) else names
+        if isinstance(names, list | tuple):  # otherwise the field reports the mistake
+            others = [name for name in names if name != "tensorboard"]
+            rest["trackers"] = ["tensorboard"] * wanted + others
+        return rest
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _one_tracker(cls, given: Any) -> Any:
+        return (given,) if isinstance(given, str) else () if given is None else given
+
+    @model_validator(mode="after")
+    def _has_a_command(self) -> LoggingConfig:
+        if "command" in self.trackers and not (self.tracker_command or "").strip():
+            raise ValueError(
+                "trackers has command, but no program is given: logging.tracker_command='python my_tracker.py'"
+            )
+        return self
+
 
 class RunSection(Section):
     """The run directory and the processes."""
 
     dir: Path | None = Field(default=None, examples=["runs/mine"])
     """Run directory; one that exists is resumed; null: a new folder below `runs/`."""
+    name: str | None = Field(
+        default=None, min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$", examples=["mine"]
+    )
+    """Name of the run in trackers and on pages; null: that of its directory."""
     seed: NonNegativeInt = 1234
     """Seed of initial weights and of the data order."""
     timeout: PositiveInt = 1800

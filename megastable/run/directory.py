@@ -17,6 +17,7 @@ import yaml
 
 from megastable.base import durable, jsonl
 from megastable.base.errors import ConfigError, DataError
+from megastable.base.text import visible
 from megastable.config.model import ModelConfig
 from megastable.config.supervise import SECRETS, redacted
 from megastable.config.tree import RunConfig
@@ -56,6 +57,10 @@ class RunDirectory:
         self.logs = root / "logs"
         self.incidents = root / "incidents"
         self.waiting: list[str] = []  # events that the disk refused so far (log.py)
+
+    def name(self, config: RunConfig) -> str:
+        """What the run is called: `run.name`, or the name of the directory."""
+        return config.run.name or visible(self.root.resolve().name, 100) or "run"
 
     @overload
     def events(self) -> Iterator[Event]: ...

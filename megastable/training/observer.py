@@ -1,4 +1,4 @@
-"""Records and shows every step: step records, curves, the progress line. Rank 0 only."""
+"""Records and shows every step: step records, trackers, the progress line. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megastable.base.hardware import memory_gib
+from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.model.flops import flops_per_token
@@ -16,10 +17,11 @@ from megastable.recovery.step_result import StepResult
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
 from megastable.training.live import Live
+from megastable.training.tracking import Tracking, run_point
 
 
 class Observer:
-    """Keeps and shows the steps of a run. peak: TFLOP/s of a device, for MFU; done: steps of earlier processes;
+    """Keeps and shows the steps of a run. peak: TFLOP/s of a device, for MFU; done: where the run stands before them;
     attempt: of the supervisor."""
 
     def __init__(
@@ -29,12 +31,14 @@ class Observer:
         layout: Layout,
         device: torch.device,
         peak: float,
-        done: int,
+        done: RunState,
         attempt: int | None = None,
     ) -> None:
         self.config, self.layout, self.device, self.peak = config, layout, device, peak
         self.attempt = attempt
-        self.live = Live(config.logging, run.tensorboard, config.train.steps, done)
+        self.live = Live(config.logging, config.train.steps, done.step)
+        begin = run_point(config, run, done.step, done.tokens, attempt)
+        self.tracking = Tracking(config.logging, run, begin, self.live.say)
         self.steps = Recorder(run.steps, config.logging.flush_steps)
         self.layers = Recorder(run.layers, 1, LAYER_SCHEMA)
         self._clips: list[bool] = []
@@ -86,12 +90,18 @@ class Observer:
         )
         self.steps.add(record)
         self.live.step(record)
+        self.tracking.step(record, state.tokens)
         if statistics is not None and statistics.layers:
             rows = [
                 LayerRecord(state.step, now, name, **values) for name, values in statistics.layers.items()
             ]
             self.layers.add(*rows)
-            self.live.layers(rows)
+            self.tracking.layers(rows)
+
+    def validation(self, state: RunState, loss: float) -> None:
+        """Show an evaluation; loss: nats per token."""
+        self.live.validation(state.step, loss)
+        self.tracking.validation(state.step, state.tokens, loss)
 
     def flush(self) -> None:
         """Write pending records; if the disk refuses, that is logged, and they stay in memory."""
@@ -100,4 +110,5 @@ class Observer:
 
     def close(self) -> None:
         self.flush()
+        self.tracking.close()
         self.live.close()

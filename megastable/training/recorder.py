@@ -73,7 +73,7 @@ class StepRecorder:
         """An evaluation at `state`; loss: nats per token."""
         self.recovery.watch.evaluated(state, loss)
         if self.observer is not None:
-            self.observer.live.validation(state.step, loss)
+            self.observer.validation(state, loss)
 
     @property
     def pending(self) -> Sequence[StepRecord | LayerRecord]:

@@ -1,0 +1,73 @@
+"""Turns the events of a run's journal into notes for its trackers, each once, also over several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megastable.run.events import data_events, stability_events, supervisor_events, training_events
+from megastable.run.events.event import Event, tree
+from megastable.run.events.follow import Follower
+from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.events.training_events import Finished, Stopped
+from megastable.training.trackers.points import NotePoint
+
+# Not every refused update, checkpoint or evaluation: what a person would write on the curve.
+NOTED: tuple[type[Event], ...] = (
+    IncidentEvent, stability_events.AlertEvent, stability_events.TrendEvent, stability_events.Handover,
+    stability_events.RateCut, stability_events.RateLifted, stability_events.FellBack, stability_events.Returned,
+    stability_events.ReplicasDiffer, stability_events.StateChanged, stability_events.ReplayDiffers,
+    stability_events.HostFaulty, training_events.Warned, training_events.Unstable, training_events.ConfigChanged,
+    training_events.Resumed, training_events.CheckpointFailed, training_events.CheckpointRejected, Stopped, Finished,
+    supervisor_events.Hang, supervisor_events.HostLeftOut, supervisor_events.HostSlow, supervisor_events.Restart,
+    data_events.BlendChanged,
+)  # fmt: skip
+LONGEST = 200  # lines of an incident's story
+
+
+class JournalNotes:
+    """told: how many events earlier processes have told. incidents: how many there were; status: how the process
+    ended, as far as the journal says."""
+
+    def __init__(self, journal: Path, told: int = 0) -> None:
+        self._follower = Follower(journal)
+        self._told, self.read = told, 0
+        self._starts = self._follower.starts
+        self._stories: dict[int, list[str]] = {}
+        self.incidents = 0
+        self.status = "failed"
+
+    def new(self) -> Iterator[NotePoint]:
+        """Notes of the events since the last call."""
+        for event in self._follower.stream():
+            if self._follower.starts != self._starts:  # the file is another one: its events were told already
+                self._starts, self._told, self.read = self._follower.starts, self.read, 0
+                self._stories.clear()
+            self.read += 1
+            old = self.read <= self._told
+            note = self._note(event)
+            if old:
+                continue
+            if isinstance(event, Finished | Stopped):
+                self.status = event.NAME
+            if note is not None:
+                yield note
+
+    def _note(self, event: Event) -> NotePoint | None:
+        if not isinstance(event, NOTED) or not (text := event.sentence()):
+            return None
+        number = event.get("number") if isinstance(event, IncidentEvent) else None
+        number = number if isinstance(number, int) else None
+        step = event.get("steps") if isinstance(event, Finished) else event.get("step")
+        step = step if isinstance(step, int) else 0
+        story = ""
+        if number is not None:
+            self.incidents = max(self.incidents, number)
+            lines = self._stories.setdefault(number, [])
+            if len(lines) < LONGEST:
+                lines.append(f"- step {step}: {text}")
+            story = f"**Incident {number}**\n\n" + "\n".join(lines) + "\n"
+        summary: Mapping[str, object] = tree(event.get("summary")) if number is not None else {}
+        return NotePoint(
+            step, event.time or 0.0, event.event, text, number, str(event.get("what") or ""), summary, story
+        )

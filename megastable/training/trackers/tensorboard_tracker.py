@@ -1,0 +1,143 @@
+"""Writes TensorBoard's files: RUN/tensorboard/NAME and, for what must not mix with the run's own curves, runs below it.
+
+TensorBoard sorts groups by name and opens the first two: numbers put what matters first. Points cannot be taken back
+one by one, but a session that starts at a step voids all later ones of its folder. So notes and undone steps have
+folders of their own: they stay.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams import summary_v2 as hparams
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from megastable.training.trackers.curves import VALIDATION, apart, by_statistic, finite, shown
+from megastable.training.trackers.points import (
+    LayersPoint,
+    NotePoint,
+    RunPoint,
+    StepPoint,
+    UndonePoint,
+    ValidationPoint,
+)
+from megastable.training.trackers.tracker import Setting
+
+GROUPS = {"train": "1 train", "validation": "2 validation", "stability": "3 stability", "speed": "4 speed"}
+LAYERS, TOKENS = "5 layers", "6 by tokens"
+BUCKETS = 30
+# Sections of the recipe that hyperparameters are of.
+TUNED = ("model.", "optimizer.", "schedule.", "train.", "parallel.", "precision.", "data.corpora", "run.seed")
+
+
+class TensorBoardTracker:
+    """Runs in TensorBoard: NAME, and below it `refused`, `undone`, `notes` and `by_tokens` when there is something to
+    show in them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._per_layer = setting.per_layer
+        known = setting.memory.facts.get("folder")
+        folder = (
+            known if isinstance(known, str) and known == folder_of(known) else folder_of(setting.run.name)
+        )
+        self._root = setting.root / "tensorboard" / folder
+        self._writers: dict[str, EventFileWriter] = {}
+        setting.memory.keep(folder=folder)
+        # As if the process before had ended here.
+        self._void("", setting.run.step + 1)
+        if (self._root / "by_tokens").exists():
+            self._void("by_tokens", setting.run.tokens + 1)
+        self._hyperparameters(setting.run)
+
+    def step(self, point: StepPoint) -> None:
+        self._scalars("", shown(point), point.step, point.time)
+        if not point.applied:
+            self._scalars("refused", apart(point), point.step, point.time)
+        elif (loss := finite(point.values).get("train/loss")) is not None:
+            self._scalars("by_tokens", {f"{TOKENS}/loss": loss}, point.tokens, point.time)
+
+    def validation(self, point: ValidationPoint) -> None:
+        self._scalars("", finite(point.values), point.step, point.time)
+        if (loss := finite(point.values).get(VALIDATION)) is not None:
+            self._scalars("by_tokens", {f"{TOKENS}/validation_loss": loss}, point.tokens, point.time)
+
+    def layers(self, point: LayersPoint) -> None:
+        if self._per_layer:
+            self._scalars("", finite(point.values), point.step, point.time)
+        for kind, values in by_statistic(point.values).items():
+            summary = histogram_pb(f"{LAYERS}/{kind}", np.asarray(values), buckets=BUCKETS)
+            self._add("", summary, point.step, point.time)
+
+    def undone(self, point: UndonePoint) -> None:
+        self._void("", point.step)
+        if "by_tokens" in self._writers:
+            self._void("by_tokens", point.tokens)
+        if point.points:
+            self._void("undone", point.step)
+        for step in point.points:
+            self._scalars("undone", apart(step), step.step, step.time)
+
+    def note(self, point: NotePoint) -> None:
+        if point.incident is None:
+            self._add("notes", text_pb(f"notes/{point.event}", point.text), point.step, point.time)
+        else:
+            # All of its story each time: of a text, TensorBoard shows the newest ones only.
+            tag = f"incidents/{point.incident:04d}"
+            self._add("notes", text_pb(tag, point.story), point.step, point.time)
+
+    def flush(self) -> None:
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self, status: str) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _hyperparameters(self, run: RunPoint) -> None:
+        tuned = {
+            key: value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in run.config.items() if value is not None and key.startswith(TUNED)
+        }  # fmt: skip
+        metrics = [hparams.Metric(tag("train/loss")), hparams.Metric(tag(VALIDATION))]
+        given = [hparams.HParam(key) for key in tuned]
+        now = time.time()
+        self._add("", hparams.hparams_config_pb(given, metrics, now), 0, now)
+        self._add("", hparams.hparams_pb(tuned, trial_id=run.name, start_time_secs=run.time), 0, now)
+
+    def _scalars(self, part: str, values: Mapping[str, float], step: int, at: float) -> None:
+        if values:
+            # As plain values, not as tensors: EventAccumulator.Scalars and its like read these only.
+            parts = [Summary.Value(tag=tag(name), simple_value=value) for name, value in values.items()]
+            self._add(part, Summary(value=parts), step, at)
+
+    def _void(self, part: str, step: int) -> None:
+        """Later points of a folder, from `step` on, replace those before."""
+        started = SessionLog(status=SessionLog.SessionStatus.START)
+        self._writer(part).add_event(Event(wall_time=time.time(), step=step, session_log=started))
+
+    def _add(self, part: str, summary: Any, step: int, at: float) -> None:
+        self._writer(part).add_event(Event(wall_time=at, step=step, summary=summary))
+
+    def _writer(self, part: str) -> EventFileWriter:
+        if part not in self._writers:
+            self._writers[part] = EventFileWriter(str(self._root / part), max_queue_size=1000, flush_secs=10)
+        return self._writers[part]
+
+
+def tag(name: str) -> str:
+    """The name of a curve in TensorBoard."""
+    group, _, rest = name.partition("/")
+    return f"{GROUPS[group]}/{rest}" if group in GROUPS else name
+
+
+def folder_of(name: str) -> str:
+    """A name as that of a folder, whatever is in it."""
+    return re.sub(r"[^\w.+=@ -]", "_", name)[:100].strip(". ") or "run"

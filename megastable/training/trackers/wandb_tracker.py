@@ -1,0 +1,148 @@
+"""Sends a run to Weights & Biases; without an account at hand it is kept offline, for `wandb sync`.
+
+wandb's own step only grows, and cannot be taken back. So every row has a metric `step`, which all curves are drawn
+over, and `tokens`; an undone step is listed again below `undone/`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import wandb
+
+from megastable.run.directory import as_json
+from megastable.training.trackers.curves import VALIDATION, apart, by_statistic, finite, shown
+from megastable.training.trackers.points import (
+    LayersPoint,
+    NotePoint,
+    StepPoint,
+    UndonePoint,
+    ValidationPoint,
+)
+from megastable.training.trackers.tracker import Setting
+
+KEEP = 200  # rows between two notes of their number
+BUCKETS = 30
+
+
+class WandbTracker:
+    """One run of wandb for all processes of the run."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._per_layer, self._memory = setting.per_layer, setting.memory
+        facts, run = setting.memory.facts, setting.run
+        known = facts.get("id")
+        mode = None if account() else "offline"
+        self._run: Any = wandb.init(
+            project=None if "WANDB_PROJECT" in os.environ else run.project,
+            name=run.name,
+            id=known if isinstance(known, str) else None,
+            resume="allow" if known and mode is None else None,
+            dir=os.environ.get("WANDB_DIR", str(setting.folder)),
+            mode=mode,
+            config={"megastable": nested(run.config), "directory": run.directory},
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, quiet=True
+            ),
+            reinit="create_new",
+        )
+        if not known and self._run.offline:
+            setting.warn(
+                f"wandb has no account here, or is offline: afterwards, wandb sync {self._run.dir.rpartition('/')[0]}"
+            )
+        # Offline, wandb does not know how far the run came, and it drops rows of a number that was there already. A
+        # process that was killed may have sent some more than it kept.
+        rows = facts.get("rows") if known else 0
+        more = 0 if facts.get("closed", True) else KEEP
+        self._rows = max(int(self._run.step), (rows if isinstance(rows, int) else 0) + more)
+        self._memory.keep(id=self._run.id, rows=self._rows, closed=False)
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("tokens", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("by_tokens/*", step_metric="tokens")
+
+    def step(self, point: StepPoint) -> None:
+        values = shown(point)
+        if not point.applied:
+            values |= {f"refused/{name.partition('/')[2]}": value for name, value in apart(point).items()}
+        elif "train/loss" in values:
+            values["by_tokens/loss"] = values["train/loss"]
+        self._row(point.step, values, point.tokens)
+
+    def validation(self, point: ValidationPoint) -> None:
+        values = finite(point.values)
+        if VALIDATION in values:
+            values["by_tokens/validation_loss"] = values[VALIDATION]
+        self._row(point.step, values, point.tokens)
+
+    def layers(self, point: LayersPoint) -> None:
+        values: dict[str, Any] = dict(finite(point.values)) if self._per_layer else {}
+        for kind, found in by_statistic(point.values).items():
+            histogram = np.histogram(np.asarray(found), bins=BUCKETS)
+            values[f"layers/{kind}"] = wandb.Histogram(np_histogram=histogram)
+        self._row(point.step, values)
+
+    def undone(self, point: UndonePoint) -> None:
+        for step in point.points:
+            values = {f"undone/{name.partition('/')[2]}": value for name, value in apart(step).items()}
+            self._row(step.step, values, step.tokens)
+
+    def note(self, point: NotePoint) -> None:
+        if point.incident is None:
+            self._row(point.step, {"notes": wandb.Html(html(point.text))})
+            return
+        name = f"incident-{point.incident:04d}"
+        self._row(point.step, {f"incidents/{name}": wandb.Html(html(point.story))})
+        self._run.summary["incidents"] = point.incident
+        if point.what in ("opened", "handed over", "closed"):
+            artifact = wandb.Artifact(
+                f"{self._run.id}-{name}", type="incident", metadata={"step": point.step}
+            )
+            with artifact.new_file("incident.json") as file:
+                file.write(as_json(dict(point.summary), indent=1))
+            with artifact.new_file("incident.md") as file:
+                file.write(point.story)
+            self._run.log_artifact(artifact)
+
+    def flush(self) -> None:
+        """wandb sends by itself."""
+
+    def close(self, status: str) -> None:
+        self._memory.keep(rows=self._rows, closed=True)
+        self._run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
+
+    def _row(self, step: int, values: Mapping[str, Any], tokens: int | None = None) -> None:
+        if values:
+            more = {"step": step} | ({} if tokens is None else {"tokens": tokens})
+            self._run.log({**values, **more}, step=self._rows)
+            self._rows += 1
+            if self._rows % KEEP == 0:
+                self._memory.keep(rows=self._rows)
+
+
+def account() -> bool:
+    """Whether wandb can log in, or was told what to do."""
+    if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
+        return True
+    return bool(wandb.login(prompt=False, verify=False))
+
+
+def nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys by path as a tree, which wandb's tables and filters know."""
+    found: dict[str, Any] = {}
+    for path, value in config.items():
+        *parents, last = path.split(".")
+        node = found
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return found
+
+
+def html(text: str) -> str:
+    """Text as a page."""
+    safe = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return f"<pre style='white-space: pre-wrap'>{safe}</pre>"
