@@ -36,7 +36,7 @@ def recipe(folder: Path, steps: int, samples: int) -> RunConfig:
             "steps": steps, "global_batch": 2 * samples, "micro_batch": 4, "eval_interval": 0, "eval_samples": 0,
         },
         "checkpoint": {"interval": 0, "at_end": False},
-        "logging": {"tensorboard": False, "peak_tflops": 1.0, "interval": 1000},
+        "logging": {"trackers": [], "peak_tflops": 1.0, "interval": 1000},
         "stability": {"hardware": {"replay_interval": OFTEN, "fingerprint_interval": 1}},
     })  # fmt: skip
 

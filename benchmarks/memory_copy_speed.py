@@ -66,7 +66,7 @@ def recipe(folder: Path, steps: int, samples: int, bandwidth: float) -> RunConfi
         "checkpoint": {"interval": 0, "at_end": False},
         "stability": {"snapshots": {"interval": INTERVAL, "copies": copies}, "signs": {"enabled": False},
                       "trends": {"enabled": False}},
-        "logging": {"tensorboard": False, "peak_tflops": 1.0, "interval": 1000},
+        "logging": {"trackers": [], "peak_tflops": 1.0, "interval": 1000},
     })  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def measure(
         tree = config.model_dump()
         tree["model"]["vocab_size"] = size
         tree["data"] |= {"corpora": [CorpusConfig(path=Path(folder) / "corpus")], "skip": []}
-        tree["logging"]["tensorboard"] = False  # optional: not part of the system
+        tree["logging"]["trackers"] = []  # optional: not part of the system
         tree["run"]["dir"] = Path(folder) / "run"
         config = RunConfig.model_validate(tree)
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)

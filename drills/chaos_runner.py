@@ -30,7 +30,7 @@ ENDLESS = 420.0  # seconds after which a run counts as one that never ends
 MODEL = (
     "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=1 model.ffn=128 model.sequence_length=64 "
     "train.global_batch=12 train.micro_batch=2 train.eval_samples=12 train.eval_interval=50 checkpoint.interval=25 "
-    "checkpoint.keep=2 logging.tensorboard=false logging.peak_tflops=1"
+    "checkpoint.keep=2 logging.trackers=[] logging.peak_tflops=1"
 ).split()
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 

@@ -55,6 +55,6 @@ def config(corpus: Path, run: Path, layout: Layout, seed: int) -> RunConfig:
         # A hand-over goes back to the one of step 20, and a wrong replica resumes from it.
         "checkpoint": {"interval": RESUMED},
         "stability": {"hardware": HARDWARE, "snapshots": {"interval": 5}},
-        "logging": {"tensorboard": False, "interval": 1000, "norms_interval": 0, "peak_tflops": 1.0},
+        "logging": {"trackers": [], "interval": 1000, "norms_interval": 0, "peak_tflops": 1.0},
     }  # fmt: skip
     return RunConfig.model_validate(tree)

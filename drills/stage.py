@@ -49,7 +49,7 @@ RECIPE: dict[str, Any] = {
     "schedule": {"kind": "cosine", "warmup_steps": 20, "floor": 0.05},
     "train": {"steps": STEPS, "global_batch": GLOBAL_BATCH, "eval_interval": 0},
     "checkpoint": {"interval": 30, "keep": 3},
-    "logging": {"tensorboard": False, "norms_interval": 20, "layers_interval": 0, "interval": 20}
+    "logging": {"trackers": [], "norms_interval": 20, "layers_interval": 0, "interval": 20}
     | {"peak_tflops": 1.0},
     # The baseline is soon known here: steps take a tenth of a second.
     "supervise": {"hang_floor": 10.0},

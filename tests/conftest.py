@@ -90,7 +90,7 @@ def tiny(corpus: Path, run: Path, **parts: Any) -> RunConfig:
         "schedule": {"warmup_steps": 5, "total_steps": 20},
         "train": {"steps": 20, "global_batch": 8, "micro_batch": 2, "eval_samples": 8, "eval_interval": 0},
         "checkpoint": {"interval": 10},
-        "logging": {"tensorboard": False, "interval": 1000, "norms_interval": 5, "peak_tflops": 1.0},
+        "logging": {"trackers": [], "interval": 1000, "norms_interval": 5, "peak_tflops": 1.0},
     }  # fmt: skip
     for key, value in parts.items():
         tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value

@@ -69,7 +69,7 @@ REFUSED = {
     "prescale_gradients": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
     "gradient_allreduce_op": "gradients are averaged over the data-parallel ranks, whatever it says",
     "gradient_predivide_factor": "ZeRO 2 and 3 do not do it; gradients are averaged in fp32 anyway",
-    "tensorboard": "use logging.tensorboard",
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor"), "use logging.trackers"),
     "bf16.bf16_master_weights_and_grads": _LOW_MASTERS,
     "bf16.bf16_optimizer_states": _LOW_MASTERS,
     "fp16.fp16_master_weights_and_grads": _LOW_MASTERS,

@@ -139,7 +139,9 @@ MEGATRON = {
     "async_save": "checkpoint.asynchronous",
     "non_persistent_save_interval": "checkpoint.interval; with checkpoint.staging for a local disk",
     "log_interval": "logging.interval",
-    "tensorboard_dir": "logging.tensorboard=true; the files are in the run directory",
+    "tensorboard_dir": "logging.trackers=[tensorboard]; the files are in the run directory",
+    "wandb_project": "logging.project; with wandb in logging.trackers",
+    "wandb_exp_name": "run.name; with wandb in logging.trackers",
     "check_for_spiky_loss": "stability.enabled=true; the default",
 }  # fmt: skip
 
@@ -157,9 +159,7 @@ _INTERLEAVED = "interleaved pipeline stages are not supported: parallel.pipeline
 _TOKENIZER = "a corpus brings its tokenizer along: tools/prepare_data.py takes it"
 _CONSTANT_DECAY = "weight decay is constant: optimizer.weight_decay"
 _OFFLOAD = "offloading is not supported: use more ranks or a higher parallel.zero"
-_TRACKER = (
-    "not supported: logging.tensorboard writes TensorBoard files, supervise.metrics_port serves Prometheus"
-)
+_WANDB = "wandb's own variables say it, WANDB_DIR and WANDB_ENTITY; logging.trackers names wandb"
 
 # Megatron-LM's arguments that have no key, and why.
 MEGATRON_WITHOUT_KEY = {
@@ -197,7 +197,7 @@ MEGATRON_WITHOUT_KEY = {
     "exit_signal_handler": "always so: SIGTERM writes a checkpoint and ends the run with code 75",
     **dict.fromkeys(("ckpt_format", "use_dist_ckpt"), "there is one format, which every parallel layout can load"),
     "check_for_nan_in_loss_and_grad": "always so: updates that are not finite are refused",
-    **dict.fromkeys(("wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity"), _TRACKER),
+    **dict.fromkeys(("wandb_save_dir", "wandb_entity"), _WANDB),
 }  # fmt: skip
 
 # DeepSpeed, torchtitan, nanoGPT, Llama's params.json, Hugging Face's config.json and TrainingArguments.
@@ -270,6 +270,10 @@ OTHERS = {
     "save_total_limit": "checkpoint.keep",
     "async_mode": "checkpoint.asynchronous",
     **dict.fromkeys(("logging_steps", "steps_per_print", "log_freq"), "logging.interval"),
+    **dict.fromkeys(("wandb_log", "enable_wandb"), "logging.trackers=[wandb]"),
+    **dict.fromkeys(("wandb_run_name", "run_name"), "run.name"),
+    "enable_tensorboard": "logging.trackers=[tensorboard]",
+    "report_to": "logging.trackers",
     **dict.fromkeys(("overlap_comm", "wall_clock_breakdown", "flops_profiler"), f"deepspeed; {_DEEPSPEED}"),
 }  # fmt: skip
 
@@ -283,7 +287,6 @@ OTHERS_WITHOUT_KEY = {
     "data_parallel_replicate_degree": "data parallelism takes what the other sizes leave of the ranks",
     **dict.fromkeys(("flavor", "init_from"), "sizes are given one by one, as model.layers: see launch/recipes/"),
     "tokenizer_path": _TOKENIZER,
-    **dict.fromkeys(("wandb_log", "wandb_run_name", "report_to", "enable_wandb"), _TRACKER),
 }  # fmt: skip
 
 

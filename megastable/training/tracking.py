@@ -28,9 +28,11 @@ from megastable.training.trackers.points import (
     ValidationPoint,
     line_of,
 )
+from megastable.training.trackers.tracker import COMMAND
 
 ROOM = 10_000  # records
 PARTING = 5.0  # seconds that the end of a process waits for its trackers; they go on by themselves
+MORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of the environment of the process
 UNTOLD = ("supervise.", "logging.tracker_command")  # may hold secrets, and tell nothing of the training
 
 
@@ -71,7 +73,7 @@ class Tracking:
             return
         words = [
             sys.executable, "-m", "megastable.training.trackers", ",".join(dict.fromkeys(config.trackers)),
-            f"--timeout={config.tracker_timeout}", f"--command={config.tracker_command or ''}",
+            f"--timeout={config.tracker_timeout}",
             *(["--per-layer"] if config.per_layer_scalars else []),
         ]  # fmt: skip
         try:
@@ -79,7 +81,7 @@ class Tracking:
             with (run.logs / "trackers.log").open("ab") as log:
                 self._process = subprocess.Popen(
                     words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, bufsize=0,
+                    env=os.environ | MORE | {COMMAND: config.tracker_command or ""}, bufsize=0,
                 )  # fmt: skip
         except OSError as error:
             self._end(f"no tracker could be started: {error}")
@@ -150,8 +152,10 @@ class Tracking:
 
     def _send(self, line: bytes) -> None:
         pipe, rest = self._stdin(), memoryview(line)
+        room = select.poll()
+        room.register(pipe, select.POLLOUT)
         while rest:
-            if select.select([], [pipe], [], 1.0)[1]:
+            if room.poll(1000):
                 rest = rest[pipe.write(rest) or 0 :]
 
     def _stdin(self) -> Any:

@@ -89,7 +89,9 @@ def test_every_section_and_key_says_what_it_means(path: str) -> None:
         ("data.corpora", "[keys below it, ...]"),
         ("data.corpora.0.path", "path"),
         ("model.rope_scaling", "keys below it or null"),
-        ("logging.tensorboard", "true or false"),
+        ("logging.per_layer_scalars", "true or false"),
+        ("logging.trackers", "[tensorboard, wandb, mlflow, jsonl or command, ...]"),
+        ("run.name", "text or null"),
         ("supervise.webhook", "text or null"),
     ],
 )

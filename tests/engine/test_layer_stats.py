@@ -315,7 +315,7 @@ def train_a_little(c: RunConfig) -> int:
 def test_a_run_records_its_layers_and_draws_their_curves(corpus: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-    logging = {"tensorboard": True, "norms_interval": 2, "layers_interval": 3, "worst_samples": 2}
+    logging = {"trackers": ["tensorboard"], "norms_interval": 2, "layers_interval": 3, "worst_samples": 2}
     train = {"steps": 7, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}
     parts: dict[str, Any] = {"optimizer": {"clip": 0.01}, "stability": {"signs": {"enabled": False}}}
     c = tiny(corpus, tmp_path / "run", logging=logging, train=train, **parts)

@@ -94,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]
 
     def config(steps: int, batch: int, **more: Any) -> RunConfig:
         sizes = {"steps": steps, "global_batch": batch, "micro_batch": 4}
-        logging = {"tensorboard": False, "flush_steps": 3, "norms_interval": 0}
+        logging = {"trackers": [], "flush_steps": 3, "norms_interval": 0}
         given = {"train": sizes, "checkpoint": {"interval": 5}, "logging": logging} | more
         return tiny(root / "corpus", root / "run", **given)
 

@@ -24,7 +24,7 @@ QUICKSTART = str(ROOT / "launch/recipes/quickstart.yaml")
 TINY = (
     "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=2 model.ffn=128 model.sequence_length=64 "
     "train.steps=3 train.global_batch=8 train.micro_batch=2 train.eval_interval=0 train.eval_samples=8 "
-    "checkpoint.interval=0 logging.tensorboard=true logging.peak_tflops=1 schedule.warmup_steps=1"
+    "checkpoint.interval=0 logging.trackers=[tensorboard] logging.peak_tflops=1 schedule.warmup_steps=1"
 ).split()
 
 

@@ -28,7 +28,7 @@ STEPS = 120
 SMALL = (
     "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=2 model.ffn=128 model.sequence_length=32 "
     f"schedule.warmup_steps=5 train.steps={STEPS} train.global_batch=16 train.micro_batch=2 train.eval_samples=16 "
-    "checkpoint.interval=10 logging.tensorboard=false logging.peak_tflops=1 data.corpora.0.path=/shared/corpus"
+    "checkpoint.interval=10 logging.trackers=[] logging.peak_tflops=1 data.corpora.0.path=/shared/corpus"
 ).split()
 NO_GPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 

@@ -23,7 +23,7 @@ def arguments(corpus: Path, run: Path) -> list[str]:
     overrides = (
         "model.layers=2 model.hidden=64 model.heads=2 model.kv_heads=1 model.ffn=128 model.sequence_length=64 "
         f"train.steps={STEPS} train.global_batch=8 train.micro_batch=2 train.eval_interval=0 train.eval_samples=8 "
-        f"checkpoint.interval=0 logging.tensorboard=false logging.peak_tflops=1 run.dir={run}"
+        f"checkpoint.interval=0 logging.trackers=[] logging.peak_tflops=1 run.dir={run}"
     ).split()
     recipe = str(ROOT / "launch/recipes/quickstart.yaml")
     return [recipe, *overrides, f"data.corpora=[{{path: {corpus}}}]"]

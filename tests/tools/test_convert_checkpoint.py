@@ -59,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "sequence_length": 32, "vocab_size": 400},
         "data": {"corpora": [{"path": str(corpus)}]},
         "train": {"steps": 2, "global_batch": 4, "micro_batch": 2, "eval_samples": 4},
-        "logging": {"tensorboard": False, "peak_tflops": 1.0}, "precision": {"kind": "fp32"},
+        "logging": {"trackers": [], "peak_tflops": 1.0}, "precision": {"kind": "fp32"},
     }  # fmt: skip
     (folder / "base.yaml").write_text(yaml.safe_dump(tree))
     config = RunConfig.model_validate(tree)

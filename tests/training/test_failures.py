@@ -293,7 +293,7 @@ def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
     try:
         run = disk / "run"
         run_ranks(2, train, tiny(corpus, run, train=batch(steps=10)))
-        logs = {"tensorboard": False, "interval": 1000, "peak_tflops": 1.0, "flush_steps": 2}
+        logs = {"trackers": [], "interval": 1000, "peak_tflops": 1.0, "flush_steps": 2}
         config = tiny(corpus, run, train=batch(), checkpoint={"interval": 5}, logging=logs)
         answers = run_ranks(2, train, config, partial(fill_the_disk, disk / "filler"), 3, 0)
         assert [code for code, _ in answers] == [errors.NO_SPACE, errors.NO_SPACE]

@@ -24,7 +24,7 @@ from megastable.base.spared_output import spare_output
 from megastable.training.trackers.lane import Lane
 from megastable.training.trackers.points import RunPoint, point_of
 from megastable.training.trackers.relay import BLOCK, Relay, relay_all
-from megastable.training.trackers.tracker import Setting, opened
+from megastable.training.trackers.tracker import COMMAND, Setting, opened
 
 LOW = 10  # nice value
 
@@ -34,7 +34,6 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m megastable.training.trackers", description=__doc__)
     parser.add_argument("trackers", help="names, with commas between them")
     parser.add_argument("--per-layer", action="store_true", help="logging.per_layer_scalars")
-    parser.add_argument("--command", default="", help="logging.tracker_command")
     parser.add_argument("--timeout", type=float, default=60.0, help="logging.tracker_timeout, in seconds")
     args = parser.parse_args()
     os.nice(LOW)
@@ -62,7 +61,7 @@ def main() -> NoReturn:
             warn(f"another process still tells the trackers of {run.directory}: this one tells them too")
 
         def lane(name: str) -> Lane:
-            setting = Setting(run, name, args.per_layer, args.command, warn, args.timeout)
+            setting = Setting(run, name, args.per_layer, os.environ.get(COMMAND, ""), warn, args.timeout)
             return Lane(name, partial(opened, name, setting), warn, args.timeout)
 
         relay = Relay(run, [lane(name) for name in args.trackers.split(",")])

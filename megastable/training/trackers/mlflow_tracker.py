@@ -9,6 +9,7 @@ import math
 import os
 import re
 import statistics
+import time
 from collections.abc import Mapping
 
 from mlflow.entities import Metric, Param, RunTag
@@ -31,6 +32,10 @@ from megastable.training.trackers.tracker import Setting
 BATCH = 500  # metrics of one request; MLflow takes 1000 at most
 PARAMETERS = 100  # of one request
 LONGEST = 500  # characters of a parameter
+# Each request must answer within logging.tracker_timeout; by itself MLflow repeats one for minutes.
+PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+OUTAGE = 6 * 3600.0  # seconds for which records wait for a server
+WAITING = 200_000  # metrics that wait at most; then the oldest are dropped
 STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 
 
@@ -44,8 +49,13 @@ class MlflowTracker:
         if store is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             store = (setting.folder.resolve() / "mlruns").as_uri()
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
         self._client = MlflowClient(store)
+        self._warn = setting.warn
         self._metrics: list[Metric] = []
+        self._notes: list[NotePoint] = []
+        self._silent: float | None = None  # since when the server is away
         known = memory.facts.get("run_id") if memory.facts.get("store") == store else None
         self._id = self._resumed(known) if isinstance(known, str) else ""
         if not self._id:
@@ -79,17 +89,39 @@ class MlflowTracker:
             self._add(values, step.step, step.time)
 
     def note(self, point: NotePoint) -> None:
+        self._notes.append(point)
+
+    def flush(self) -> None:
+        try:
+            while self._metrics:
+                self._client.log_batch(self._id, metrics=self._metrics[:BATCH])
+                del self._metrics[:BATCH]
+            while self._notes:
+                self._write(self._notes[0])
+                del self._notes[0]
+        except MlflowException as error:
+            self._wait(error)
+        else:
+            self._silent = None
+
+    def _wait(self, error: MlflowException) -> None:
+        """Keep what there is for a server that is away. Raises the error when that lasts."""
+        now = time.monotonic()
+        if self._silent is None:
+            self._silent = now
+            self._warn(f"MLflow does not take records, they wait: {visible(error, 300)}")
+        if now - self._silent > OUTAGE:
+            raise error
+        del self._metrics[:-WAITING]
+
+    def _write(self, point: NotePoint) -> None:
         key = f"note.{point.event}" if point.incident is None else f"incident.{point.incident:04d}"
         self._client.set_tag(self._id, key, visible(f"step {point.step}: {point.text}", LONGEST))
         if point.incident is not None:
             folder = f"incidents/{point.incident:04d}"
             self._client.log_text(self._id, point.story, f"{folder}/incident.md")
-            self._client.log_text(self._id, as_json(dict(point.summary), indent=1), f"{folder}/incident.json")
-
-    def flush(self) -> None:
-        while self._metrics:
-            self._client.log_batch(self._id, metrics=self._metrics[:BATCH])
-            del self._metrics[:BATCH]
+            summary = as_json(dict(point.summary), indent=1)
+            self._client.log_text(self._id, summary, f"{folder}/incident.json")
 
     def close(self, status: str) -> None:
         self.flush()
@@ -102,7 +134,7 @@ class MlflowTracker:
             for name, value in values.items()
             if math.isfinite(value)
         ]
-        if len(self._metrics) >= BATCH:
+        if len(self._metrics) >= BATCH and self._silent is None:
             self.flush()
 
     def _experiment(self, name: str) -> str:

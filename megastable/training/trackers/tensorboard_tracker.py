@@ -34,6 +34,7 @@ from megastable.training.trackers.tracker import Setting
 GROUPS = {"train": "1 train", "validation": "2 validation", "stability": "3 stability", "speed": "4 speed"}
 LAYERS, TOKENS = "5 layers", "6 by tokens"
 BUCKETS = 30
+LONGEST = 120  # bytes of a folder's name
 # Sections of the recipe that hyperparameters are of.
 TUNED = ("model.", "optimizer.", "schedule.", "train.", "parallel.", "precision.", "data.corpora", "run.seed")
 
@@ -140,4 +141,5 @@ def tag(name: str) -> str:
 
 def folder_of(name: str) -> str:
     """A name as that of a folder, whatever is in it."""
-    return re.sub(r"[^\w.+=@ -]", "_", name)[:100].strip(". ") or "run"
+    safe = re.sub(r"[^\w.+=@ -]", "_", name).encode()[:LONGEST].decode(errors="ignore")
+    return safe.strip(". ") or "run"

@@ -21,6 +21,9 @@ from megastable.training.trackers.points import (
 )
 from megastable.training.trackers.tracker_memory import TrackerMemory
 
+# Of the environment: arguments are visible to other users, and wandb records them.
+COMMAND = "MEGASTABLE_TRACKER_COMMAND"
+
 
 class TrackerError(Exception):
     """A tracker cannot work; the message says why, and what to do."""

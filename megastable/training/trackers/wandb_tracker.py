@@ -35,6 +35,8 @@ class WandbTracker:
         self._per_layer, self._memory = setting.per_layer, setting.memory
         facts, run = setting.memory.facts, setting.run
         known = facts.get("id")
+        # Files that are not sent yet belong to the run directory: it may be moved before they are.
+        os.environ.setdefault("WANDB_DATA_DIR", str(setting.folder / "wandb-data"))
         mode = None if account() else "offline"
         self._run: Any = wandb.init(
             project=None if "WANDB_PROJECT" in os.environ else run.project,

@@ -67,7 +67,7 @@ def test_import_continue_export(
         "data": {"corpora": [{"path": str(text_corpus)}]},
         "optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 0},
         "train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "eval_samples": 4},
-        "logging": {"tensorboard": False, "layers_interval": 1},
+        "logging": {"trackers": [], "layers_interval": 1},
     }  # fmt: skip
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(tree | parts))
     made = from_hf(tmp_path / "theirs", tmp_path / "run", tmp_path / "base.yaml")
