@@ -39,14 +39,14 @@ class JournalNotes:
 
     def new(self) -> Iterator[NotePoint]:
         """Notes of the events since the last call."""
+        again = False
         for event in self._follower.stream():
-            if self._follower.starts != self._starts:  # the file is another one: its events were told already
-                self._starts, self._told, self.read = self._follower.starts, self.read, 0
+            if self._follower.starts != self._starts:  # the file was repaired: its events were told already
+                self._starts, self._told, self.read, again = self._follower.starts, 0, 0, True
                 self._stories.clear()
             self.read += 1
-            old = self.read <= self._told
             note = self._note(event)
-            if old:
+            if again or self.read <= self._told:
                 continue
             if isinstance(event, Finished | Stopped):
                 self.status = event.NAME

@@ -52,7 +52,7 @@ class MlflowTracker:
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
         self._client = MlflowClient(store)
-        self._warn = setting.warn
+        self._warn, self._timeout = setting.warn, setting.timeout
         self._metrics: list[Metric] = []
         self._notes: list[NotePoint] = []
         self._silent: float | None = None  # since when the server is away
@@ -91,12 +91,13 @@ class MlflowTracker:
     def note(self, point: NotePoint) -> None:
         self._notes.append(point)
 
-    def flush(self) -> None:
+    def flush(self, seconds: float = 10.0) -> None:
+        until = time.monotonic() + seconds  # after an outage there may be more than fits into one call
         try:
-            while self._metrics:
+            while self._metrics and time.monotonic() < until:
                 self._client.log_batch(self._id, metrics=self._metrics[:BATCH])
                 del self._metrics[:BATCH]
-            while self._notes:
+            while self._notes and time.monotonic() < until:
                 self._write(self._notes[0])
                 del self._notes[0]
         except MlflowException as error:
@@ -124,7 +125,7 @@ class MlflowTracker:
             self._client.log_text(self._id, summary, f"{folder}/incident.json")
 
     def close(self, status: str) -> None:
-        self.flush()
+        self.flush(self._timeout / 2)
         self._client.set_terminated(self._id, STATUS.get(status, "FAILED"))
 
     def _add(self, values: Mapping[str, float], step: int, at: float) -> None:
