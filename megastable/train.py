@@ -64,9 +64,8 @@ class Trainer:
                 self.log.emit(Warned(step=self.state.step, text=text), say=f"WARNING: {text}")
             observer = None
             if dist.get_rank() == 0:
-                observer = Observer(
-                    c, self.run, start.layout, self.engine.device, peak, self.state, heart.attempt
-                )
+                device, attempt = self.engine.device, heart.attempt
+                observer = Observer(c, self.run, start.layout, device, peak, self.state, attempt)
                 closing.callback(observer.close)
                 if start.unwritten is not None:
                     observer.steps.restore(start.unwritten)

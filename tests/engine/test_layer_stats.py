@@ -25,6 +25,7 @@ from tests.conftest import tiny
 from tests.distributed import run_ranks
 from tests.parallel.test_layouts import OLMO2, batches, config, mine
 from tests.patience import PATIENCE
+from tests.training.tracked_run import all_told
 
 STEPS, RATE = 3, 3e-3
 CLIP = 0.1  # far below the norms: what is measured is what the gradients were before
@@ -313,9 +314,15 @@ def train_a_little(c: RunConfig) -> int:
 
 
 def test_a_run_records_its_layers_and_draws_their_curves(corpus: Path, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logging = {"trackers": ["tensorboard"], "norms_interval": 2, "layers_interval": 3, "worst_samples": 2}
+    logging = {
+        "trackers": ["tensorboard"],
+        "per_layer_scalars": True,
+        "norms_interval": 2,
+        "layers_interval": 3,
+        "worst_samples": 2,
+    }
     train = {"steps": 7, "global_batch": 8, "micro_batch": 2, "eval_samples": 0}
     parts: dict[str, Any] = {"optimizer": {"clip": 0.01}, "stability": {"signs": {"enabled": False}}}
     c = tiny(corpus, tmp_path / "run", logging=logging, train=train, **parts)
@@ -337,11 +344,14 @@ def test_a_run_records_its_layers_and_draws_their_curves(corpus: Path, tmp_path:
     for row in layers:
         block = row["name"] in ("blocks.0", "blocks.1")
         assert (row["activation_rms"] is not None) == block == (row["gradient_rms"] is None)
-    curves = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    all_told(tmp_path / "run")
+    curves = EventAccumulator(str(tmp_path / "run/tensorboard/run"))
     curves.Reload()
+    assert [e.value for e in curves.Scalars("1 train/loss")] == [row["loss"] for row in steps]
     assert [e.step for e in curves.Scalars("attention_entropy/blocks.1")] == [3, 6]
-    assert [e.step for e in curves.Scalars("norms/update_to_weight")] == [2, 3, 4, 6]
+    assert [e.step for e in curves.Scalars("3 stability/update_to_weight")] == [2, 3, 4, 6]
     assert "gradient_rms/blocks.0.mlp.down.weight" in curves.Tags()["scalars"]
+    assert [e.step for e in curves.Tensors("5 layers/attention_entropy")] == [3, 6]
 
 
 @given(

@@ -19,7 +19,6 @@ from megastable.run.log import RunLog
 from megastable.training.trackers.curves import by_statistic
 from megastable.training.trackers.journal_notes import JournalNotes
 from megastable.training.trackers.lane import Lane
-from megastable.training.trackers.lineage import Lineage
 from megastable.training.trackers.points import (
     LayersPoint,
     RunPoint,
@@ -29,6 +28,7 @@ from megastable.training.trackers.points import (
     point_of,
 )
 from megastable.training.trackers.tensorboard_tracker import folder_of
+from megastable.training.trackers.told_steps import ToldSteps
 from megastable.training.trackers.tracker_memory import TrackerMemory
 from megastable.training.tracking import Tracking, run_point
 from tests.training.tracked_run import configured, process, record, steps, until
@@ -175,17 +175,17 @@ def test_no_tracker_needs_no_process(tmp_path: Path) -> None:
 
 
 def test_steps_that_come_again_undo_those_before() -> None:
-    lineage = Lineage()
-    assert [lineage.advance(point(n, applied=n != 4)) for n in range(1, 6)] == [None] * 5
-    undone = lineage.advance(point(3))
+    told = ToldSteps()
+    assert [told.advance(point(n, applied=n != 4)) for n in range(1, 6)] == [None] * 5
+    undone = told.advance(point(3))
     assert isinstance(undone, UndonePoint) and (undone.step, undone.last, undone.tokens) == (3, 5, 30)
     assert [p.step for p in undone.points] == [3, 5]  # 4 was refused: it did nothing
-    assert lineage.advance(point(4)) is None and lineage.advance(point(5)) is None
-    again = Lineage.load(lineage.dump())
+    assert told.advance(point(4)) is None and told.advance(point(5)) is None
+    again = ToldSteps.load(told.dump())
     assert again.last == 5 and again.back(5, 1000, 0.0) is None
     later = again.back(3, 1000, 0.0)
     assert later is not None and [p.step for p in later.points] == [4, 5] and later.tokens == 40
-    assert Lineage.load("{").last == 0 and Lineage.load('{"last": 3, "points": [1]}').last == 3
+    assert ToldSteps.load("{").last == 0 and ToldSteps.load('{"last": 3, "points": [1]}').last == 3
 
 
 def test_lines_are_read_back() -> None:

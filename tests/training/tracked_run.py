@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from megastable.base.durable import hold
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
@@ -14,6 +15,7 @@ from megastable.run.events.training_events import Finished, Stopped
 from megastable.run.log import RunLog
 from megastable.run.records import LayerRecord, StepRecord
 from megastable.training.tracking import Tracking, run_point
+from tests.patience import PATIENCE
 
 BEGAN = 1_700_000_000.0  # of the run; a step takes a second
 TOKENS = 256  # of a step
@@ -106,3 +108,10 @@ def until(true: Callable[[], object], seconds: float = 30.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def all_told(root: Path) -> None:
+    """Wait for the process of a run's trackers: it may need longer than the training has waited for it."""
+    lock = root / "trackers/.lock"
+    assert until(lock.exists, PATIENCE)
+    assert hold(lock, PATIENCE) is not None

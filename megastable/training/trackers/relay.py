@@ -15,8 +15,8 @@ from megastable.run.directory import RunDirectory, as_json, read_object
 from megastable.training.trackers.curves import INCIDENTS
 from megastable.training.trackers.journal_notes import JournalNotes
 from megastable.training.trackers.lane import Lane
-from megastable.training.trackers.lineage import Lineage
 from megastable.training.trackers.points import Point, RunPoint, StepPoint, point_of
+from megastable.training.trackers.told_steps import ToldSteps
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ class Relay:
         state = read_object(self._path)
         told = state.get("events")
         self._notes = JournalNotes(RunDirectory(root).journal, told if isinstance(told, int) else 0)
-        self._lineage = Lineage.load(str(state.get("lineage")))
+        self._steps = ToldSteps.load(str(state.get("steps")))
         self._kept = time.monotonic()
         self._look()  # first: what happened between the processes
-        if undone := self._lineage.back(run.step, run.tokens + 1, run.time):
+        if undone := self._steps.back(run.step, run.tokens + 1, run.time):
             self._put(undone)
 
     def tell(self, point: Point) -> None:
         """A record of the training process."""
         if isinstance(point, StepPoint):
-            if undone := self._lineage.advance(point):
+            if undone := self._steps.advance(point):
                 self._put(undone)
             if point.applied:
                 point = replace(point, values={**point.values, INCIDENTS: float(self._notes.incidents)})
@@ -79,11 +79,11 @@ class Relay:
 
     def _look(self) -> None:
         for note in self._notes.new():
-            self._put(note if note.step else replace(note, step=self._lineage.last))
+            self._put(note if note.step else replace(note, step=self._steps.last))
 
     def _keep(self) -> None:
         self._kept = time.monotonic()
-        state = {"events": self._notes.read, "lineage": self._lineage.dump()}
+        state = {"events": self._notes.read, "steps": self._steps.dump()}
         try:
             durable.write_file(self._path, as_json(state).encode())
         except OSError as error:  # the next process may tell something twice

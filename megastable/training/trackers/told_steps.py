@@ -13,7 +13,7 @@ from megastable.training.trackers.points import StepPoint, UndonePoint, line_of,
 KEPT = 2000  # accepted steps that are remembered, to be shown once they are undone
 
 
-class Lineage:
+class ToldSteps:
     """The steps told so far. last: the newest one, 0 if there is none."""
 
     def __init__(self, last: int = 0, points: Iterable[StepPoint] = ()) -> None:
@@ -43,7 +43,7 @@ class Lineage:
         return json.dumps({"last": self.last, "points": [line_of(p) for p in self._points]})
 
     @classmethod
-    def load(cls, text: str) -> Lineage:
+    def load(cls, text: str) -> ToldSteps:
         """Of a `dump`; empty if it is none."""
         try:
             found = json.loads(text)
