@@ -20,6 +20,7 @@ from megastable.config.tree import LoggingConfig, RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LayerRecord, StepRecord
 from megastable.training.trackers.curves import VALIDATION, layer_values, values_of
+from megastable.training.trackers.hyperparameters import leaves
 from megastable.training.trackers.points import (
     LayersPoint,
     Point,
@@ -38,9 +39,8 @@ UNTOLD = ("supervise.", "logging.tracker_command")  # may hold secrets, and tell
 
 def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, attempt: int | None) -> RunPoint:
     """The record of the run, for a process that begins after `step`."""
-    leaves = {
-        key: value for key, value in _leaves(config.model_dump(mode="json")) if not key.startswith(UNTOLD)
-    }
+    told = leaves(config.model_dump(mode="json"))
+    told = {key: value for key, value in told.items() if not key.startswith(UNTOLD)}
     return RunPoint(
         run.name(config),
         str(run.root.resolve()),
@@ -49,7 +49,7 @@ def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, atte
         time.time(),
         attempt,
         config.logging.project,
-        leaves,
+        told,
     )
 
 
@@ -171,12 +171,3 @@ class Tracking:
     def _end(self, why: str) -> None:
         self._over = True
         self._say(f"WARNING: {why}: nothing more goes to trackers in this process; see logs/trackers.log")
-
-
-def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Keys by path. Lists of sections too: data.corpora.0.path."""
-    if isinstance(tree, list) and any(isinstance(entry, dict) for entry in tree):
-        tree = {str(i): entry for i, entry in enumerate(tree)}
-    if not isinstance(tree, dict):
-        return [(prefix.removesuffix("."), tree)]
-    return [leaf for key, below in tree.items() for leaf in _leaves(below, f"{prefix}{key}.")]

@@ -93,7 +93,7 @@ def test_tensorboard_opens_on_what_matters(tracked: Tracked) -> None:
     groups = sorted({tag.partition("/")[0] for tag in tags["scalars"]})
     assert groups == ["1 train", "2 validation", "3 stability", "4 speed"]
     assert sorted(tag for tag in tags["scalars"] if tag < "3") == [
-        "1 train/grad_norm", "1 train/learning_rate", "1 train/loss", "2 validation/loss",
+        "1 train/loss", "1 train/lr", "1 train/norm_of_gradient", "2 validation/loss",
     ]  # fmt: skip
     assert len(tags["scalars"]) < 20
     shown = sorted(tag for tag in tags["tensors"] if not tag.startswith("_hparams_"))
@@ -112,6 +112,7 @@ def test_tensorboard_has_distributions_notes_and_hyperparameters(tracked: Tracke
     content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     start = HParamsPluginData.FromString(content).session_start_info
     assert start.hparams["optimizer.lr"].number_value == 0.002 and start.group_name
+    assert "optimizer.eps" not in start.hparams and len(start.hparams) < 20  # those that tell runs apart
     notes = accumulated(run / "notes")
     texts = [make_ndarray(e.tensor_proto).item().decode() for e in notes.Tensors("incidents/0001")]
     assert all(part in texts[-1] for part in STORY)

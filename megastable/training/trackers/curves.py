@@ -13,7 +13,7 @@ from megastable.training.trackers.points import StepPoint
 CURVES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
-    "lr": "train/learning_rate",
+    "lr": "train/lr",
     "attention_entropy": "stability/attention_entropy_lowest",
     "attention_logit": "stability/attention_logit_largest",
     "clipped_fraction": "stability/clipped_fraction",

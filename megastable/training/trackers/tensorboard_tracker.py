@@ -21,6 +21,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megastable.training.trackers.curves import VALIDATION, apart, by_statistic, finite, shown
+from megastable.training.trackers.hyperparameters import hyperparameters
 from megastable.training.trackers.points import (
     LayersPoint,
     NotePoint,
@@ -33,10 +34,9 @@ from megastable.training.trackers.tracker import Setting
 
 GROUPS = {"train": "1 train", "validation": "2 validation", "stability": "3 stability", "speed": "4 speed"}
 LAYERS, TOKENS = "5 layers", "6 by tokens"
+BEHIND = {"train/grad_norm": "train/norm_of_gradient"}  # the loss comes first
 BUCKETS = 30
 LONGEST = 120  # bytes of a folder's name
-# Sections of the recipe that hyperparameters are of.
-TUNED = ("model.", "optimizer.", "schedule.", "train.", "parallel.", "precision.", "data.corpora", "run.seed")
 
 
 class TensorBoardTracker:
@@ -103,10 +103,7 @@ class TensorBoardTracker:
             writer.close()
 
     def _hyperparameters(self, run: RunPoint) -> None:
-        tuned = {
-            key: value if isinstance(value, bool | int | float | str) else str(value)
-            for key, value in run.config.items() if value is not None and key.startswith(TUNED)
-        }  # fmt: skip
+        tuned = hyperparameters(run.config)
         metrics = [hparams.Metric(tag("train/loss")), hparams.Metric(tag(VALIDATION))]
         given = [hparams.HParam(key) for key in tuned]
         now = time.time()
@@ -135,6 +132,7 @@ class TensorBoardTracker:
 
 def tag(name: str) -> str:
     """The name of a curve in TensorBoard."""
+    name = BEHIND.get(name, name)
     group, _, rest = name.partition("/")
     return f"{GROUPS[group]}/{rest}" if group in GROUPS else name
 
