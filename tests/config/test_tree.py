@@ -183,3 +183,31 @@ def test_a_recipe_of_before_regions_were_grown_still_loads() -> None:
     assert old.attribution.window == 8 and "ahead" not in old.model_dump()["attribution"]
     with pytest.raises(ValidationError, match="aheadd"):
         StabilityConfig.model_validate({"attribution": {"aheadd": 16}})
+
+
+@pytest.mark.parametrize(
+    ("given", "trackers"),
+    [
+        ({}, ("tensorboard",)),
+        ({"tensorboard": True}, ("tensorboard",)),
+        ({"tensorboard": False}, ()),
+        ({"tensorboard": False, "trackers": ["tensorboard", "wandb"]}, ("wandb",)),
+        ({"tensorboard": True, "trackers": ["wandb"]}, ("tensorboard", "wandb")),
+        ({"trackers": "mlflow"}, ("mlflow",)),
+        ({"trackers": None}, ()),
+    ],
+)
+def test_a_recipe_of_before_there_were_trackers(given: dict[str, Any], trackers: tuple[str, ...]) -> None:
+    logging = RunConfig.model_validate({"logging": given}).logging
+    assert logging.trackers == trackers and "tensorboard" not in logging.model_dump()
+
+
+def test_trackers_that_cannot_be() -> None:
+    assert "no program is given" in refused(logging={"trackers": ["command"]})
+    assert "logging.trackers" in refused(logging={"trackers": ["tensorboardd"]})
+    assert "logging.tensorboard" in refused(logging={"tensorboard": "yes, please"})
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[2J", "x" * 101])
+def test_names_of_runs_that_are_refused(name: str) -> None:
+    assert refused(run={"name": name}).startswith("run.name: ")
