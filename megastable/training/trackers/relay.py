@@ -36,7 +36,7 @@ class Relay:
         state = read_object(self._path)
         told = state.get("events")
         self._notes = JournalNotes(RunDirectory(root).journal, told if isinstance(told, int) else 0)
-        self._steps = ToldSteps.load(str(state.get("steps")))
+        self._steps = ToldSteps.load(state.get("steps"))
         self._kept = time.monotonic()
         self._look()  # first: what happened between the processes
         if undone := self._steps.back(run.step, run.tokens + 1, run.time):

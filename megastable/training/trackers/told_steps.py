@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from megastable.training.trackers.curves import apart
-from megastable.training.trackers.points import StepPoint, UndonePoint, line_of, point_of
+from megastable.training.trackers.points import StepPoint, UndonePoint
 
 KEPT = 2000  # accepted steps that are remembered, to be shown once they are undone
 
@@ -38,16 +38,21 @@ class ToldSteps:
         self._points = deque((p for p in self._points if p.step <= step), maxlen=KEPT)
         return undone
 
-    def dump(self) -> str:
-        """As text, for `load`."""
-        return json.dumps({"last": self.last, "points": [line_of(p) for p in self._points]})
+    def dump(self) -> dict[str, Any]:
+        """As a JSON object, for `load`."""
+        points = [(p.step, p.tokens, p.time, dict(p.values)) for p in self._points]
+        return {"last": self.last, "points": points}
 
     @classmethod
-    def load(cls, text: str) -> ToldSteps:
+    def load(cls, dumped: Any) -> ToldSteps:
         """Of a `dump`; empty if it is none."""
         try:
-            found = json.loads(text)
-            points = [p for p in map(point_of, found["points"]) if isinstance(p, StepPoint)]
-            return cls(int(found["last"]), points)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            points = [
+                StepPoint(
+                    int(step), int(tokens), float(at), True, {str(k): float(v) for k, v in values.items()}
+                )
+                for step, tokens, at, values in dumped["points"]
+            ]
+            return cls(int(dumped["last"]), points)
+        except (ValueError, KeyError, TypeError, AttributeError):
             return cls()
