@@ -215,7 +215,12 @@ def test_every_event_becomes_a_note_once(tmp_path: Path) -> None:
     later = JournalNotes(run.journal, notes.read)
     log.emit(IncidentEvent(what="closed", step=9, number=2, summary={"number": 2, "outcome": "healed"}))
     (note,) = later.new()
-    assert "bad" in note.story and "healed" in note.story and later.incidents == 2
+    assert (
+        note.story == "**Incident 2**\n\n- step 2: opened: bad\n- step 9: closed: healed\n"
+        and later.incidents == 2
+    )
+    log.emit(IncidentEvent(what="attributed", number=2, cause="data", summary={"number": 2, "step": 8}))
+    assert [(note.step, note.text) for note in later.new()] == [(8, "incident 2: cause: data")]
     # A person repaired it: the rest was told already.
     run.journal.write_bytes(b"\n".join(run.journal.read_bytes().splitlines()[1:]) + b"\n")
     assert list(later.new()) == []

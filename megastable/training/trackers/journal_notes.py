@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from megastable.run.events import data_events, stability_events, supervisor_events, training_events
@@ -56,18 +56,22 @@ class JournalNotes:
     def _note(self, event: Event) -> NotePoint | None:
         if not isinstance(event, NOTED) or not (text := event.sentence()):
             return None
-        number = event.get("number") if isinstance(event, IncidentEvent) else None
-        number = number if isinstance(number, int) else None
-        step = event.get("steps") if isinstance(event, Finished) else event.get("step")
-        step = step if isinstance(step, int) else 0
-        story = ""
-        if number is not None:
-            self.incidents = max(self.incidents, number)
-            lines = self._stories.setdefault(number, [])
-            if len(lines) < LONGEST:
-                lines.append(f"- step {step}: {text}")
-            story = f"**Incident {number}**\n\n" + "\n".join(lines) + "\n"
-        summary: Mapping[str, object] = tree(event.get("summary")) if number is not None else {}
-        return NotePoint(
-            step, event.time or 0.0, event.event, text, number, str(event.get("what") or ""), summary, story
-        )
+        if not isinstance(event, IncidentEvent) or (number := event.number) is None:
+            return NotePoint(
+                _step(event), event.time or 0.0, event.event, text, what=str(event.get("what") or "")
+            )
+        step, what = _step(event), str(event.get("what") or "")
+        self.incidents = max(self.incidents, number)
+        lines = self._stories.setdefault(number, [])
+        if len(lines) < LONGEST:
+            lines.append(f"- step {step}: {text.removeprefix(f'incident {number}: ')}")
+        story = f"**Incident {number}**\n\n" + "\n".join(lines) + "\n"
+        return NotePoint(step, event.time or 0.0, event.event, text, number, what, event.summary, story)
+
+
+def _step(event: Event) -> int:
+    """When it happened; 0 if the event does not say."""
+    for fields, key in ((event, "step"), (event, "steps"), (tree(event.get("summary")), "step")):
+        if isinstance(step := fields.get(key), int):
+            return step
+    return 0

@@ -99,7 +99,7 @@ class WandbTracker:
         name = f"incident-{point.incident:04d}"
         self._row(point.step, {f"incidents/{name}": wandb.Html(html(point.story))})
         self._run.summary["incidents"] = point.incident
-        if point.what in ("opened", "handed over", "closed"):
+        if point.what in ("opened", "attributed", "handed over", "closed"):
             artifact = wandb.Artifact(
                 f"{self._run.id}-{name}", type="incident", metadata={"step": point.step}
             )
