@@ -282,6 +282,7 @@ class Engine:
         told = [] if self.zero.local is None else [self.zero.local.columns()]
         columns = sum(map(len, told))
         extra = torch.cat((*told, torch.stack((part, (~valid).double())), self.zero.scalar(self._votes())))
+        activity.enter(activity.GATE)
         losses, squares, summed = self._collect(self.ds.gradient_accumulation_steps(), extra)
         gradients, (squared_norm, broken, *votes) = tuple(summed[:columns]), summed[columns:]
         grad_norm = math.sqrt(squared_norm)
@@ -290,10 +291,8 @@ class Engine:
         overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
         overflow &= bool(torch.isfinite(losses).all())
         norm_or_inf = math.inf if broken else grad_norm
-        in_fp8 = None if self.fp8 is None else self.fp8.on
-        self.measured = Measured(
-            losses, squares, norm_or_inf, tuple(votes), scale, overflow, in_fp8, gradients
-        )
+        fp8 = None if self.fp8 is None else self.fp8.on
+        self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow, fp8, gradients)
         self._show_gradients(scale)
         assert self._judge is not None
         self._wait_for_copies()

@@ -55,6 +55,7 @@ class RunDirectory:
         self.store = root / "store.json"  # address of the supervisor (wire.py)
         self.logs = root / "logs"
         self.incidents = root / "incidents"
+        self.profiles = root / "profiles"
         self.waiting: list[str] = []  # events that the disk refused so far (log.py)
 
     @overload
