@@ -57,7 +57,7 @@ class Clock(Protocol):
         """The step is over; returns those whose times are known by now: number, seconds in all and by activity."""
 
 
-class Follower(Protocol):
+class ActivityListener(Protocol):
     """Is told of the activities of every step, by the thread that trains."""
 
     def begin(self, step: int) -> None:
@@ -69,7 +69,7 @@ class Follower(Protocol):
 
 
 clock: Clock | None = None
-follower: Follower | None = None
+listener: ActivityListener | None = None
 _in_step, _trainer = False, 0
 _spent: dict[str, float] = {}  # seconds by activity, in this step
 
@@ -80,8 +80,8 @@ def begin(steps: int) -> None:
     step, _in_step, _trainer = steps, True, threading.get_ident()
     if clock is not None:
         clock.begin()
-    if follower is not None:
-        follower.begin(steps)
+    if listener is not None:
+        listener.begin(steps)
     enter(_now[0])
     _spent.clear()
 
@@ -93,8 +93,8 @@ def end(seconds: float) -> None:
         return
     enter(_now[0])
     _in_step = False
-    if follower is not None:
-        follower.end()
+    if listener is not None:
+        listener.end()
     over = [(step, seconds, dict(_spent))] if clock is None else clock.end(step, seconds)
     for number, took, by_activity in over:
         timed.append((number, took, tuple(by_activity.get(name, 0.0) for name in OWN)))
@@ -117,8 +117,8 @@ def enter(name: str) -> None:
         _spent[before] = _spent.get(before, 0.0) + now - since
         if clock is not None:
             clock.enter(name)
-        if follower is not None:
-            follower.enter(name)
+        if listener is not None:
+            listener.enter(name)
     _now = (name, now)
 
 

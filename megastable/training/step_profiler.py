@@ -44,16 +44,16 @@ def profiled(
         yield
         return
     profiler = StepProfiler(wanted, run.profiles, rank, say, nvtx)
-    activity.follower = profiler
+    activity.listener = profiler
     try:
         yield
     finally:
-        activity.follower = None
+        activity.listener = None
         profiler.close()
 
 
 class StepProfiler:
-    """An `activity.Follower`. config: None, nothing is traced; nvtx: mark every step, not only the traced ones."""
+    """An `activity.ActivityListener`. config: None, nothing is traced; nvtx: mark every step, not only the traced ones."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class StepProfiler:
         self._over = config is None
         self._writer: threading.Thread | None = None
 
-    # The follower
+    # The listener
 
     def begin(self, step: int) -> None:
         """The step after `step` begins. Does not raise."""
