@@ -73,8 +73,8 @@ class Status:
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds per
     step, the median of the last ones; tokens_per_second: at that rate; phases: of a step, likewise. tokens: of the
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
-    readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. eta: remaining
-    seconds at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
+    readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. eta: of the
+    rest at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
     starts: of training processes. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by host,
     others are preferred to those that failed; slow: by host, those that are slow now. trends: slow signals that are
     warned of now. free: bytes that a user has left where checkpoints are written. alert: since when and why

@@ -35,7 +35,7 @@ PATIENCE = 120.0  # seconds that the end of a run waits for a trace to be writte
 def profiled(
     config: LoggingConfig, run: RunDirectory, rank: int, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Within it, the steps of this rank are traced and marked as the recipe says, and memory that runs out leaves a
+    """Within it, steps of this rank are traced and marked as the recipe says, and memory that runs out leaves a
     snapshot. say: prints a line."""
     snapshot_on_out_of_memory(run.profiles, rank, config.memory_history)
     wanted = config.profile if config.profile is not None and rank in config.profile.ranks else None
@@ -53,7 +53,7 @@ def profiled(
 
 
 class StepProfiler:
-    """An `activity.ActivityListener`. config: None, nothing is traced; nvtx: mark every step, not only the traced ones."""
+    """An `activity.ActivityListener`. config: None, nothing is traced; nvtx: mark every step, not only traced ones."""
 
     def __init__(
         self,
