@@ -88,7 +88,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> str:
         {"event": "training", "step": 50, "world": 2},
         {
             "event": "host_slow",
-            "what": "found",
+            "what": "begun",
             "attempt": 2,
             "host": "b",
             "ratio": 1.4,
