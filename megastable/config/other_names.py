@@ -139,6 +139,10 @@ MEGATRON = {
     "async_save": "checkpoint.asynchronous",
     "non_persistent_save_interval": "checkpoint.interval; with checkpoint.staging for a local disk",
     "log_interval": "logging.interval",
+    "profile_step_start": "logging.profile.start",
+    "profile_step_end": "logging.profile.steps; their number, not the last one",
+    "profile_ranks": "logging.profile.ranks",
+    "nvtx_ranges": "logging.nvtx",
     "tensorboard_dir": "logging.tensorboard=true; the files are in the run directory",
     "check_for_spiky_loss": "stability.enabled=true; the default",
 }  # fmt: skip
