@@ -282,7 +282,7 @@ class LoggingConfig(Section):
     """Length of one file of step records. [steps]"""
     peak_tflops: PositiveFloat | None = Field(default=None, examples=[989.0])
     """Peak of a device, for MFU; null: looked up or measured. [TFLOP/s]"""
-    profile: ProfileConfig | None = Field(default=None, examples=[{"from": 200, "steps": 3, "ranks": [0]}])
+    profile: ProfileConfig | None = Field(default=None, examples=[{"start": 200, "steps": 3, "ranks": [0]}])
     """A trace of a few steps; null: none."""
     nvtx: bool = False
     """Mark steps and phases for Nsight Systems (nsys) in every step; on GPUs only."""

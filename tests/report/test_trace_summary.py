@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.report.trace_summary import Interval, intersection, length, merged, read_trace
+from megastable.report.trace_summary import Stretch, intersection, length, merged, read_trace
 
 SOME = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda p: Interval(p[0], p[0] + p[1])), max_size=8
+    st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda p: Stretch(p[0], p[0] + p[1])), max_size=8
 )
 
 
-def covered(intervals: list[Interval]) -> set[int]:
+def covered(intervals: list[Stretch]) -> set[int]:
     return {n for one in intervals for n in range(int(one.begin), int(one.end))}
 
 
 @given(SOME, SOME)
-def test_intervals_are_sets(a: list[Interval], b: list[Interval]) -> None:
+def test_intervals_are_sets(a: list[Stretch], b: list[Stretch]) -> None:
     left, right = merged(a), merged(b)
     assert covered(left) == covered(a) and length(left) == len(covered(a))
     assert all(one.end < other.begin for one, other in pairwise(left))
