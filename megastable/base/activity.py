@@ -18,17 +18,11 @@ from typing import Protocol
 # Within a step, in this order; the other ones are the phases of a run (rank_ipc.Progress).
 DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER = "data", "forward", "backward", "reduce", "optimizer"
 GATE = "gate"  # before the update: the sum over all ranks of what it is judged by, and the judgement
+REST = "step"  # what is none of these
 EXCHANGE = "exchange"  # of activations or gradients with another stage of a pipeline: mostly waits for it
 OWN = (DATA, FORWARD, BACKWARD, OPTIMIZER)  # what a rank does itself; the others wait for other ranks
-PHASES = (
-    DATA,
-    FORWARD,
-    BACKWARD,
-    REDUCE,
-    EXCHANGE,
-    GATE,
-    OPTIMIZER,
-)  # of a step in its record; the rest is "other"
+# Of a step in its record; the rest is "other".
+PHASES = (DATA, FORWARD, BACKWARD, REDUCE, EXCHANGE, GATE, OPTIMIZER)
 
 step: int | None = None  # steps done
 _now: tuple[str, float] = ("starting", time.monotonic())

@@ -196,6 +196,7 @@ class Engine:
                     self.ds.backward(loss)
                     del loss
                     self.ds.step()
+        activity.enter(activity.REST)
         if self.fp8 is not None:
             self.fp8.settle(self.applied)
         if self.applied:

@@ -85,7 +85,7 @@ class Heartbeat:
         self._facts |= {"step": state.step, "cursor": state.cursor, "tokens": state.tokens}
         self._dirty = True
         if "seconds" in self._facts:
-            self.phase("step")
+            self.phase(activity.REST)
         activity.begin(state.step)
 
     def stepped(self, **numbers: Any) -> None:
