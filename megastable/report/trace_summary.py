@@ -23,7 +23,7 @@ COMMUNICATION = re.compile(
 )
 
 
-class Stretch(NamedTuple):
+class BusyTime(NamedTuple):
     """[begin, end), microseconds."""
 
     begin: float
@@ -102,13 +102,13 @@ def _summary(path: Path, facts: dict[str, Any], events: Sequence[dict[str, Any]]
     )  # fmt: skip
 
 
-Span = tuple[str, Stretch, bool]
+Span = tuple[str, BusyTime, bool]
 """Name, when, and whether it is communication."""
 
 
 def _device(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
     for e in events:
-        yield e["name"], Stretch(e["ts"], e["ts"] + e["dur"]), COMMUNICATION.search(e["name"]) is not None
+        yield e["name"], BusyTime(e["ts"], e["ts"] + e["dur"]), COMMUNICATION.search(e["name"]) is not None
 
 
 def _host(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
@@ -127,10 +127,10 @@ def _host(events: Iterable[dict[str, Any]]) -> Iterator[Span]:
             while stack and stack[-1][1] <= e["ts"]:
                 name, end, talks = stack.pop()
                 if end > at:
-                    yield name, Stretch(at, end), talks
+                    yield name, BusyTime(at, end), talks
                     at = end
             if stack and e["ts"] > at:
-                yield stack[-1][0], Stretch(at, e["ts"]), stack[-1][2]
+                yield stack[-1][0], BusyTime(at, e["ts"]), stack[-1][2]
             at = max(at, e["ts"])
             end = e["ts"] + e["dur"]
             within = (stack[-1][1], stack[-1][2]) if stack else (end, False)
@@ -146,29 +146,29 @@ def _operators(spans: Iterable[Span], wall: float) -> list[Operator]:
     return [Operator(name, counts[name], spent[name] / 1e6, spent[name] / wall) for name in order]
 
 
-def _clipped(one: Stretch, begin: float, end: float) -> Stretch | None:
-    clip = Stretch(max(one.begin, begin), min(one.end, end))
+def _clipped(one: BusyTime, begin: float, end: float) -> BusyTime | None:
+    clip = BusyTime(max(one.begin, begin), min(one.end, end))
     return clip if clip.begin < clip.end else None
 
 
-def merged(intervals: Iterable[Stretch]) -> list[Stretch]:
+def merged(intervals: Iterable[BusyTime]) -> list[BusyTime]:
     """Their union, in order, without overlaps."""
-    found: list[Stretch] = []
+    found: list[BusyTime] = []
     for one in sorted(intervals):
         if found and one.begin <= found[-1].end:
-            found[-1] = Stretch(found[-1].begin, max(found[-1].end, one.end))
+            found[-1] = BusyTime(found[-1].begin, max(found[-1].end, one.end))
         else:
             found.append(one)
     return found
 
 
-def intersection(a: Sequence[Stretch], b: Sequence[Stretch]) -> list[Stretch]:
+def intersection(a: Sequence[BusyTime], b: Sequence[BusyTime]) -> list[BusyTime]:
     """What is in both; each is in order and without overlaps."""
-    found, i, j = list[Stretch](), 0, 0
+    found, i, j = list[BusyTime](), 0, 0
     while i < len(a) and j < len(b):
         begin, end = max(a[i].begin, b[j].begin), min(a[i].end, b[j].end)
         if begin < end:
-            found.append(Stretch(begin, end))
+            found.append(BusyTime(begin, end))
         if a[i].end < b[j].end:
             i += 1
         else:
@@ -176,5 +176,5 @@ def intersection(a: Sequence[Stretch], b: Sequence[Stretch]) -> list[Stretch]:
     return found
 
 
-def length(intervals: Iterable[Stretch]) -> float:
+def length(intervals: Iterable[BusyTime]) -> float:
     return sum(one.end - one.begin for one in intervals)

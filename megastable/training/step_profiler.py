@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -98,6 +99,8 @@ class StepProfiler:
         """Write what was traced so far. Does not raise."""
         with self._unless_it_fails():
             self._close_ranges()
+            if self._cuda and sys.exception() is not None:
+                self._trace = None  # to stop it waits for the GPU, which may wait for a rank that is gone
             if self._trace is not None:
                 self._finish()
             if self._writer is not None:

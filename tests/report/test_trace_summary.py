@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.report.trace_summary import Stretch, intersection, length, merged, read_trace
+from megastable.report.trace_summary import BusyTime, intersection, length, merged, read_trace
 
 SOME = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda p: Stretch(p[0], p[0] + p[1])), max_size=8
+    st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda p: BusyTime(p[0], p[0] + p[1])), max_size=8
 )
 
 
-def covered(intervals: list[Stretch]) -> set[int]:
+def covered(intervals: list[BusyTime]) -> set[int]:
     return {n for one in intervals for n in range(int(one.begin), int(one.end))}
 
 
 @given(SOME, SOME)
-def test_intervals_are_sets(a: list[Stretch], b: list[Stretch]) -> None:
+def test_intervals_are_sets(a: list[BusyTime], b: list[BusyTime]) -> None:
     left, right = merged(a), merged(b)
     assert covered(left) == covered(a) and length(left) == len(covered(a))
     assert all(one.end < other.begin for one, other in pairwise(left))

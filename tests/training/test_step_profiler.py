@@ -22,7 +22,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.step_phases import COLUMNS
 from megastable.training import step_profiler
 from megastable.training.memory_snapshot import SnapshotWriter, snapshot_on_out_of_memory
-from megastable.training.step_profiler import profiled
+from megastable.training.step_profiler import StepProfiler, profiled
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
@@ -118,6 +118,25 @@ def test_a_profile_that_fails_is_given_up(
         assert not list((tmp_path / "profiles").iterdir())
         run_steps(tmp_path, *range(6))  # and the profiler is free for the next one
         assert len(list((tmp_path / "profiles").iterdir())) == 1
+
+
+def test_an_error_on_a_gpu_is_not_held_up_by_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To stop a trace waits for the GPU, and that perhaps for a rank that is gone."""
+    profiler = StepProfiler(ProfileConfig(start=3, steps=2), tmp_path / "profiles", 0, print)
+    profiler.begin(2)
+    trace, stopped = profiler._trace, []
+    assert trace is not None
+    stop = trace.stop
+    monkeypatch.setattr(trace, "stop", lambda: stopped.append(1))
+    profiler._cuda = True
+    try:
+        raise RuntimeError("a rank is gone")
+    except RuntimeError:
+        profiler.close()
+    stop()
+    assert not stopped and not list((tmp_path / "profiles").iterdir())
 
 
 def test_the_words_of_a_recipe() -> None:
