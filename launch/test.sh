@@ -7,9 +7,9 @@
 #   bash launch/test.sh PYTEST ARGUMENT ...       e.g. tests/data -k order, or -n0 for one test at a time
 #   bash launch/test.sh gpu-static [...]          what of a GPU can be verified without one: gpu_static.sh, several GB
 #
-# The test across two hosts needs iproute2, openssh-server and pdsh, that of pages chromium and chromium-driver; where
-# that starts no service (root, in a container) they are installed by apt-get, unless MEGASTABLE_APT=0. Without them
-# those tests are skipped.
+# The test across two hosts needs iproute2, openssh-server and pdsh, that of pages chromium and chromium-driver, that of
+# alerts prometheus and prometheus-alertmanager (for promtool and amtool, 30 MB); where that starts no service (root, in
+# a container) they are installed by apt-get, unless MEGASTABLE_APT=0. Without them those tests are skipped.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/test.sh; exit 0 ;; esac
@@ -27,6 +27,8 @@ get_debian_packages() {
   command -v pdsh >/dev/null || missing+=(pdsh)
   command -v chromium >/dev/null || missing+=(chromium)
   command -v chromedriver >/dev/null || missing+=(chromium-driver)
+  command -v promtool >/dev/null || missing+=(prometheus)
+  command -v amtool >/dev/null || missing+=(prometheus-alertmanager)
   [ ${#missing[@]} -gt 0 ] && [ "${MEGASTABLE_APT:-1}" != 0 ] && [ "$(id -u)" = 0 ] &&
     command -v apt-get >/dev/null && [ -x /usr/sbin/policy-rc.d ] || return 0
   printf 'test: apt-get install %s ... ' "${missing[*]}"

@@ -39,6 +39,7 @@ from megastable.training.observer import Observer
 from megastable.training.recorder import StepRecorder, due
 from megastable.training.resume import Start
 from megastable.training.startup import StopRequest, open_data, open_run
+from megastable.training.step_profiler import profiled
 from megastable.training.summary import write_summary
 
 COLLECT = 100  # steps between two collections of garbage, by all ranks at once: one alone makes all wait
@@ -93,6 +94,7 @@ class Trainer:
             if self.checkpoints.rejected:
                 self.recovery.incident_log.damaged(self.checkpoints.rejected, self.state.step)
             self.recorder = StepRecorder(c.logging, self.engine, self.recovery, self.log, observer)
+            closing.enter_context(profiled(c.logging, self.run, dist.get_rank(), self.log.say))
             self._closing = closing.pop_all()
 
     def train(self) -> int:
@@ -137,15 +139,9 @@ class Trainer:
 
             # Where the run stands now, and the record of it
             self.state = state = before.after(
-                cursor=batch.next,
-                tokens=tokens,
-                seconds=seconds,
-                loss=measured.loss,
-                applied=applied,
-                mix=mix,
-                batch=batch.positions.size,
-                piece=batch.piece,
-            )
+                cursor=batch.next, tokens=tokens, seconds=seconds, loss=measured.loss, applied=applied, mix=mix,
+                batch=batch.positions.size, piece=batch.piece,
+            )  # fmt: skip
             result = StepResult(
                 batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept
             )

@@ -11,14 +11,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 # Within a step, in this order; the other ones are the phases of a run (rank_ipc.Progress).
 DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER = "data", "forward", "backward", "reduce", "optimizer"
+GATE = "gate"  # before the update: the sum over all ranks of what it is judged by, and the judgement
+REST = "step"  # what is none of these
 EXCHANGE = "exchange"  # of activations or gradients with another stage of a pipeline: mostly waits for it
 OWN = (DATA, FORWARD, BACKWARD, OPTIMIZER)  # what a rank does itself; the others wait for other ranks
+# Of a step in its record; the rest is "other".
+PHASES = (DATA, FORWARD, BACKWARD, REDUCE, EXCHANGE, GATE, OPTIMIZER)
 
 step: int | None = None  # steps done
 _now: tuple[str, float] = ("starting", time.monotonic())
@@ -29,6 +33,11 @@ _exchanged: tuple[int, int | None] = (0, None)
 # A step: its number, its seconds, and those of OWN in that order, without waits for other ranks.
 StepTimes = tuple[int, float, tuple[float, ...]]
 timed: deque[StepTimes] = deque(maxlen=4096)  # steps that no heartbeat has told of yet, oldest first
+# A step: its number, and its seconds by activity, with waits for other ranks in OWN under REDUCE.
+Spent = tuple[int, Mapping[str, float]]
+spent: deque[Spent] = deque(
+    maxlen=16
+)  # steps that no record has told of yet, oldest first; for the thread that trains
 
 
 class Clock(Protocol):
@@ -38,11 +47,23 @@ class Clock(Protocol):
 
     def enter(self, name: str) -> None: ...
 
-    def end(self, step: int, seconds: float) -> Iterable[StepTimes]:
-        """The step is over; returns those whose times are known by now."""
+    def end(self, step: int, seconds: float) -> Iterable[tuple[int, float, Mapping[str, float]]]:
+        """The step is over; returns those whose times are known by now: number, seconds in all and by activity."""
+
+
+class ActivityListener(Protocol):
+    """Is told of the activities of every step, by the thread that trains."""
+
+    def begin(self, step: int) -> None:
+        """A step begins after so many."""
+
+    def enter(self, name: str) -> None: ...
+
+    def end(self) -> None: ...
 
 
 clock: Clock | None = None
+listener: ActivityListener | None = None
 _in_step, _trainer = False, 0
 _spent: dict[str, float] = {}  # seconds by activity, in this step
 
@@ -53,6 +74,8 @@ def begin(steps: int) -> None:
     step, _in_step, _trainer = steps, True, threading.get_ident()
     if clock is not None:
         clock.begin()
+    if listener is not None:
+        listener.begin(steps)
     enter(_now[0])
     _spent.clear()
 
@@ -64,17 +87,19 @@ def end(seconds: float) -> None:
         return
     enter(_now[0])
     _in_step = False
-    if clock is not None:
-        timed.extend(clock.end(step, seconds))
-    else:
-        timed.append((step, seconds, tuple(_spent.get(name, 0.0) for name in OWN)))
+    if listener is not None:
+        listener.end()
+    over = [(step, seconds, dict(_spent))] if clock is None else clock.end(step, seconds)
+    for number, took, by_activity in over:
+        timed.append((number, took, tuple(by_activity.get(name, 0.0) for name in OWN)))
+        spent.append((number, by_activity))
 
 
 def waited(seconds: float) -> None:
     """So much of the present activity was a wait for other ranks. Ignored of any thread but the one that trains."""
-    if _in_step and threading.get_ident() == _trainer:
-        name = _now[0]
+    if _in_step and threading.get_ident() == _trainer and (name := _now[0]) in OWN:
         _spent[name] = _spent.get(name, 0.0) - seconds
+        _spent[REDUCE] = _spent.get(REDUCE, 0.0) + seconds
 
 
 def enter(name: str) -> None:
@@ -86,6 +111,8 @@ def enter(name: str) -> None:
         _spent[before] = _spent.get(before, 0.0) + now - since
         if clock is not None:
             clock.enter(name)
+        if listener is not None:
+            listener.enter(name)
     _now = (name, now)
 
 

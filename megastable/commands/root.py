@@ -16,6 +16,7 @@ COMMANDS = {
     "preflight": "Check every host before a run: code, versions, disks, GPUs, speed; is the run directory shared?",
     "status": "Show how a run stands, who watches it, and what to do next.",
     "goodput": "Where every second of a run went: training, or lost to which cause, incident and host.",
+    "profile": "What a run's steps spend their time on: phases of all of them, operators of those that were traced.",
     "prepare": "Text into corpora to train on: a tokenizer, Megatron shards, a manifest with counts and hashes.",
     "inspect": "What was in that batch? From steps, incidents and documents to text, and back; which ones are bad.",
     "prune": "Documents, or spans of them, out of a corpus: a plan to edit, a new corpus, the proof of the rest.",

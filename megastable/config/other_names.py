@@ -142,6 +142,10 @@ MEGATRON = {
     "tensorboard_dir": "logging.trackers=[tensorboard]; the files are in the run directory",
     "wandb_project": "logging.project; with wandb in logging.trackers",
     "wandb_exp_name": "run.name; with wandb in logging.trackers",
+    "profile_step_start": "logging.profile.start",
+    "profile_step_end": "logging.profile.steps; their number, not the last one",
+    "profile_ranks": "logging.profile.ranks",
+    "nvtx_ranges": "logging.nvtx",
     "check_for_spiky_loss": "stability.enabled=true; the default",
 }  # fmt: skip
 

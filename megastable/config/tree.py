@@ -25,6 +25,7 @@ from pydantic import (
 from megastable.config.checkpoint import CheckpointConfig
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
+from megastable.config.profile import ProfileConfig
 from megastable.config.rules import impossible
 from megastable.config.section import Fraction, Section
 from megastable.config.stability import StabilityConfig
@@ -292,6 +293,12 @@ class LoggingConfig(Section):
     """Length of one file of step records. [steps]"""
     peak_tflops: PositiveFloat | None = Field(default=None, examples=[989.0])
     """Peak of a device, for MFU; null: looked up or measured. [TFLOP/s]"""
+    profile: ProfileConfig | None = Field(default=None, examples=[{"start": 200, "steps": 3, "ranks": [0]}])
+    """A trace of a few steps; null: none."""
+    nvtx: bool = False
+    """Mark steps and phases for Nsight Systems (nsys) in every step; on GPUs only."""
+    memory_history: NonNegativeInt = 0
+    """Allocations on a GPU, with stacks, that the snapshot on out-of-memory has beside the blocks. [allocations]"""
 
     @model_validator(mode="before")
     @classmethod

@@ -8,11 +8,9 @@ between, of what they wait for in the stream, and of gaps in which the host had 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, Protocol
-
-from megastable.base.activity import OWN, StepTimes
 
 PENDING = 4  # steps whose events are awaited
 
@@ -50,13 +48,13 @@ class DeviceClock:
         event.record()
         self._marks.append((name, event))
 
-    def end(self, step: int, seconds: float) -> list[StepTimes]:
+    def end(self, step: int, seconds: float) -> list[tuple[int, float, Mapping[str, float]]]:
         """Those of earlier steps that the GPU is done with."""
         self._marks.append(("", mark := self._free.pop() if self._free else self._event()))
         mark.record()
         self._pending.append((step, seconds, self._marks))
         self._marks = []
-        found = []
+        found = list[tuple[int, float, Mapping[str, float]]]()
         while self._pending and (len(self._pending) > PENDING or self._pending[0][2][-1][1].query()):
             number, took, marks = self._pending.pop(0)
             if marks[-1][1].query():
@@ -65,9 +63,9 @@ class DeviceClock:
         return found
 
 
-def _spent(marks: list[tuple[str, DeviceEvent]]) -> tuple[float, ...]:
-    """Seconds of every activity of OWN."""
+def _spent(marks: list[tuple[str, DeviceEvent]]) -> dict[str, float]:
+    """Seconds by activity."""
     spent = defaultdict[str, float](float)
     for (name, event), (_, following) in pairwise(marks):
         spent[name] += event.elapsed_time(following) / 1000
-    return tuple(spent[name] for name in OWN)
+    return spent

@@ -35,7 +35,6 @@ from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
 from megastable.engine.logit_clipping import LogitClipping
 from megastable.engine.measured import Judge, Measured
-from megastable.engine.stage_messages import StageMessages
 from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.worker_clipping import Worker
 from megastable.engine.zero import Bf16, wrapper
@@ -90,8 +89,8 @@ class Engine:
                     dist_init_required=False,
                 )
         self.zero = wrapper(self.optimizer, self.ds, topology, self.device)
-        if config.stability.enabled and config.stability.hardware.gradients:
-            self.zero.watch_gradients()
+        if config.stability.enabled:
+            self.zero.watch(config.stability.hardware)
         self.clipping = self._attach()
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
         threshold = config.optimizer.qk_clip
@@ -99,12 +98,9 @@ class Engine:
             LogitClipping(module, config.model, topology, threshold, self.device) if threshold else None
         )
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
-        self.messages: StageMessages | None = None
         if layout.pipeline > 1:
             patches.untimed(self.ds)
             patches.told(self.ds)
-            if config.stability.enabled and config.stability.hardware.messages:
-                self.messages = StageMessages(self.device)
         self._update = patches.gated(self.ds, self._gate)
         if self.device.type == "cuda":
             activity.clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
@@ -176,8 +172,6 @@ class Engine:
         self._pass_on(micro_batches)
         self.loss.samples.clear()
         self.zero.begin()
-        if self.messages is not None:
-            self.messages.begin()
         if self.qk_clip is not None:
             self.qk_clip.begin()
         for group in self.optimizer.param_groups:
@@ -196,6 +190,7 @@ class Engine:
                     self.ds.backward(loss)
                     del loss
                     self.ds.step()
+        activity.enter(activity.REST)
         if self.fp8 is not None:
             self.fp8.settle(self.applied)
         if self.applied:
@@ -282,6 +277,7 @@ class Engine:
         told = [] if self.zero.local is None else [self.zero.local.columns()]
         columns = sum(map(len, told))
         extra = torch.cat((*told, torch.stack((part, (~valid).double())), self.zero.scalar(self._votes())))
+        activity.enter(activity.GATE)
         losses, squares, summed = self._collect(self.ds.gradient_accumulation_steps(), extra)
         gradients, (squared_norm, broken, *votes) = tuple(summed[:columns]), summed[columns:]
         grad_norm = math.sqrt(squared_norm)
@@ -290,10 +286,8 @@ class Engine:
         overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
         overflow &= bool(torch.isfinite(losses).all())
         norm_or_inf = math.inf if broken else grad_norm
-        in_fp8 = None if self.fp8 is None else self.fp8.on
-        self.measured = Measured(
-            losses, squares, norm_or_inf, tuple(votes), scale, overflow, in_fp8, gradients
-        )
+        fp8 = None if self.fp8 is None else self.fp8.on
+        self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow, fp8, gradients)
         self._show_gradients(scale)
         assert self._judge is not None
         self._wait_for_copies()

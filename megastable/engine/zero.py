@@ -17,10 +17,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from megastable.config.stability import HardwareConfig
 from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
 from megastable.engine.local_gradients import LocalGradients
 from megastable.engine.own_gradients import OwnGradients, Pairs
+from megastable.engine.stage_messages import StageMessages
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import placement_of, shape_of
 from megastable.parallel.topology import Topology
@@ -43,6 +45,7 @@ class Wrapper(ABC):
     def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
         self.o, self.engine, self.topology, self.device = o, engine, topology, device
         self.local: LocalGradients | None = None
+        self.messages: StageMessages | None = None
 
     @property
     @abstractmethod
@@ -72,9 +75,14 @@ class Wrapper(ABC):
     def refresh_weights(self) -> None:
         """Copy the master weights to the parameters in compute precision."""
 
-    def watch_gradients(self) -> None:
-        """Measure the gradients of every rank before they are summed over data ranks (`local`)."""
+    def watch(self, config: HardwareConfig) -> None:
+        """Measure the gradients of every rank before they are summed over data ranks (`local`), and what stages send
+        (`messages`), as far as that is wanted."""
         layout = self.topology.layout
+        if config.messages and layout.pipeline > 1:
+            self.messages = StageMessages(self.device)
+        if not config.gradients:
+            return
         if layout.data > 1 and getattr(self.o, "reduce_scatter", True):
             self.local = LocalGradients(self.topology, self.device)
             self._measure_sums(self.local)
@@ -87,8 +95,9 @@ class Wrapper(ABC):
 
     def begin(self) -> None:
         """A step begins."""
-        if self.local is not None:
-            self.local.begin()
+        for watching in (self.local, self.messages):
+            if watching is not None:
+                watching.begin()
 
     @abstractmethod
     def _measure_sums(self, watch: LocalGradients) -> None:

@@ -17,7 +17,7 @@ class MessageWatch:
     """Of one process. Without pipeline parallelism it does nothing."""
 
     def __init__(self, engine: Engine, log: RunLog) -> None:
-        self.engine, self.log, self.messages = engine, log, engine.messages
+        self.engine, self.log, self.messages = engine, log, engine.zero.messages
         self.columns = int(self.messages is not None)  # of the votes
 
     def votes(self) -> tuple[float, ...]:

@@ -56,6 +56,7 @@ class RunDirectory:
         self.store = root / "store.json"  # address of the supervisor (wire.py)
         self.logs = root / "logs"
         self.incidents = root / "incidents"
+        self.profiles = root / "profiles"
         self.waiting: list[str] = []  # events that the disk refused so far (log.py)
 
     def name(self, config: RunConfig) -> str:

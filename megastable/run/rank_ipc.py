@@ -66,8 +66,8 @@ class LastWords(BaseModel):
 class Progress(BaseModel):
     """progress.json, from rank 0: where the run stands. phase: starting, step, evaluate, checkpoint, rewind or ended.
 
-    step: steps done; cursor: the next data position. The others are of the last step: None before it; "nan" or "inf" in
-    the file if not finite.
+    step: steps done; cursor: the next data position; tokens: of the steps done. The others are of the last step: None
+    before it; "nan" or "inf" in the file if not finite. stepped: when this process ended it, unix seconds.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -81,6 +81,8 @@ class Progress(BaseModel):
     steps: int
     step: int | None = None
     cursor: int | None = None
+    tokens: int | None = None
+    stepped: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
     lr: float | None = None

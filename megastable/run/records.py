@@ -70,7 +70,9 @@ class StepRecord:
     mfu_full and mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction:
     of the steps since it was last recorded. norm_kept: the share of the gradient's norm that clipping left, None if the
     update was refused. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. attempt: of the
-    supervisor, None without one. Other values that may be None: see `probe.Statistics`.
+    supervisor, None without one. forward_seconds to other_seconds: of rank 0, see step_phases.py; on a GPU None in the
+    last record of a file, whose kernels still run when it is written. Other values that may be None: see
+    `probe.Statistics`.
     """
 
     step: int
@@ -113,6 +115,13 @@ class StepRecord:
     fp8_saturation: float | None = None
     fp8_underflow: float | None = None
     attempt: int | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    reduce_seconds: float | None = None
+    exchange_seconds: float | None = None
+    gate_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    other_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megastable.base.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
 from megastable.base.text import visible
 from megastable.run.events.event import Event, Other, read_later, real, whole
 from megastable.run.events.follow import PassedOver
-from megastable.run.events.stability_events import AlertEvent, Discarded
+from megastable.run.events.stability_events import AlertEvent, Discarded, TrendEvent
 from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
@@ -35,6 +35,7 @@ OTHERS = (
     "hosts_awaited",
     "host_slow",
 )  # no sign of a training process
+ENDED_AS = ("hang", "killed", "crash", "handover", "unstable", "no_space", "stopped", "done", "unknown")
 ENDS = ("stopped", "finished", "unstable", "handover")  # last events of a training process
 
 
@@ -96,7 +97,8 @@ class JournalView:
     starts: of training processes, supervised or not. refused: updates. word: the last event that shows which process is
     at work. goodbye: the last of ENDS, if nothing ran since. supervisor: its last event about itself, unless something
     ran after its end. started: recipe and arguments of the last start. hosts: of the newest attempt; left_out: until
-    when (unix seconds), by host, others are preferred to those that failed."""
+    when (unix seconds), by host, others are preferred to those that failed. trends: slow signals that are warned of
+    now, with what is said of each."""
 
     began: float | None = None
     last: float | None = None
@@ -110,6 +112,7 @@ class JournalView:
     hosts: tuple[str, ...] = ()
     left_out: dict[str, float] = field(default_factory=dict)
     slow: dict[str, SlowSummary] = field(default_factory=dict)
+    trends: dict[str, str] = field(default_factory=dict)
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
@@ -146,6 +149,11 @@ class JournalView:
                 self.refused += event.refused or 0
             case AlertEvent():
                 self.alert = event if event.what == "begun" else None
+            case TrendEvent():
+                if event.signal is not None:
+                    self.trends.pop(signal := visible(event.signal, 40), None)
+                    if event.what == "warned":
+                        self.trends[signal] = visible(event.text or "", 300)
             case Evaluated():
                 if event.loss is not None and step is not None:
                     self.validation.append((step, event.loss))
@@ -241,7 +249,7 @@ class JournalView:
 
 
 def kind_of_end(event: Ended) -> str:
-    """Why an attempt ended, from its `ended` event: one of a few words, for counting."""
+    """Why an attempt ended, from its `ended` event: one of ENDED_AS, for counting."""
     if event.get("hung"):
         return "hang"
     if event.get("signal"):

@@ -1,4 +1,5 @@
-"""Keeps the last steps of a run: those recorded on disk, and newer ones seen in its progress."""
+"""Keeps the last steps of a run: those recorded on disk, and newer ones seen in its progress; and the newest values of
+what is recorded only now and then."""
 
 from __future__ import annotations
 
@@ -10,17 +11,28 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megastable.run.records import SCHEMA
+from megastable.run.step_phases import COLUMNS, OTHER
+
 KEPT = 240  # steps
 FILES = 6  # newest record files that are read
 TIMED = 50  # steps whose median is the rate
 ENOUGH = 5  # observed steps needed for a rate
+NEWEST = (
+    "time", "grad_norm", "mfu_full", "mfu_causal", "memory", "loss_scale", "clipped_fraction", "update_ratio",
+    "attention_logit", "attention_entropy", "fp8_saturation",
+)  # fmt: skip
+READ = pa.schema([SCHEMA.field(name) for name in ("step", "loss", "seconds", *NEWEST, *COLUMNS.values())])
 
 
 class RecentSteps:
-    """folder: of the step records."""
+    """folder: of the step records. newest: the last known value of each of NEWEST; phases: seconds of a step by phase,
+    the median of the last ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.newest: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
         self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
         self._changed = -1  # mtime of the folder
         self._read: tuple[str, ...] = ()
@@ -40,13 +52,22 @@ class RecentSteps:
         if newest == self._read:
             return
         self._read, rows = newest, dict[int, tuple[int, float, float]]()
+        timed = list[dict[str, float | None]]()
         for name in newest:
             try:
-                table = pq.read_table(self.folder / name, columns=["step", "loss", "seconds"])
+                found = pq.read_table(self.folder / name, schema=READ).to_pylist()
             except (pa.ArrowException, OSError, KeyError):
                 continue  # half-copied or damaged: a gap in the plot is better than none
-            rows |= {row[0]: row for row in zip(*(c.to_pylist() for c in table.columns), strict=True)}
+            rows |= {row["step"]: (row["step"], row["loss"], row["seconds"]) for row in found}
+            for row in found:
+                self.newest |= {key: row[key] for key in NEWEST if row[key] is not None}
+            timed += [row for row in found if row[COLUMNS[OTHER]] is not None]
         self._records = [rows[step] for step in sorted(rows)][-KEPT:]
+        self.phases = {
+            phase: statistics.median(row[column] or 0.0 for row in timed[-TIMED:])
+            for phase, column in COLUMNS.items()
+            if timed
+        }
 
     def see(self, step: int, loss: float | None, seconds: float | None) -> None:
         """Add the current step. After a rewind, all that was seen is outdated."""

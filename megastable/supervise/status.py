@@ -7,6 +7,7 @@ directory, the last events of the journal, and the age of progress.json.
 from __future__ import annotations
 
 import math
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -38,9 +39,9 @@ from megastable.supervise.standing import Standing, State, advice, state_of
 SHOWN = 5  # checkpoints
 READING = 1.0  # seconds of a look for reading step records that were not read yet: a long run has many files
 UNITS = {
-    "age": "age_seconds", "began": "began_unix_seconds", "eta": "eta_seconds",
-    "last_progress": "last_progress_unix_seconds", "left_out": "left_out_until_unix_seconds",
-    "rate": "seconds_per_step", "size": "bytes",
+    "age": "age_seconds", "began": "began_unix_seconds", "eta": "eta_seconds", "free": "free_bytes",
+    "last_progress": "last_progress_unix_seconds", "last_step": "last_step_unix_seconds",
+    "left_out": "left_out_until_unix_seconds", "phases": "phase_seconds", "rate": "seconds_per_step", "size": "bytes",
     "time": "time_unix_seconds",
 }  # fmt: skip
 
@@ -70,10 +71,13 @@ class Status:
 
     code: the exit code that the run ended with, None while it has not. phase: of the training process. recent: (step,
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds per
-    step, the median of the last ones; tokens_per_second: at that rate. loss, grad_norm, lr: of the last step. eta:
-    remaining seconds at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
+    step, the median of the last ones; tokens_per_second: at that rate; phases: of a step, likewise. tokens: of the
+    steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
+    readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. eta: of the
+    rest at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
     starts: of training processes. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by host,
-    others are preferred to those that failed; slow: by host, those that are slow now. alert: since when and why
+    others are preferred to those that failed; slow: by host, those that are slow now. trends: slow signals that are
+    warned of now. free: bytes that a user has left where checkpoints are written. alert: since when and why
     automatic remedies are paused, "" if they are not. goodput: where the time went (run/goodput), None if that is not
     known, or takes long to find out; `settled` of it: seconds by kind of what will not change any more. problems: what
     could not be read.
@@ -92,11 +96,16 @@ class Status:
     step: int
     steps: int | None
     cursor: int | None
+    skipped: int | None
+    tokens: int | None
+    last_step: float | None
     world: int | None
     loss: float | None
     grad_norm: float | None
     lr: float | None
     tokens_per_second: float | None
+    phases: dict[str, float]
+    readings: dict[str, float]
     applied: bool | None
     rate: float | None
     eta: float | None
@@ -113,8 +122,10 @@ class Status:
     incidents: tuple[IncidentSummary, ...]
     refused: int
     alert: str
+    trends: dict[str, str]
     goodput: Mapping[str, Any] | None
     checkpoints: tuple[Checkpoint, ...]
+    free: int | None
     validation: tuple[tuple[int, float], ...]
     recent: tuple[tuple[int, float], ...]
     tail: tuple[Said, ...]
@@ -224,11 +235,16 @@ class RunWatch:
             step=step,
             steps=steps,
             cursor=whole(progress.get("cursor")),
+            skipped=self._skipped(progress),
+            tokens=whole(progress.get("tokens")),
+            last_step=_finite(progress.get("stepped")) or self._steps.newest.get("time"),
             world=whole(progress.get("world")) or s.world,
             loss=loss if loss is not None else recent[-1][1] if recent else None,
             grad_norm=real(progress.get("grad_norm")),
             lr=real(progress.get("lr")),
             tokens_per_second=self._speed(progress, rate),
+            phases=dict(self._steps.phases),
+            readings=dict(self._steps.newest),
             applied=applied if isinstance(applied, bool) else None,
             rate=rate,
             eta=self._left(step, steps or 0, whole(progress.get("cursor"))) * (rate or 0.0)
@@ -247,8 +263,10 @@ class RunWatch:
             incidents=tuple(case for _, case in sorted(s.incidents.items())),
             refused=s.refused,
             alert=_alert(s),
+            trends=dict(s.trends),
             goodput=self._goodput(bool(supervisor.alive or trainer.alive), now),
             checkpoints=self._checkpoints(),
+            free=_free(self.run.checkpoints),
             validation=tuple(s.validation),
             recent=recent,
             tail=s.tail,
@@ -355,6 +373,11 @@ class RunWatch:
             tokens = sizes.at(cursor or 0) * (self._recipe.sequence_length or 0)
         return tokens / rate if tokens and rate else None
 
+    def _skipped(self, progress: dict[str, Any]) -> int | None:
+        cursor, tokens = whole(progress.get("cursor")), whole(progress.get("tokens"))
+        length = self._recipe.sequence_length
+        return None if cursor is None or tokens is None or not length else max(0, cursor - tokens // length)
+
     def _left(self, step: int, steps: int, cursor: int | None) -> float:
         """The steps after `step`, counted in steps of the batch at the cursor: later ones may be larger."""
         left, sizes = max(0, steps - step), self._recipe.batches
@@ -394,6 +417,13 @@ def _alert(told: JournalView) -> str:
         return ""
     step, reason = whole(told.alert.get("step")), visible(told.alert.get("reason") or "", 500)
     return f"since step {step:,}: {reason}" if step is not None else reason
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def _finite(value: object) -> float | None:

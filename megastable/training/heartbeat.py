@@ -82,16 +82,16 @@ class Heartbeat:
 
     def at(self, state: RunState) -> None:
         """Where the run stands, before a step. The first step of a process still counts as its start."""
-        self._facts |= {"step": state.step, "cursor": state.cursor}
+        self._facts |= {"step": state.step, "cursor": state.cursor, "tokens": state.tokens}
         self._dirty = True
         if "seconds" in self._facts:
-            self.phase("step")
+            self.phase(activity.REST)
         activity.begin(state.step)
 
     def stepped(self, **numbers: Any) -> None:
         """Measurements of the step, which is over: fields of `Progress`."""
         activity.end(numbers["seconds"])
-        self._facts |= numbers
+        self._facts |= {**numbers, "stepped": round(time.time(), 3)}
         self._dirty = True
 
     # Skip ledger

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megastable.base import activity
 from megastable.base.hardware import memory_gib
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
@@ -16,6 +18,7 @@ from megastable.parallel.layout import Layout
 from megastable.recovery.step_result import StepResult
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
+from megastable.run.step_phases import phase_columns
 from megastable.training.live import Live
 from megastable.training.tracking import Tracking, run_point
 
@@ -88,6 +91,7 @@ class Observer:
             attempt=self.attempt,
             **occasional,
         )
+        record = self._with_phases(record)
         self.steps.add(record)
         self.live.step(record)
         self.tracking.step(record, state.tokens)
@@ -102,6 +106,21 @@ class Observer:
         """Show an evaluation; loss: nats per token."""
         self.live.validation(state.step, loss)
         self.tracking.validation(state.step, state.tokens, loss)
+
+    def _with_phases(self, record: StepRecord) -> StepRecord:
+        """The record with its phases, if they are known already; on a GPU those of earlier steps are, which wait to be
+        written."""
+        rows = [*self.steps.pending, record]
+        while activity.spent:
+            before, spent = activity.spent.popleft()
+            for place, row in enumerate(rows):
+                # The oldest of its number: the order is the same, and a step may be done again.
+                if isinstance(row, StepRecord) and row.step == before + 1 and row.other_seconds is None:
+                    rows[place] = replace(row, **phase_columns(spent, row.seconds, row.data_seconds))
+                    break
+        *self.steps.pending, last = rows
+        assert isinstance(last, StepRecord)
+        return last
 
     def flush(self) -> None:
         """Write pending records; if the disk refuses, that is logged, and they stay in memory."""

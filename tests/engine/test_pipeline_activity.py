@@ -49,8 +49,10 @@ def test_sends_and_receives_are_no_collectives_and_every_activity_is_named(
     told = run_ranks(3, watch, tiny(corpus, tmp_path / "run", **changes))
     assert len({one["before"] for one in told}) == len({one["after"] for one in told}) == 1
     for one in told:
-        assert {"data", "forward", "backward", "exchange", "reduce", "optimizer"} >= set(one["seen"])
-        assert {"forward", "backward", "exchange", "reduce", "optimizer"} <= set(one["seen"])
+        assert {"data", "forward", "backward", "exchange", "reduce", "gate", "optimizer", "step"} >= set(
+            one["seen"]
+        )
+        assert {"forward", "backward", "exchange", "reduce", "gate", "optimizer"} <= set(one["seen"])
         assert one["waiting"] and max(one["waiting"]) <= one["after"]
         assert set(one["waiting"]) <= {one["before"], *range(one["before"], one["after"])}
     assert len(told[1]["waiting"]) == 2 * len(told[0]["waiting"])

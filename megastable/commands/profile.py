@@ -1,0 +1,164 @@
+"""`megastable profile`: show what a run's steps spend their time on, from its directory alone. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megastable.commands.app import App
+from megastable.commands.options import Json, JsonFile, Rows, put_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megastable.report.phase_shares import PhaseSummary
+    from megastable.report.trace_summary import TraceSummary
+    from megastable.run.events.supervisor_events import HostSlow
+
+app = App()
+ABOUT_SLOW_HOSTS = re.compile(rb'"event": "(?:host_slow|launched)"')
+NO_TRACE = "No trace: start or resume it with logging.profile='{from: STEP, steps: 3}' for one."
+
+
+@app.add(
+    examples="""
+    megastable profile runs/7b
+    megastable profile runs/7b --last 1000 --rows 30
+    megastable profile runs/7b --json
+    """,
+    more="Phases are those of rank 0, of every step; traces are those that logging.profile asked for. What the numbers "
+    "mean is in docs/profiling.md.\n\nExit codes: 0, or 2 if there is no run, or none of its steps has phases.",
+)
+def profile(
+    run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
+    last: Annotated[int | None, typer.Option(min=1, help="Phases of the last so many steps only")] = None,
+    as_json: Json = False,
+    output: JsonFile = None,
+    rows: Rows = 12,
+) -> None:
+    """What a run's steps spend their time on: phases of all of them, operators of those that were traced."""
+    from megastable.base.errors import DataError
+    from megastable.report.phase_shares import read_phases
+    from megastable.report.trace_summary import read_trace
+    from megastable.run.directory import RunDirectory
+    from megastable.run.trace_names import of_trace
+
+    if not run.is_dir():
+        raise DataError(f"{run}: no such directory: give the directory of a run, such as runs/quickstart")
+    directory = RunDirectory(run)
+    phases = read_phases(directory.steps, last)
+    traces, problems = list["TraceSummary"](), list(phases.problems)
+    for path in sorted(directory.profiles.glob("*.json.gz")):
+        if of_trace(path.name) is None:
+            continue
+        try:
+            traces.append(read_trace(path))
+        except DataError as error:
+            problems.append(str(error))
+    snapshots = sorted(path.name for path in directory.profiles.glob("out-of-memory-*.pickle"))
+    slowest = slow_host(directory)
+    for problem in problems:
+        typer.echo(f"WARNING: {problem}", err=True)
+    if not as_json:
+        from rich.console import Console
+
+        console = Console(markup=False, emoji=False, highlight=False)
+        _show_phases(console, run, phases, slowest)
+        for trace in traces:
+            _show_trace(console, trace, rows)
+        if not traces:
+            console.print(NO_TRACE, soft_wrap=True)
+        for name in snapshots:
+            console.print(f"Memory ran out: {name}, for https://pytorch.org/memory_viz", soft_wrap=True)
+    facts = {"run": str(run), **_facts(phases, slowest, traces), "snapshots": snapshots, "problems": problems}
+    put_json(facts, as_json, output)
+
+
+def slow_host(directory: Any) -> HostSlow | None:
+    """The host that slows the others down in the newest attempt, as the supervisor last said it; None if none does."""
+    from megastable.run.events.follow import Follower
+    from megastable.run.events.supervisor_events import HostSlow, Launched
+
+    found = None
+    for event in Follower(directory.journal, _about_slow_hosts).stream():
+        if isinstance(event, Launched):
+            found = None
+        elif isinstance(event, HostSlow):
+            found = None if event.what == "over" else event
+    return found
+
+
+def _about_slow_hosts(block: bytes) -> tuple[list[bytes], int]:
+    return [line for line in block.splitlines() if ABOUT_SLOW_HOSTS.search(line)], 0
+
+
+def _facts(phases: PhaseSummary, slowest: HostSlow | None, traces: list[TraceSummary]) -> dict[str, Any]:
+    told = None
+    if slowest is not None:
+        told = {name: slowest.get(name) for name in ("host", "rank", "ratio", "cost")}
+    summary = {key: value for key, value in asdict(phases).items() if key != "problems"}
+    return {**summary, "slowest": told, "traces": [asdict(trace) for trace in traces]}
+
+
+def _show_phases(console: Console, run: Path, found: PhaseSummary, slowest: HostSlow | None) -> None:
+    from rich.table import Table
+
+    from megastable.base.text import plural, visible
+
+    console.print(
+        f"{visible(run)}: {plural(found.steps, 'step')}, from {found.first:,} to {found.last:,}",
+        soft_wrap=True,
+    )
+    if found.without:
+        console.print(f"{plural(found.without, 'step')} without phases left out")
+    table = Table("phase", *(_right(name) for name in ("share", "mean ms", "median ms", "p99 ms")))
+    for one in found.phases:
+        if one.mean > 0:
+            table.add_row(
+                one.phase, f"{one.share:.1%}", *(f"{1e3 * x:.2f}" for x in (one.mean, one.p50, one.p99))
+            )
+    table.add_section()
+    whole = found.whole
+    table.add_row("step", "100.0%", *(f"{1e3 * x:.2f}" for x in (whole.mean, whole.p50, whole.p99)))
+    console.print(table)
+    if slowest is not None:
+        console.print(slowest.sentence(), soft_wrap=True)
+
+
+def _show_trace(console: Console, found: TraceSummary, rows: int) -> None:
+    from rich.table import Table
+
+    from megastable.base.text import visible
+
+    steps = visible(", ".join(map(str, found.steps)), 200)
+    console.print(
+        f"\n{visible(found.file, 80)}: rank {found.rank}, steps {steps}, {found.seconds:.3f} s on {found.device}",
+        soft_wrap=True,
+    )
+    if found.overlapped is not None:
+        console.print(
+            f"communication {found.communication / found.seconds:.1%} of the time, {found.overlapped:.1%} of it while "
+            "something is computed",
+            soft_wrap=True,
+        )
+    console.print(f"idle {found.idle:.1%}")
+    if not rows:
+        return
+    table = Table("operator", *(_right(name) for name in ("times", "ms", "share")))
+    for one in found.operators[:rows]:
+        table.add_row(visible(one.name, 90), f"{one.count:,}", f"{1e3 * one.seconds:.2f}", f"{one.share:.1%}")
+    console.print(table)
+    if len(found.operators) > rows:
+        console.print(
+            f"{len(found.operators) - rows} more operators: --rows {len(found.operators)}, or --json"
+        )
+
+
+def _right(name: str) -> Any:
+    from rich.table import Column
+
+    return Column(name, justify="right")

@@ -1,0 +1,198 @@
+"""Traces a few steps of a rank with torch.profiler, and marks its steps and phases for Nsight Systems.
+
+It follows the activities of the steps (base/activity.py). A trace is written once: steps that are done again, after a
+rewind or a restart, are not traced again if its file exists. A profile that fails is given up, with a warning.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megastable.base import activity
+from megastable.config.profile import ProfileConfig
+from megastable.config.tree import LoggingConfig
+from megastable.run.directory import RunDirectory
+from megastable.run.trace_names import METADATA, phase_range, step_range, trace_name
+from megastable.training.memory_snapshot import snapshot_on_out_of_memory
+
+log = logging.getLogger(__name__)
+PATIENCE = 120.0  # seconds that the end of a run waits for a trace to be written
+
+
+@contextmanager
+def profiled(
+    config: LoggingConfig, run: RunDirectory, rank: int, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Within it, steps of this rank are traced and marked as the recipe says, and memory that runs out leaves a
+    snapshot. say: prints a line."""
+    snapshot_on_out_of_memory(run.profiles, rank, config.memory_history)
+    wanted = config.profile if config.profile is not None and rank in config.profile.ranks else None
+    nvtx = config.nvtx and torch.cuda.is_available()
+    if wanted is None and not nvtx:
+        yield
+        return
+    profiler = StepProfiler(wanted, run.profiles, rank, say, nvtx)
+    activity.listener = profiler
+    try:
+        yield
+    finally:
+        activity.listener = None
+        profiler.close()
+
+
+class StepProfiler:
+    """An `activity.ActivityListener`. config: None, nothing is traced; nvtx: mark every step, not only traced ones."""
+
+    def __init__(
+        self,
+        config: ProfileConfig | None,
+        folder: Path,
+        rank: int,
+        say: Callable[[str], None],
+        nvtx: bool = False,
+    ) -> None:
+        self.config, self.folder, self.rank, self.say = config, folder, rank, say
+        self._always, self._cuda = nvtx, torch.cuda.is_available()
+        self._trace: profile | None = None
+        self._steps: list[int] = []  # in the trace
+        self._ranges: list[Callable[[], object]] = []  # ends of the step's range and of that of its phase
+        self._over = config is None
+        self._writer: threading.Thread | None = None
+
+    # The listener
+
+    def begin(self, step: int) -> None:
+        """The step after `step` begins. Does not raise."""
+        with self._unless_it_fails():
+            self._begin(step + 1)
+
+    def enter(self, name: str) -> None:
+        """An activity of the step begins. Does not raise."""
+        if self._ranges:
+            with self._unless_it_fails():
+                if len(self._ranges) > 1:
+                    self._ranges.pop()()
+                self._open(phase_range(name))
+
+    def end(self) -> None:
+        """The step is over. Does not raise."""
+        if self._ranges or self._trace is not None:
+            with self._unless_it_fails():
+                self._close_ranges()
+                if self._trace is not None and self._steps[-1] + 1 not in self._wanted:
+                    self._finish()
+
+    def close(self) -> None:
+        """Write what was traced so far. Does not raise."""
+        with self._unless_it_fails():
+            self._close_ranges()
+            if self._cuda and sys.exception() is not None:
+                self._trace = None  # to stop it waits for the GPU, which may wait for a rank that is gone
+            if self._trace is not None:
+                self._finish()
+            if self._writer is not None:
+                self._writer.join(PATIENCE)
+
+    # Steps
+
+    @property
+    def _wanted(self) -> range:
+        c = self.config
+        return range(0) if c is None else range(c.start, c.start + c.steps)
+
+    def _begin(self, step: int) -> None:
+        self._close_ranges()  # of a step that was given up
+        if self._trace is not None and step != self._steps[-1] + 1:
+            self._finish()  # the run went back
+        if self._trace is None and not self._over and step in self._wanted:
+            self._start()
+        if self._trace is not None:
+            self._steps.append(step)
+        if self._trace is not None or self._always:
+            self._open(step_range(step))
+
+    def _start(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        if self._path.exists():
+            self._over = True
+            log.info("%s exists: these steps are not traced again", self._path)
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        trace = profile(activities=activities)
+        trace.start()
+        self._trace, self._steps = trace, []
+
+    def _finish(self) -> None:
+        """Stop tracing; a thread writes the file."""
+        trace, self._trace, self._over = self._trace, None, True
+        assert trace is not None
+        facts = {"rank": self.rank, "steps": self._steps, "device": "cuda" if self._cuda else "cpu"}
+        trace.add_metadata_json(METADATA, json.dumps(facts))
+        trace.stop()
+        self._writer = threading.Thread(target=self._write, args=(trace,), name="profile", daemon=True)
+        self._writer.start()
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / trace_name(self._wanted.start, self.rank)
+
+    def _write(self, trace: Any) -> None:
+        plain = self.folder / f".{self._path.name.removesuffix('.gz')}"
+        packed = self.folder / f".{self._path.name}"
+        try:
+            trace.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            os.replace(packed, self._path)
+            self.say(
+                f"profile of steps {self._steps[0]} to {self._steps[-1]}, rank {self.rank}: {self._path}"
+            )
+        except Exception as error:
+            log.warning("the profile could not be written to %s: %s", self._path, error)
+        finally:
+            with suppress(OSError):
+                plain.unlink(missing_ok=True)
+                packed.unlink(missing_ok=True)
+
+    # Ranges
+
+    def _open(self, name: str) -> None:
+        if self._trace is not None:
+            marked = record_function(name)
+            marked.__enter__()
+            ends: list[Callable[[], object]] = [lambda: marked.__exit__(None, None, None)]
+        else:
+            ends = []
+        if self._cuda:
+            torch.cuda.nvtx.range_push(name)
+            ends.append(torch.cuda.nvtx.range_pop)
+        self._ranges.append(lambda: [end() for end in reversed(ends)])
+
+    def _close_ranges(self) -> None:
+        while self._ranges:
+            self._ranges.pop()()
+
+    @contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            log.warning("the profile is given up, the run goes on: %s: %s", type(error).__name__, error)
+            trace, self._trace, self._over, self._always = self._trace, None, True, False
+            self._ranges.clear()
+            if trace is not None:
+                with suppress(Exception):
+                    trace.stop()

@@ -1,0 +1,252 @@
+"""What launch/monitoring/ asks for is served, and Prometheus, Alertmanager and Grafana can read it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from megastable.run.goodput.time_account import TimeKind
+from megastable.stability.actions import Cause
+from megastable.stability.trend_signals import SIGNALS
+from megastable.supervise.journal_view import ENDED_AS
+from megastable.supervise.metric_families import families, seconds_by_kind
+from megastable.supervise.status import Status, read_status
+from tests.patience import PATIENCE
+from tests.run.test_records import record, write
+from tests.supervise.runs import held, incident, journal
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "launch/monitoring"
+RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
+ALERTS: dict[str, dict[str, Any]] = {r["alert"]: r for group in RULES["groups"] for r in group["rules"]}
+CASES = Path(__file__).with_name("alert_rules.yaml")
+DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+OURS = re.compile(r"\bmegastable_\w+")
+
+
+class Served:
+    def __init__(self, status: Status) -> None:
+        self.status = status
+
+    def collect(self) -> Iterator[Metric]:
+        yield from families(self.status)
+        yield seconds_by_kind(self.status.name, (self.status.goodput or {}).get("settled", {}))
+
+
+def exposed(status: Status) -> str:
+    """As Prometheus gets it."""
+    registry = CollectorRegistry()
+    registry.register(Served(status))  # type: ignore[arg-type]
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> list[Any]:
+    return [s for family in text_string_to_metric_families(text) for s in family.samples]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run serves to which everything has happened, and that still trains."""
+    run, now = tmp_path_factory.mktemp("runs") / 'a "hostile"\nname{}', time.time()
+    (run / "checkpoints/step-00000050").mkdir(parents=True)
+    (run / "checkpoints/step-00000050/manifest.json").touch()
+    recipe = {"train": {"steps": 900, "global_batch": 8}, "model": {"sequence_length": 64}}
+    (run / "recipe.yaml").write_text(yaml.safe_dump({"config": recipe}))
+    journal(
+        run,
+        {"event": "launched", "attempt": 1, "hosts": ["a", "b"]},
+        {"event": "training", "step": 0, "world": 2},
+        {"event": "evaluated", "step": 40, "loss": 3.0},
+        {"event": "checkpoint", "step": 50, "name": "step-00000050", "bytes": 1000},
+        {"event": "trend", "what": "warned", "step": 50, "signal": "entropy", "text": "it falls"},
+        incident(1, outcome="healed", cause="data", steps_lost=4),
+        {"event": "ended", "attempt": 1, "signal": 9},
+        {
+            "event": "host_left_out",
+            "host": "c",
+            "until": now + 1e4,
+            "wholly": True,
+            "strikes": 1,
+            "reason": "it died",
+        },
+        {"event": "restart", "attempt": 2, "reason": "killed", "delay": 0},
+        {"event": "launched", "attempt": 2, "hosts": ["a", "b"]},
+        {"event": "training", "step": 50, "world": 2},
+        {
+            "event": "host_slow",
+            "what": "begun",
+            "attempt": 2,
+            "host": "b",
+            "ratio": 1.4,
+            "cost": 0.2,
+            "reason": "slow",
+        },
+        begin=now - 100,
+    )
+    (run / "steps").mkdir()
+    write(
+        run / "steps",
+        [record(step, now - 110 + step, forward_seconds=0.2, other_seconds=0.1) for step in range(1, 101)],
+    )
+    (run / "progress.json").write_text(json.dumps({
+        "attempt": 2, "phase": "step", "step": 100, "steps": 900, "cursor": 808, "tokens": 100 * 8 * 64, "loss": 3.0,
+        "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 500.0, "seconds": 1.0, "applied": True, "stepped": now,
+        "time": now, "host": "a", "pid": 1, "world": 2,
+    }))  # fmt: skip
+    with held(run / ".lock"):
+        return exposed(read_status(run))
+
+
+def test_all_that_alerts_and_panels_ask_for_is_served(full: str) -> None:
+    served = {sample.name for sample in samples(full)}
+    asked = {alert["expr"] for alert in ALERTS.values()}
+    asked |= {target["expr"] for panel in PANELS for target in panel["targets"]}
+    asked |= {one["expr"] for one in DASHBOARD["annotations"]["list"]}
+    asked |= {one["query"] for one in DASHBOARD["templating"]["list"]}
+    named = {name for text in asked for name in OURS.findall(text)}
+    assert len(named) > 30 and named <= served, named - served
+    values = {(s.name, *(v for k, v in s.labels.items() if k != "run")): s.value for s in samples(full)}
+    assert values["megastable_skipped_samples",] == 8 and values["megastable_tokens",] == 51200
+    assert values["megastable_host_left_out", "c"] == 1 and values["megastable_slow_host_cost", "b"] == 0.2
+    assert (
+        values["megastable_trend_warning", "entropy"] == 1
+        and values["megastable_trend_warning", "logits"] == 0
+    )
+    assert values["megastable_step_phase_seconds", "forward"] == pytest.approx(0.2)
+    assert (
+        values["megastable_last_checkpoint_bytes",] == 1000
+        and values["megastable_checkpoint_free_bytes",] > 0
+    )
+
+
+def test_counters_of_a_run_to_which_nothing_has_happened(tmp_path: Path) -> None:
+    journal(tmp_path, {"event": "training", "step": 0, "world": 1})
+    found = samples(exposed(read_status(tmp_path)))
+    for name, label, known in (
+        ("restarts", "reason", ENDED_AS),
+        ("incidents_by_cause", "cause", Cause),
+        ("seconds", "kind", TimeKind),
+    ):
+        zero = {s.labels[label] for s in found if s.name == f"megastable_{name}_total" and s.value == 0}
+        assert zero == set(known)
+    assert {s.labels["signal"] for s in found if s.name == "megastable_trend_warning"} == set(SIGNALS)
+    for name in ("updates_refused", "steps_lost"):
+        assert [s.value for s in found if s.name == f"megastable_{name}_total"] == [0]
+
+
+def test_every_alert_is_explained_tried_and_has_a_severity_with_a_receiver() -> None:
+    page = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(ALERTS)
+    for case in yaml.safe_load(CASES.read_text())["tests"][::2]:  # as usual, and everything at once
+        assert [one["alertname"] for one in case["alert_rule_test"]] == list(ALERTS)
+    assert {a["labels"]["severity"] for a in ALERTS.values()} == {"critical", "warning", "info"}
+    assert all(set(a["annotations"]) == {"summary", "description"} for a in ALERTS.values())
+
+
+def test_alerts_go_to_receivers_whose_secrets_are_in_files() -> None:
+    config = yaml.safe_load((FOLDER / "alertmanager.yaml").read_text())
+    kinds = {kind for receiver in config["receivers"] for kind in receiver if kind != "name"}
+    assert kinds == {"slack_configs", "pagerduty_configs", "email_configs"}
+    names = {receiver["name"] for receiver in config["receivers"]}
+    assert names == {config["route"]["receiver"], *(route["receiver"] for route in config["route"]["routes"])}
+    text = (FOLDER / "alertmanager.yaml").read_text()
+    assert not re.search(r"^\s*-? ?(api_url|routing_key|service_key|\w*password):", text, re.M)
+    inhibited = [word for rule in config["inhibit_rules"] for side in ("source", "target")
+                 for word in re.findall(r"\w+", rule[f"{side}_matchers"][0].partition("~")[2])]  # fmt: skip
+    assert set(inhibited) <= set(ALERTS)
+
+
+def test_the_dashboard_has_what_grafana_wants() -> None:
+    assert DASHBOARD["schemaVersion"] >= 36 and DASHBOARD["uid"] and DASHBOARD["title"]
+    assert "id" not in DASHBOARD  # of the Grafana that it was exported from
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids)) > 20
+    variables = {one["name"] for one in DASHBOARD["templating"]["list"]}
+    cells = set[tuple[int, int]]()
+    for panel in DASHBOARD["panels"]:
+        grid = panel["gridPos"]
+        mine = {(grid["x"] + x, grid["y"] + y) for x in range(grid["w"]) for y in range(grid["h"])}
+        assert not mine & cells and max(x for x, _ in mine) < 24, panel["title"]
+        cells |= mine
+    for panel in PANELS:
+        refs = [target["refId"] for target in panel["targets"]]
+        assert refs and len(refs) == len(set(refs)), panel["title"]
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${datasource}" and 'run=~"$run"' in target["expr"]
+            used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
+            assert used <= variables
+
+
+def test_the_dashboard_follows_grafanas_schema() -> None:
+    models = pytest.importorskip(
+        "grafana_foundation_sdk.models.dashboard", reason="pip install grafana-foundation-sdk"
+    )
+    from grafana_foundation_sdk.cog import encoder, plugins  # type: ignore[import-not-found]
+
+    plugins.register_default_plugins()
+    mine = copy.deepcopy(DASHBOARD)
+    for one in mine["annotations"]["list"]:
+        del one["titleFormat"]  # of Prometheus as a data source, not of the schema
+
+    def known(dashboard: Any) -> Any:
+        """What the schema knows of it: other keys are lost."""
+        told = json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(dashboard)))
+        return reduced(told, dashboard)
+
+    assert known(mine) == mine
+    mine["panels"][1]["titel"] = "misspelt"
+    assert known(mine) != mine
+
+
+def reduced(wide: Any, narrow: Any) -> Any:
+    """`wide`, without what `narrow` leaves to defaults."""
+    if isinstance(wide, dict) and isinstance(narrow, dict):
+        return {key: reduced(wide[key], narrow[key]) for key in narrow if key in wide}
+    if isinstance(wide, list) and isinstance(narrow, list) and len(wide) == len(narrow):
+        return [reduced(a, b) for a, b in zip(wide, narrow)]
+    return wide
+
+
+def tool(name: str, *arguments: object, given: str = "", cwd: Path = FOLDER) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"there is no {name}: Debian packages prometheus and prometheus-alertmanager have it")
+    done = subprocess.run(
+        [path, *map(str, arguments)], cwd=cwd, input=given, text=True, capture_output=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_promtool_accepts_rules_and_configuration() -> None:
+    assert f"SUCCESS: {len(ALERTS)} rules found" in tool("promtool", "check", "rules", "alerts.yaml")
+    tool("promtool", "check", "config", "prometheus.yaml")
+
+
+def test_promtool_has_nothing_to_say_about_what_is_served(full: str) -> None:
+    assert tool("promtool", "check", "metrics", given=full) == ""
+
+
+def test_every_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
+    bare = [{k: v for k, v in rule.items() if k != "annotations"} for rule in ALERTS.values()]
+    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": bare}]}))
+    shutil.copy(CASES, tmp_path / "cases.yaml")
+    assert "SUCCESS" in tool("promtool", "test", "rules", "cases.yaml", cwd=tmp_path)
+
+
+def test_amtool_accepts_the_receivers() -> None:
+    assert "3 receivers" in tool("amtool", "check-config", "alertmanager.yaml")
