@@ -77,7 +77,15 @@ class DataMap:
         named = {identity.corpus for identity in self._exclusions.tokens}
         for name, share in self._shares.items():
             if name not in named:
-                corpora.append({"name": visible(name, 80), "tokens": share.tokens, "known": True, "samples": 0, "bins": []})
+                corpora.append(
+                    {
+                        "name": visible(name, 80),
+                        "tokens": share.tokens,
+                        "known": True,
+                        "samples": 0,
+                        "bins": [],
+                    }
+                )
         reasons = [[visible(why, 300), n] for why, n in self._reasons.most_common(REASONS)]
         return {
             "cursor": cursor, "positions": last, "marks": marks, "corpora": corpora, "reasons": reasons,
@@ -95,7 +103,9 @@ def binned(skips: Skips, total: int) -> list[list[float]]:
     borders = np.linspace(0, total, BINS + 1)
     before = np.concatenate([[0.0], np.cumsum(edges[:, 1] - edges[:, 0])])
     n = np.searchsorted(edges[:, 0], borders, side="right")
-    inside = np.where(n > 0, np.minimum(borders, edges[np.maximum(n - 1, 0), 1]) - edges[np.maximum(n - 1, 0), 0], 0.0)
+    inside = np.where(
+        n > 0, np.minimum(borders, edges[np.maximum(n - 1, 0), 1]) - edges[np.maximum(n - 1, 0), 0], 0.0
+    )
     upto = before[np.maximum(n - 1, 0)] + inside
     share = np.diff(upto) / (total / BINS)
     return [[int(k), round(float(share[k]), 5)] for k in np.flatnonzero(share > 0)]

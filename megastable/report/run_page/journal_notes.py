@@ -13,7 +13,6 @@ from megastable.run.events.event import Event, real, whole
 from megastable.run.events.follow import Follower, PassedOver
 from megastable.run.events.stability_events import (
     AlertEvent,
-    Discarded,
     IncidentEvent,
     RateCut,
     RateLifted,
@@ -33,8 +32,8 @@ KEPT = 20_000  # events in the list
 REFUSED = re.compile(rb'"event": "(?:discarded|discard_examined)"')
 # Events by what a reader looks for.
 GROUPS = {
-    "incident": "incident discarded unstable handover alert trend located would baseline_reset rate_cut rate_warmup rate_lifted "
-    "fell_back returned replicas_differ state_changed gradients_doubted replay_differs snapshot_rejected warning "
+    "incident": "incident discarded unstable handover alert trend located would baseline_reset rate_cut rate_warmup "
+    "rate_lifted fell_back returned replicas_differ state_changed gradients_doubted replay_differs snapshot_rejected warning "
     "discard_examined samples_examined samples_dropped",
     "checkpoint": "checkpoint resumed reshaped memory_resume memory_refused memory_dropped memory_off imported",
     "data": "order_changed exchanges_undone blend_changed mix_changed batch_changed length_changed looked_ahead "
@@ -88,7 +87,9 @@ class _Noted:
     incidents: dict[int, IncidentNote] = field(default_factory=dict)
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)  # step, loss, time
     checkpoints: dict[str, CheckpointNote] = field(default_factory=dict)
-    rates: list[tuple[int, float, str]] = field(default_factory=list)  # cuts, warm-ups, lifts: step, time, sentence
+    rates: list[tuple[int, float, str]] = field(
+        default_factory=list
+    )  # cuts, warm-ups, lifts: step, time, sentence
     trends: dict[str, str] = field(default_factory=dict)  # warnings that are not over, by signal
     alert: str = ""
     attempts: list[dict[str, Any]] = field(default_factory=list)
@@ -170,7 +171,9 @@ class JournalNotes:
             case Launched():
                 n.slow.clear()
                 n.hosts = [str(host) for host in event.hosts]
-                n.attempts.append({"number": event.attempt, "began": time, "hosts": len(n.hosts), "how": "runs"})
+                n.attempts.append(
+                    {"number": event.attempt, "began": time, "hosts": len(n.hosts), "how": "runs"}
+                )
             case Ended():
                 if n.attempts and n.attempts[-1]["number"] == event.attempt:
                     n.attempts[-1] |= {"ended": time, "how": line.text}

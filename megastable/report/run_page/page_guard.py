@@ -1,8 +1,8 @@
 """Keeps others out of a served page: foreign web sites, and whoever does not have its token.
 
 A page on a loopback address is protected from other machines, not from web sites that the same browser shows: one that
-lets its own name point to 127.0.0.1 (DNS rebinding) is told by the Host header. Elsewhere a token is needed: once in the
-address, from then on in a cookie.
+lets its own name point to 127.0.0.1 (DNS rebinding) is told by the Host header. Elsewhere a token is needed: once in
+the address, from then on in a cookie.
 """
 
 from __future__ import annotations

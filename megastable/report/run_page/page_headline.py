@@ -63,7 +63,8 @@ def headline(
         _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents), _goodput(account, s, recipe),
     ]  # fmt: skip
     return {
-        "word": word, "mood": mood, "sentence": _sentence(s, incidents, trends), "advice": s.advice,
+        "word": word, "mood": mood, "sentence": _sentence(s, incidents, trends),
+        "advice": "" if s.advice == "nothing to do" else s.advice,
         "step": s.step, "steps": s.steps, "state": s.state.value, "figures": [figure._asdict() for figure in figures],
         "running": s.state in (State.RUNNING, State.STARTING, State.HUNG, State.WAITING), "age": s.age, "now": now,
     }  # fmt: skip
@@ -114,13 +115,15 @@ def _sentence(s: Status, incidents: Sequence[IncidentFacts], trends: Sequence[st
 
 
 def _all_of(n: int) -> str:
-    return "The one incident was" if n == 1 else f"All {n} incidents were"
+    return {1: "The one incident was", 2: "Both incidents were"}.get(n, f"All {n} incidents were")
 
 
 def _progress(s: Status) -> Figure:
     if not s.steps:
         return Figure("step", f"{s.step:,}")
-    return Figure("done", f"{math.floor(1000 * s.step / s.steps) / 10:.1f} %", f"step {s.step:,} of {s.steps:,}")
+    return Figure(
+        "done", f"{math.floor(1000 * s.step / s.steps) / 10:.1f} %", f"step {s.step:,} of {s.steps:,}"
+    )
 
 
 def _tokens(s: Status, recipe: Mapping[str, Any]) -> Figure:
@@ -145,7 +148,11 @@ def _left(s: Status, account: TimeAccount | None, now: float) -> Figure:
 def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[tuple[int, float, float]]) -> Figure:
     accepted = recent["loss"][recent["applied"].astype(bool)] if len(recent["loss"]) else np.empty(0)
     accepted = accepted[np.isfinite(accepted)][-USUAL:]
-    remark = f"validation {evaluations[-1][1]:.3f} at step {evaluations[-1][0]:,}" if evaluations else "no validation yet"
+    remark = (
+        f"validation {evaluations[-1][1]:.3f} at step {evaluations[-1][0]:,}"
+        if evaluations
+        else "no validation yet"
+    )
     return Figure("loss", f"{float(np.median(accepted)):.3f}" if len(accepted) else "?", remark)
 
 
@@ -153,12 +160,16 @@ def _speed(s: Status, recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
     known = _median(recent["tokens_per_second"])
     value = s.tokens_per_second if s.tokens_per_second is not None else known
     rate = s.rate if s.rate is not None else _median(recent["seconds"])
-    return Figure("tokens/s", "?" if value is None else short(value), "" if rate is None else f"{rate:.3g} s per step")
+    return Figure(
+        "tokens/s", "?" if value is None else short(value), "" if rate is None else f"{rate:.3g} s per step"
+    )
 
 
 def _mfu(recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
     value = _median(recent["mfu_full"])
-    return Figure("MFU", "?" if value is None else f"{value:.1%}".replace("%", " %"), "of the hardware's peak")
+    return Figure(
+        "MFU", "?" if value is None else f"{value:.1%}".replace("%", " %"), "of the hardware's peak"
+    )
 
 
 def _incidents(incidents: Sequence[IncidentFacts]) -> Figure:
@@ -168,11 +179,17 @@ def _incidents(incidents: Sequence[IncidentFacts]) -> Figure:
     told = ", ".join(plural(n, what) for what, n in done.most_common(3))
     opened = sum(i.outcome != "healed" for i in incidents)
     state = f"{opened} not over" if opened else "all over"
-    return Figure("incidents", str(len(incidents)), f"{state}: {told}" if told else state, "warn" if opened else "good")
+    return Figure(
+        "incidents", str(len(incidents)), f"{state}: {told}" if told else state, "warn" if opened else "good"
+    )
 
 
 def _skipped(s: Status, skipped: int) -> Figure:
-    share = f"{skipped / s.cursor:.2%} of those read".replace("%", " %") if s.cursor and skipped else "of the data"
+    share = (
+        f"{skipped / s.cursor:.2%} of those read".replace("%", " %")
+        if s.cursor and skipped
+        else "of the data"
+    )
     return Figure("samples skipped", f"{skipped:,}", share)
 
 

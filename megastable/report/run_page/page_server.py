@@ -178,7 +178,11 @@ class _Guarded:
                 added = {**HEADERS, "Content-Security-Policy": POLICY}
                 message["headers"] = [
                     *message["headers"],
-                    *((k.lower().encode(), v.encode()) for k, v in added.items() if k.lower().encode() not in given),
+                    *(
+                        (k.lower().encode(), v.encode())
+                        for k, v in added.items()
+                        if k.lower().encode() not in given
+                    ),
                 ]
             await send(message)
 
@@ -225,7 +229,11 @@ def listen(host: str, port: int | None) -> socket.socket:
             found.listen(128)
         except (OSError, OverflowError) as error:
             found.close()
-            if port is None and getattr(error, "errno", None) == errno.EADDRINUSE and candidate < PORT + TRIES - 1:
+            if (
+                port is None
+                and getattr(error, "errno", None) == errno.EADDRINUSE
+                and candidate < PORT + TRIES - 1
+            ):
                 continue
             raise ConfigError(
                 f"--host {host} --port {candidate}: cannot listen there: {getattr(error, 'strerror', None) or error}"

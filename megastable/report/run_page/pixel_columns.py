@@ -58,19 +58,34 @@ def means(values: npt.NDArray[Any], starts: Indices) -> npt.NDArray[np.float64]:
     return np.add.reduceat(values, starts, dtype=np.float64) / counts
 
 
+def trailing_share(values: npt.NDArray[np.bool_], starts: Indices, window: int, lead: int = 0) -> Floats:
+    """The share of true values in each column, or in the `window` values up to its end if these are more. lead: number
+    of `values` before the first column."""
+    before = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    begins = starts + lead
+    ends = np.append(begins[1:], len(values))
+    begins = np.maximum(0, np.minimum(begins, ends - window))
+    return ((before[ends] - before[begins]) / (ends - begins)).astype(np.float32)
+
+
 def trend_band(
-    values: Floats, starts: Indices, window: int = 64, width: float = 4.0
+    values: Floats, starts: Indices, window: int, width: float = 4.0, lead: int = 0
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """(lower, upper) edge, at the last value of every column: the median of the `window` values up to it, and `width`
-    times their robust standard deviation. nan before there are enough values."""
-    ends = np.append(starts[1:], len(values)) - 1
+    """(lower, upper) edge, at the last value of every column: what a straight line through the `window` values up to it
+    says there, and `width` times the robust standard deviation of these around it. nan before there are enough. lead:
+    number of `values` before the first column."""
+    ends = np.append(starts[1:] + lead, len(values)) - 1
     low = np.full(len(starts), np.nan, dtype=np.float32)
     high = low.copy()
     enough = np.flatnonzero(ends >= window - 1)
     if len(enough):
-        rows = values[ends[enough, None] - np.arange(window)]
+        rows = values[ends[enough, None] - np.arange(window)].astype(np.float64)  # the newest first
+        at = np.arange(window) - (window - 1) / 2
         with np.errstate(invalid="ignore"):
-            middle = np.median(rows, axis=1)
-            spread = 1.4826 * np.median(np.abs(rows - middle[:, None]), axis=1)
-        low[enough], high[enough] = middle - width * spread, middle + width * spread
+            slope = rows @ at / (at @ at)
+            apart = rows - slope[:, None] * at
+            middle = np.median(apart, axis=1)
+            spread = 1.4826 * np.median(np.abs(apart - middle[:, None]), axis=1)
+        level = middle + slope * at[0]
+        low[enough], high[enough] = level - width * spread, level + width * spread
     return low, high

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megastable.report.run_page.pixel_columns import columns_of, means, reduced, trend_band
+from megastable.report.run_page.pixel_columns import columns_of, means, reduced, trailing_share, trend_band
 from megastable.report.run_page.step_table import SOMETIMES, StepTable
 
 AXES = ("step", "tokens", "time")
@@ -23,6 +23,7 @@ LINES = (
 )  # fmt: skip
 APART = ("loss", "grad_norm")  # drawn of refused and undone steps, too
 TREND = 64  # accepted steps, of which the trend is made
+CLIPPED = 50  # accepted steps, of which the share of clipped ones is told
 
 Arrays = dict[str, npt.NDArray[np.float64]]
 
@@ -70,11 +71,12 @@ def plot_data(
     if not window[0] < window[1]:
         window = (window[0], window[0] + 1)
 
-    accepted = _inside(axes, axis, np.flatnonzero(applied & ~undone), window)
-    found: dict[str, Any] = {"rows": len(steps), "end": highest, "accepted": _lines(axes, axis, accepted, window, columns)}
+    accepted = _lines(axes, axis, np.flatnonzero(applied & ~undone), window, columns)
+    found: dict[str, Any] = {"rows": len(steps), "end": highest, "accepted": accepted}
     groups = {"refused": np.flatnonzero(~applied), "undone": np.flatnonzero(applied & undone)}
     for name, rows in groups.items():
-        rows = _inside(axes, axis, rows, window)
+        rows, inside = _inside(axes, axis, rows, window)
+        rows = rows[inside]
         starts = columns_of(axes.values(axis, rows), *window, columns)
         found[name] = {"count": len(rows), **_group(axes, rows, starts, {n: steps[n][rows] for n in APART})}
     looks = table.looks["row"]
@@ -89,14 +91,15 @@ def plot_data(
 def _lines(
     axes: AxisOfSteps, axis: str, rows: npt.NDArray[np.intp], window: tuple[float, float], columns: int
 ) -> dict[str, Any]:
-    steps = axes.table.steps
+    steps, (rows, inside) = axes.table.steps, _inside(axes, axis, rows, window)
+    # What is told of the last steps begins before the window.
+    lead = min(inside.start, TREND)
+    longer, rows = rows[inside.start - lead : inside.stop], rows[inside]
     starts = columns_of(axes.values(axis, rows), *window, columns)
     found = _group(axes, rows, starts, {name: steps[name][rows] for name in LINES})
-    clipped = steps["clipped"][rows].astype(np.float32)
     if len(starts):
-        found["series"]["clipped"] = encoded(reduced(clipped, starts).mean)
-        # The window of the first columns reaches back beyond the plot.
-        low, high = trend_band(steps["loss"][rows], starts, TREND)
+        found["series"]["clipped"] = encoded(trailing_share(steps["clipped"][longer], starts, CLIPPED, lead))
+        low, high = trend_band(steps["loss"][longer], starts, TREND, lead=lead)
         found["trend"] = {"low": encoded(low), "high": encoded(high)}
     return found
 
@@ -124,19 +127,19 @@ def _group(
 
 def _inside(
     axes: AxisOfSteps, axis: str, rows: npt.NDArray[np.intp], window: tuple[float, float]
-) -> npt.NDArray[np.intp]:
-    """The rows in a window, ascending by the axis."""
+) -> tuple[npt.NDArray[np.intp], slice]:
+    """The rows, ascending by the axis, and which of them are in a window."""
     x = axes.values(axis, rows)
     if np.any(np.diff(x) < 0):  # a clock was set back, or steps were undone twice
         order = np.argsort(x, kind="stable")
         rows, x = rows[order], x[order]
-    return rows[_slice(x, window)]
+    return rows, _slice(x, window)
 
 
 def _slice(x: npt.NDArray[np.float64], window: tuple[float, float]) -> slice:
     """What of ascending `x` is in a window, and a neighbour on each side: lines go on to the edge."""
     first, last = np.searchsorted(x, window[0], "left"), np.searchsorted(x, window[1], "right")
-    return slice(max(0, int(first) - 1), int(last) + 1)
+    return slice(max(0, int(first) - 1), min(len(x), int(last) + 1))
 
 
 def encoded(values: npt.NDArray[Any]) -> str:

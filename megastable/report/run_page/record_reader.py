@@ -119,7 +119,9 @@ class RecordReader:
         if table.recorded and step <= table.steps["step"][-1] and loss == table.steps["loss"][-1]:
             return False
         self._seen = told
-        numbers = {name: real(progress.get(name)) for name in ("grad_norm", "lr", "tokens_per_second", "seconds")}
+        numbers = {
+            name: real(progress.get(name)) for name in ("grad_norm", "lr", "tokens_per_second", "seconds")
+        }
         row: dict[str, Any] = {
             "step": step, "time": time, "next_position": whole(progress.get("cursor")) or 0, "loss": loss,
             "applied": progress.get("applied") is not False, "attempt": whole(progress.get("attempt")) or 0,
@@ -191,7 +193,10 @@ class SharedStepTimes:
 
     def __init__(self, reader: RecordReader) -> None:
         self.reader = reader
-        self._rows, self._whole = -1, StepTimes(*(np.empty(0, kind) for kind in ("i8", "f8", "f8", "?", "i8")))
+        self._rows, self._whole = (
+            -1,
+            StepTimes(*(np.empty(0, kind) for kind in ("i8", "f8", "f8", "?", "i8"))),
+        )
 
     @property
     def damaged(self) -> dict[str, str]:

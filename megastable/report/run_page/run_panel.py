@@ -199,7 +199,8 @@ def heat(r: RunReader, axis: str, begin: float | None, end: float | None) -> dic
         title, unit, _ = HEAT_KINDS[kind]
         kinds.append({"kind": kind, "title": title, "unit": unit, "values": encoded(values)})
     return {
-        "x": _xs([places.of(file.step, file.time) for file in files]), "layers": [visible(n, 60) for n in found["layers"]],
+        "x": _xs([places.of(file.step, file.time) for file in files]),
+        "layers": [visible(name, 60) for name in found["layers"]],
         "kinds": kinds, "looks": len(files), "of": len(r.layers.files),
     }  # fmt: skip
 
@@ -208,7 +209,12 @@ def journal(r: RunReader, query: str = "", group: str = "", most: int = LINES) -
     """The newest events, or those that were searched for."""
     noted = r.journal.noted
     found, count = selected(noted.lines, query, group, most)
-    return {"lines": [line(entry) for entry in found], "count": count, "passed": noted.passed, "all": len(noted.lines)}
+    return {
+        "lines": [line(entry) for entry in found],
+        "count": count,
+        "passed": noted.passed,
+        "all": len(noted.lines),
+    }
 
 
 def line(entry: JournalLine, places: PlacesOfSteps | None = None) -> dict[str, Any]:
@@ -223,8 +229,9 @@ def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any
     note = r.journal.noted.checkpoints[name]
     safe = re.fullmatch(r"step-\d{1,18}", name) is not None
     return {
-        "name": visible(name, 80), "x": places.of(note.step, note.time), "time": note.time, "bytes": note.bytes,
-        "seconds": note.seconds, "blocked": note.blocked, "state": note.state, "why": note.why, "proved": note.proved,
+        "name": visible(name, 80), "x": places.of(note.step, note.time), "step": note.step, "time": note.time,
+        "bytes": note.bytes, "seconds": _plain(note.seconds), "blocked": _plain(note.blocked), "state": note.state,
+        "why": note.why, "proved": note.proved,
         "there": safe and (r.run.checkpoints / name / "manifest.json").is_file(),
     }  # fmt: skip
 

@@ -28,8 +28,8 @@ USUAL_PAUSE = 1.0  # seconds
 
 
 class GoodputWatch:
-    """Watches one run. files: its step records, if somebody reads them already. behind: whether the last look had no time
-    to read all."""
+    """Watches one run. files: its step records, if somebody reads them already. behind: whether the last look had no
+    time to read all."""
 
     def __init__(self, root: Path, files: TimedSteps | None = None) -> None:
         self.run = RunDirectory(root)

@@ -3,7 +3,7 @@
 const LOSS = {
   key: "loss", title: "Training loss", unit: "nats per token", full: true, height: 330, log: true, apart: "loss",
   help: "Mean loss of each step. Line: accepted steps; shade: lowest to highest where several steps share a pixel; band: "
-    + "median of the last 64 accepted steps ± 4 robust standard deviations; ✕: refused updates; grey dots: steps that were "
+    + "line through the last 64 accepted steps ± 4 robust standard deviations; ✕: refused updates; grey dots: steps that were "
     + "undone; dashed with rings: validation.",
   lines: [{ name: "loss", label: "loss", trend: true }],
   extra(run) {
@@ -16,19 +16,19 @@ const LOSS = {
 const GROUPS = [
   ["optimization", "Optimization", [
     { key: "grad_norm", title: "Gradient norm", help: "Before clipping. ✕: refused updates; grey dots: undone steps.", log: true, apart: "grad_norm", lines: [{ name: "grad_norm", label: "norm" }] },
-    { key: "clipped", title: "Clipped updates", unit: "share of steps", share: true, zero: true, help: "Share of the steps of a pixel whose gradient was clipped.", lines: [{ name: "clipped", label: "clipped", tone: "run1", area: true }] },
+    { key: "clipped", title: "Clipped updates", unit: "share of steps", share: true, zero: true, help: "Share of the last 50 accepted steps whose gradient was clipped, or of all steps of a pixel if these are more.", lines: [{ name: "clipped", label: "clipped", tone: "run1", area: true }] },
     { key: "lr", title: "Learning rate", zero: true, help: "As applied, with cuts and warm-ups after incidents.", lines: [{ name: "lr", label: "rate", tone: "run2" }] },
     { key: "update_ratio", title: "Update / weight", log: true, help: "Norm of the update over norm of the weights; 1e-3 is usual.", lines: [{ group: "sometimes", name: "update_ratio", label: "ratio", tone: "run4" }] },
     { key: "parameter_norm", title: "Parameter norm", help: "Of all weights together.", lines: [{ group: "sometimes", name: "parameter_norm", label: "norm", tone: "run3" }] },
     { key: "second_moment_norm", title: "Second-moment norm", log: true, help: "Norm of Adam's second moments.", lines: [{ group: "sometimes", name: "second_moment_norm", label: "norm", tone: "run5" }] },
-    { key: "worst_loss", title: "Worst sample of a step", unit: "nats per token", log: true, help: "The highest loss of a sample in each step.", lines: [{ name: "worst_loss", label: "worst", tone: "run6" }] },
-    { key: "loss_scale", title: "Loss scale", log: true, help: "Of fp16.", constant: true, lines: [{ name: "loss_scale", label: "scale", tone: "run7" }] },
   ]],
-  ["attention", "Attention and FP8", [
+  ["attention", "Attention, samples, precision", [
     { key: "attention_logit", title: "Largest attention logit", help: "Over all layers; growth without end precedes divergence.", lines: [{ group: "sometimes", name: "attention_logit", label: "logit", tone: "run4" }] },
     { key: "attention_entropy", title: "Lowest attention entropy", unit: "nats", zero: true, help: "Of all layers; 0 is attention to one token only.", lines: [{ group: "sometimes", name: "attention_entropy", label: "entropy", tone: "run2" }] },
+    { key: "worst_loss", title: "Worst sample of a step", unit: "nats per token", log: true, help: "The highest loss of a sample in each step.", lines: [{ name: "worst_loss", label: "worst", tone: "run6" }] },
     { key: "fp8_saturation", title: "FP8: saturated", unit: "share", log: true, zero: true, help: "Largest share of values that saturated, over all layers.", lines: [{ group: "sometimes", name: "fp8_saturation", label: "saturated", tone: "run1" }] },
     { key: "fp8_underflow", title: "FP8: underflowed", unit: "share", log: true, zero: true, help: "Largest share of values that became zero.", lines: [{ group: "sometimes", name: "fp8_underflow", label: "underflowed", tone: "run6" }] },
+    { key: "loss_scale", title: "Loss scale", log: true, help: "Of fp16.", constant: true, lines: [{ name: "loss_scale", label: "scale", tone: "run7" }] },
   ]],
   ["speed", "Speed and memory", [
     { key: "tokens_per_second", title: "Tokens per second", zero: true, help: "Of the whole run.", lines: [{ name: "tokens_per_second", label: "tokens/s", tone: "run2" }] },

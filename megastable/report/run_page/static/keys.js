@@ -19,7 +19,7 @@ const LEGEND = [
   ["✕", "an update that was refused: it never reached the weights"],
   ["grey dots", "steps that were undone, by a rewind or a restart"],
   ["dashed, with rings", "validation loss"],
-  ["band", "where the loss is expected: median of the last 64 accepted steps ± 4 robust standard deviations"],
+  ["band", "where the loss is expected: a line through the last 64 accepted steps ± 4 robust standard deviations"],
   ["numbered flag", "an incident; shaded until it is proven to be over"],
   ["triangle", "a checkpoint: green once it has proved healthy, red if it is suspect, faint if it was deleted"],
 ];

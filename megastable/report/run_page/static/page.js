@@ -71,7 +71,7 @@ async function start() {
   recallTheme();
   recall();
   const charts = makeCharts();
-  page.append(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeJournal(), dialog,
+  page.append(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeJournal(), dialog,
     el("footer", {}, "megastable · press ? for the keyboard"));
   const first = source.heads().then((heads) => {
     state.heads = heads;
