@@ -21,8 +21,8 @@ app = App()
     megastable watch runs/7b --host 0.0.0.0
     """,
     more="The page follows a run that is going on. On this machine's own address (the default) it needs no password; "
-    "from elsewhere use ssh -L 8765:localhost:8765 HOST, or --host with the token that is printed. It writes nothing into "
-    "the run's directory. What each part of the page means is in docs/watch.md.\n\nExit codes: 0, or 2 if there is no "
+    "from elsewhere use ssh -L 8765:localhost:8765 HOST, or --host with the token that is printed. It writes nothing "
+    "into the run's directory. What each part of the page means: docs/watch.md.\n\nExit codes: 0, or 2 if there is no "
     "run, the address is taken, or the file cannot be written.",
 )
 def watch(

@@ -33,8 +33,8 @@ REFUSED = re.compile(rb'"event": "(?:discarded|discard_examined)"')
 # Events by what a reader looks for.
 GROUPS = {
     "incident": "incident discarded unstable handover alert trend located would baseline_reset rate_cut rate_warmup "
-    "rate_lifted fell_back returned replicas_differ state_changed gradients_doubted replay_differs snapshot_rejected warning "
-    "discard_examined samples_examined samples_dropped",
+    "rate_lifted fell_back returned replicas_differ state_changed gradients_doubted replay_differs snapshot_rejected "
+    "warning discard_examined samples_examined samples_dropped",
     "checkpoint": "checkpoint resumed reshaped memory_resume memory_refused memory_dropped memory_off imported",
     "data": "order_changed exchanges_undone blend_changed mix_changed batch_changed length_changed looked_ahead "
     "look_ahead_spent look_ahead_failed skips",

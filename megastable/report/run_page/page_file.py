@@ -17,7 +17,7 @@ PAGES = 24 << 20  # bytes of incidents' pages
 
 def write_page(runs: Sequence[Path], output: Path) -> list[str]:
     """Write the page of run directories. Returns what could not be read. Raises DataError."""
-    readers = [RunReader(run) for run in runs]
+    readers = [RunReader(run, cache=False) for run in runs]
     for reader in readers:
         reader.look(until_all=True)
     durable.write_output(output, page_parts.self_contained(content(readers)))

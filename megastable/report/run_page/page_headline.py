@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megastable.base.text import duration, plural
 from megastable.report.postmortem.facts import IncidentFacts
-from megastable.run.goodput.time_account import TimeAccount, TimeKind
+from megastable.run.goodput.time_account import TimeKind
 from megastable.supervise.standing import State
 from megastable.supervise.status import Status
 
@@ -50,13 +50,14 @@ def headline(
     incidents: Sequence[IncidentFacts],
     evaluations: Sequence[tuple[int, float, float]],
     trends: Sequence[str],
-    account: TimeAccount | None,
+    account: Mapping[str, Any] | None,
     recipe: Mapping[str, Any],
     skipped: int,
     now: float,
 ) -> dict[str, Any]:
     """recent: columns of the last steps that were not undone. incidents: all. evaluations: the last, (step, loss,
-    time). trends: warnings that are not over. recipe: the sections of the frozen one. skipped: samples."""
+    time). trends: warnings that are not over. account: see `run_panel.account`. recipe: the sections of the
+    frozen one. skipped: samples."""
     word, mood = _word(s, incidents, trends)
     figures = [
         _progress(s), _tokens(s, recipe), _left(s, account, now), _loss(recent, evaluations), _speed(s, recent),
@@ -136,13 +137,13 @@ def _tokens(s: Status, recipe: Mapping[str, Any]) -> Figure:
     return Figure("tokens", short(s.cursor * length), remark)
 
 
-def _left(s: Status, account: TimeAccount | None, now: float) -> Figure:
-    took = "" if account is None else f"{duration(account.wall)} so far"
+def _left(s: Status, account: Mapping[str, Any] | None, now: float) -> Figure:
+    took = "" if account is None else f"{duration(account['wall'])} so far"
     if s.eta is not None:
         when = datetime.fromtimestamp(now + s.eta, UTC)
         form = "%H:%M UTC" if s.eta < 20 * 3600 else "%b %-d, %H:%M UTC"
         return Figure("time left", duration(s.eta), f"done about {when.strftime(form)}")
-    return Figure("time", duration(account.wall) if account else "?", took and "from the first start")
+    return Figure("time", duration(account["wall"]) if account else "?", took and "from the first start")
 
 
 def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[tuple[int, float, float]]) -> Figure:
@@ -198,16 +199,16 @@ def _lost(s: Status, incidents: Sequence[IncidentFacts]) -> Figure:
     return Figure("steps lost", f"{lost:,}", f"undone and repeated; {plural(s.refused, 'update')} refused")
 
 
-def _goodput(account: TimeAccount | None, s: Status, recipe: Mapping[str, Any]) -> Figure:
-    if account is None or not account.wall:
+def _goodput(account: Mapping[str, Any] | None, s: Status, recipe: Mapping[str, Any]) -> Figure:
+    if account is None or not account["wall"]:
         return Figure("goodput", "?", "share of the time that was training")
-    lost = account.wall - account.seconds()[TimeKind.TRAINING]
+    lost = account["wall"] - account["seconds"].get(TimeKind.TRAINING.value, 0.0)
     remark = f"{duration(lost)} were not training"
     price = recipe.get("supervise", {}).get("gpu_hour_price")
     if isinstance(price, int | float) and s.world:
-        money = account.wall / 3600 * s.world * price
+        money = account["wall"] / 3600 * s.world * price
         remark += f"; cost {money:,.0f} {str(recipe['supervise'].get('currency', ''))[:8]}"
-    return Figure("goodput", f"{math.floor(1000 * account.goodput()) / 10:.1f} %", remark)
+    return Figure("goodput", f"{math.floor(1000 * account['share']) / 10:.1f} %", remark)
 
 
 def _median(values: npt.NDArray[Any]) -> float | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from megastable.base.errors import ConfigError
 from megastable.report.run_page import page_parts, run_panel
@@ -38,6 +41,7 @@ COLUMNS = 4000  # most pixel columns of a plot
 TICK = 0.2  # seconds between two looks for news
 ALIVE = 10.0  # seconds, after which a sign of life is sent
 STREAMS = 64  # pages that are open at a time
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt(3)
 TYPES = {
     ".html": "text/html; charset=utf-8", ".png": "image/png", ".txt": "text/plain; charset=utf-8",
     ".csv": "text/csv; charset=utf-8", ".md": "text/plain; charset=utf-8", ".json": "application/json",
@@ -242,10 +246,18 @@ def listen(host: str, port: int | None) -> socket.socket:
     raise AssertionError
 
 
+def give_memory_back() -> None:
+    """Let freed arrays leave the process at once: else those of a long run's account stay, as room for the next."""
+    pa.set_memory_pool(pa.system_memory_pool())
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
+
+
 def serve(runs: Sequence[Path], host: str, port: int | None, token: bool, say: Callable[[str], None]) -> None:
     """Serve the page of run directories until Ctrl-C. token: require one on loopback, too. say: prints the address.
 
     Raises ConfigError, and DataError for a directory without a run."""
+    give_memory_back()
     readers = [RunReader(run) for run in runs]
     with listen(host, port) as bound:
         loopback, number = is_loopback(host), bound.getsockname()[1]

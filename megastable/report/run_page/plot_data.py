@@ -7,14 +7,14 @@ of its update). Only accepted ones make lines; the others are drawn apart, where
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megastable.report.run_page.pixel_columns import columns_of, means, reduced, trailing_share, trend_band
-from megastable.report.run_page.step_table import SOMETIMES, StepTable
+from megastable.report.run_page.step_table import SOMETIMES, GrowingColumns, StepTable
 
 AXES = ("step", "tokens", "time")
 LINES = (
@@ -78,12 +78,15 @@ def plot_data(
         rows, inside = _inside(axes, axis, rows, window)
         rows = rows[inside]
         starts = columns_of(axes.values(axis, rows), *window, columns)
-        found[name] = {"count": len(rows), **_group(axes, rows, starts, {n: steps[n][rows] for n in APART})}
+        found[name] = {
+            "count": len(rows),
+            **_group(axes, rows, starts, {n: _column(steps, n, rows) for n in APART}),
+        }
     looks = table.looks["row"]
     kept = np.flatnonzero(~undone[looks]) if len(looks) else np.empty(0, np.intp)
     kept = kept[_slice(axes.values(axis, looks[kept]), window)]
     starts = columns_of(axes.values(axis, looks[kept]), *window, columns)
-    some = {name: table.looks[name][kept] for name in SOMETIMES}
+    some = {name: _column(table.looks, name, kept) for name in SOMETIMES}
     found["sometimes"] = _group(axes, looks[kept], starts, some)
     return found
 
@@ -96,7 +99,7 @@ def _lines(
     lead = min(inside.start, TREND)
     longer, rows = rows[inside.start - lead : inside.stop], rows[inside]
     starts = columns_of(axes.values(axis, rows), *window, columns)
-    found = _group(axes, rows, starts, {name: steps[name][rows] for name in LINES})
+    found = _group(axes, rows, starts, {name: _column(steps, name, rows) for name in LINES})
     if len(starts):
         found["series"]["clipped"] = encoded(trailing_share(steps["clipped"][longer], starts, CLIPPED, lead))
         low, high = trend_band(steps["loss"][longer], starts, TREND, lead=lead)
@@ -104,17 +107,23 @@ def _lines(
     return found
 
 
+def _column(columns: GrowingColumns, name: str, rows: npt.NDArray[np.intp]) -> Callable[[], npt.NDArray[Any]]:
+    """Some rows of a column, taken when they are needed: of a long run one is 4 MB."""
+    return lambda: columns[name][rows]
+
+
 def _group(
     axes: AxisOfSteps,
     rows: npt.NDArray[np.intp],
     starts: npt.NDArray[np.intp],
-    series: Mapping[str, npt.NDArray[Any]],
+    series: Mapping[str, Callable[[], npt.NDArray[Any]]],
 ) -> dict[str, Any]:
     """The columns of some rows, without series that were never measured."""
     found: dict[str, Any] = {"x": {}, "series": {}}
     for axis in AXES:
         found["x"][axis] = encoded(means(axes.values(axis, rows), starts)) if len(rows) else ""
-    for name, values in series.items():
+    for name, get in series.items():
+        values = get()
         if not len(values) or np.isnan(values).all():
             continue
         columns = reduced(values, starts)
@@ -130,7 +139,7 @@ def _inside(
 ) -> tuple[npt.NDArray[np.intp], slice]:
     """The rows, ascending by the axis, and which of them are in a window."""
     x = axes.values(axis, rows)
-    if np.any(np.diff(x) < 0):  # a clock was set back, or steps were undone twice
+    if np.any(x[1:] < x[:-1]):  # a clock was set back, or steps were undone twice
         order = np.argsort(x, kind="stable")
         rows, x = rows[order], x[order]
     return rows, _slice(x, window)
@@ -144,4 +153,4 @@ def _slice(x: npt.NDArray[np.float64], window: tuple[float, float]) -> slice:
 
 def encoded(values: npt.NDArray[Any]) -> str:
     """An array for the page: little-endian float64 or float32, in base64."""
-    return base64.b64encode(np.ascontiguousarray(values, values.dtype.newbyteorder("<"))).decode()
+    return base64.b64encode(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()).decode()

@@ -62,7 +62,7 @@ class RecordCache:
                 file.write(json.dumps(head).encode() + b"\n")
                 for columns, length in ((table.steps, table.recorded), (table.looks, len(table.looks))):
                     for name in columns.types:
-                        raw = memoryview(columns[name][:length]).cast("B") if length else b""
+                        raw = columns[name][:length].data.cast("B") if length else b""
                         file.write(xxhash.xxh3_128_digest(raw))
                         file.write(raw)
             os.replace(temporary, self.path)

@@ -7,6 +7,7 @@ sample, which is a complete if coarse picture; and what was read is kept in a ca
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ THREADS = 2
 BATCH = 256  # files read at a time
 SAMPLE = 120  # files of a first picture
 MANY = 400  # files, from which on there is a first picture
+LONG = 200_000  # steps
 KEEP_AFTER = 500  # new files, after which the cache is written again
 
 
@@ -108,13 +110,15 @@ class RecordReader:
 
     def see(self, progress: Mapping[str, Any]) -> bool:
         """Add the last step of progress.json, if it is news."""
-        step, time, loss = whole(progress.get("step")), real(progress.get("time")), real(progress.get("loss"))
-        if step is None or time is None or loss is None or self.loaded < 1:
+        step, moment, loss = (
+            whole(progress.get("step")), real(progress.get("time")), real(progress.get("loss")),
+        )  # fmt: skip
+        if step is None or moment is None or loss is None or self.loaded < 1:
             return False
         told = {"step": step, "loss": progress.get("loss"), "grad_norm": progress.get("grad_norm")}
         table = self._table
         # After a rewind it names the step gone back to, with the numbers of the last one.
-        if told == self._seen or told["loss"] == self._seen.get("loss") or time <= table.end:
+        if told == self._seen or told["loss"] == self._seen.get("loss") or moment <= table.end:
             return False
         if table.recorded and step <= table.steps["step"][-1] and loss == table.steps["loss"][-1]:
             return False
@@ -123,7 +127,7 @@ class RecordReader:
             name: real(progress.get(name)) for name in ("grad_norm", "lr", "tokens_per_second", "seconds")
         }
         row: dict[str, Any] = {
-            "step": step, "time": time, "next_position": whole(progress.get("cursor")) or 0, "loss": loss,
+            "step": step, "time": moment, "next_position": whole(progress.get("cursor")) or 0, "loss": loss,
             "applied": progress.get("applied") is not False, "attempt": whole(progress.get("attempt")) or 0,
             **{name: np.nan if value is None else value for name, value in numbers.items()},
         }  # fmt: skip
@@ -189,10 +193,12 @@ class RecordReader:
 
 
 class SharedStepTimes:
-    """The files of a `RecordReader` for the account of time (run/goodput), which would read them all itself."""
+    """The files of a `RecordReader` for the account of time (run/goodput), which would read them all itself. wait: seconds
+    that it waits, of a long run."""
 
-    def __init__(self, reader: RecordReader) -> None:
-        self.reader = reader
+    def __init__(self, reader: RecordReader, wait: float = 0.0) -> None:
+        self.reader, self.wait = reader, wait
+        self._since = 0.0
         self._rows, self._whole = (
             -1,
             StepTimes(*(np.empty(0, kind) for kind in ("i8", "f8", "f8", "?", "i8"))),
@@ -204,7 +210,11 @@ class SharedStepTimes:
 
     @property
     def behind(self) -> bool:
-        return self.reader.loaded < 1
+        """Of a long run the account waits, until the page has been painted."""
+        if self.reader.loaded < 1:
+            return True
+        self._since = self._since or time.monotonic()
+        return self.reader.rows > LONG and time.monotonic() < self._since + self.wait
 
     def look(self, budget: float = float("inf")) -> bool:
         """Nothing to do: the reader looks."""
@@ -216,11 +226,11 @@ class SharedStepTimes:
             rows = table.recorded
             if rows != self._rows:
                 columns = [table.steps[name][:rows] for name in StepTimes._fields]
-                step, time, seconds, applied, attempt = columns
+                step, ends, seconds, applied, attempt = columns
                 seconds = np.nan_to_num(seconds.astype(np.float64), posinf=0.0)
-                times = StepTimes(step, time, seconds, applied, attempt)
-                ordered = not np.any(np.diff(time) < 0)
-                self._whole = times if ordered else times.rows(np.argsort(time, kind="stable"))
+                times = StepTimes(step, ends, seconds, applied, attempt)
+                ordered = not np.any(ends[1:] < ends[:-1])
+                self._whole = times if ordered else times.rows(np.argsort(ends, kind="stable"))
                 self._rows = rows
         return self._whole
 

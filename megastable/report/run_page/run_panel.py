@@ -29,6 +29,7 @@ LINES = 200  # of the journal at a time
 LOST = 30  # causes of lost time
 SPANS = 2000  # of time, with their causes
 THIN = 1 / 1600  # of the strip
+TAIL = 20_000  # steps, of which the headline takes the last ones that were not undone
 TIMELINE = 60  # lines of an incident
 REPORT = "report.html"  # an incident's page, in its folder
 
@@ -70,7 +71,9 @@ def head(r: RunReader) -> dict[str, Any]:
     """See `page_headline`; and how far it was read."""
     noted = r.journal.noted
     with r.records.table() as table:
-        rows = np.flatnonzero(~table.steps["undone"])[-page_headline.RECENT :] if len(table.steps) else []
+        # The last ones that were not undone are among the last ones, but for a very long way back.
+        tail = slice(max(0, len(table.steps) - TAIL), None)
+        rows = tail.start + np.flatnonzero(~table.steps["undone"][tail])[-page_headline.RECENT :]
         recent = {name: table.steps[name][rows] for name in page_headline.COLUMNS}
     cases = [case for note in noted.incidents.values() if (case := facts_of(note)) is not None]
     told = page_headline.headline(
@@ -101,7 +104,7 @@ def panel(r: RunReader) -> dict[str, Any]:
         "checkpoints": [_checkpoint(r, name, places) for name in noted.checkpoints],
         "rates": [{"x": places.of(step, at), "text": told} for step, at, told in noted.rates],
         "trends": list(noted.trends.values()),
-        "time": None if r.account is None else account(r.account, r.began),
+        "time": r.account,
         "data": r.data.content(r.length, r.status.cursor or 0, cases),
         "machines": machines(r, places),
         "journal": journal(r),
@@ -158,7 +161,8 @@ def account(found: TimeAccount, began: float) -> dict[str, Any]:
             drawn += [[kind.value, a, b, "", None, ""] for a, b in thick(of_kind, THIN * found.wall)]
     lost = sorted(found.lost().items(), key=lambda entry: -entry[1][0])[:LOST]
     return {
-        "begin": found.begin - began, "end": found.end - began, "share": found.goodput(), "smaller": found.smaller(),
+        "begin": found.begin - began, "end": found.end - began, "wall": found.wall,
+        "share": found.goodput(), "smaller": found.smaller(),
         "seconds": {kind.value: round(value, 3) for kind, value in seconds.items() if value > 0}, "spans": drawn,
         "lost": [
             {"kind": kind.value, "cause": visible(cause, 160), "incident": number, "host": visible(host, 60),

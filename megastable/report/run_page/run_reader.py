@@ -18,12 +18,12 @@ from megastable.report.run_page.layer_map import LayerMap
 from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.goodput.time_account import TimeAccount
 from megastable.run.goodput.watching import GoodputWatch
 from megastable.supervise.status import RunWatch, Status
 
 log = logging.getLogger(__name__)
 PAUSE = 0.3  # seconds between two looks
+HEAVY = threading.Lock()  # for what takes much memory for a moment, of runs of millions of steps
 STATUS = 1.0  # seconds between two looks at how the run stands
 
 
@@ -36,12 +36,13 @@ class RunReader:
         self.root, self.run = root, RunDirectory(root)
         self.name = visible(root.resolve().name, 80)
         self.records = RecordReader(self.run.steps, RecordCache(root) if cache else None)
-        self._time = GoodputWatch(root, SharedStepTimes(self.records))
+        self._time = GoodputWatch(root, SharedStepTimes(self.records, wait=2.0 if cache else 0.0))
         self._watch = RunWatch(root, goodput=self._time)
         self.journal = JournalNotes(self.run.journal)
         self.layers = LayerMap(self.run.layers)
         self.data = DataMap(self.run)
-        self.account: TimeAccount | None = None
+        self.account: dict[str, Any] | None = None  # where the time went (run_panel.account)
+        self._accounted: tuple[float, int] | None = None
         self.version = 0
         self.recipe: dict[str, Any] = {}
         self._recipe_stamp = 0
@@ -66,9 +67,13 @@ class RunReader:
         news |= self.records.see(read_object(self.run.progress))
         if until_all or time.monotonic() >= self._due:
             self._due = time.monotonic() + STATUS
-            before, self.status = self.status, self._watch.status()
+            with HEAVY:
+                before, self.status = self.status, self._watch.status()
             alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
-            self.account = self._time.look(alive) if until_all else self._time.account(alive)
+            found = self._time.look(alive) if until_all else self._time.account(alive)
+            if found is not None and (found.end, len(found.at)) != self._accounted:
+                self.account = run_panel.account(found, self.began)
+                self._accounted = (found.end, len(found.at))
             news |= before.state != self.status.state or before.step != self.status.step
         with self._lock:
             self._read_recipe()
@@ -112,7 +117,7 @@ class RunReader:
 
     def plots(self, axis: str, begin: float | None, end: float | None, columns: int) -> dict[str, Any]:
         began = self.began
-        with self.records.table() as table:
+        with HEAVY, self.records.table() as table:
             return plot_data.plot_data(table, self.length, began, axis, begin, end, columns)
 
     def heat(self, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:

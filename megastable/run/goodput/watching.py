@@ -61,6 +61,7 @@ class GoodputWatch:
         self._files.look(budget)
         self.behind = self._files.behind
         if not self.behind:
+            self._account = None  # of millions of steps it is large: not two at a time
             self._account = self._look(alive, time.time() if now is None else now)
         return self._account
 

@@ -49,7 +49,8 @@ def record(step: int, time: float, loss: float, applied: bool = True, **change: 
         "step": step, "time": time, "first_position": first, "next_position": first + BATCH, "skipped": [],
         "applied": applied, "finite": bool(np.isfinite(loss)), "clipped": step % 7 == 0, "loss": loss, "z_loss": 0.0,
         "z": 1.0, "grad_norm": loss / 4, "lr": 1e-3 * min(1.0, step / 20), "worst_position": first,
-        "worst_loss": loss + 1, "worst_micro_batch": 0, "worst_rank": 0, "worst_positions": [first], "worst_losses": [loss + 1],
+        "worst_loss": loss + 1, "worst_micro_batch": 0, "worst_rank": 0, "worst_positions": [first],
+        "worst_losses": [loss + 1],
         "seconds": SECONDS * 0.9, "data_seconds": 0.01, "tokens_per_second": BATCH * LENGTH / SECONDS, "mfu_full": 0.41,
         "mfu_causal": 0.36, "memory": 31.5, "loss_scale": 1.0, "samples": BATCH, "attempt": 1,
     }  # fmt: skip
