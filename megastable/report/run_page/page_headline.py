@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.text import duration, plural
+from megastable.base.text import duration, plural, visible
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.run.goodput.time_account import TimeKind
 from megastable.supervise.standing import State
@@ -63,10 +63,11 @@ def headline(
         _progress(s), _tokens(s, recipe), _left(s, account, now), _loss(recent, evaluations), _speed(s, recent),
         _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents), _goodput(account, s, recipe),
     ]  # fmt: skip
+    shown = [{key: visible(text, 200) for key, text in figure._asdict().items()} for figure in figures]
     return {
-        "word": word, "mood": mood, "sentence": _sentence(s, incidents, trends),
+        "word": word, "mood": mood, "sentence": visible(_sentence(s, incidents, trends), 1000),
         "advice": "" if s.advice == "nothing to do" else s.advice,
-        "step": s.step, "steps": s.steps, "state": s.state.value, "figures": [figure._asdict() for figure in figures],
+        "step": s.step, "steps": s.steps, "state": s.state.value, "figures": shown,
         "running": s.state in (State.RUNNING, State.STARTING, State.HUNG, State.WAITING), "age": s.age, "now": now,
     }  # fmt: skip
 
@@ -176,7 +177,7 @@ def _mfu(recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
 def _incidents(incidents: Sequence[IncidentFacts]) -> Figure:
     if not incidents:
         return Figure("incidents", "0", "", "good")
-    done = Counter(DONE.get(action, action) for i in incidents for action in i.actions)
+    done = Counter(DONE.get(action, action[:30]) for i in incidents for action in i.actions)
     told = ", ".join(plural(n, what) for what, n in done.most_common(3))
     opened = sum(i.outcome != "healed" for i in incidents)
     state = f"{opened} not over" if opened else "all over"

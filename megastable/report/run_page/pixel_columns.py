@@ -82,7 +82,9 @@ def trend_band(
         rows = values[ends[enough, None] - np.arange(window)].astype(np.float64)  # the newest first
         at = np.arange(window) - (window - 1) / 2
         with np.errstate(invalid="ignore"):
-            slope = rows @ at / (at @ at)
+            # Between the medians of both halves: one spike must not tilt it.
+            half = window // 2
+            slope = (np.median(rows[:, half:], axis=1) - np.median(rows[:, :half], axis=1)) / (window - half)
             apart = rows - slope[:, None] * at
             middle = np.median(apart, axis=1)
             spread = 1.4826 * np.median(np.abs(apart - middle[:, None]), axis=1)

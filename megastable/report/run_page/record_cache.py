@@ -20,7 +20,7 @@ import xxhash
 from megastable.report.run_page.step_table import GrowingColumns, StepTable
 
 log = logging.getLogger(__name__)
-VERSION = 1
+VERSION = 2
 MOST = 1 << 31  # bytes of a column
 
 

@@ -193,8 +193,8 @@ class RecordReader:
 
 
 class SharedStepTimes:
-    """The files of a `RecordReader` for the account of time (run/goodput), which would read them all itself. wait: seconds
-    that it waits, of a long run."""
+    """The files of a `RecordReader` for the account of time (run/goodput), which would read them all itself. wait:
+    seconds that it waits, of a long run."""
 
     def __init__(self, reader: RecordReader, wait: float = 0.0) -> None:
         self.reader, self.wait = reader, wait

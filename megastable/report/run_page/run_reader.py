@@ -69,11 +69,13 @@ class RunReader:
             self._due = time.monotonic() + STATUS
             with HEAVY:
                 before, self.status = self.status, self._watch.status()
-            alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
-            found = self._time.look(alive) if until_all else self._time.account(alive)
-            if found is not None and (found.end, len(found.at)) != self._accounted:
-                self.account = run_panel.account(found, self.began)
-                self._accounted = (found.end, len(found.at))
+                alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
+                found = self._time.look(alive) if until_all else self._time.account(alive)
+                if found is not None and (found.end, len(found.at)) != self._accounted:
+                    self.account = run_panel.account(found, self.began)
+                    self._accounted = (found.end, len(found.at))
+                    news = True
+                del found
             news |= before.state != self.status.state or before.step != self.status.step
         with self._lock:
             self._read_recipe()

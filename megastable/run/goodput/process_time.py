@@ -204,12 +204,17 @@ def _gaps(
     follows = np.r_[False, np.diff(step) == 1, False] if count else np.zeros(1, bool)
     ordinary = np.zeros(count + 1)
     if count >= FEWEST:
-        ordinary[:-1] = _usual(rest[:-1])
-    limit = np.maximum(SHORT, np.append(usual, usual[-1:] if count else 0.0))
+        _usual(rest[:-1], out=ordinary[:-1])
+    limit = np.full(count + 1, SHORT)
+    if count:
+        np.maximum(SHORT, usual, out=limit[:-1])
+        limit[-1] = limit[-2]
     late = rest > limit
     late &= rest > STALL * ordinary
     late &= rest > ordinary + STALL_SECONDS
-    alone = np.where(rest <= limit, CODE[TimeKind.BETWEEN], CODE[TimeKind.UNKNOWN])
+    short = rest <= limit
+    del limit
+    alone = np.where(short, CODE[TimeKind.BETWEEN], CODE[TimeKind.UNKNOWN])
     alone[1:-1] = CODE[TimeKind.UNKNOWN]
     lived = np.where(late, CODE[TimeKind.STALLED], CODE[TimeKind.BETWEEN])
     return np.where(follows, lived, alone), ordinary
@@ -232,12 +237,12 @@ def _within(
     return changes
 
 
-def _usual(seconds: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The median of each step's block, the first step left out: it compiles and warms up."""
+def _usual(seconds: npt.NDArray[Any], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+    """The median of each step's block, the first step left out: it compiles and warms up. out: where to put it."""
     count = len(seconds)
     if count < FEWEST:
         return seconds
-    found = np.empty(count)
+    found = np.empty(count) if out is None else out
     for first in range(0, count, BLOCK):
         # Not of a few steps that remain: those before are better known.
         begin = max(1, min(first, count - BLOCK))
