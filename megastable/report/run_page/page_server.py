@@ -50,10 +50,12 @@ TYPES = {
 
 
 class PageServer:
-    """The answers to the page's questions (static/source.js)."""
+    """The answers to the page's questions (static/source.js). ending: whether the server is to end, which open streams
+    must not hold up."""
 
     def __init__(self, readers: Sequence[RunReader], guard: PageGuard) -> None:
         self.readers, self.guard = readers, guard
+        self.ending: Callable[[], bool] = lambda: False
         self._streams = 0
 
     def app(self) -> ASGIApp:
@@ -103,7 +105,7 @@ class PageServer:
         self._streams += 1
         try:
             told, quiet = list[int](), 0.0
-            while True:
+            while not self.ending():
                 versions = [reader.version for reader in self.readers]
                 if versions != told:
                     told, quiet = versions, 0.0
@@ -264,9 +266,13 @@ def serve(runs: Sequence[Path], host: str, port: int | None, token: bool, say: C
         guard = PageGuard(loopback, secrets.token_urlsafe(24) if token or not loopback else "", number)
         name = "localhost" if loopback else socket.gethostname() if host in ("0.0.0.0", "::") else host
         name = f"[{name}]" if ":" in name else name
+        page = PageServer(readers, guard)
         config = uvicorn.Config(
-            PageServer(readers, guard).app(), log_level="warning", access_log=False, server_header=False,
+            page.app(), log_level="warning", access_log=False, server_header=False,
             timeout_graceful_shutdown=1, lifespan="on", ws="none",
         )  # fmt: skip
         say(f"http://{name}:{number}/" + (f"?token={guard.token}" if guard.token else ""))
-        uvicorn.Server(config).run(sockets=[bound])
+        server = uvicorn.Server(config)
+        page.ending = lambda: server.should_exit
+        with suppress(KeyboardInterrupt):  # which it raises again, once it has ended in good order
+            server.run(sockets=[bound])

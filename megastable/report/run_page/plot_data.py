@@ -63,16 +63,14 @@ def plot_data(
     series: arrays of means, or {mean, low, high} where a column has several steps."""
     axes, steps = AxisOfSteps(table, length, began), table.steps
     undone, applied = steps["undone"], steps["applied"]
-    if len(steps):
-        lowest, highest = axes.values(axis, np.array([0, len(steps) - 1])).tolist()
-    else:
-        lowest, highest = 0.0, 1.0
+    first, last = _ends(axes)
+    lowest, highest = first[axis], last[axis]
     window = (lowest if begin is None else begin, highest if end is None else end)
     if not window[0] < window[1]:
         window = (window[0], window[0] + 1)
 
     accepted = _lines(axes, axis, np.flatnonzero(applied & ~undone), window, columns)
-    found: dict[str, Any] = {"rows": len(steps), "end": highest, "accepted": accepted}
+    found: dict[str, Any] = {"rows": len(steps), "ends": last, "accepted": accepted}
     groups = {"refused": np.flatnonzero(~applied), "undone": np.flatnonzero(applied & undone)}
     for name, rows in groups.items():
         rows, inside = _inside(axes, axis, rows, window)
@@ -89,6 +87,19 @@ def plot_data(
     some = {name: _column(table.looks, name, kept) for name in SOMETIMES}
     found["sometimes"] = _group(axes, looks[kept], starts, some)
     return found
+
+
+def _ends(axes: AxisOfSteps) -> tuple[dict[str, float], dict[str, float]]:
+    """The lowest and the highest value of every axis."""
+    steps = axes.table.steps
+    if not len(steps):
+        return dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 1.0)
+    ends = np.array(
+        [[0], [int(steps["step"].argmax())], [int(steps["next_position"].argmax())], [len(steps) - 1]]
+    )
+    first = {axis: float(axes.values(axis, ends[0])[0]) for axis in AXES}
+    last = {axis: float(axes.values(axis, ends[n])[0]) for n, axis in enumerate(AXES, start=1)}
+    return first, last
 
 
 def _lines(

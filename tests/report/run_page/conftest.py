@@ -34,11 +34,12 @@ def serving(*runs: Path, token: str = "", loopback: bool = True) -> Iterator[str
     readers = [RunReader(run, cache=False) for run in runs]
     with listen("127.0.0.1", 0) as bound:
         port = bound.getsockname()[1]
-        app = PageServer(readers, PageGuard(loopback, token, port)).app()
+        page = PageServer(readers, PageGuard(loopback, token, port))
         config = uvicorn.Config(
-            app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
+            page.app(), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
         )
         server = uvicorn.Server(config)
+        page.ending = lambda: server.should_exit
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         until(lambda: server.started)

@@ -42,6 +42,10 @@ class Pages:
     def run(self, script: str, *given: Any) -> Any:
         return self.driver.execute_script(script, *given)
 
+    def leave(self) -> None:
+        """Before its server ends: else the page says that it cannot be reached."""
+        self.driver.get("about:blank")
+
     def find(self, selector: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
@@ -118,7 +122,8 @@ def test_a_run_that_goes_on(page: Pages, tmp_path: Path) -> None:
         note(run, time.time(), "incident", what="opened", number=1, step=159, reason="loss up", summary=told)
         until(lambda: page.run(LAST) == 160)
         until(lambda: page.texts(".flags .flag.open") == ["1"])
-        assert "incident 1: opened: loss up" in until(lambda: page.texts("#journal .text")[0])
+        until(lambda: "incident 1: opened: loss up" in page.texts("#journal .text")[0])
+        page.leave()
 
 
 @pytest.mark.parametrize("kind", ["address", "file"])
@@ -187,13 +192,14 @@ def test_several_runs(page: Pages, made: RunDirectory, tmp_path: Path) -> None:
     with serving(made.root, other.root) as address:
         page.open(address)
         lines = "return document.querySelector('#plot-%s').plot().series.length - 1"
-        assert page.run(lines % "lr") == 2
+        until(lambda: page.run(lines % "lr") == 2)
         page.all(".run .name")[1].click()
         until(lambda: page.texts(".flags .flag") == ["1"])
         assert "step 90 of 200" in page.find(".figures").text
         page.all(".run input")[0].click()
         until(lambda: page.run(lines % "lr") == 1)
         until(lambda: page.window() == [1, 90])
+        page.leave()
 
 
 @pytest.mark.parametrize("width", [800, 3840])
@@ -243,6 +249,7 @@ def test_no_text_of_a_run_is_obeyed(page: Pages, tmp_path: Path, served: bool) -
     if served:
         with serving(run.root) as address:
             look(address)
+            page.leave()
     else:
         write_page([run.root], tmp_path / "run.html")
         look((tmp_path / "run.html").as_uri())

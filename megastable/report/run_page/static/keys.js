@@ -41,13 +41,14 @@ const ACTS = {
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const typing = event.target.matches("input, textarea, select");
-  if (typing && event.target.type !== "checkbox") {
-    if (event.key === "Escape") event.target.blur();
+  const at = event.target instanceof Element ? event.target : document.body;
+  const typing = at.matches("input, textarea, select");
+  if (typing && at.type !== "checkbox") {
+    if (event.key === "Escape") at.blur();
     return;
   }
   if (dialog.open && !["n", "p"].includes(event.key)) return;
-  if (event.key === "Enter" && event.target.matches("button, a")) return;
+  if (event.key === "Enter" && at.matches("button, a")) return;
   const act = ACTS[event.key];
   if (act) { event.preventDefault(); act(); }
 });

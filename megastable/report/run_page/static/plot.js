@@ -1,6 +1,7 @@
 // One plot: lines of all shown runs, with what lies between lowest and highest, and a line that tells the values.
 
 const SYNC = uPlot.sync("plots");
+const TALL = innerWidth > 2700 ? 1.35 : 1; // plots of a very wide page are taller
 const runColour = (run) => colour(`run${run % 8}`);
 
 /**
@@ -105,7 +106,7 @@ function makePlot(spec) {
     const log = state.log && spec.log;
     const axis = { stroke: colour("soft"), grid, ticks: { show: false }, font };
     return {
-      width: Math.max(120, body.clientWidth), height: spec.height, ms: 1e-3, padding: [spec.full ? 20 : 8, 8, 0, 0],
+      width: Math.max(120, body.clientWidth), height: spec.height * TALL, ms: 1e-3, padding: [spec.full ? 20 : 8, 8, 0, 0],
       legend: { show: false }, series, bands,
       cursor: {
         sync: { key: SYNC.key, setSeries: false, scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
@@ -174,7 +175,7 @@ function makePlot(spec) {
   const shown = (v) => (spec.share ? percent(v) : number(v));
 
   new ResizeObserver(() => {
-    if (plot && Math.abs(plot.width - body.clientWidth) > 1) plot.setSize({ width: body.clientWidth, height: spec.height });
+    if (plot && Math.abs(plot.width - body.clientWidth) > 1) plot.setSize({ width: body.clientWidth, height: spec.height * TALL });
     else if (!plot && !card.hidden && body.clientWidth) build();
   }).observe(body);
   state.on("plots", () => update(false));

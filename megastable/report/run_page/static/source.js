@@ -25,7 +25,7 @@ function decodedGroup(group) {
 }
 
 function decodedPlots(given) {
-  const found = { end: given.end, rows: given.rows };
+  const found = { ends: given.ends, rows: given.rows };
   for (const name of ["accepted", "refused", "undone", "sometimes"]) found[name] = decodedGroup(given[name]);
   const trend = given.accepted.trend;
   found.trend = trend ? { low: decoded(trend.low), high: decoded(trend.high) } : null;

@@ -28,10 +28,7 @@ function view() {
   for (const run of state.shown) {
     const plots = state.plots[run];
     if (!plots) continue;
-    for (const name of ["accepted", "refused", "undone"]) {
-      const x = plots[name].x[state.axis];
-      if (x && x.length) end = Math.max(end, x[x.length - 1]);
-    }
+    end = Math.max(end, plots.ends[state.axis]);
   }
   return [state.axis === "step" ? Math.min(1, end - 1) : 0, end || 1];
 }
