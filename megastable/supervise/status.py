@@ -181,15 +181,18 @@ class _Recipe:
 
 
 class RunWatch:
-    """Watches one run. clock: unix seconds. Raises DataError if the directory holds no run."""
+    """Watches one run. clock: unix seconds; goodput: of the run, if somebody has one already. Raises DataError if the
+    directory holds no run."""
 
-    def __init__(self, run: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, run: Path, clock: Callable[[], float] = time.time, goodput: GoodputWatch | None = None
+    ) -> None:
         self.run, self.clock = RunDirectory(run), clock
         _check(run)
         self._journal = Follower(self.run.journal, skim)
         self._told, self._starts = JournalView(), self._journal.starts
         self._recipe = _Recipe()
-        self._time = GoodputWatch(run)
+        self._time = goodput or GoodputWatch(run)
         self._steps = RecentSteps(self.run.steps)
 
     def status(self) -> Status:

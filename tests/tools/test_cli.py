@@ -179,7 +179,8 @@ def test_choices_are_those_of_what_is_called() -> None:
 # Exit codes: the same damage, the same code
 
 MISSING = [
-    "status none", "goodput none", "supervise none.yaml", "preflight none.yaml", "train none.yaml",
+    "status none", "goodput none", "watch none --output o", "supervise none.yaml",
+    "preflight none.yaml", "train none.yaml",
     "plan none.yaml", "backtest none.csv", "fp8-check none",
     "generate none --prompt x", "prepare verify none", "prepare shards --input none --output o --tokenizer none",
     "prepare plant none o --recipe none.yaml", "prune plan none --list none", "prune verify none",

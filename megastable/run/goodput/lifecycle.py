@@ -265,7 +265,8 @@ class Lifecycle:
         found = self.steps.between(self.line.end - 0.01, until + SLACK)
         if not self._known:
             return found
-        return found.rows(np.flatnonzero((found.attempt == self.attempt) | (found.attempt == 0)))
+        own = (found.attempt == self.attempt) | (found.attempt == 0)
+        return found if own.all() else found.rows(np.flatnonzero(own))
 
     def _close(
         self, until: float, tail: TimeKind | None, clock: int, reached: int = 0, why: Reason | None = None

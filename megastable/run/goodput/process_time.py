@@ -55,32 +55,36 @@ class ProcessTime:
         """
         begin, plain = line.end, line.charge(self.reason, self.attempt, self.missing)
         count = len(steps.step)
-        ends = np.clip(np.maximum.accumulate(steps.time), begin, until)
-        before = np.r_[begin, ends]  # [count + 1] where the time between two steps begins
-        begins = np.clip(steps.time - steps.seconds, before[:-1], ends)
+        # A run may have millions of steps: arrays are views of others, and given up, where that is possible.
+        before, after = np.full(count + 1, begin, float), np.full(count + 1, until, float)  # of gaps
+        ends, begins = before[1:], after[:-1]  # of steps
+        np.clip(np.maximum.accumulate(steps.time), begin, until, out=ends)
+        np.clip(steps.time - steps.seconds, before[:-1], ends, out=begins)
         usual = _usual(steps.seconds)
         farthest = np.maximum.accumulate(np.r_[self.done, steps.step])
+        far = int(farthest[-1])
 
         # Steps
         kinds = np.full(count, CODE[TimeKind.TRAINING])
         again = steps.step <= farthest[:-1]
+        del farthest
         kinds[again] = CODE[TimeKind.REDONE]
         kinds[~steps.applied] = CODE[TimeKind.REFUSED]
-        charges = np.where(again & steps.applied, line.charge(self.blame, self.attempt), plain)
+        charges = np.full(count, plain, np.int32)
+        charges[again & steps.applied] = line.charge(self.blame, self.attempt)
 
         # Between them: gap n comes before step n, the last one after all
-        after = np.append(begins, until)
         evaluations = self._evaluations(steps, before, after)
         rest = after - before
         for n, low, high in evaluations:
             rest[n] -= high - low
         gaps, ordinary = _gaps(steps.step, rest, usual)
-        gap_charges = np.full(count + 1, plain)
+        gap_charges = np.full(count + 1, plain, np.int32)
+        del rest
         if count:
             gaps[0] = CODE[TimeKind.START_UP]
         gap_charges[0] = line.charge(self.blame, self.attempt)
         last = int(steps.step[-1]) if count else self.step
-        far = int(farthest[-1])
         if clock > last:  # the records of these were lost with the process, or are not written yet
             gaps[-1] = CODE[TimeKind.TRAINING if clock > far else TimeKind.REDONE]
             gap_charges[-1] = plain if clock > far else gap_charges[0]
@@ -90,7 +94,9 @@ class ProcessTime:
         if tail is not None and gaps[-1] in OPEN:
             gaps[-1] = CODE[tail]
             gap_charges[-1] = gap_charges[-1] if why is None else line.charge(why, self.attempt)
-        changes = _within(gaps, gap_charges, evaluations, before, after - ordinary, plain)
+        np.subtract(after, ordinary, out=ordinary)
+        changes = _within(gaps, gap_charges, evaluations, before, ordinary, plain)
+        del ordinary
         if last < far < clock:  # the first of them were done before
             share = (far - last) / (clock - last)
             gaps[-1], gap_charges[-1] = CODE[TimeKind.REDONE], gap_charges[0]
@@ -100,26 +106,27 @@ class ProcessTime:
             here = slice(turn, None)
             charges[here] = np.where(again[here] & steps.applied[here], gap_charges[turn], charges[here])
 
-        # All changes, in order
+        # All changes, in order: each into the gap, or the step, that it lies in
+        late = _stalls(steps.seconds, usual)
+        extra = np.minimum(begins[late] + steps.seconds[late] - usual[late], ends[late])
+        changes += zip(
+            extra.tolist(), kinds[late].tolist(), charges[late].tolist(), (2 * late + 1.5).tolist()
+        )
+        del usual
         at = np.empty(2 * count + 1)
         kind, charge = np.empty(2 * count + 1, np.int8), np.empty(2 * count + 1, np.int32)
         at[0::2], kind[0::2], charge[0::2] = before, gaps, gap_charges
         at[1::2], kind[1::2], charge[1::2] = begins, kinds, charges
-        order = np.arange(2 * count + 1, dtype=float)
-        late = _stalls(steps.seconds, usual)
-        if len(late):
-            extra = np.minimum(begins[late] + steps.seconds[late] - usual[late], ends[late])
-            stalls = np.where(late == 0, CODE[TimeKind.START_UP], CODE[TimeKind.STALLED])
-            kind[2 * late + 1] = stalls
-            charge[2 * late[late == 0] + 1] = gap_charges[0]
-            at, kind = np.r_[at, extra], np.r_[kind, kinds[late]]
-            charge, order = np.r_[charge, charges[late]], np.r_[order, 2 * late + 1.5]
+        del before, after, ends, begins
+        kind[2 * late + 1] = np.where(late == 0, CODE[TimeKind.START_UP], CODE[TimeKind.STALLED])
+        charge[2 * late[late == 0] + 1] = gap_charges[0]
         if changes:
-            more = np.array(changes)
-            at, kind = np.r_[at, more[:, 0]], np.r_[kind, more[:, 1].astype(np.int8)]
-            charge, order = np.r_[charge, more[:, 2].astype(np.int32)], np.r_[order, more[:, 3]]
-        sorted_ = np.lexsort((order, at))
-        line.follow(at[sorted_], kind[sorted_], charge[sorted_], until)
+            changes.sort(key=lambda change: (int(change[3]), change[0], change[3]))
+            places = [int(order) + 1 for *_, order in changes]
+            at = np.insert(at, places, [moment for moment, *_ in changes])
+            kind = np.insert(kind, places, [of for _, of, _, _ in changes])
+            charge = np.insert(charge, places, [why for _, _, why, _ in changes])
+        line.follow(at, kind, charge, until)
         return max(far, clock, self.told())
 
     def told(self) -> int:
@@ -197,10 +204,17 @@ def _gaps(
     follows = np.r_[False, np.diff(step) == 1, False] if count else np.zeros(1, bool)
     ordinary = np.zeros(count + 1)
     if count >= FEWEST:
-        ordinary[:-1] = _usual(rest[:-1])
-    limit = np.maximum(SHORT, np.append(usual, usual[-1:] if count else 0.0))
-    late = (rest > limit) & (rest > STALL * ordinary) & (rest > ordinary + STALL_SECONDS)
-    alone = np.where(rest <= limit, CODE[TimeKind.BETWEEN], CODE[TimeKind.UNKNOWN])
+        _usual(rest[:-1], out=ordinary[:-1])
+    limit = np.full(count + 1, SHORT)
+    if count:
+        np.maximum(SHORT, usual, out=limit[:-1])
+        limit[-1] = limit[-2]
+    late = rest > limit
+    late &= rest > STALL * ordinary
+    late &= rest > ordinary + STALL_SECONDS
+    short = rest <= limit
+    del limit
+    alone = np.where(short, CODE[TimeKind.BETWEEN], CODE[TimeKind.UNKNOWN])
     alone[1:-1] = CODE[TimeKind.UNKNOWN]
     lived = np.where(late, CODE[TimeKind.STALLED], CODE[TimeKind.BETWEEN])
     return np.where(follows, lived, alone), ordinary
@@ -223,12 +237,12 @@ def _within(
     return changes
 
 
-def _usual(seconds: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The median of each step's block, the first step left out: it compiles and warms up."""
+def _usual(seconds: npt.NDArray[Any], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+    """The median of each step's block, the first step left out: it compiles and warms up. out: where to put it."""
     count = len(seconds)
     if count < FEWEST:
         return seconds
-    found = np.empty(count)
+    found = np.empty(count) if out is None else out
     for first in range(0, count, BLOCK):
         # Not of a few steps that remain: those before are better known.
         begin = max(1, min(first, count - BLOCK))

@@ -6,7 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,20 @@ COLUMNS = pa.schema([SCHEMA.field(name) for name in StepTimes._fields])
 ATTEMPT = SCHEMA.field("attempt")
 THREADS = min(8, os.cpu_count() or 1)
 BATCH = 256  # files read before the time is looked at again
+
+
+class TimedSteps(Protocol):
+    """The steps of a run, as `StepFiles` reads them."""
+
+    @property
+    def damaged(self) -> dict[str, str]: ...
+
+    @property
+    def behind(self) -> bool: ...
+
+    def look(self, budget: float = ...) -> bool: ...
+
+    def all(self) -> StepTimes: ...
 
 
 class StepFiles:

@@ -207,20 +207,20 @@ class TimeLine:
     def follow(
         self, at: npt.NDArray[Any], kind: npt.NDArray[Any], charge: npt.NDArray[Any], moment: float
     ) -> None:
-        """From each of `at` on, all is of that kind; the last up to `moment`. at: in order, from `end` on."""
+        """From each of `at` on, all is of that kind; the last up to `moment`. at: in order, from `end` on. The arrays
+        are taken over."""
         moment = max(moment, self.end)
         if len(at) and moment > self.end:
-            self._parts.append((np.clip(at, self.end, moment), kind, charge))
+            self._parts.append((np.clip(at, self.end, moment, out=at), kind, charge))
             self.end = moment
 
     def account(self, settled: float | None = None) -> TimeAccount:
         """What was built so far. settled: up to when it will not change any more."""
-        parts = list(zip(*self._parts, strict=True)) or [(), (), ()]
-        at, kind, charge = (np.concatenate([np.empty(0), *part]) for part in parts)
+        at, kind, charge = zip(*self._parts, strict=True) if self._parts else ((), (), ())
         return TimeAccount(
-            np.append(at, self.end),
-            kind.astype(np.int8),
-            charge.astype(np.int32),
+            np.concatenate([*at, [self.end]]),
+            np.concatenate([np.empty(0, np.int8), *kind], dtype=np.int8, casting="unsafe"),
+            np.concatenate([np.empty(0, np.int32), *charge], dtype=np.int32, casting="unsafe"),
             tuple(self._charges),
             settled,
         )

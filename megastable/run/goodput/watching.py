@@ -13,7 +13,7 @@ from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import Event
 from megastable.run.events.follow import Follower
 from megastable.run.goodput.lifecycle import Lifecycle
-from megastable.run.goodput.step_times import StepFiles
+from megastable.run.goodput.step_times import StepFiles, TimedSteps
 from megastable.run.goodput.time_account import TimeAccount
 
 # Lines of a long journal that are read; the rest is mostly refused updates.
@@ -28,13 +28,14 @@ USUAL_PAUSE = 1.0  # seconds
 
 
 class GoodputWatch:
-    """Watches one run. behind: whether the last look had no time to read all."""
+    """Watches one run. files: its step records, if somebody reads them already. behind: whether the last look had no
+    time to read all."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, files: TimedSteps | None = None) -> None:
         self.run = RunDirectory(root)
         self.behind = False
         self._journal = Follower(self.run.journal, chosen)
-        self._files = StepFiles(self.run.steps)
+        self._files = files or StepFiles(self.run.steps)
         self._life, self._starts = Lifecycle(), self._journal.starts
         self._pending: list[Event] = []
         self._account: TimeAccount | None = None
@@ -60,6 +61,7 @@ class GoodputWatch:
         self._files.look(budget)
         self.behind = self._files.behind
         if not self.behind:
+            self._account = None  # of millions of steps it is large: not two at a time
             self._account = self._look(alive, time.time() if now is None else now)
         return self._account
 

@@ -1,0 +1,1 @@
+"""Shows whole runs on a page: served while they go on, or written as one file."""

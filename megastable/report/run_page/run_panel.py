@@ -1,0 +1,256 @@
+"""Makes what the page shows around its plots: headline, incidents, checkpoints, time, layers, data, machines."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from megastable.base.text import visible
+from megastable.report.goodput_picture import thick
+from megastable.report.postmortem import sentences
+from megastable.report.postmortem.facts import IncidentFacts
+from megastable.report.run_page import page_headline
+from megastable.report.run_page.journal_notes import IncidentNote, JournalLine, selected
+from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
+from megastable.report.run_page.plot_data import encoded
+from megastable.run.goodput.time_account import TimeAccount, TimeKind
+
+if TYPE_CHECKING:
+    from megastable.report.run_page.run_reader import RunReader
+
+LINES = 200  # of the journal at a time
+LOST = 30  # causes of lost time
+SPANS = 2000  # of time, with their causes
+THIN = 1 / 1600  # of the strip
+TAIL = 20_000  # steps, of which the headline takes the last ones that were not undone
+TIMELINE = 60  # lines of an incident
+REPORT = "report.html"  # an incident's page, in its folder
+
+Place = dict[str, float]
+
+
+class PlacesOfSteps:
+    """Where steps and times are on the three axes of the plots."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self.length, self.began = reader.length, reader.began
+        with reader.records.table() as table:
+            live = np.flatnonzero(~table.steps["undone"])
+            # 100,000 rows place a mark as well as millions.
+            live = live[:: max(1, len(live) // 100_000)]
+            self.step, self.position = table.steps["step"][live], table.steps["next_position"][live]
+            self.time = np.maximum.accumulate(table.steps["time"][live])
+
+    def of(self, step: int | None, time: float | None) -> Place:
+        """A step, a time, or both."""
+        if step is None and len(self.step):
+            step = int(np.interp(time or 0.0, self.time, self.step))
+        step = step or 0
+        if not len(self.step):
+            return {"step": step, "tokens": 0, "time": (time or self.began) - self.began}
+        tokens = float(np.interp(step, self.step, self.position)) * self.length
+        if time is None:
+            time = float(np.interp(step, self.step, self.time))
+        return {"step": step, "tokens": tokens, "time": time - self.began}
+
+    def steps(self, axis: str, values: Iterable[float]) -> list[float]:
+        """Steps of values of another axis."""
+        if axis != "tokens" or not len(self.step):
+            return list(values)
+        return [float(np.interp(v / self.length, self.position, self.step)) for v in values]
+
+
+def head(r: RunReader) -> dict[str, Any]:
+    """See `page_headline`; and how far it was read."""
+    noted = r.journal.noted
+    with r.records.table() as table:
+        # The last ones that were not undone are among the last ones, but for a very long way back.
+        tail = slice(max(0, len(table.steps) - TAIL), None)
+        rows = tail.start + np.flatnonzero(~table.steps["undone"][tail])[-page_headline.RECENT :]
+        recent = {name: table.steps[name][rows] for name in page_headline.COLUMNS}
+    cases = [case for note in noted.incidents.values() if (case := facts_of(note)) is not None]
+    told = page_headline.headline(
+        r.status, recent, cases, noted.evaluations[-1:], list(noted.trends.values()), r.account, r.recipe,
+        r.data.skipped(r.length), time.time(),
+    )  # fmt: skip
+    problems = [*r.status.problems, *r.journal.problems, *r.data.problems]
+    damaged = r.records.damaged | r.layers.damaged
+    if damaged:
+        name, why = next(iter(damaged.items()))
+        problems.append(f"{len(damaged)} record files cannot be read ({name}: {why})")
+    return {
+        "name": r.name, "version": r.version, "loaded": round(r.records.loaded, 4), "length": r.length,
+        "began": r.began, "problems": [visible(problem, 400) for problem in dict.fromkeys(problems)], **told,
+    }  # fmt: skip
+
+
+def panel(r: RunReader) -> dict[str, Any]:
+    """All that is around the plots, but for the headline."""
+    noted, places = r.journal.noted, PlacesOfSteps(r)
+    cases = [incident(r, note, places) for note in noted.incidents.values()]
+    return {
+        "incidents": cases,
+        "evaluations": {
+            "x": _xs([places.of(step, at) for step, _, at in noted.evaluations]),
+            "loss": encoded(np.array([loss for _, loss, _ in noted.evaluations], np.float32)),
+        },
+        "checkpoints": [_checkpoint(r, name, places) for name in noted.checkpoints],
+        "rates": [{"x": places.of(step, at), "text": told} for step, at, told in noted.rates],
+        "trends": list(noted.trends.values()),
+        "time": r.account,
+        "data": r.data.content(r.length, r.status.cursor or 0, cases),
+        "machines": machines(r, places),
+        "journal": journal(r),
+    }
+
+
+def incident(r: RunReader, note: IncidentNote, places: PlacesOfSteps) -> dict[str, Any]:
+    """One incident, for its mark and its card."""
+    case = facts_of(note) or IncidentFacts(number=note.number)
+    folder = f"{case.number:04d}"
+    return {
+        "number": case.number, "x": places.of(case.onset or case.step, note.opened if case.breakdown else None),
+        "opened": note.opened, "closed": note.closed, "onset": case.onset, "step": case.step,
+        "until": None if note.closed is None else places.of(None, note.closed),
+        "title": visible(sentences.seen(case), 600), "mood": _mood(case.outcome),
+        "verdict": visible(case.verdict, 60), "kind": visible(sentences.type_of(case.kind), 60),
+        "cause": visible(sentences.cause(case), 300), "cause_word": visible(case.cause, 40),
+        "actions": [visible(sentences.acted(action), 300) for action in case.actions],
+        "action_words": [visible(action, 40) for action in case.actions],
+        "outcome": visible(case.outcome, 40), "reasons": [visible(reason, 600) for reason in case.reasons],
+        "positions": [list(pair) for pair in case.positions], "guilty": bool(case.guilty),
+        "deferred": [list(pair) for pair in case.deferred], "returns": [list(pair) for pair in case.returns],
+        "skipped": sum(end - first for first, end in case.positions), "documents": len(case.documents),
+        "steps_lost": case.steps_lost, "refused": case.batches_discarded, "seconds": _plain(case.seconds),
+        "loss_before": _plain(case.loss_before), "loss_peak": _plain(case.loss_peak),
+        "loss_after": _plain(case.loss_after), "norm_peak": _plain(case.norm_peak),
+        "page": folder if (r.run.incidents / folder / REPORT).is_file() else None,
+        "timeline": [line(entry, places) for entry in note.lines[-TIMELINE:]],
+    }  # fmt: skip
+
+
+def facts_of(note: IncidentNote) -> IncidentFacts | None:
+    """What the journal says of an incident; None if that is malformed."""
+    try:
+        return IncidentFacts.model_validate(note.summary)
+    except ValidationError:
+        return None
+
+
+def account(found: TimeAccount, began: float) -> dict[str, Any]:
+    """Where the time went. spans: [kind, begin, end, cause, incident, host], seconds since the run began."""
+    seconds = found.seconds()
+    spans = [span for span in found.spans() if span.kind is not TimeKind.TRAINING]
+    if len(spans) <= SPANS:
+        drawn = [
+            [span.kind.value, span.begin - began, span.end - began, visible(span.cause, 120), span.incident,
+             visible(span.host, 60)]
+            for span in spans
+        ]  # fmt: skip
+    else:
+        drawn = []
+        for kind in TimeKind:
+            of_kind = [(span.begin - began, span.end - began) for span in spans if span.kind is kind]
+            drawn += [[kind.value, a, b, "", None, ""] for a, b in thick(of_kind, THIN * found.wall)]
+    lost = sorted(found.lost().items(), key=lambda entry: -entry[1][0])[:LOST]
+    return {
+        "begin": found.begin - began, "end": found.end - began, "wall": found.wall,
+        "share": found.goodput(), "smaller": found.smaller(),
+        "seconds": {kind.value: round(value, 3) for kind, value in seconds.items() if value > 0}, "spans": drawn,
+        "lost": [
+            {"kind": kind.value, "cause": visible(cause, 160), "incident": number, "host": visible(host, 60),
+             "seconds": spent, "times": times}
+            for (kind, cause, number, host), (spent, times) in lost
+        ],
+    }  # fmt: skip
+
+
+def machines(r: RunReader, places: PlacesOfSteps) -> dict[str, Any]:
+    """Processes and hosts, as far as the run directory tells."""
+    s, noted = r.status, r.journal.noted
+
+    def process(told: Any) -> dict[str, Any]:
+        return {"alive": told.alive, "pid": told.pid, "host": told.host}
+
+    attempts = [
+        {**entry, "x": places.of(None, entry["began"]), "how": visible(entry["how"], 300)}
+        for entry in noted.attempts[-50:]
+    ]
+    return {
+        "supervisor": process(s.supervisor), "trainer": process(s.trainer), "phase": s.phase, "world": s.world,
+        "hosts": [visible(host, 80) for host in noted.hosts], "starts": s.starts, "restarts": s.restarts,
+        "attempts": attempts, "slow": {visible(host, 80): told for host, told in noted.slow.items()},
+        "left_out": {visible(host, 80): until for host, until in s.left_out.items()},
+    }  # fmt: skip
+
+
+def heat(r: RunReader, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
+    """Maps of the layers over what is between `begin` and `end` of an axis."""
+    places = PlacesOfSteps(r)
+    window = [-math.inf if begin is None else begin, math.inf if end is None else end]
+    window = [v + r.began for v in window] if axis == "time" else places.steps(axis, window)
+    files = r.layers.chosen(window[0], window[1], axis)
+    found = r.layers.read(files)
+    kinds = []
+    for kind, values in found["kinds"].items():
+        title, unit, _ = HEAT_KINDS[kind]
+        kinds.append({"kind": kind, "title": title, "unit": unit, "values": encoded(values)})
+    return {
+        "x": _xs([places.of(file.step, file.time) for file in files]),
+        "layers": [visible(name, 60) for name in found["layers"]],
+        "kinds": kinds, "looks": len(files), "of": len(r.layers.files),
+    }  # fmt: skip
+
+
+def journal(r: RunReader, query: str = "", group: str = "", most: int = LINES) -> dict[str, Any]:
+    """The newest events, or those that were searched for."""
+    noted = r.journal.noted
+    found, count = selected(noted.lines, query, group, most)
+    return {
+        "lines": [line(entry) for entry in found],
+        "count": count,
+        "passed": noted.passed,
+        "all": len(noted.lines),
+    }
+
+
+def line(entry: JournalLine, places: PlacesOfSteps | None = None) -> dict[str, Any]:
+    """A line of the journal."""
+    return {
+        "time": entry.time, "step": entry.step, "name": visible(entry.name, 60), "group": entry.group,
+        "text": entry.text, "incident": entry.incident,
+    }  # fmt: skip
+
+
+def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any]:
+    note = r.journal.noted.checkpoints[name]
+    safe = re.fullmatch(r"step-\d{1,18}", name) is not None
+    return {
+        "name": visible(name, 80), "x": places.of(note.step, note.time), "step": note.step, "time": note.time,
+        "bytes": note.bytes, "seconds": _plain(note.seconds), "blocked": _plain(note.blocked), "state": note.state,
+        "why": note.why, "proved": note.proved,
+        "there": safe and (r.run.checkpoints / name / "manifest.json").is_file(),
+    }  # fmt: skip
+
+
+def _xs(places: list[Place]) -> dict[str, str]:
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for axis in ("step", "tokens", "time"):
+        found[axis] = np.array([place[axis] for place in places], np.float64)
+    return {axis: encoded(values) for axis, values in found.items()}
+
+
+def _mood(outcome: str) -> str:
+    return {"healed": "good", "stopped": "bad"}.get(outcome, "warn")
+
+
+def _plain(value: float | None) -> float | None:
+    """JSON has no nan."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,140 @@
+"""Reads one run for its page: everything that is new, a little at a time, in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megastable.base.text import visible
+from megastable.report.run_page import plot_data, run_panel
+from megastable.report.run_page.data_map import DataMap
+from megastable.report.run_page.journal_notes import JournalNotes
+from megastable.report.run_page.layer_map import LayerMap
+from megastable.report.run_page.record_cache import RecordCache
+from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
+from megastable.run.directory import RunDirectory, read_object
+from megastable.run.goodput.watching import GoodputWatch
+from megastable.supervise.status import RunWatch, Status
+
+log = logging.getLogger(__name__)
+PAUSE = 0.3  # seconds between two looks
+HEAVY = threading.Lock()  # for what takes much memory for a moment, of runs of millions of steps
+STATUS = 1.0  # seconds between two looks at how the run stands
+
+
+class RunReader:
+    """A run, as far as it was read. Raises DataError if the directory holds no run.
+
+    version: grows with everything new; read it before anything else. Methods may be called from any thread."""
+
+    def __init__(self, root: Path, cache: bool = True) -> None:
+        self.root, self.run = root, RunDirectory(root)
+        self.name = visible(root.resolve().name, 80)
+        self.records = RecordReader(self.run.steps, RecordCache(root) if cache else None)
+        self._time = GoodputWatch(root, SharedStepTimes(self.records, wait=2.0 if cache else 0.0))
+        self._watch = RunWatch(root, goodput=self._time)
+        self.journal = JournalNotes(self.run.journal)
+        self.layers = LayerMap(self.run.layers)
+        self.data = DataMap(self.run)
+        self.account: dict[str, Any] | None = None  # where the time went (run_panel.account)
+        self._accounted: tuple[float, int] | None = None
+        self.version = 0
+        self.recipe: dict[str, Any] = {}
+        self._recipe_stamp = 0
+        self._lock = threading.RLock()
+        self._due = 0.0
+        self._over = threading.Event()
+        self.status: Status = self._watch.status()
+        self.look()
+
+    def start(self) -> None:
+        """Go on reading, until `stop`."""
+        threading.Thread(target=self._follow, name=f"reads {self.name}", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def look(self, until_all: bool = False) -> None:
+        """Read what is new. until_all: also the rest of many record files, which otherwise come with later calls."""
+        news = self.records.look()
+        while until_all and self.records.loaded < 1:
+            self.records.look()
+        news |= self.records.see(read_object(self.run.progress))
+        if until_all or time.monotonic() >= self._due:
+            self._due = time.monotonic() + STATUS
+            with HEAVY:
+                before, self.status = self.status, self._watch.status()
+                alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
+                found = self._time.look(alive) if until_all else self._time.account(alive)
+                if found is not None and (found.end, len(found.at)) != self._accounted:
+                    self.account = run_panel.account(found, self.began)
+                    self._accounted = (found.end, len(found.at))
+                    news = True
+                del found
+            news |= before.state != self.status.state or before.step != self.status.step
+        with self._lock:
+            self._read_recipe()
+            news |= self.journal.look() | self.layers.look() | self.data.look()
+        if news:
+            self.version += 1
+
+    def _follow(self) -> None:
+        while not self._over.wait(0.01 if self.records.loaded < 1 else PAUSE):
+            try:
+                self.look()
+            except Exception:  # a page must not end because of one file
+                log.exception("%s", self.root)
+                self._over.wait(5.0)
+
+    # What the page asks for
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        length = self.recipe.get("model", {}).get("sequence_length")
+        return length if isinstance(length, int) and length > 0 else 1
+
+    @property
+    def began(self) -> float:
+        """Unix seconds."""
+        if (began := self.journal.noted.began) is not None:
+            return began
+        with self.records.table() as table:
+            return float(table.steps["time"][0]) if len(table.steps) else 0.0
+
+    def head(self) -> dict[str, Any]:
+        """The headline, and what else changes with every step."""
+        with self._lock:
+            return run_panel.head(self)
+
+    def panel(self) -> dict[str, Any]:
+        """All but the plots: incidents, checkpoints, time, data, machines."""
+        with self._lock:
+            return run_panel.panel(self)
+
+    def plots(self, axis: str, begin: float | None, end: float | None, columns: int) -> dict[str, Any]:
+        began = self.began
+        with HEAVY, self.records.table() as table:
+            return plot_data.plot_data(table, self.length, began, axis, begin, end, columns)
+
+    def heat(self, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
+        """Heat maps of the layers."""
+        with self._lock:
+            return run_panel.heat(self, axis, begin, end)
+
+    def _read_recipe(self) -> None:
+        try:
+            stamp = self.run.recipe.stat().st_mtime_ns
+            if stamp != self._recipe_stamp:
+                self._recipe_stamp = stamp
+                loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+                found = yaml.load(self.run.recipe.read_text(encoding="utf-8"), loader)["config"]
+                parts = {key: value for key, value in found.items() if isinstance(value, dict)}
+                self.recipe = parts
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+            return  # the status says what is wrong with it

@@ -1,0 +1,52 @@
+// Which plots there are.
+
+const LOSS = {
+  key: "loss", title: "Training loss", unit: "nats per token", full: true, height: 330, log: true, apart: "loss",
+  help: "Mean loss of each step. Line: accepted steps; shade: lowest to highest where several steps share a pixel; band: "
+    + "line through the last 64 accepted steps ± 4 robust standard deviations; ✕: refused updates; grey dots: steps that were "
+    + "undone; dashed with rings: validation.",
+  lines: [{ name: "loss", label: "loss", trend: true }],
+  extra(run) {
+    const panel = state.panels[run];
+    if (!panel || !panel.evaluations.loss.length) return null;
+    return { x: panel.evaluations.x[state.axis], y: panel.evaluations.loss, label: "validation" };
+  },
+};
+
+const GROUPS = [
+  ["optimization", "Optimization", [
+    { key: "grad_norm", title: "Gradient norm", help: "Before clipping. ✕: refused updates; grey dots: undone steps.", log: true, apart: "grad_norm", lines: [{ name: "grad_norm", label: "norm" }] },
+    { key: "clipped", title: "Clipped updates", unit: "share of steps", share: true, zero: true, help: "Share of the last 50 accepted steps whose gradient was clipped, or of all steps of a pixel if these are more.", lines: [{ name: "clipped", label: "clipped", tone: "run1", area: true }] },
+    { key: "lr", title: "Learning rate", zero: true, help: "As applied, with cuts and warm-ups after incidents.", lines: [{ name: "lr", label: "rate", tone: "run2" }] },
+    { key: "update_ratio", title: "Update / weight", log: true, help: "Norm of the update over norm of the weights; 1e-3 is usual.", lines: [{ group: "sometimes", name: "update_ratio", label: "ratio", tone: "run4" }] },
+    { key: "parameter_norm", title: "Parameter norm", help: "Of all weights together.", lines: [{ group: "sometimes", name: "parameter_norm", label: "norm", tone: "run3" }] },
+    { key: "second_moment_norm", title: "Second-moment norm", log: true, help: "Norm of Adam's second moments.", lines: [{ group: "sometimes", name: "second_moment_norm", label: "norm", tone: "run5" }] },
+  ]],
+  ["attention", "Attention, samples, precision", [
+    { key: "attention_logit", title: "Largest attention logit", help: "Over all layers; growth without end precedes divergence.", lines: [{ group: "sometimes", name: "attention_logit", label: "logit", tone: "run4" }] },
+    { key: "attention_entropy", title: "Lowest attention entropy", unit: "nats", zero: true, help: "Of all layers; 0 is attention to one token only.", lines: [{ group: "sometimes", name: "attention_entropy", label: "entropy", tone: "run2" }] },
+    { key: "worst_loss", title: "Worst sample of a step", unit: "nats per token", log: true, help: "The highest loss of a sample in each step.", lines: [{ name: "worst_loss", label: "worst", tone: "run6" }] },
+    { key: "fp8_saturation", title: "FP8: saturated", unit: "share", log: true, zero: true, help: "Largest share of values that saturated, over all layers.", lines: [{ group: "sometimes", name: "fp8_saturation", label: "saturated", tone: "run1" }] },
+    { key: "fp8_underflow", title: "FP8: underflowed", unit: "share", log: true, zero: true, help: "Largest share of values that became zero.", lines: [{ group: "sometimes", name: "fp8_underflow", label: "underflowed", tone: "run6" }] },
+    { key: "loss_scale", title: "Loss scale", log: true, help: "Of fp16.", constant: true, lines: [{ name: "loss_scale", label: "scale", tone: "run7" }] },
+  ]],
+  ["speed", "Speed and memory", [
+    { key: "tokens_per_second", title: "Tokens per second", zero: true, help: "Of the whole run.", lines: [{ name: "tokens_per_second", label: "tokens/s", tone: "run2" }] },
+    { key: "mfu", title: "MFU", unit: "share of peak", share: true, zero: true, help: "Model FLOPs utilization, counting the full attention matrix.", lines: [{ name: "mfu_full", label: "MFU", tone: "run5" }] },
+    { key: "seconds", title: "Time of a step", unit: "seconds", zero: true, help: "Of the slowest rank, and of that the wait for data.", lines: [{ name: "seconds", label: "step", tone: "run0" }, { name: "data_seconds", label: "waiting for data", tone: "run1" }] },
+    { key: "memory", title: "Device memory", unit: "GiB", zero: true, help: "The most that rank 0 had allocated.", lines: [{ name: "memory", label: "memory", tone: "run3", area: true }] },
+  ]],
+];
+
+/** All plots; `loss` is apart, at the top. */
+function makeCharts() {
+  const loss = makePlot(LOSS);
+  const groups = GROUPS.map(([id, title, specs]) => {
+    const cards = specs.map((spec) => makePlot({ height: 170, ...spec }));
+    const box = section(id, title, "", el("div.plots", {}, cards));
+    const hide = () => { box.hidden = cards.every((card) => card.hidden); };
+    state.on("plots axis", hide);
+    return box;
+  });
+  return { loss, groups };
+}

@@ -1,0 +1,89 @@
+// Puts the page together, and keeps its data new.
+
+const page = $("page");
+let busy = false, wanted = false, took = 0;
+
+/** Everything of the shown runs, for the window that is looked at. */
+async function load() {
+  if (busy) { wanted = true; return; }
+  busy = true;
+  const began = performance.now();
+  try {
+    const axis = state.axis, range = state.range && padded(state.range), columns = Math.min(2000, Math.max(400, page.clientWidth || 1200));
+    const runs = [...new Set([state.focus, ...state.shown])];
+    await Promise.all([...runs.map(async (run) => {
+      const plots = await source.plots(run, axis, range, columns);
+      if (axis === state.axis || !source.live) state.plots[run] = plots;
+    }), ...runs.map(async (run) => {
+      if (state.panels[run] && source.live && state.panels[run].version === state.heads[run].version) return;
+      const version = state.heads[run] ? state.heads[run].version : -1;
+      state.panels[run] = { ...(await source.panel(run)), version };
+    })]);
+    state.tell("plots");
+    state.tell("panels");
+    state.heats[state.focus] = await source.heat(state.focus, axis, range);
+    state.tell("heats");
+  } catch (error) {
+    console.warn(String(error));
+  }
+  took = performance.now() - began;
+  busy = false;
+  if (wanted) { wanted = false; setTimeout(load, 0); }
+}
+
+/** A little more than is shown, so that a moved window has something to show at once. */
+const padded = ([from, to]) => { const room = (to - from) * 0.5; return [from - room, to + room]; };
+
+const reload = settled(load, 60);
+
+function focusRun(run) {
+  if (run === state.focus) return;
+  state.focus = run;
+  state.incident = undefined;
+  state.shown.add(run);
+  state.tell("focus");
+  state.tell("plots");
+  state.tell("panels");
+  load();
+}
+
+function showRun(run) {
+  if (state.shown.has(run) && state.shown.size > 1) state.shown.delete(run); else state.shown.add(run);
+  if (!state.shown.has(state.focus)) state.focus = [...state.shown][0];
+  state.tell("shown");
+  state.tell("focus");
+  load();
+}
+
+/** New heads: their data follow, but a run of millions of steps is not asked for all the time. */
+let due = 0;
+function heard(heads) {
+  const cut = state.cut;
+  state.cut = false;
+  if (cut) state.tell("cut");
+  state.heads = heads;
+  state.tell("heads");
+  clearTimeout(due);
+  due = setTimeout(load, Math.max(0, Math.min(5000, 5 * took) - 100));
+}
+
+async function start() {
+  recallTheme();
+  recall();
+  const charts = makeCharts();
+  page.append(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeJournal(), dialog,
+    el("footer", {}, "megastable · press ? for the keyboard"));
+  const first = source.heads().then((heads) => {
+    state.heads = heads;
+    state.shown = new Set(heads.map((_, n) => n).slice(0, 8));
+    state.tell("heads");
+    if (heads.length > 1) return load();
+    return null;
+  });
+  await Promise.all([first, load()]);
+  state.on("range axis", reload);
+  source.follow(heard, () => { state.cut = true; state.tell("cut"); });
+  document.documentElement.dataset.ready = "true";
+}
+
+start();

@@ -1,0 +1,92 @@
+// Where the page's data comes from: a server, or the file itself.
+
+const embedded = $("data") ? JSON.parse($("data").textContent) : null;
+
+/** Little-endian float64 or float32 in base64. */
+function decoded(text, kind = Float32Array) {
+  const raw = atob(text), bytesOf = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) bytesOf[i] = raw.charCodeAt(i);
+  return new kind(bytesOf.buffer);
+}
+
+/** x by axis, and every series as {mean, low, high}. */
+function decodedGroup(group) {
+  const x = {}, series = {};
+  for (const [axis, text] of Object.entries(group.x)) x[axis] = decoded(text, Float64Array);
+  for (const [name, given] of Object.entries(group.series || {})) {
+    if (typeof given === "string") {
+      const mean = decoded(given);
+      series[name] = { mean, low: null, high: null };
+    } else {
+      series[name] = { mean: decoded(given.mean), low: decoded(given.low), high: decoded(given.high) };
+    }
+  }
+  return { x, series, count: group.count };
+}
+
+function decodedPlots(given) {
+  const found = { ends: given.ends, rows: given.rows };
+  for (const name of ["accepted", "refused", "undone", "sometimes"]) found[name] = decodedGroup(given[name]);
+  const trend = given.accepted.trend;
+  found.trend = trend ? { low: decoded(trend.low), high: decoded(trend.high) } : null;
+  return found;
+}
+
+function decodedHeat(given) {
+  const x = decodedGroup({ x: given.x }).x;
+  return { ...given, x, kinds: given.kinds.map((kind) => ({ ...kind, values: decoded(kind.values) })) };
+}
+
+function decodedPanel(panel) {
+  const { x } = decodedGroup({ x: panel.evaluations.x });
+  return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) } };
+}
+
+async function asked(path, given = {}) {
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(given)) if (value !== null && value !== undefined) query.set(key, value);
+  const answer = await fetch(`${path}${[...query].length ? `?${query}` : ""}`, { credentials: "same-origin" });
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+
+const windowOf = (axis, range) => ({ axis, from: range ? range[0] : null, to: range ? range[1] : null });
+
+const serverSource = {
+  live: true,
+  heads: () => asked("heads"),
+  panel: async (run) => decodedPanel(await asked(`run/${run}/panel`)),
+  plots: async (run, axis, range, columns) =>
+    decodedPlots(await asked(`run/${run}/plots`, { ...windowOf(axis, range), columns })),
+  heat: async (run, axis, range) => decodedHeat(await asked(`run/${run}/heat`, windowOf(axis, range))),
+  journal: (run, query, group, most) => asked(`run/${run}/journal`, { query, group, most }),
+  incidentPage: (run, page) => ({ src: `run/${run}/incidents/${page}/report.html` }),
+  follow(heard, lost) {
+    const events = new EventSource("events");
+    events.onmessage = (event) => heard(JSON.parse(event.data));
+    events.onerror = () => lost();
+  },
+};
+
+const fileSource = {
+  live: false,
+  kept: new Map(),
+  once(key, make) {
+    if (!this.kept.has(key)) this.kept.set(key, make());
+    return this.kept.get(key);
+  },
+  heads: async () => embedded.runs.map((run) => run.head),
+  panel: async (run) => fileSource.once(`panel${run}`, () => decodedPanel(embedded.runs[run].panel)),
+  plots: async (run) => fileSource.once(`plots${run}`, () => decodedPlots(embedded.runs[run].plots)),
+  heat: async (run) => fileSource.once(`heat${run}`, () => decodedHeat(embedded.runs[run].heat)),
+  async journal(run, query, group, most) {
+    const words = query.toLowerCase().split(/\s+/).filter(Boolean), journal = embedded.runs[run].panel.journal;
+    const lines = journal.lines.filter((line) => (!group || line.group === group)
+      && words.every((word) => `${line.text} ${line.name} step ${line.step}`.toLowerCase().includes(word)));
+    return { ...journal, lines: lines.slice(0, most), count: lines.length };
+  },
+  incidentPage: (run, page) => (page in embedded.runs[run].pages ? { srcdoc: embedded.runs[run].pages[page] } : null),
+  follow() {},
+};
+
+const source = embedded ? fileSource : serverSource;

@@ -1,0 +1,79 @@
+"""A browser, and a server of the page in a thread."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+from megastable.report.run_page.page_guard import PageGuard
+from megastable.report.run_page.run_reader import RunReader
+from tests.patience import PATIENCE
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync --disable-dev-shm-usage --disable-extensions --disable-crash-reporter
+    --window-size=1400,1200 --force-device-scale-factor=1"""
+
+
+@contextmanager
+def serving(*runs: Path, token: str = "", loopback: bool = True) -> Iterator[str]:
+    """The address of a server of these runs."""
+    uvicorn = pytest.importorskip("uvicorn")
+    from megastable.report.run_page.page_server import PageServer, listen
+
+    readers = [RunReader(run, cache=False) for run in runs]
+    with listen("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        page = PageServer(readers, PageGuard(loopback, token, port))
+        config = uvicorn.Config(
+            page.app(), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
+        )
+        server = uvicorn.Server(config)
+        page.ending = lambda: server.should_exit
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        try:
+            yield f"http://localhost:{port}"
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+
+
+def until(true: Callable[[], Any]) -> Any:
+    """Wait until something is true, and return it."""
+    end = time.monotonic() + PATIENCE
+    while not (found := true()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no chromium and chromedriver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    home = tmp_path_factory.mktemp("browser")
+    for flag in [*FLAGS.split(), f"--user-data-dir={home}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "localhost,127.0.0.1")
+        patch.setenv("no_proxy", "localhost,127.0.0.1")
+        driver = webdriver.Chrome(options, Service(str(DRIVER), env={**os.environ, "TMPDIR": str(home)}))
+        try:
+            yield driver
+        finally:
+            driver.quit()

@@ -1,0 +1,217 @@
+"""What the page says of a run: its journal, plots, layers, skipped data, headline."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.base.errors import DataError
+from megastable.data.skips import Skips
+from megastable.report.run_page import page_parts, run_panel
+from megastable.report.run_page.data_map import BINS, binned
+from megastable.report.run_page.journal_notes import JournalNotes, selected
+from megastable.report.run_page.page_file import write_page
+from megastable.report.run_page.page_headline import short
+from megastable.report.run_page.run_reader import RunReader
+from megastable.run.directory import RunDirectory
+from tests.report.run_page.made_runs import BATCH, BEGIN, LENGTH, begin, curve, made_run, note, summary
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return made_run(tmp_path_factory.mktemp("made") / "run")
+
+
+@pytest.fixture(scope="module")
+def reader(run: RunDirectory) -> RunReader:
+    reader = RunReader(run.root, cache=False)
+    reader.look(until_all=True)
+    return reader
+
+
+def floats(text: str, kind: str = "f4") -> list[float]:
+    return np.frombuffer(base64.b64decode(text), f"<{kind}").tolist()
+
+
+def figures(head: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {figure["name"]: (figure["value"], figure["remark"]) for figure in head["figures"]}
+
+
+def test_the_headline(reader: RunReader) -> None:
+    told = figures(reader.head())
+    assert told["done"] == ("75.0 %", "step 150 of 200")
+    assert told["tokens"] == (short(150 * BATCH * LENGTH), f"of {short(200 * BATCH * LENGTH)}")
+    assert told["incidents"] == ("2", "all over: 2 rewinds")
+    assert told["samples skipped"][0] == "10" and told["steps lost"][0] == "4"
+    assert told["loss"] == (f"{curve(140):.3f}"[:3] + told["loss"][0][3:], "validation 3.827 at step 150")
+    assert told["MFU"][0] == "41.0 %" and told["goodput"][0].endswith(" %")
+    assert "Both incidents were resolved without a person." in reader.head()["sentence"]
+
+
+def test_plots_tell_accepted_refused_and_undone_apart(reader: RunReader) -> None:
+    plots = reader.plots("step", None, None, 1000)
+    accepted = plots["accepted"]
+    assert floats(accepted["x"]["step"], "f8") == list(range(1, 151))
+    assert floats(accepted["x"]["tokens"], "f8") == [step * BATCH * LENGTH for step in range(1, 151)]
+    assert floats(accepted["x"]["time"], "f8")[0] == 22.0
+    assert floats(accepted["series"]["loss"]) == pytest.approx([curve(step) for step in range(1, 151)])
+    assert plots["refused"]["count"] == 4 and floats(plots["refused"]["x"]["step"], "f8") == [
+        60,
+        61,
+        110,
+        111,
+    ]
+    assert floats(plots["refused"]["series"]["loss"]) == [9, 10, 9, 10]
+    assert floats(plots["undone"]["x"]["step"], "f8") == [58, 59, 108, 109]
+    assert floats(plots["sometimes"]["x"]["step"], "f8") == list(range(10, 151, 10))
+
+
+def test_columns_of_a_window_have_a_neighbour_on_each_side(reader: RunReader) -> None:
+    plots = reader.plots("step", 40, 60, 1000)["accepted"]
+    assert floats(plots["x"]["step"], "f8") == list(range(39, 62))
+    low = floats(plots["trend"]["low"])
+    assert np.isnan(low[:25]).all() and np.isfinite(low[25:]).all()  # 64 steps before, were there any
+    coarse = reader.plots("time", None, None, 10)["accepted"]["series"]["loss"]
+    assert len(floats(coarse["mean"])) == 10 and floats(coarse["high"])[0] == pytest.approx(curve(1))
+
+
+def test_incidents_and_checkpoints(reader: RunReader) -> None:
+    panel = reader.panel()
+    first, second = panel["incidents"]
+    assert first["number"] == 1 and first["x"]["step"] == 60 and first["mood"] == "good"
+    assert first["title"].startswith("At step 60") and first["cause_word"] == "data" and first["guilty"]
+    assert second["until"]["time"] > second["x"]["time"] and len(second["timeline"]) == 4
+    states = {one["name"]: (one["state"], one["there"]) for one in panel["checkpoints"]}
+    assert states == {
+        "step-50": ("healthy", True),
+        "step-100": ("healthy", True),
+        "step-150": ("saved", True),
+    }
+    assert floats(panel["evaluations"]["x"]["step"], "f8") == [50, 100, 150]
+    seconds = panel["time"]["seconds"]
+    assert sum(seconds.values()) == pytest.approx(panel["time"]["wall"], abs=0.1)
+    assert {lost["incident"] for lost in panel["time"]["lost"] if lost["kind"] == "recovery"} == {1, 2}
+
+
+def test_skipped_data(reader: RunReader) -> None:
+    data = reader.panel()["data"]
+    corpora = {corpus["name"]: corpus for corpus in data["corpora"]}
+    assert corpora["web"]["samples"] == 10 and corpora["code"]["samples"] == 0
+    assert [[n, share] for n, share in corpora["web"]["bins"]] == pytest.approx(
+        np.array([[int(60 * 4096 * BINS / 1e6), 0.096], [int(110 * 4096 * BINS / 1e6), 0.096]])
+    )
+    assert [mark["incident"] for mark in data["marks"]] == [1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 80)), max_size=12))
+def test_bins_hold_the_share_that_is_skipped(given_: list[tuple[int, int]]) -> None:
+    total = 1200
+    ranges = [(first, first + length) for first, length in given_]
+    gone = {n for first, end in ranges for n in range(first, end)}
+    found = dict(map(tuple, binned(Skips.of(ranges), total)))
+    for n in range(BINS):
+        inside = [k for k in range(total * n // BINS, total * (n + 1) // BINS) if k in gone]
+        assert found.get(n, 0.0) == pytest.approx(len(inside) / (total / BINS), abs=1e-5)
+
+
+def test_layers(reader: RunReader) -> None:
+    heat = reader.heat("step", None, None)
+    assert heat["layers"] == ["embedding", "block 0", "block 1"] and heat["looks"] == 15
+    kinds = {kind["kind"]: np.array(floats(kind["values"])).reshape(3, 15) for kind in heat["kinds"]}
+    assert set(kinds) == {"activation", "gradient", "logit", "entropy", "update"}
+    assert (
+        kinds["gradient"][2, 0] == pytest.approx(0.02 + 10 / 1e4) and np.isnan(kinds["activation"][0]).all()
+    )
+    assert reader.heat("step", 45, 75)["looks"] == 5
+    assert reader.heat("tokens", 45 * BATCH * LENGTH, 75 * BATCH * LENGTH)["looks"] == 5
+
+
+def test_the_journal_is_searched(reader: RunReader) -> None:
+    found = run_panel.journal(reader, "healthy STEP-50")
+    assert found["count"] == 1 and found["lines"][0]["text"] == "checkpoint step-50 has proved healthy"
+    assert run_panel.journal(reader, group="checkpoint")["count"] == 5
+    assert run_panel.journal(reader, "step 61")["lines"][0]["step"] == 61
+    newest = run_panel.journal(reader, most=3)
+    assert len(newest["lines"]) == 3 and newest["count"] == newest["all"] > 20
+
+
+def test_a_torn_last_line_waits_and_a_repaired_journal_is_read_anew(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run")
+    notes = JournalNotes(run.journal)
+    assert notes.look() and len(notes.noted.lines) == 3
+    whole = (
+        json.dumps({"time": BEGIN + 30, "event": "evaluated", "step": 5, "loss": 3.5, "samples": 1}) + "\n"
+    )
+    with run.journal.open("a") as journal:
+        journal.write(whole[:30])
+    assert not notes.look() and notes.noted.evaluations == []
+    with run.journal.open("a") as journal:
+        journal.write(whole[30:])
+    assert notes.look() and notes.noted.evaluations == [(5, 3.5, BEGIN + 30)]
+    run.journal.write_text(whole)
+    assert notes.look() and [line.name for line in notes.noted.lines] == ["evaluated"]
+    assert selected(notes.noted.lines, "3.500")[1] == 1
+
+
+def test_what_a_run_says_is_text(tmp_path: Path) -> None:
+    root = tmp_path / HOSTILE.replace("/", "|")
+    run = made_run(root, last=70, incidents=(60,))
+    told = summary(
+        2, 65, reasons=[HOSTILE], cause=HOSTILE, verdict=HOSTILE, actions=[HOSTILE], outcome=HOSTILE
+    )
+    note(run, BEGIN + 900, "incident", what="opened", number=2, step=66, reason=HOSTILE, summary=told)
+    note(run, BEGIN + 901, HOSTILE, step=66)
+    note(run, BEGIN + 902, "incident", what="opened", number=3, step=1, summary={"number": 3, "onset": "x"})
+    note(
+        run,
+        BEGIN + 903,
+        "checkpoint",
+        step=66,
+        name="../../../etc",
+        bytes=float("nan"),
+        seconds="nan",
+        blocked="inf",
+    )
+    note(run, BEGIN + 904, "launched", attempt=None, hosts=[HOSTILE], wanted=HOSTILE)
+    write_page([root], tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert "<script>alert" not in page and "<img" not in page and "\x1b" not in page and "\u202e" not in page
+    data = page.partition('id="data">')[2].partition("</script>")[0]
+    found = json.loads(data)["runs"][0]
+    assert found["panel"]["incidents"][1]["reasons"] == [
+        HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
+    ]
+    assert found["panel"]["checkpoints"][-1]["there"] is False
+
+
+def test_a_run_without_a_step(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run")
+    reader = RunReader(run.root, cache=False)
+    reader.look(until_all=True)
+    page_parts.as_json([reader.head(), reader.panel(), reader.heat("time", None, None)])
+    assert page_parts.as_json(reader.plots("tokens", None, None, 100))
+    assert figures(reader.head())["done"][0] == "0.0 %"
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not the directory of a run"):
+        RunReader(tmp_path)
+    with pytest.raises(DataError, match="no such directory"):
+        RunReader(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(0, "0"), (812, "812"), (45_300, "45.3 k"), (999_600, "1.00 M"), (1.5e9, "1.50 B"), (3e13, "30.0 T")],
+)
+def test_short(value: float, told: str) -> None:
+    assert short(value) == told

@@ -1,0 +1,154 @@
+"""The server: what it answers, to whom, and what it never serves."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.base.errors import ConfigError
+from megastable.run.directory import RunDirectory
+from tests.report.run_page.conftest import serving
+from tests.report.run_page.made_runs import curve, made_run, progress
+
+pytest.importorskip("uvicorn")
+
+from megastable.report.run_page.page_server import listen
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    run = made_run(tmp_path_factory.mktemp("made") / "run")
+    folder = run.incidents / "0001"
+    folder.mkdir(parents=True)
+    (folder / "report.html").write_text("<h1>post-mortem</h1>")
+    (folder / "evil.svg").write_text("<svg/>")
+    (folder / "out.txt").symlink_to(run.recipe)
+    (run.incidents / "index.html").write_text("all of them")
+    return run
+
+
+@pytest.fixture(scope="module")
+def address(run: RunDirectory) -> Iterator[str]:
+    with serving(run.root) as address:
+        yield address
+
+
+def ask(address: str, **headers: str) -> tuple[int, Any, bytes]:
+    request = urllib.request.Request(address, headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=30) as answer:
+            assert isinstance(answer, HTTPResponse)
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def test_the_page_and_its_parts(address: str) -> None:
+    for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
+        status, headers, body = ask(address + path)
+        assert status == 200 and headers["content-type"].startswith(kind) and body
+        assert "script-src 'self'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
+    assert b"Leon Sorokin" in ask(address + "/page.js")[2]  # the licence goes along
+
+
+def test_answers_are_json(address: str) -> None:
+    for path in (
+        "/heads",
+        "/run/0/panel",
+        "/run/0/plots?axis=time&columns=60",
+        "/run/0/heat",
+        "/run/0/journal?query=x",
+    ):
+        status, _, body = ask(address + path)
+        assert status == 200
+        json.loads(body, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "columns=nan",
+        "columns=-1",
+        "from=nan&to=inf",
+        "from=9&to=1",
+        "from=1e300",
+        "axis=%00",
+        "columns=1e9",
+        "from=",
+    ],
+)
+def test_odd_questions_are_answered(address: str, query: str) -> None:
+    assert ask(f"{address}/run/0/plots?{query}")[0] == ask(f"{address}/run/0/heat?{query}")[0] == 200
+
+
+def test_an_incidents_page_may_run_nothing(address: str) -> None:
+    status, headers, body = ask(address + "/run/0/incidents/0001/report.html")
+    assert status == 200 and body == b"<h1>post-mortem</h1>"
+    policy = headers["content-security-policy"]
+    assert policy.startswith("sandbox") and "allow-scripts" not in policy and "default-src 'none'" in policy
+    assert ask(address + "/run/0/incidents/index.html")[2] == b"all of them"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/run/1/panel", "/run/-1/panel", "/run/0/incidents/0001/evil.svg", "/run/0/incidents/0001/out.txt",
+     "/run/0/incidents/0001/..%2f..%2frecipe.yaml", "/run/0/incidents/..%2frecipe.yaml",
+     "/run/0/incidents/0002/report.html",
+     "/run/0/incidents/0001/%00.html", "/run/0/incidents/%2e%2e/journal.jsonl", "/nothing"],
+)  # fmt: skip
+def test_nothing_else_is_served(address: str, path: str) -> None:
+    assert ask(address + path)[0] == 404
+
+
+def test_a_foreign_host_and_a_foreign_site(address: str) -> None:
+    assert ask(address, Host="evil.example")[0] == 421
+    assert ask(address + "/heads", **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"})[0] == 403
+    status, headers, _ = ask(address + "/events", Host="evil.example")
+    assert status == 421 and "content-security-policy" in headers
+
+
+def test_a_token_becomes_a_cookie(run: RunDirectory) -> None:
+    with serving(run.root, token="tok", loopback=False) as address:
+        assert ask(address)[0] == ask(address + "/heads")[0] == ask(address + "/?token=no")[0] == 401
+        assert ask(address + "/heads?token=tok")[0] == 200
+        request = urllib.request.Request(address + "/?token=tok")
+        jar = urllib.request.HTTPCookieProcessor()
+        with urllib.request.build_opener(urllib.request.ProxyHandler({}), jar).open(
+            request, timeout=30
+        ) as answer:
+            assert answer.url == address + "/"  # the token is not in the address any more
+        (cookie,) = jar.cookiejar
+        assert cookie.has_nonstandard_attr("HttpOnly") and cookie.get_nonstandard_attr("SameSite") == "strict"
+
+
+def test_news_are_sent_within_two_seconds(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", incidents=())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with serving(run.root) as address, opener.open(address + "/events", timeout=30) as events:
+        assert json.loads(events.readline().removeprefix(b"data: "))[0]["step"] == 150
+        began = time.time()
+        progress(run, 151, time.time(), curve(151))
+        step = 0
+        while step < 151:
+            line = events.readline()
+            step = json.loads(line.removeprefix(b"data: "))[0]["step"] if line.startswith(b"data") else step
+        assert time.time() - began < 20  # 2 s on a quiet machine
+
+
+def test_an_address_that_is_taken() -> None:
+    with listen("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: cannot listen there"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.1"):
+        listen("203.0.113.1", None)

@@ -1,0 +1,203 @@
+"""Step records are read once each, in order, and what was undone is known; the cache holds the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.report.run_page import record_reader
+from megastable.report.run_page.record_cache import RecordCache
+from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
+from megastable.report.run_page.step_table import StepTable, mark_undone
+from megastable.run import records
+from megastable.run.goodput.step_times import StepFiles
+from megastable.run.records import Recorder
+from tests.report.run_page.made_runs import BEGIN, curve, made_run, record
+
+
+def read(folder: Path, cache: RecordCache | None = None) -> RecordReader:
+    reader = RecordReader(folder, cache)
+    reader.look()
+    while reader.loaded < 1:
+        reader.look()
+    return reader
+
+
+def columns(reader: RecordReader) -> dict[str, list[float]]:
+    with reader.table() as table:
+        return {name: table.steps[name].tolist() for name in ("step", "time", "loss", "applied", "undone")}
+
+
+@given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 6))
+def test_undone_is_what_a_later_step_does_again(steps: list[int], files: int) -> None:
+    step, undone = np.array(steps, np.int64), np.zeros(len(steps), bool)
+    for part in np.array_split(np.arange(len(steps)), files):
+        if len(part):
+            mark_undone(step[: part[-1] + 1], undone[: part[-1] + 1], int(part[0]))
+    assert undone.tolist() == [any(s <= step for s in steps[n + 1 :]) for n, step in enumerate(steps)]
+
+
+def test_what_is_live_is_what_the_newest_records_are(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    reader = read(run.steps)
+    found, newest = columns(reader), records.read(run.steps)
+    live = [not undone for undone in found["undone"]]
+    assert np.array(found["step"])[live].tolist() == newest.column("step").to_pylist() == list(range(1, 151))
+    assert np.array(found["time"])[live].tolist() == newest.column("time").to_pylist()
+    assert sum(not applied for applied in found["applied"]) == 4
+    assert sum(found["undone"]) == 2 * 4  # two refused, and two before them, of each incident
+    with reader.table() as table:
+        steps = table.steps["step"][table.looks["row"]]
+        assert set(steps.tolist()) == set(range(10, 151, 10))
+        assert table.looks["parameter_norm"].tolist() == pytest.approx((50 + steps / 100).tolist())
+
+
+def test_only_new_files_are_read_and_a_rewind_undoes_what_was_read(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 31):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    reader = read(tmp_path)
+    opened = list[str]()
+    inner = reader._file
+    reader._file = lambda name: (opened.append(name), inner(name))[1]  # type: ignore[method-assign]
+    assert not reader.look()
+    for step in range(25, 35):  # rewound to step 24
+        recorder.add(record(step, BEGIN + 20 + step, curve(step)))
+    assert reader.look() and len(opened) == 1
+    found = columns(reader)
+    undone = [int(step) for step, gone in zip(found["step"], found["undone"], strict=True) if gone]
+    assert undone == list(range(25, 31)) and len(found["step"]) == 40
+
+
+def test_steps_are_seen_before_they_are_recorded(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 11):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    reader = read(tmp_path)
+    told = {
+        "cursor": 96,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "applied": True,
+        "seconds": 2.0,
+        "tokens_per_second": 9.0,
+    }
+    assert reader.see({**told, "step": 11, "loss": 3.25, "time": BEGIN + 11})
+    assert not reader.see({**told, "step": 11, "loss": 3.25, "time": BEGIN + 11.5})  # the same step
+    assert reader.see({**told, "step": 12, "loss": 3.0, "time": BEGIN + 12})
+    assert columns(reader)["loss"][-2:] == [3.25, 3.0]
+    # Back at step 8, still with the numbers of step 12; then step 9 anew.
+    assert not reader.see({**told, "step": 8, "loss": 3.0, "time": BEGIN + 13})
+    assert reader.see({**told, "step": 9, "loss": 3.5, "time": BEGIN + 14})
+    found = columns(reader)
+    assert [s for s, gone in zip(found["step"], found["undone"], strict=True) if gone] == [9, 10, 11, 12]
+    for step in (11, 12, *range(9, 17)):
+        recorder.add(record(step, BEGIN + 20 + step, curve(step)))
+    reader.look()
+    found = columns(reader)
+    assert found["step"] == [*range(1, 13), *range(9, 17)]  # each once
+    assert not reader.see({**told, "step": 16, "loss": curve(16), "time": BEGIN + 36})  # an old one
+    assert not reader.see({"step": "x", "loss": None}) and not reader.see({})
+
+
+def test_a_damaged_file_is_named_and_read_when_it_is_whole(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 41):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    whole = (tmp_path / names[1]).read_bytes()
+    (tmp_path / names[1]).write_bytes(whole[:200])
+    reader = read(tmp_path)
+    assert list(reader.damaged) == [names[1]] and len(columns(reader)["step"]) == 30
+    (tmp_path / names[1]).write_bytes(whole)
+    recorder.add(record(41, BEGIN + 41, 3.0))
+    recorder.flush()
+    reader.look()
+    while reader.loaded < 1:
+        reader.look()
+    assert not reader.damaged and columns(reader)["step"] == list(range(1, 42))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this size a run counts as long."""
+    for name, value in {"MANY": 10, "KEEP_AFTER": 10, "BATCH": 7, "SAMPLE": 5}.items():
+        monkeypatch.setattr(record_reader, name, value)
+
+
+def long(folder: Path, first: int, last: int) -> None:
+    recorder = Recorder(folder, 2)
+    for step in range(first, last + 1):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+
+
+@pytest.mark.usefixtures("few")
+def test_a_long_run_begins_with_a_sample(tmp_path: Path) -> None:
+    long(tmp_path, 1, 100)
+    reader = RecordReader(tmp_path)
+    assert reader.loaded == 0 and reader.look() and reader.loaded == 0
+    sample = columns(reader)["step"]
+    assert sample[:2] == [1, 2] and sample[-2:] == [99, 100] and len(sample) == 10
+    while reader.loaded < 1:
+        reader.look()
+    assert columns(reader)["step"] == list(range(1, 101))
+
+
+@pytest.mark.usefixtures("few")
+def test_the_cache_gives_the_same_and_only_new_files_are_read(tmp_path: Path) -> None:
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    long(steps, 1, 60)
+    cache = RecordCache(tmp_path, tmp_path / "cache")
+    before = columns(read(steps, cache))
+    assert oct(cache.path.stat().st_mode)[-3:] == "600"
+    long(steps, 55, 64)
+    reader = RecordReader(steps, cache)
+    reader.look()
+    assert columns(reader) == before and reader.loaded < 1  # from the cache
+    while reader.loaded < 1:
+        reader.look()
+    assert columns(reader) == columns(read(steps))
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "head", "other files"])
+def test_a_cache_that_does_not_fit_is_as_none(tmp_path: Path, harm: str) -> None:
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    long(steps, 1, 60)
+    cache = RecordCache(tmp_path, tmp_path / "cache")
+    wanted = columns(read(steps, cache))
+    content = bytearray(cache.path.read_bytes())
+    if harm == "other files":
+        min(steps.iterdir()).unlink()
+        wanted = {name: values[2:] for name, values in wanted.items()}
+    elif harm == "head":
+        head, _, rest = bytes(content).partition(b"\n")
+        content = bytearray(json.dumps(json.loads(head) | {"steps": 1 << 40}).encode() + b"\n" + rest)
+    elif harm == "flip":
+        content[len(content) // 2] ^= 1
+    else:
+        content = content[: 0 if harm == "empty" else -9]
+    cache.path.write_bytes(content)
+    assert columns(read(steps, cache)) == wanted
+
+
+def test_the_account_of_time_sees_what_it_would_read_itself(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    files = StepFiles(run.steps)
+    files.look()
+    shared = SharedStepTimes(read(run.steps))
+    assert not shared.behind
+    for mine, theirs in zip(shared.all(), files.all(), strict=True):
+        assert mine.tolist() == theirs.tolist()
+
+
+def test_an_empty_table() -> None:
+    table = StepTable()
+    assert table.end == 0.0 and len(table.steps) == 0

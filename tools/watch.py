@@ -1,0 +1,6 @@
+"""`megastable watch`."""
+
+from megastable.cli import main
+
+if __name__ == "__main__":
+    main("watch")
