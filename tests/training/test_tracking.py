@@ -17,7 +17,6 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.log import RunLog
 from megastable.training.trackers.curves import by_statistic
-from megastable.training.trackers.journal_notes import JournalNotes
 from megastable.training.trackers.lane import Lane
 from megastable.training.trackers.points import (
     LayersPoint,
@@ -30,6 +29,7 @@ from megastable.training.trackers.points import (
 from megastable.training.trackers.tensorboard_tracker import folder_of
 from megastable.training.trackers.told_steps import ToldSteps
 from megastable.training.trackers.tracker_memory import TrackerMemory
+from megastable.training.trackers.tracker_notes import TrackerNotes
 from megastable.training.tracking import Tracking, run_point
 from tests.training.tracked_run import configured, process, record, steps, until
 
@@ -205,14 +205,14 @@ def test_lines_are_read_back() -> None:
 def test_every_event_becomes_a_note_once(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     log = RunLog(run)
-    notes = JournalNotes(run.journal)
+    notes = TrackerNotes(run.journal)
     assert list(notes.new()) == []
     for n in (1, 2):
         log.emit(IncidentEvent(what="opened", step=n, number=n, reason="bad", summary={"number": n}))
     assert [(note.step, note.incident) for note in notes.new()] == [(1, 1), (2, 2)] and list(
         notes.new()
     ) == []
-    later = JournalNotes(run.journal, notes.read)
+    later = TrackerNotes(run.journal, notes.read)
     log.emit(IncidentEvent(what="closed", step=9, number=2, summary={"number": 2, "outcome": "healed"}))
     (note,) = later.new()
     assert (

@@ -13,10 +13,10 @@ from pathlib import Path
 from megastable.base import durable
 from megastable.run.directory import RunDirectory, as_json, read_object
 from megastable.training.trackers.curves import INCIDENTS
-from megastable.training.trackers.journal_notes import JournalNotes
 from megastable.training.trackers.lane import Lane
 from megastable.training.trackers.points import Point, RunPoint, StepPoint, point_of
 from megastable.training.trackers.told_steps import ToldSteps
+from megastable.training.trackers.tracker_notes import TrackerNotes
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Relay:
         self._path = root / "trackers" / "relay.json"
         state = read_object(self._path)
         told = state.get("events")
-        self._notes = JournalNotes(RunDirectory(root).journal, told if isinstance(told, int) else 0)
+        self._notes = TrackerNotes(RunDirectory(root).journal, told if isinstance(told, int) else 0)
         self._steps = ToldSteps.load(state.get("steps"))
         self._kept = time.monotonic()
         self._look()  # first: what happened between the processes

@@ -25,7 +25,7 @@ NOTED: tuple[type[Event], ...] = (
 LONGEST = 200  # lines of an incident's story
 
 
-class JournalNotes:
+class TrackerNotes:
     """told: how many events earlier processes have told. incidents: how many there were; status: how the process
     ended, as far as the journal says."""
 
