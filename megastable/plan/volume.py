@@ -26,7 +26,7 @@ from megastable.plan.stage_matrices import stage_matrices, stage_rounds
 from megastable.plan.updates import cost
 
 FP32, FP64, INT32 = 4, 8, 4
-GRADIENT_COLUMNS = 8  # of a data rank: stability/gradient_consistency.py
+GRADIENT_COLUMNS = 8  # of stability/gradient_consistency.py
 SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpeed's default
 
 
@@ -155,6 +155,18 @@ def parameter_groups(config: RunConfig, held: Stage) -> list[ParameterGroup]:
     return [group for group in groups if group.sizes]
 
 
+def _watched(config: RunConfig, data: int) -> int:
+    """Data ranks whose gradients are watched (engine/local_gradients.py), or ranks, if they share no data
+    (engine/own_gradients.py)."""
+    c, p = config.stability, config.parallel
+    if not (c.enabled and c.hardware.gradients):
+        return 0
+    if data > 1:
+        return data
+    ranks = p.tensor * p.pipeline
+    return ranks if ranks > 1 and p.zero == 1 and config.precision.kind == "bf16" else 0
+
+
 def step(
     config: RunConfig,
     data: int,
@@ -192,9 +204,7 @@ def step(
         )
     # The gate's one sum: gradients of all data ranks, losses and squares of all samples, the norm and its validity,
     # votes.
-    c = config.stability  # engine/local_gradients.py
-    watched = GRADIENT_COLUMNS * data if c.enabled and c.hardware.gradients and data > 1 else 0
-    numbers = watched + 2 * config.train.global_batch + 2 + votes
+    numbers = GRADIENT_COLUMNS * _watched(config, data) + 2 * config.train.global_batch + 2 + votes
     terms.append(Term("the gate", "world", "all-reduce", FP64 * numbers, 1))
     terms += _clipping(config, data, held)
     terms += _update_sums(config, data, held, zero or {})

@@ -285,12 +285,12 @@ def test_differences_are_told() -> None:
     assert not held.differences and {row.stages for row in held.rows} == {"0", "1-2", "3"}
     assert not Found([held], {}).differs and "as the formulas say" in printed(table(Found([held], {})))
 
-    message = ("world", "all-reduce", 144)
+    message = ("world", "all-reduce", 400)
     wrong = replace(right[2], messages=right[2].messages | {message: 3, ("model", "barrier", 0): 1})
     held = compare("PP4", case, [*right[:2], wrong, right[3]])
     assert held.differences == [
         "PP4: rank 2 (stage 2): barrier of 0 bytes over the model group: 1 counted, 0 by the formulas",
-        "PP4: rank 2 (stage 2): all-reduce of 144 bytes over the world group: 3 counted, 1 by the formulas",
+        "PP4: rank 2 (stage 2): all-reduce of 400 bytes over the world group: 3 counted, 1 by the formulas",
     ]
     found = Found([held], {})
     assert found.differs and "3 / 1" in printed(table(found)) and "1 differ" in printed(table(found))
