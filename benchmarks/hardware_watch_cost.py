@@ -13,7 +13,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +96,27 @@ def measure(config: RunConfig) -> list[Row]:
     return rows[FIRST:]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--samples", type=int, default=8, help="of 256 tokens, a rank and step")
+def parser(about: str | None, steps: int, samples: str) -> argparse.ArgumentParser:
+    """samples: what --samples counts."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--samples", type=int, default=8, help=f"of 256 tokens, {samples}")
     parser.add_argument("--minutes", type=float, default=10.0, help="at most")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+@contextmanager
+def trained(steps: int, samples: int) -> Iterator[RunConfig]:
+    """What is trained on a corpus that is there meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "corpus").mkdir()
         write_corpus(Path(folder) / "corpus")
-        config = recipe(Path(folder), args.steps, args.samples)
+        yield recipe(Path(folder), steps, samples)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parser(__doc__, 60, "a rank and step").parse_args(arguments)
+    with trained(args.steps, args.samples) as config:
         ranks: list[list[Row]] = launch(2, measure, config, 60 * args.minutes)
     for rank, rows in enumerate(ranks):
         step = statistics.median(row["step"] for row in rows)

@@ -9,16 +9,13 @@ that sum includes the two readings of the clock around each call, and is an uppe
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware_watch_cost import recipe
-from benchmarks.memory_copy_speed import write_corpus
+from benchmarks.hardware_watch_cost import parser, trained
 from benchmarks.ranks import launch
 from megastable.config.tree import RunConfig
 
@@ -71,15 +68,8 @@ def measure(config: RunConfig) -> list[tuple[bool, float, float]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--samples", type=int, default=8, help="of 256 tokens, in a step")
-    parser.add_argument("--minutes", type=float, default=10.0, help="at most")
-    args = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "corpus").mkdir()
-        write_corpus(Path(folder) / "corpus")
-        config = recipe(Path(folder), args.steps, args.samples)
+    args = parser(__doc__, 80, "in a step").parse_args(arguments)
+    with trained(args.steps, args.samples) as config:
         train = config.train.model_copy(update={"global_batch": args.samples})
         stability = config.stability.model_copy(update={"enabled": False})
         config = config.model_copy(update={"train": train, "stability": stability})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -22,17 +19,12 @@ from megastable.base.text import visible
 from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span, as_html
 from megastable.report.sheet.model import Kind
 from megastable.report.sheet.values import SAFE, told
+from tests.report.browser import MISSING, browser
 from tests.report.sheets import scan
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="no chromium and chromedriver: apt-get install chromium chromium-driver"
-)
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 ROWS = 10_000
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --disable-dev-shm-usage --disable-extensions --disable-crash-reporter
-    --window-size=1400,1200 --force-device-scale-factor=1"""
 # What runs if any of it is taken for markup changes the title, or asks for a file.
 HOSTILE = (
     "<script>document.title='bad'</script>",
@@ -99,20 +91,8 @@ class Pages:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    home = tmp_path_factory.mktemp("browser")
-    for flag in [*FLAGS.split(), f"--user-data-dir={home}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "localhost,127.0.0.1")  # the driver is on this machine
-        patch.setenv("no_proxy", "localhost,127.0.0.1")
-        driver = webdriver.Chrome(options, Service(str(DRIVER), env={**os.environ, "TMPDIR": str(home)}))
-        try:
-            yield driver
-        finally:
-            driver.quit()
+    with browser(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,16 +11,11 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 
 from megastable.report.run_page.page_guard import PageGuard
 from megastable.report.run_page.run_reader import RunReader
 from tests.patience import PATIENCE
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --disable-dev-shm-usage --disable-extensions --disable-crash-reporter
-    --window-size=1400,1200 --force-device-scale-factor=1"""
+from tests.report.browser import MISSING, browser
 
 
 @contextmanager
@@ -61,19 +54,7 @@ def until(true: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("no chromium and chromedriver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    home = tmp_path_factory.mktemp("browser")
-    for flag in [*FLAGS.split(), f"--user-data-dir={home}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "localhost,127.0.0.1")
-        patch.setenv("no_proxy", "localhost,127.0.0.1")
-        driver = webdriver.Chrome(options, Service(str(DRIVER), env={**os.environ, "TMPDIR": str(home)}))
-        try:
-            yield driver
-        finally:
-            driver.quit()
+    if MISSING:
+        pytest.skip(MISSING)
+    with browser(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
