@@ -52,6 +52,10 @@ class Pages:
     def all(self, selector: str) -> list[WebElement]:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
+    def text(self, selector: str) -> str:
+        """Of what is there in one moment: a page that is alive may replace what `find` has found."""
+        return self.run("return document.querySelector(arguments[0]).innerText", selector)
+
     def texts(self, selector: str) -> list[str]:
         return self.run(
             "return [...document.querySelectorAll(arguments[0])].map(one => one.textContent)", selector
@@ -108,11 +112,11 @@ def test_a_run_that_goes_on(page: Pages, tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", incidents=())
     with serving(run.root) as address:
         page.open(address)
-        assert page.run(LAST) == 150 and "step 150 of 200" in page.find(".figures").text
+        assert page.run(LAST) == 150 and "step 150 of 200" in page.text(".figures")
         # A step that is in no file yet.
         progress(run, 151, time.time(), 3.21)
         until(lambda: page.run(LAST) == 151)
-        assert "step 151 of 200" in page.find(".figures").text
+        assert "step 151 of 200" in page.text(".figures")
         # Its record, more, an event, and an incident that is not over.
         recorder = Recorder(run.steps, 100)
         for step in range(151, 161):
@@ -156,19 +160,39 @@ def test_an_incident_opens_its_post_mortem(page: Pages, kind: str, request: pyte
     page.open(request.getfixturevalue(kind))
     assert page.texts(".flags .flag") == ["1", "2"]
     page.find(".flags .flag").click()
-    assert page.find("dialog").is_displayed() and "At step 60" in page.find("dialog h2").text
+    assert page.find("dialog").is_displayed() and "At step 60" in page.text("dialog h2")
     page.driver.switch_to.frame(page.find("dialog iframe"))
     heading = until(lambda: page.all("h1"))[0]
     assert heading.text == "What happened" and heading.value_of_css_property("color") == "rgba(255, 0, 0, 1)"
     page.driver.switch_to.default_content()
     page.press("n")  # the next one has no page: what the journal says
-    assert "At step 110" in page.find("dialog h2").text and not page.all("dialog iframe")
-    assert "incident 2: back at step 107" in page.find("dialog .timeline").text
+    assert "At step 110" in page.text("dialog h2") and not page.all("dialog iframe")
+    assert "incident 2: back at step 107" in page.text("dialog .timeline")
     page.press(Keys.ESCAPE)
     assert not page.find("dialog").is_displayed() and page.window() == [1, 150]
     page.press("p")
     low, high = page.window()
     assert low < 60 < high < 130
+
+
+def test_a_list_keeps_what_has_not_changed(page: Pages, tmp_path: Path) -> None:
+    """Else a click that falls together with a step, or the place of the keyboard, is lost."""
+    run = with_page(made_run(tmp_path / "run"))
+    with serving(run.root) as address:
+        page.open(address)
+        until(lambda: len(page.all("#incidents li")) == 2)
+        kept, button = page.all("#journal li")[0], page.all("#incidents li")[1].find_element(By.CSS_SELECTOR, "button")
+        page.run("arguments[0].focus()", button)
+        note(run, time.time(), "warning", step=150, text="something new")
+        told = summary(3, 140, outcome="open", actions=[])
+        note(run, time.time(), "incident", what="opened", number=3, step=141, reason="loss up", summary=told)
+        until(lambda: len(page.all("#incidents li")) == 3)
+        until(lambda: "loss up" in page.texts("#journal .text")[0])
+        assert page.run("return document.activeElement === arguments[0]", button)
+        assert page.run("return [...document.querySelectorAll('#journal li')].indexOf(arguments[0])", kept) == 2
+        page.press(Keys.ENTER)
+        assert "At step 60" in page.text("dialog h2")
+        page.leave()
 
 
 def test_search_theme_and_help(page: Pages, address: str) -> None:
@@ -178,7 +202,7 @@ def test_search_theme_and_help(page: Pages, address: str) -> None:
     until(lambda: count.text == "2 events")
     assert all("healthy" in text for text in page.texts("#journal .text"))
     page.press(Keys.ESCAPE, "?")
-    assert "zoom all plots" in page.find("dialog.help").text
+    assert "zoom all plots" in page.text("dialog.help")
     page.press(Keys.ESCAPE)
     before = page.find("body").value_of_css_property("background-color")
     page.press("d")
@@ -195,7 +219,7 @@ def test_several_runs(page: Pages, made: RunDirectory, tmp_path: Path) -> None:
         until(lambda: page.run(lines % "lr") == 2)
         page.all(".run .name")[1].click()
         until(lambda: page.texts(".flags .flag") == ["1"])
-        assert "step 90 of 200" in page.find(".figures").text
+        assert "step 90 of 200" in page.text(".figures")
         page.all(".run input")[0].click()
         until(lambda: page.run(lines % "lr") == 1)
         until(lambda: page.window() == [1, 90])
@@ -238,11 +262,11 @@ def test_no_text_of_a_run_is_obeyed(page: Pages, tmp_path: Path, served: bool) -
     def look(address: str) -> None:
         page.open(address)
         page.find("#incidents li:first-child button").click()
-        assert HOSTILE[:20] in page.find("dialog h2").text
+        assert HOSTILE[:20] in page.text("dialog h2")
         page.press("p")
         page.press(Keys.ESCAPE)
         assert any(HOSTILE[:20] in text for text in page.texts("#journal .text"))
-        assert HOSTILE[:20] in page.find(".bar .name").text
+        assert HOSTILE[:20] in page.text(".bar .name")
         assert page.all("main img, main script, main svg") == [] and page.driver.title != "bad"
         assert "\u202e" not in page.run("return document.body.textContent")
 

@@ -22,6 +22,19 @@ function fill(parent, ...children) {
   return parent;
 }
 
+/** The same for lists that change while somebody points at them: what looks as before stays, with its focus and a click
+ * that has begun. For children whose handlers depend on nothing but what they show. */
+function refill(parent, given) {
+  const children = given.filter((child) => child !== null), old = [...parent.childNodes];
+  const most = Math.min(old.length, children.length);
+  let before = 0, after = 0;
+  while (before < most && old[before].isEqualNode(children[before])) before++;
+  while (after < most - before && old[old.length - 1 - after].isEqualNode(children[children.length - 1 - after])) after++;
+  const next = old[old.length - after] || null;
+  for (const gone of old.slice(before, old.length - after)) gone.remove();
+  for (const made of children.slice(before, children.length - after)) parent.insertBefore(made, next);
+}
+
 /** A section of the page: heading, what it shows in a sentence, content. */
 function section(id, title, note, ...content) {
   return el("section", { id, "aria-label": title },

@@ -43,13 +43,14 @@ function makeBar() {
   const log = el("button", { type: "button", title: "logarithmic y axes of losses and norms (l)", onclick: () => { state.log = !state.log; state.tell("log"); } }, "log");
   const reset = el("button", { type: "button", title: "show all (Escape or double click)", onclick: () => zoom(null) }, "show all");
   const build = () => {
-    fill(runs, state.heads.map((head, n) => {
+    refill(runs, state.heads.map((head, n) => {
       const dot = el("i");
       dot.style.background = runColour(n);
-      const box = state.heads.length > 1 ? el("input", { type: "checkbox", checked: state.shown.has(n), title: `draw ${head.name}`, "aria-label": `draw ${head.name}`, onchange: () => showRun(n) }) : null;
+      const box = state.heads.length > 1 ? el("input", { type: "checkbox", title: `draw ${head.name}`, "aria-label": `draw ${head.name}`, onchange: () => showRun(n) }) : null;
       return el(`span.run${n === state.focus ? ".focus" : ""}`, {}, box, state.heads.length > 1 ? dot : null,
         el("button.name", { type: "button", title: head.sentence, "aria-pressed": String(n === state.focus), onclick: () => focusRun(n) }, head.name));
     }));
+    runs.querySelectorAll("input").forEach((box, n) => { box.checked = state.shown.has(n); });
   };
   const tellWindow = () => {
     const [from, to] = view();

@@ -9,12 +9,12 @@ function makeIncidents() {
     const all = [...panel.incidents].reverse();
     fill(note, all.length ? "What went wrong, what was done about it, and what it cost. The newest first; a click opens the post-mortem."
       : "Nothing has gone wrong so far.");
-    fill(list, all.slice(0, 40).map((incident) => el("li", {}, el("button", { type: "button", onclick: () => openIncident(incident.number) },
+    refill(list, [...all.slice(0, 40).map((incident) => el("li", {}, el("button", { type: "button", onclick: () => openIncident(incident.number) },
       el(`span.flag${incident.mood === "good" ? "" : ".open"}`, {}, String(incident.number)),
       el("span.what", {}, el("b", {}, incident.title), el("span", {}, [incident.actions.map((a) => a).join(" "), incident.guilty ? ` Guilty samples: ${commas(incident.skipped)}.` : ""].join(""))),
       el("span.cause", {}, el("small", {}, "cause"), incident.cause_word.replace("_", " ")),
       el("span.cost", {}, el("small", {}, "cost"), costOf(incident)),
-      el(`span.badge.${incident.mood}`, {}, incident.outcome)))), all.length > 40 ? el("li.note", {}, `${all.length - 40} older ones: in the plots, and in the journal below.`) : null);
+      el(`span.badge.${incident.mood}`, {}, incident.outcome)))), all.length > 40 ? el("li.note", {}, `${all.length - 40} older ones: in the plots, and in the journal below.`) : null]);
   });
   return whole;
 }

@@ -10,7 +10,7 @@ function makeCheckpoints() {
     whole.hidden = !panel.checkpoints.length;
     const kept = panel.checkpoints.filter((one) => one.there), proved = kept.filter((one) => one.state === "healthy");
     fill(note, `${plural(panel.checkpoints.length, "checkpoint")} saved, ${commas(kept.length)} on disk, ${commas(proved.length)} of these proved healthy: training went on from there on trend.`);
-    fill(table, [...panel.checkpoints].reverse().slice(0, 60).map((one) => el("tr", { title: one.why }, el("td", {}, one.name),
+    refill(table, [...panel.checkpoints].reverse().slice(0, 60).map((one) => el("tr", { title: one.why }, el("td", {}, one.name),
       el("td", {}, el(`span.badge.${{ healthy: "good", suspect: "bad", rejected: "bad" }[one.state] || "plain"}`, {}, one.state === "saved" ? "not proved yet" : one.state), one.there ? "" : " deleted since"),
       el("td.n", {}, commas(one.step)), el("td", {}, clock(one.time)), el("td.n", {}, bytes(one.bytes)),
       el("td.n", {}, one.seconds === null ? "" : span(one.seconds)), el("td.n", {}, one.blocked === null ? "" : span(one.blocked)))));
@@ -51,7 +51,7 @@ function makeJournal() {
     if (mine !== asking) return;
     fill(count, `${plural(found.count, "event")}${found.passed ? `; ${plural(found.passed, "older refused update")} only in the plots` : ""}`);
     more.hidden = found.count <= found.lines.length;
-    fill(list, found.lines.map(journalLine));
+    refill(list, found.lines.map(journalLine));
   };
   search.addEventListener("input", settled(() => { most = 100; ask(); }, 150));
   state.on("panels focus", ask);
