@@ -106,14 +106,17 @@ class GradientWatch:
         else:
             verdict, ranks, hosts, reason = self._repeated(suspicion.doubts, batch)
         kinds = sorted({str(doubt.kind) for doubt in suspicion.doubts})
+        theirs = [hosts[rank] for rank in ranks]
         self.log.emit(
-            GradientsDoubted(step=step, verdict=verdict, kinds=kinds, ranks=ranks, reason=reason), say=True
+            GradientsDoubted(
+                step=step, verdict=verdict, kinds=kinds, ranks=ranks, hosts=theirs, reason=reason
+            ),
+            say=True,
         )
         if verdict != "data":
             at, times = self._passed
             self._passed = step, times + 1 if at == step else 1
-            where = sorted({hosts[rank] for rank in ranks})
-            return HardwareFault(step - 1, verdict == "persistent", ranks, where, reason)
+            return HardwareFault(step - 1, verdict == "persistent", ranks, sorted(set(theirs)), reason)
         self._cleared = step
         # Among thousands of ranks, chance makes one stand out every few steps: it must not cost more than it may save.
         self._until, self._quiet = step + self._quiet, min(2 * self._quiet, LONGEST)

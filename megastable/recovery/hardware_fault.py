@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megastable.run.events.stability_events import (
+    GradientsDoubted,
+    HostFaulty,
+    MessagesDiffer,
+    OfHardware,
+    ReplayDiffers,
+    ReplicasDiffer,
+    StateChanged,
+    WrongCopy,
+)
+
+FOUND = (ReplicasDiffer, WrongCopy, StateChanged, MessagesDiffer, GradientsDoubted, ReplayDiffers, HostFaulty)
 SEVERAL, WINDOW = 3, 2000  # so many faults of a rank within so many steps are no chance
 
 
@@ -26,10 +38,10 @@ class HardwareFault:
 
 
 class FaultCounts:
-    """Counts faults that passed, by rank. Of one process."""
+    """Counts faults that passed, by rank. hosts: of all ranks. seen: (step, rank) of what earlier processes found."""
 
-    def __init__(self) -> None:
-        self._seen: list[tuple[int, int]] = []  # step, rank
+    def __init__(self, hosts: Sequence[str], seen: Iterable[tuple[int, int]] = ()) -> None:
+        self._hosts, self._seen = hosts, list(seen)
 
     def note(self, ranks: Sequence[int], step: int) -> None:
         """A fault of them that needs no answer any more."""
@@ -45,4 +57,29 @@ class FaultCounts:
         often = [rank for rank in fault.ranks if ranks.count(rank) >= SEVERAL]
         if not often:
             return fault
-        return replace(fault, lasting=True, ranks=often, reason=f"{fault.reason}; {SEVERAL} times by now")
+        hosts = sorted({self._hosts[rank] for rank in often})
+        reason = f"{fault.reason}; {SEVERAL} times by now"
+        return replace(fault, lasting=True, ranks=often, hosts=hosts, reason=reason)
+
+
+def passed(
+    events: Iterable[OfHardware], hosts: Sequence[str]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What `FaultCounts` of a new process begin with: of memory, gradients and messages, and of replays.
+
+    events: `FOUND` of the journal, in order. hosts: of the ranks now; what was found on a rank that was on another host
+    does not count. A host that was accused begins anew: it is another device, or nobody could do without it.
+    """
+    found, replayed = list[tuple[int, int]](), list[tuple[int, int]]()
+    for event in events:
+        if isinstance(event, HostFaulty):
+            found, replayed = [], []
+            continue
+        into = replayed if isinstance(event, ReplayDiffers) else found
+        if event.get("verdict") == "persistent" or not isinstance(step := event.get("step"), int):
+            continue
+        for rank, host in zip(event.ranks, event.hosts, strict=False):
+            here = isinstance(rank, int) and 0 <= rank < len(hosts) and hosts[rank] == host
+            if here and (step, rank) not in into:
+                into.append((step, rank))
+    return found, replayed

@@ -6,17 +6,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import first, gathered
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.recovery.gradient_watch import GradientWatch, Suspicion
-from megastable.recovery.hardware_fault import FaultCounts, HardwareFault
+from megastable.recovery.hardware_fault import FOUND, FaultCounts, HardwareFault, passed
 from megastable.recovery.message_watch import MessageWatch
 from megastable.recovery.replay_check import ReplayCheck
 from megastable.recovery.replica_watch import ReplicaWatch
 from megastable.recovery.state_watch import StateWatch
+from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
 
 SUSPECTED = "a gradient, the sum of all, or a message stands out; the step is repeated"
@@ -34,6 +35,7 @@ class HardwareWatch:
         engine: Engine,
         loader: Loader,
         step: int,
+        run: RunDirectory,
         log: RunLog,
         phase: Callable[[str], None],
     ) -> None:
@@ -42,14 +44,16 @@ class HardwareWatch:
         self.replicas = ReplicaWatch(c.hardware, engine, step, log)
         self.state = StateWatch(c.enabled and c.hardware.state, engine, step, log)
         self.messages = MessageWatch(engine, log)
-        self.replays = ReplayCheck(config, engine, loader, step, log)
+        hosts = gathered(socket.gethostname())
+        found, replayed = first(lambda: passed(run.events(*FOUND), hosts))
+        self.replays = ReplayCheck(config, engine, loader, step, log, FaultCounts(hosts, replayed))
         self.gradients = GradientWatch(config, engine, loader, log)
         self.memory: HardwareFault | None = None
         self.suspicion: Suspicion | None = None
         self._asked = 0  # of the votes
         # Memory and gradients that were wrong are repaired; without another host that is all that can be done.
-        several = c.enabled and len(set(gathered(socket.gethostname()))) > 1
-        self._counts = FaultCounts() if several else None
+        several = c.enabled and len(set(hosts)) > 1
+        self._counts = FaultCounts(hosts, found) if several else None
 
     def votes(self, step: int) -> tuple[float, ...]:
         """For the sum of the step after `step`, the last ones of all: the same number on every rank."""

@@ -119,7 +119,7 @@ class Recovery:
         )
         self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
         self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
-        self.hardware = HardwareWatch(config, engine, loader, state.step, log, phase)
+        self.hardware = HardwareWatch(config, engine, loader, state.step, run, log, phase)
         self.signs = StartSigns(config, source, memory.signs, log)
         self.origin = Origin(run, config, state, changed, log)
         laboratory = Laboratory(c.attribution, engine, loader)

@@ -37,9 +37,11 @@ Told = tuple[str, list[int], list[str], str]
 
 
 class ReplayCheck:
-    """Of one process, which resumes after `step` steps."""
+    """Of one process, which resumes after `step` steps. counts: of what earlier replays found."""
 
-    def __init__(self, config: RunConfig, engine: Engine, loader: Loader, step: int, log: RunLog) -> None:
+    def __init__(
+        self, config: RunConfig, engine: Engine, loader: Loader, step: int, log: RunLog, counts: FaultCounts
+    ) -> None:
         self.engine, self.loader, self.log = engine, loader, log
         self.every = config.stability.hardware.replay_interval
         self._model, self._micro_batch = config.model, config.train.micro_batch
@@ -48,7 +50,7 @@ class ReplayCheck:
         self._maker = kind_of(engine.device)
         self._right = step
         self._again = step  # until which it is due at every step
-        self._counts = FaultCounts()
+        self._counts = counts
 
     def due(self, step: int) -> bool:
         return bool(self.every) and (step % self.every == 0 or step <= self._again)
@@ -147,8 +149,12 @@ class ReplayCheck:
         fault = HardwareFault(self._right, verdict == "persistent", ranks, where, reason)
         fault = self._counts.counted(fault, step)
         verdict = "persistent" if fault.lasting else verdict
+        theirs = [hosts[rank] for rank in fault.ranks]
         self.log.emit(
-            ReplayDiffers(step=step, verdict=verdict, ranks=list(fault.ranks), reason=fault.reason), say=True
+            ReplayDiffers(
+                step=step, verdict=verdict, ranks=list(fault.ranks), hosts=theirs, reason=fault.reason
+            ),
+            say=True,
         )
         return fault
 

@@ -100,7 +100,9 @@ class ReplicaWatch:
             return []  # where kernels sum in any order, nothing is as it was
         what = everyone[ranks[0]][1][0]
         reason = f"step {found.step} done again gives another {what} than {ranks_on(ranks, hosts)} held"
-        self.log.emit(WrongCopy(step=found.step, ranks=ranks, reason=reason), say=True)
+        self.log.emit(
+            WrongCopy(step=found.step, ranks=ranks, hosts=[hosts[r] for r in ranks], reason=reason), say=True
+        )
         return ranks
 
     def rewound(self, step: int) -> None:
@@ -137,6 +139,8 @@ class ReplicaWatch:
         ranks = sorted({rank for odd, proven in found if proven for rank in odd})
         self._open = Open(step, doubtful) if doubtful else None
         last = min(self._equal[kind] for kind in kinds)
-        self.log.emit(ReplicasDiffer(step=step, proven=last, ranks=ranks, reason=reason), say=True)
-        hosts = sorted({everyone[rank][0] for rank in ranks})
-        return HardwareFault(last, False, ranks, hosts, reason)
+        hosts = [everyone[rank][0] for rank in ranks]
+        self.log.emit(
+            ReplicasDiffer(step=step, proven=last, ranks=ranks, hosts=hosts, reason=reason), say=True
+        )
+        return HardwareFault(last, False, ranks, sorted(set(hosts)), reason)

@@ -156,7 +156,9 @@ class Gathering:
     def computes_wrong(self, host: str, reason: str) -> None:
         """Leave it out for as long as can be, as nobody notices when it is repaired, and until a burn-in has passed."""
         before, s = self.journal.state.bars.get(host), self.config.supervise
-        bar = next_bar(before, True, s.cool_off, time.time(), MOST + 1, s.burn_in if self.fleet.burns_in else 0.0)
+        bar = next_bar(
+            before, True, s.cool_off, time.time(), MOST + 1, s.burn_in if self.fleet.burns_in else 0.0
+        )
         self.leave_out(host, bar, reason)
 
     def _prove(self, missing: Collection[str]) -> None:

@@ -53,7 +53,7 @@ def test_what_was_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, code, why",
+    ("text", "code", "why"),
     [
         (report(in_use="5 GB are used by others"), 0, "5 GB are used by others"),
         ("ssh: connect to host b: No route to host", 255, "No route to host"),

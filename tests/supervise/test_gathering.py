@@ -51,7 +51,6 @@ class Somewhere(Here):
     def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         return [HostFinding(n, "gpus", "refuse", text) for n, text in self.refused.items() if n in names]
 
-
     burns_in = True
 
     def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
@@ -328,7 +327,7 @@ def test_a_host_that_computed_wrong_comes_back_after_a_burn_in(place: Any) -> No
     assert g.hosts() == ("a", "b", "c")
 
 
-@pytest.mark.parametrize("burns_in, seconds", [(False, 5.0), (True, 0.0)])
+@pytest.mark.parametrize(("burns_in", "seconds"), [(False, 5.0), (True, 0.0)])
 def test_where_no_burn_in_can_be_made_its_time_is_enough(place: Any, burns_in: bool, seconds: float) -> None:
     p, g = growing(place, cool_off=0.0, burn_in=seconds)
     p.fleet.burns_in = burns_in

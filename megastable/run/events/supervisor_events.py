@@ -133,7 +133,8 @@ class HostProven(Event):
     seconds: Real
 
     def words(self) -> str:
-        return f"{self.get('host')} may be used again: a burn-in of {number(self.get('seconds'), '.0f')} s found nothing"
+        seconds = number(self.get("seconds"), ".0f")
+        return f"{self.get('host')} may be used again: a burn-in of {seconds} s found nothing"
 
 
 class HostSlow(Event):
