@@ -44,4 +44,4 @@ class MessageWatch:
         ranks = sorted(found)
         theirs = [hosts[rank] for rank in ranks]
         self.log.emit(MessagesDiffer(step=step, ranks=ranks, hosts=theirs, reason=reason), say=True)
-        return HardwareFault(step - 1, False, ranks, sorted(set(theirs)), reason)
+        return HardwareFault(step - 1, False, ranks, sorted(set(theirs)), reason, link=True)

@@ -122,11 +122,14 @@ class ReplayCheck:
         told = {rank: held for rank, (_, held, *_) in enumerate(everyone)}
         proof = prove(told, layout.groups("data"), layout.context, self._exact)
         where = "" if proof is None or not proof.proven else everyone[proof.ranks[0]][4]
+        if proof is not None:  # what one of a replica computes wrong changes the gradients of others
+            proof = proof._replace(ranks=layout.replicas(proof.ranks))
         what = "a micro-batch computed again gives another gradient"
         if proof is not None and proof.proven and not proof.lasting:
             reason = f"{what}{where}: {ranks_on(proof.ranks, hosts)}, by chance"
             return "transient", list(proof.ranks), hosts, reason
         if flickering := [rank for rank, held in enumerate(everyone) if held[2]]:
+            flickering = list(layout.replicas(flickering))
             who = ranks_on(flickering, hosts)
             return "transient", flickering, hosts, f"{what} on another rank: {who}, by chance"
         if proof is None:

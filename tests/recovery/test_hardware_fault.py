@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megastable.recovery.hardware_fault import FOUND, SEVERAL, WINDOW, FaultCounts, HardwareFault, passed
@@ -7,7 +8,6 @@ from megastable.run.events.event import Event
 from megastable.run.events.stability_events import (
     GradientsDoubted,
     HostFaulty,
-    MessagesDiffer,
     ReplayDiffers,
     StateChanged,
 )
@@ -25,8 +25,21 @@ def test_faults_of_one_rank_that_come_again_and_again_are_no_chance() -> None:
     for step in range(SEVERAL - 1):
         assert not counts.counted(fault(1), step).lasting
         assert not counts.counted(fault(2), step).lasting
-    found = counts.counted(fault(1, 3), 9)
+    found = counts.counted(fault(1), 9)
     assert found.accused and list(found.ranks) == [1] and "3 times" in found.reason
+
+
+def test_what_was_sent_or_is_of_several_hosts_counts_for_nobody() -> None:
+    counts = FaultCounts(HOSTS)
+    for step in range(3 * SEVERAL):
+        assert not counts.counted(fault(1, 2), step).lasting
+        assert not counts.counted(replace(fault(1), link=True), step).lasting
+
+
+def test_one_step_counts_once() -> None:
+    counts = FaultCounts(HOSTS)
+    for _ in range(3 * SEVERAL):
+        assert not counts.counted(fault(1), 7).lasting
 
 
 def test_chances_are_forgotten() -> None:
@@ -47,8 +60,9 @@ def found(kind: type[Event], step: int, *ranks: int, **fields: Any) -> Event:
 
 def test_a_new_process_counts_on() -> None:
     events = [
-        found(StateChanged, 900, 1), found(StateChanged, 900, 1), found(MessagesDiffer, 910, 2),
+        found(StateChanged, 900, 1), found(StateChanged, 900, 1), found(StateChanged, 910, 2),
         found(GradientsDoubted, 920, 1, verdict="transient"), found(GradientsDoubted, 930, 3, verdict="persistent"),
+        found(GradientsDoubted, 933, 1, verdict="sum"), found(GradientsDoubted, 934, 1, 2, verdict="transient"),
         found(ReplayDiffers, 940, 0, verdict="transient"), found(ReplayDiffers, 950, 0, verdict="persistent"),
     ]  # fmt: skip
     assert all(isinstance(event, FOUND) for event in events)
