@@ -17,6 +17,7 @@ from megastable.recovery.message_watch import MessageWatch
 from megastable.recovery.replay_check import ReplayCheck
 from megastable.recovery.replica_watch import ReplicaWatch
 from megastable.recovery.state_watch import StateWatch
+from megastable.recovery.sum_watch import SumWatch
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
 
@@ -42,6 +43,7 @@ class HardwareWatch:
         c = config.stability
         self._on, self._phase = c.enabled, phase
         self.replicas = ReplicaWatch(c.hardware, engine, step, log)
+        self.sums = SumWatch(c.enabled and bool(c.hardware.fingerprint_interval), log)
         self.state = StateWatch(c.enabled and c.hardware.state, engine, step, log)
         self.messages = MessageWatch(engine, log)
         hosts = gathered(socket.gethostname())
@@ -59,17 +61,20 @@ class HardwareWatch:
     def votes(self, step: int) -> tuple[float, ...]:
         """For the sum of the step after `step`, the last ones of all: the same number on every rank."""
         own = self.state.votes()
-        votes = (*own, *self.messages.votes(), *self.replicas.votes(step, self.state.weights))
+        sums, copies = self.sums.votes(), self.replicas.votes(step, self.state.weights)
+        votes = (*sums, *own, *self.messages.votes(), *copies)
         self._asked = len(votes)
         return votes
 
     def judge(self, measured: Measured, step: int) -> None:
         """Before the update of `step`."""
         votes = measured.votes[len(measured.votes) - self._asked :]
+        sums, votes = votes[: self.sums.columns], votes[self.sums.columns :]
         of_state = self.state.columns
         before = of_state + self.messages.columns
         found = self.state.judge(votes[:of_state]), self.replicas.judge(votes[before:])
-        self.memory = self._remembered(*found, step)
+        wrong_sum = self.sums.judge(sums, measured, step)
+        self.memory = self._remembered(*found, step) or wrong_sum
         if self.memory is None:
             self.replicas.look_again()
         self.suspicion = self.gradients.judge(measured, step)

@@ -21,6 +21,7 @@ from megastable.run.events.stability_events import (
 )
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.training.checkpoint_bytes import bytes_of
 
 
 def recipe(corpus: Path, run: Path, steps: int, interval: int = 5, **stability: Any) -> RunConfig:
@@ -179,3 +180,43 @@ def test_a_majority_of_wrong_copies_does_not_leave_out_the_right_one(corpus: Pat
     assert [e["ranks"] for e in run.events(ReplicasDiffer)] == [[0]] * 3
     assert [e["ranks"] for e in run.events(WrongCopy)] == [[1, 2]] * 3
     assert not list(run.events(HostFaulty))
+
+
+def wrong_sum(config: RunConfig, rank: int, step: int) -> int:
+    """A rank receives another norm in the gate's sum, once: it clips by that, and all gather what it updates."""
+    import torch.distributed as dist
+
+    from megastable.engine.engine import Engine
+
+    if dist.get_rank() != rank:
+        return _train(config)
+    real, collect, active = Engine.train_step, Engine._collect, False
+    done = False
+
+    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
+        nonlocal active, done
+        active, done = not done and self.ds.global_steps + 1 == step, done or self.ds.global_steps + 1 == step
+        return real(self, *args, **options)
+
+    def collected(self: Engine, micro_batches: int, extra: Any) -> Any:
+        losses, squares, summed = collect(self, micro_batches, extra)
+        if active:
+            place = len(extra) - len(self._votes()) - 2  # the squared norm
+            summed = [*summed[:place], 64.0 * summed[place], *summed[place + 1 :]]
+        return losses, squares, summed
+
+    Engine.train_step, Engine._collect = train_step, collected  # type: ignore[method-assign]
+    return _train(config)
+
+
+@pytest.mark.parametrize(("world", "named"), [(2, []), (3, [1])])
+def test_a_rank_that_received_another_sum_is_seen_in_the_next_step(
+    world: int, named: list[int], corpus: Path, tmp_path: Path
+) -> None:
+    for name, step in (("clean", -1), ("run", 8)):
+        assert run_ranks(world, wrong_sum, recipe(corpus, tmp_path / name, 12), 1, step) == [0] * world
+    run = RunDirectory(tmp_path / "run")
+    (event,) = run.events(ReplicasDiffer)
+    assert (event["step"], event["ranks"]) == (8, named) and "the sum of step 8" in event["reason"]
+    assert not list(run.events(HostFaulty)) and next(run.events(IncidentEvent))["onset"] == 8
+    assert bytes_of(tmp_path / "run", 12) == bytes_of(tmp_path / "clean", 12)
