@@ -1,4 +1,4 @@
-"""Compares, in the sum of a step, what the sum of the step before was on every rank, which each decides by. Collective."""
+"""Compares, in the sum of a step, what the sum before was on every rank, which each of them decides by. Collective."""
 
 from __future__ import annotations
 
