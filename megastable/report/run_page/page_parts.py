@@ -14,8 +14,8 @@ from megastable.report.sheet.page import embed
 HERE = Path(__file__).parent
 STATIC, VENDOR = HERE / "static", HERE / "vendor"
 SCRIPTS = (
-    "dom.js", "format.js", "source.js", "state.js", "marks.js", "plot.js", "charts.js", "heat.js", "strips.js",
-    "headline.js", "incidents.js", "lists.js", "keys.js", "page.js",
+    "dom.js", "format.js", "source.js", "state.js", "marks.js", "plot.js", "charts.js", "heat.js", "machines.js",
+    "strips.js", "headline.js", "incidents.js", "lists.js", "keys.js", "page.js",
 )  # fmt: skip
 BODY = '<main id="page"></main>\n<noscript>This page needs JavaScript.</noscript>\n'
 

@@ -68,6 +68,7 @@ class PageServer:
             Route("/run/{run:int}/panel", self._panel),
             Route("/run/{run:int}/plots", self._plots),
             Route("/run/{run:int}/heat", self._heat),
+            Route("/run/{run:int}/machines", self._machines),
             Route("/run/{run:int}/journal", self._journal),
             Route("/run/{run:int}/incidents/{folder}/{file}", self._incident),
             Route("/run/{run:int}/incidents/{file}", self._index),
@@ -129,6 +130,10 @@ class PageServer:
     async def _heat(self, request: Request) -> Response:
         axis, begin, end = _window(request)
         return await self._answer(request, lambda reader: reader.heat(axis, begin, end))
+
+    async def _machines(self, request: Request) -> Response:
+        axis, begin, end = _window(request)
+        return await self._answer(request, lambda reader: reader.machine_maps(axis, begin, end))
 
     async def _journal(self, request: Request) -> Response:
         query, group = (request.query_params.get(key, "")[:200] for key in ("query", "group"))

@@ -23,6 +23,8 @@ async function load() {
     state.tell("panels");
     state.heats[state.focus] = await source.heat(state.focus, axis, range);
     state.tell("heats");
+    state.machines[state.focus] = await source.machines(state.focus, axis, range);
+    state.tell("machines");
   } catch (error) {
     console.warn(String(error));
   }
@@ -71,7 +73,7 @@ async function start() {
   recallTheme();
   recall();
   const charts = makeCharts();
-  page.append(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeJournal(), dialog,
+  page.append(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeMachineMaps(), makeJournal(), dialog,
     el("footer", {}, "megastable · press ? for the keyboard"));
   const first = source.heads().then((heads) => {
     state.heads = heads;
