@@ -4,8 +4,8 @@
     python -m benchmarks.run_page --steps 20000 --json page.json
 
 It makes the run in a temporary folder, starts the server without and with its cache, and opens the page in a headless
-Chromium, if there is one. Processor times are the server's, and hold on a busy machine, too; paints do not. The targets:
-300 MB at the peak, a first contentful paint within a second.
+Chromium, if there is one. Processor times are the server's, and hold on a busy machine, too; paints do not.
+The targets: 300 MB at the peak, a first contentful paint within a second.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class Server:
         self.patience, self.began = patience, time.perf_counter()
         self.process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
-        if not self.address:
+        said = self.process.stdout.readline().split()  # the address, and how to end it
+        if not said:
             raise MegastableError(f"{' '.join(words)}: ended before it told its address")
+        self.address = said[0]
         self.seen = psutil.Process(self.process.pid)
 
     def ask(self, path: str) -> bytes:

@@ -89,7 +89,8 @@ class PageServer:
             answer = RedirectResponse("/", 303)
             answer.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="strict")
             return answer
-        return Response(page_parts.served(), media_type="text/html; charset=utf-8")
+        told = [reader.line() for reader in self.readers]
+        return Response(page_parts.served(told), media_type="text/html; charset=utf-8")
 
     async def _heads(self, request: Request) -> Response:
         return _json(await run_in_threadpool(self._all_heads))

@@ -109,6 +109,11 @@ class RunReader:
         with self.records.table() as table:
             return float(table.steps["time"][0]) if len(table.steps) else 0.0
 
+    def line(self) -> str:
+        """How the run stood at the last look, in a line that is there at once."""
+        s = self.status
+        return f"{self.name}: {s.state.value}, step {s.step:,}" + (f" of {s.steps:,}" if s.steps else "")
+
     def head(self) -> dict[str, Any]:
         """The headline, and what else changes with every step."""
         with self._lock:

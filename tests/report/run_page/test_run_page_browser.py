@@ -305,7 +305,8 @@ def test_ranks_gpus_and_hosts(page: Pages, tmp_path: Path) -> None:
         colours = page.run("""
             const canvas = document.querySelector('#heat-machine-own canvas'), pen = canvas.getContext('2d');
             const row = (canvas.height - 20) / 4, column = pen.getImageData(300, 0, 1, canvas.height).data;
-            return [0, 2].map((n) => [...column.slice(4 * Math.floor((n + 0.5) * row), 4 * Math.floor((n + 0.5) * row) + 3)]);
+            const at = (n) => 4 * Math.floor((n + 0.5) * row);
+            return [0, 2].map((n) => [...column.slice(at(n), at(n) + 3)]);
         """)
         assert colours[0] != colours[1] and colours[1] == [253, 231, 37]  # the slow rank in the brightest colour
         page.leave()

@@ -73,7 +73,7 @@ async function start() {
   recallTheme();
   recall();
   const charts = makeCharts();
-  page.append(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeMachineMaps(), makeJournal(), dialog,
+  page.replaceChildren(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeMachineMaps(), makeJournal(), dialog,
     el("footer", {}, "megastable · press ? for the keyboard"));
   const first = source.heads().then((heads) => {
     state.heads = heads;
@@ -88,4 +88,5 @@ async function start() {
   document.documentElement.dataset.ready = "true";
 }
 
-start();
+// First a frame with what came with the page. A page in the background has no frames.
+if (document.hidden || embedded) start(); else requestAnimationFrame(() => setTimeout(start, 0));
