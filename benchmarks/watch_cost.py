@@ -3,11 +3,11 @@
     python -m benchmarks.watch_cost --steps 400
 
 One rank trains 5M parameters. In the same run, blocks of steps with and without alternate, in the order ABBA. With: the
-page's server with an open page, metrics that are scraped every five seconds, the trackers tensorboard, jsonl and command,
-and the timers of phases. Without: these processes are stopped, and the calls do nothing. Of every pair of blocks:
+page's server with an open page, metrics that are scraped every five seconds, the trackers tensorboard, jsonl and
+command, and the timers of phases. Without: these processes are stopped, and the calls do nothing. Of every pair of blocks:
 
-- own: seconds of the training thread in calls of trackers and timers, at most, as a share of a step: what training pays
-  on a host that has cores to spare. It holds on a busy machine, too. The target, 0.3 %, is for this one.
+- own: seconds of the training thread in calls of trackers and timers, at most, as a share of a step: what training
+  pays on a host that has cores to spare. It holds on a busy machine, too. The target, 0.3 %, is for this one.
 - thread, process: processor time of the training thread, and of its process with the thread that sends.
 - queued: time in which the training thread could have run, but no core was free; page and metrics compete for cores.
 - wall: the whole step on the clock, with all of these.
