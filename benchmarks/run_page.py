@@ -184,8 +184,9 @@ def _new_step(server: Server, run: RunDirectory, driver: Any) -> float:
     step, loss = int(last["step"]) + 1, float(last["loss"]) + 1e-3
     begin = time.perf_counter()
     progress(run, step, float(last["time"]) + SECONDS, loss, steps=step)
-    script = "return Math.max(...document.querySelector('#plot-loss').plot().data[0])"
-    server.until(lambda: driver.execute_script(script) >= step)
+    # Not in a plot: of a long run many steps share a pixel.
+    script = "return document.querySelector('.figures').textContent.includes(arguments[0])"
+    server.until(lambda: bool(driver.execute_script(script, f"step {step:,} of")))
     return time.perf_counter() - begin
 
 

@@ -4,7 +4,8 @@
 
 One rank trains 5M parameters. In the same run, blocks of steps with and without alternate, in the order ABBA. With: the
 page's server with an open page, metrics that are scraped every five seconds, the trackers tensorboard, jsonl and
-command, and the timers of phases. Without: these processes are stopped, and the calls do nothing. Of every pair of blocks:
+command, and the timers of phases. Without: these processes are stopped, and the calls do nothing. Of every pair of
+blocks:
 
 - own: seconds of the training thread in calls of trackers and timers, at most, as a share of a step: what training
   pays on a host that has cores to spare. It holds on a busy machine, too. The target, 0.3 %, is for this one.
