@@ -87,7 +87,7 @@ class Server:
     def peak(self) -> float:
         """MB, the most that it ever had."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1000
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
 
     def settle(self) -> None:
         """Wait until it rests: all is read, and the account of time is made."""

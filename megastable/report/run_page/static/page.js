@@ -88,5 +88,5 @@ async function start() {
   document.documentElement.dataset.ready = "true";
 }
 
-// First a frame with what came with the page. A page in the background has no frames.
-if (document.hidden || embedded) start(); else requestAnimationFrame(() => setTimeout(start, 0));
+// What came with the page may be painted before. Not at the next frame: a page in the background has none.
+setTimeout(start, 0);
