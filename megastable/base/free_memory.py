@@ -6,11 +6,14 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-from torch import Tensor
 
 from megastable.base.host_memory import taken
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GIB = 2**30
 

@@ -26,10 +26,12 @@ from megastable import __version__
 from megastable.base.errors import FAILED, OK, STOPPED, ConfigError, MegastableError
 from megastable.base.spared_output import spare_output
 from megastable.cluster import slurm
+from megastable.cluster.host_watch import HostWatch
 from megastable.cluster.launcher import free_port
 from megastable.cluster.local_attempt import LocalAttempt, alive_here
 from megastable.run.directory import RunDirectory
 from megastable.run.events.supervisor_events import SupervisorEvent
+from megastable.run.machine_state import HostReading
 from megastable.run.rank_ipc import HOST
 from megastable.run.wire import Address, Message, StoreClient
 
@@ -57,6 +59,7 @@ class Agent:
         self.port = free_port()  # for the ranks to meet at, if this host is the first
         self.ended = 0  # attempts up to this one are gone from here
         self.code: int | None = None  # to end with, once the supervisor said so
+        self.watch = HostWatch()
 
     def work(self) -> int:
         """Until the supervisor says that the run is over, or there is none. The exit code."""
@@ -110,6 +113,7 @@ class Agent:
 
     def _serve(self, link: StoreClient) -> None:
         told: Message = {}
+        seen: HostReading | None = None
         due = 0.0
         while self.code is None:
             self._look()
@@ -117,6 +121,9 @@ class Agent:
             if state != told or time.monotonic() >= due:
                 link.send({"state": state, "time": time.time()})
                 told, due = state, time.monotonic() + REPORT
+            if (reading := self.watch.latest()) is not None and reading is not seen:
+                link.send({"machine": reading.model_dump(mode="json")})
+                seen = reading
             for message in link.receive(LOOK):
                 self._obey(message, link)
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from megastable.cluster.host_burn_in import BurnInAnswer
+from megastable.cluster.host_watch import HostWatch
 from megastable.cluster.launcher import command
 from megastable.cluster.local_attempt import Fate, KernelView, LocalAttempt
 from megastable.cluster.preflight import HostFinding
 from megastable.run.directory import RunDirectory
+from megastable.run.machine_state import HostReading
 from megastable.run.rank_ipc import log_of
 
 
@@ -88,6 +90,9 @@ class Fleet(Protocol):
     def clock(self, hostname: str) -> float:
         """How far its clock is ahead of ours, in seconds."""
 
+    def readings(self) -> Mapping[str, HostReading]:
+        """The newest state of each host that tells it."""
+
     def close(self, code: int) -> None:
         """The run is over."""
 
@@ -102,6 +107,7 @@ class Here:
     ) -> None:
         self.run, self.words = run, (module, recipe, overrides, given)
         self.names = [socket.gethostname()]
+        self.watch = HostWatch()
 
     def found(self, names: Sequence[str]) -> Attempt | None:
         return LocalAttempt.found(self.run)
@@ -133,6 +139,10 @@ class Here:
 
     def clock(self, hostname: str) -> float:
         return 0.0
+
+    def readings(self) -> Mapping[str, HostReading]:
+        reading = self.watch.latest()
+        return {} if reading is None else {self.names[0]: reading}
 
     def close(self, code: int) -> None:
         pass

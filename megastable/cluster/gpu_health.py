@@ -1,4 +1,4 @@
-"""Reads the state of this host's GPUs: memory, ECC errors, clocks held back, Xid errors.
+"""Reads the state of this host's GPUs: memory, load, power, clocks and why they are held back, ECC and Xid errors.
 
 Source: `nvidia-smi --query-gpu` and the kernel's log (Xid: docs.nvidia.com/deploy/xid-errors). Standard library only.
 """
@@ -15,7 +15,7 @@ SECONDS = 10.0  # allowed to nvidia-smi: a driver that works answers in 1 to 3, 
 # As --query-gpu names them. A driver before 535 knows the last one under its older name only.
 FIELDS = (
     "index", "name", "pci.bus_id", "driver_version", "memory.total", "memory.used", "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total",
+    "ecc.errors.uncorrected.volatile.total", "utilization.gpu", "power.draw", "clocks.sm",
 )  # fmt: skip
 CLOCKS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 # Bits of the last field (nvml.h, nvmlClocksEventReasons) for trouble; idle and chosen limits are none.
@@ -58,7 +58,7 @@ def parse_gpu(line: str, errors: dict[str, list[int]] | None) -> dict[str, Any]:
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(FIELDS) + 1 or not cells[0].isdecimal():
         raise ValueError(f"unexpected output: {line[:200]}")
-    index, name, bus, driver, total, used, temperature, ecc, clocks = cells
+    index, name, bus, driver, total, used, temperature, ecc, busy, power, clock, clocks = cells
     memory, taken = _number(total), _number(used)
     return {
         "index": int(index),
@@ -69,6 +69,9 @@ def parse_gpu(line: str, errors: dict[str, list[int]] | None) -> dict[str, Any]:
         "temperature": _number(temperature),
         "ecc_uncorrected": _number(ecc),
         "xid": None if errors is None else errors.get(_place(bus), []),
+        "utilization": _number(busy),
+        "power": _real(power),
+        "clock": _number(clock),
         "clocks_throttled": throttled(clocks),
     }
 
@@ -106,6 +109,13 @@ def _place(address: str) -> str:
 def _number(cell: str) -> int | None:
     """None for [N/A], [Not Supported] and the like."""
     return int(cell) if cell.isdecimal() else None
+
+
+def _real(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
 
 
 def _uptime() -> float:

@@ -25,7 +25,8 @@ class SharedFolder(_Part):
 
 
 class GpuState(_Part):
-    """A GPU. None: it does not tell. memory in bytes, temperature in degrees Celsius."""
+    """A GPU. None: it does not tell. memory in bytes, temperature in degrees Celsius, power in W, clock in
+    MHz, utilization in percent of the last moment."""
 
     index: int = -1
     name: str
@@ -34,6 +35,9 @@ class GpuState(_Part):
     memory_used: int | None = None
     temperature: int | None = None
     ecc_uncorrected: int | None = None
+    utilization: int | None = None
+    power: float | None = None
+    clock: int | None = None
     xid: list[int] | None = None
     clocks_throttled: list[str] | None = None
 

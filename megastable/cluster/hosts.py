@@ -5,7 +5,10 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from megastable import __version__
 from megastable.base import durable
@@ -22,6 +25,7 @@ from megastable.cluster.reach import Reach, python, reason_of
 from megastable.cluster.remote_attempt import RemoteAttempt
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
+from megastable.run.machine_state import HostReading
 from megastable.run.rank_ipc import folder_of, log_of
 from megastable.run.wire import Message
 
@@ -220,6 +224,14 @@ class Hosts:
     def clock(self, hostname: str) -> float:
         found = self.store.agents.get(self.called(hostname))
         return 0.0 if found is None else found.clock
+
+    def readings(self) -> Mapping[str, HostReading]:
+        found = {}
+        for name in self.names:
+            if (agent := self.agent(name)) is not None and agent.machine:
+                with suppress(ValidationError):  # of another version
+                    found[name] = HostReading.model_validate(agent.machine)
+        return found
 
     def close(self, code: int) -> None:
         for name in self.names:

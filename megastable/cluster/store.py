@@ -57,7 +57,8 @@ class Heard:
 @dataclass
 class AgentLink:
     """An agent's connection. name: of its host in the host file; local: its address on the connection; at: of its last
-    word; clocks: seconds by which its clock was ahead of ours, in every report; inbox: what it said, oldest first."""
+    word; clocks: seconds by which its clock was ahead of ours, in every report; machine: its newest `HostReading`, as a
+    dict; inbox: what else it said, oldest first."""
 
     name: str
     hello: Message
@@ -66,6 +67,7 @@ class AgentLink:
     clocks: deque[float]
     connection: Any
     inbox: deque[Message] = field(default_factory=deque)
+    machine: Message = field(default_factory=dict)
     state: Message = field(default_factory=dict)
     closed: float | None = None
 
@@ -228,6 +230,8 @@ class _Connection(asyncio.Protocol):
                     raise WireError("the state of an agent is not a JSON object")
                 self.agent.state = message["state"]
                 self.agent.clocks.append(float(message["time"]) - time.time())
+            elif "machine" in message:
+                self.agent.machine = dict(message["machine"])
             else:
                 self.agent.inbox.append(message)
 

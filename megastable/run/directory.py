@@ -57,6 +57,7 @@ class RunDirectory:
         self.logs = root / "logs"
         self.incidents = root / "incidents"
         self.profiles = root / "profiles"
+        self.machines = root / "machines"
         self.waiting: list[str] = []  # events that the disk refused so far (log.py)
 
     def name(self, config: RunConfig) -> str:

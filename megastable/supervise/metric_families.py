@@ -28,20 +28,20 @@ def families(s: Status) -> Iterator[Metric]:
     """All metrics but the time by kind."""
     for name, (about, value) in {**_progress(s), **_model(s), **_speed(s), **_safety(s)}.items():
         if value is not None:
-            yield _labelled(s.name, name, about, (), [((), float(value))])
+            yield labelled(s.name, name, about, (), [((), float(value))])
     states = [((state.name.lower(),), float(state is s.state)) for state in State]
-    yield _labelled(s.name, "state", "1 for the state that the run is in.", ("state",), states)
+    yield labelled(s.name, "state", "1 for the state that the run is in.", ("state",), states)
     phases = [((phase,), seconds) for phase, seconds in s.phases.items()]
     about = "Seconds of a step by phase, the median of the last ones (docs/profiling.md)."
-    yield _labelled(s.name, "step_phase_seconds", about, ("phase",), phases)
+    yield labelled(s.name, "step_phase_seconds", about, ("phase",), phases)
     flops = [
         ((name,), s.readings[f"mfu_{name}"]) for name in ("full", "causal") if f"mfu_{name}" in s.readings
     ]
     about = "Share of the devices' peak, counting the full attention matrix or its causal half."
-    yield _labelled(s.name, "mfu_ratio", about, ("attention",), flops)
+    yield labelled(s.name, "mfu_ratio", about, ("attention",), flops)
     warned = [((signal,), float(signal in s.trends)) for signal in {**SIGNALS, **s.trends}]
     about = "1 while a slow signal is warned of (docs/stability.md)."
-    yield _labelled(s.name, "trend_warning", about, ("signal",), warned)
+    yield labelled(s.name, "trend_warning", about, ("signal",), warned)
     yield from _hosts(s)
     yield from _counters(s)
 
@@ -137,7 +137,7 @@ def _safety(s: Status) -> Values:
 
 def _hosts(s: Status) -> Iterator[Metric]:
     out = [((host,), 1.0) for host in s.left_out]
-    yield _labelled(
+    yield labelled(
         s.name, "host_left_out", "1 while others are preferred to a host that failed.", ("host",), out
     )
     for name, about, values in (
@@ -149,7 +149,7 @@ def _hosts(s: Status) -> Iterator[Metric]:
         ("cost", "The share of a step that a slow host costs.", {h: f.cost for h, f in s.slow.items()}),
     ):
         known = [((host,), value) for host, value in values.items() if value is not None]
-        yield _labelled(s.name, f"slow_host_{name}", about, ("host",), known)
+        yield labelled(s.name, f"slow_host_{name}", about, ("host",), known)
 
 
 def _counters(s: Status) -> Iterator[Metric]:
@@ -173,7 +173,8 @@ Rows = Iterable[tuple[Sequence[str], float]]
 """Values of the labels, and the value."""
 
 
-def _labelled(run: str, name: str, about: str, labels: Sequence[str], rows: Rows) -> Metric:
+def labelled(run: str, name: str, about: str, labels: Sequence[str], rows: Rows) -> Metric:
+    """A gauge with a label for the run, and others."""
     gauge = GaugeMetricFamily(PREFIX + name, about, labels=["run", *labels])
     for values, value in rows:
         gauge.add_metric([run, *values], value)

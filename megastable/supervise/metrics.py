@@ -1,29 +1,35 @@
 """Serves a run's numbers to Prometheus, by default on loopback: `curl http://127.0.0.1:PORT/metrics`.
 
 They are read from a `Status`, so counters survive restarts of the training and of the supervisor. What is served:
-metric_families.py; alerts and a dashboard: launch/monitoring/.
+metric_families.py and, of machines, machine_metrics.py; alerts and a dashboard: launch/monitoring/.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megastable.base.errors import ConfigError
+from megastable.run.machine_files import newest
+from megastable.supervise.machine_metrics import machine_families
 from megastable.supervise.metric_families import families, seconds_by_kind
 from megastable.supervise.status import Status
 
 LOOPBACK = "127.0.0.1"
+FRESH = 180.0  # seconds since a sample of machines within which it is served
 
 
 class Metrics:
-    """Serves the latest status. port: 0 = any free one; address: to listen on. Raises ConfigError if it cannot."""
+    """Serves the latest status, and the latest sample of machines in a folder (machine_files.py). port: 0 = any free
+    one; address: to listen on. Raises ConfigError if it cannot."""
 
-    def __init__(self, port: int, address: str = LOOPBACK) -> None:
-        self._status = _Latest()
+    def __init__(self, port: int, address: str = LOOPBACK, machines: Path | None = None) -> None:
+        self._status = _Latest(machines)
         registry = CollectorRegistry()
         registry.register(self._status)
         try:
@@ -51,7 +57,8 @@ class Metrics:
 
 
 class _Latest(Collector):
-    def __init__(self) -> None:
+    def __init__(self, machines: Path | None) -> None:
+        self.machines = machines
         self.status: Status | None = None
         self._seconds: dict[str, float] = {}  # by kind
 
@@ -64,6 +71,9 @@ class _Latest(Collector):
         if (status := self.status) is not None:
             yield from families(status)
             yield seconds_by_kind(status.name, self._seconds)
+            sample = None if self.machines is None else newest(self.machines)
+            if sample is not None and time.time() - sample.time < FRESH:
+                yield from machine_families(status.name, sample)
 
 
 def grown(counters: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:

@@ -41,7 +41,7 @@ class Notifiers:
         self.console = Console(highlight=False)
         log = RunLog(run)
         self.notices = Notices(c, lambda kind, problem: log.emit(HookFailed(kind=kind, problem=problem)))
-        self.metrics = Metrics(c.metrics_port, c.metrics_address) if c.metrics_port else None
+        self.metrics = Metrics(c.metrics_port, c.metrics_address, run.machines) if c.metrics_port else None
         self.reports = ReportProcess(run, self.say)
         self.live: Live | None = None
         self._watch: RunWatch | None = None

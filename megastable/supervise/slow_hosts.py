@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterable
 from math import inf
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from megastable.cluster.fleet import Attempt, Fleet
-from megastable.cluster.store import Heard, Store
+from megastable.cluster.store import MOST_WORK, Heard, Store
 from megastable.config.tree import RunConfig
 from megastable.run.events.supervisor_events import HostSlow
 from megastable.run.rank_ipc import Progress, WorkBlock
@@ -34,7 +36,12 @@ class SlowHosts:
     def began(self) -> None:
         """Another attempt begins."""
         self._found: Stragglers | None = None
+        self._unread = deque[tuple[Heard, WorkBlock]](maxlen=MOST_WORK)
         self._since, self._starting, self._looked = time.monotonic(), inf, -inf
+
+    def hear(self, reports: Iterable[tuple[Heard, WorkBlock]]) -> None:
+        """What ranks say of their work, for the next look."""
+        self._unread.extend(reports)
 
     def look(self, attempt: Attempt, progress: Progress | None) -> str:
         """Why the attempt should begin again, without a host that is slow and was left out; empty: it should not. Poll
@@ -49,16 +56,15 @@ class SlowHosts:
             hosts = {heard.rank: self.fleet.called(heard.host) for heard in ranks}
             self._found = Stragglers(limit, hosts, p.pipeline, p.tensor * p.context)
             self._starting = time.monotonic() - self._since
-        if self._read(self._found, attempt.number):
+        if self._read(self._found):
             self._tell(self._found, attempt.number)
         return self._replace(self._found, attempt, progress.steps - progress.step) if self._found.slow else ""
 
-    def _read(self, found: Stragglers, attempt: int) -> bool:
+    def _read(self, found: Stragglers) -> bool:
         changed = False
-        while self.store.work:
-            heard, work = self.store.work.popleft()
-            for block in _blocks(heard, work, attempt):
-                changed |= found.add(heard.rank, block)
+        while self._unread:
+            heard, block = self._unread.popleft()
+            changed |= found.add(heard.rank, block)
         return changed
 
     def _tell(self, found: Stragglers, attempt: int) -> None:
@@ -97,6 +103,15 @@ class SlowHosts:
 
     def _leave_out(self, slow: SlowHost) -> None:
         self.gathering.strike(slow.host, False, "slow host")
+
+
+def reported(store: Store, attempt: int) -> list[tuple[Heard, WorkBlock]]:
+    """What ranks of an attempt have said of their work since the last call."""
+    found = []
+    while store.work:
+        heard, work = store.work.popleft()
+        found += [(heard, block) for block in _blocks(heard, work, attempt)]
+    return found
 
 
 def _blocks(heard: Heard, work: Any, attempt: int) -> list[WorkBlock]:

@@ -46,12 +46,13 @@ from megastable.supervise.hang_detector import HangDetector
 from megastable.supervise.hang_suspects import RankView, suspects
 from megastable.supervise.locks import nobody_trains, only_supervisor, wait_until_nobody_trains
 from megastable.supervise.log_tail import end_of_log
+from megastable.supervise.machine_recorder import MachineRecorder
 from megastable.supervise.outcome import RunExit, StartAgain
 from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.process_incidents import ProcessIncidents
 from megastable.supervise.rank_files import RankFiles
 from megastable.supervise.restart_policy import Failure, after_failure, pause
-from megastable.supervise.slow_hosts import SlowHosts
+from megastable.supervise.slow_hosts import SlowHosts, reported
 from megastable.supervise.storage_probe import StorageProbe
 from megastable.supervise.supervisor_journal import Listener, SupervisorJournal
 
@@ -94,6 +95,7 @@ class Supervisor:
             config, self.fleet, self.journal, listener.say, lambda: self.signals > 0, self._look
         )
         self.slow_hosts = SlowHosts(config, self.store, self.fleet, self.journal, self.gathering)
+        self.machines = MachineRecorder(run, self.fleet, listener.say)
         self.again = ""  # why the next attempt has other hosts, if this one was asked to stop for that
         self.incidents = ProcessIncidents(self.journal)
         self.hangs = HangDetector(config.supervise)
@@ -143,6 +145,7 @@ class Supervisor:
             raise
         finally:
             self.prescan.close()
+            self.machines.close()
             self.fleet.close(end.code)
             self.journal.emit(SupervisorEvent(
                 what="ended", pid=os.getpid(), host=self.here, code=end.code, reason=end.reason
@@ -229,6 +232,7 @@ class Supervisor:
         seen = time.monotonic()
         first_death = asked = None
         self.slow_hosts.began()
+        self.machines.began()
         hung, progress = False, None
         while attempt.look():
             time.sleep(LOOK)
@@ -241,6 +245,9 @@ class Supervisor:
             self._look()
             progress = self.ranks.progress(attempt.number)
             self.incidents.proven(progress)
+            work = reported(self.store, attempt.number)
+            self.machines.hear(work)
+            self.slow_hosts.hear(work)
             if asked is None and (again := self._other_hosts(attempt, progress)):
                 asked, self.again = now, again
                 self.ranks.want(stop=True, again=again)

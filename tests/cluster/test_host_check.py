@@ -22,7 +22,7 @@ from megastable.cluster.host_report import HostReport, read_report
 from megastable.cluster.timed_probe import TimedProbe
 from tests.patience import PATIENCE
 
-LINE = "1, NVIDIA H100 80GB HBM3, 00000000:3B:00.0, 550.54.15, 81559, 1024, 41, 2, 0x0000000000000048"
+LINE = "1, NVIDIA H100 80GB HBM3, 00000000:3B:00.0, 550.54.15, 81559, 1024, 41, 2, 97, 671.20, 1755, 0x0000000000000048"
 LOG = """\
 [    3.100000] NVRM: loading NVIDIA UNIX x86_64 Kernel Module
 [  100.000000] NVRM: Xid (PCI:0000:3b:00): 48, pid=1, an old one
@@ -210,10 +210,11 @@ def test_a_line_of_nvidia_smi() -> None:
     found = parse_gpu(LINE, recent_xids(LOG, 90_100.0))
     assert found == {
         "index": 1, "name": "NVIDIA H100 80GB HBM3", "driver": "550.54.15", "memory": 81559 << 20,
-        "memory_used": 1024 << 20, "temperature": 41, "ecc_uncorrected": 2, "xid": [79],
+        "memory_used": 1024 << 20, "temperature": 41, "ecc_uncorrected": 2, "utilization": 97,
+        "power": 671.2, "clock": 1755, "xid": [79],
         "clocks_throttled": ["hardware slowdown", "hardware thermal slowdown"],
     }  # fmt: skip
-    bare = "0, GeForce, 00000000:01:00.0, 550, [N/A], N/A, [Not Supported], [N/A], [N/A]"
+    bare = "0, GeForce, 00000000:01:00.0, 550, [N/A], N/A, [Not Supported], [N/A], [N/A], [N/A], [N/A], [N/A]"
     poor = parse_gpu(bare, None)
     assert {key for key, value in poor.items() if value is None} == poor.keys() - {"index", "name", "driver"}
 

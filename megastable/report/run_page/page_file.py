@@ -39,7 +39,8 @@ def content(readers: Sequence[RunReader]) -> dict[str, Any]:
                 room -= len(page)
         runs.append({
             "head": reader.head(), "panel": panel, "plots": reader.plots("step", None, None, COLUMNS),
-            "heat": reader.heat("step", None, None), "pages": pages,
+            "heat": reader.heat("step", None, None), "machines": reader.machine_maps("step", None, None),
+            "pages": pages,
         })  # fmt: skip
     return {"runs": runs}
 

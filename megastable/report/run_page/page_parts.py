@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,10 @@ from megastable.report.sheet.page import embed
 HERE = Path(__file__).parent
 STATIC, VENDOR = HERE / "static", HERE / "vendor"
 SCRIPTS = (
-    "dom.js", "format.js", "source.js", "state.js", "marks.js", "plot.js", "charts.js", "heat.js", "strips.js",
-    "headline.js", "incidents.js", "lists.js", "keys.js", "page.js",
+    "dom.js", "format.js", "source.js", "state.js", "marks.js", "plot.js", "charts.js", "heat.js", "machines.js",
+    "strips.js", "headline.js", "incidents.js", "lists.js", "keys.js", "page.js",
 )  # fmt: skip
-BODY = '<main id="page"></main>\n<noscript>This page needs JavaScript.</noscript>\n'
+BODY = '<main id="page">%s</main>\n<noscript>This page needs JavaScript.</noscript>\n'
 
 
 @cache
@@ -34,13 +36,14 @@ def script() -> str:
     return f'/* uPlot\n{licence}\n*/\n{_text(VENDOR / "uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{ours}}})();\n'
 
 
-def served() -> str:
-    """The page of a server. What it shows it asks for."""
+def served(told: Sequence[str]) -> str:
+    """The page of a server. What it shows it asks for; until that is there, `told` stands in its place."""
+    lines = "".join(f"<h1>{html.escape(line)}</h1>" for line in told)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>megastable</title>\n'
         '<link rel="icon" href="data:,">\n<link rel="stylesheet" href="page.css">\n</head>\n<body>\n'
-        f'{BODY}<script src="page.js"></script>\n</body>\n</html>\n'
+        f'{BODY % lines}<script src="page.js"></script>\n</body>\n</html>\n'
     )
 
 
@@ -55,7 +58,7 @@ def self_contained(data: dict[str, Any]) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>megastable</title>\n'
-        f'<link rel="icon" href="data:,">\n<style>{css}</style>\n</head>\n<body>\n{BODY}'
+        f'<link rel="icon" href="data:,">\n<style>{css}</style>\n</head>\n<body>\n{BODY % ""}'
         f'<script type="application/json" id="data">{embed(data)}</script>\n<script>{code}</script>\n</body>\n</html>\n'
     )
 

@@ -68,6 +68,7 @@ class PageServer:
             Route("/run/{run:int}/panel", self._panel),
             Route("/run/{run:int}/plots", self._plots),
             Route("/run/{run:int}/heat", self._heat),
+            Route("/run/{run:int}/machines", self._machines),
             Route("/run/{run:int}/journal", self._journal),
             Route("/run/{run:int}/incidents/{folder}/{file}", self._incident),
             Route("/run/{run:int}/incidents/{file}", self._index),
@@ -88,7 +89,8 @@ class PageServer:
             answer = RedirectResponse("/", 303)
             answer.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="strict")
             return answer
-        return Response(page_parts.served(), media_type="text/html; charset=utf-8")
+        told = [reader.line() for reader in self.readers]
+        return Response(page_parts.served(told), media_type="text/html; charset=utf-8")
 
     async def _heads(self, request: Request) -> Response:
         return _json(await run_in_threadpool(self._all_heads))
@@ -129,6 +131,10 @@ class PageServer:
     async def _heat(self, request: Request) -> Response:
         axis, begin, end = _window(request)
         return await self._answer(request, lambda reader: reader.heat(axis, begin, end))
+
+    async def _machines(self, request: Request) -> Response:
+        axis, begin, end = _window(request)
+        return await self._answer(request, lambda reader: reader.machine_maps(axis, begin, end))
 
     async def _journal(self, request: Request) -> Response:
         query, group = (request.query_params.get(key, "")[:200] for key in ("query", "group"))

@@ -16,7 +16,7 @@ from megastable.base.text import visible
 from megastable.report.goodput_picture import thick
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import IncidentFacts
-from megastable.report.run_page import page_headline
+from megastable.report.run_page import machine_map, page_headline
 from megastable.report.run_page.journal_notes import IncidentNote, JournalLine, selected
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.plot_data import encoded
@@ -65,6 +65,22 @@ class PlacesOfSteps:
         if axis != "tokens" or not len(self.step):
             return list(values)
         return [float(np.interp(v / self.length, self.position, self.step)) for v in values]
+
+    def times(self, axis: str, begin: float | None, end: float | None) -> tuple[float, float]:
+        """The ends of a window of an axis; None: without end. [unix seconds]"""
+        if axis == "time":
+            return (
+                -math.inf if begin is None else begin + self.began,
+                math.inf if end is None else end + self.began,
+            )
+        found = [-math.inf, math.inf]
+        for n, value in enumerate((begin, end)):
+            if value is not None and len(self.step):
+                (step,) = self.steps(axis, [value])
+                # Something is read before the first step and after the last one, too.
+                if self.step[0] < step < self.step[-1]:
+                    found[n] = float(np.interp(step, self.step, self.time))
+        return found[0], found[1]
 
 
 def head(r: RunReader) -> dict[str, Any]:
@@ -206,6 +222,20 @@ def heat(r: RunReader, axis: str, begin: float | None, end: float | None) -> dic
         "x": _xs([places.of(file.step, file.time) for file in files]),
         "layers": [visible(name, 60) for name in found["layers"]],
         "kinds": kinds, "looks": len(files), "of": len(r.layers.files),
+    }  # fmt: skip
+
+
+def machine_maps(r: RunReader, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
+    """Ranks, GPUs and hosts over what is between `begin` and `end` of an axis."""
+    places = PlacesOfSteps(r)
+    samples = machine_map.with_gaps(r.machines.read(*places.times(axis, begin, end)))
+    stages = r.recipe.get("parallel", {}).get("pipeline")
+    found = machine_map.maps(samples, stages if isinstance(stages, int) else 1)
+    last = r.machines.newest
+    return {
+        "x": _xs([places.of(sample.step, sample.time) for sample in samples]), "looks": len(samples),
+        "maps": [{**one, "values": encoded(one["values"])} for one in found],
+        "hosts": machine_map.hosts(last), "time": None if last is None else last.time,
     }  # fmt: skip
 
 

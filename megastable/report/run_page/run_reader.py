@@ -15,6 +15,7 @@ from megastable.report.run_page import plot_data, run_panel
 from megastable.report.run_page.data_map import DataMap
 from megastable.report.run_page.journal_notes import JournalNotes
 from megastable.report.run_page.layer_map import LayerMap
+from megastable.report.run_page.machine_map import MachineMap
 from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
 from megastable.run.directory import RunDirectory, read_object
@@ -40,6 +41,7 @@ class RunReader:
         self._watch = RunWatch(root, goodput=self._time)
         self.journal = JournalNotes(self.run.journal)
         self.layers = LayerMap(self.run.layers)
+        self.machines = MachineMap(self.run.machines)
         self.data = DataMap(self.run)
         self.account: dict[str, Any] | None = None  # where the time went (run_panel.account)
         self._accounted: tuple[float, int] | None = None
@@ -79,7 +81,7 @@ class RunReader:
             news |= before.state != self.status.state or before.step != self.status.step
         with self._lock:
             self._read_recipe()
-            news |= self.journal.look() | self.layers.look() | self.data.look()
+            news |= self.journal.look() | self.layers.look() | self.machines.look() | self.data.look()
         if news:
             self.version += 1
 
@@ -107,6 +109,11 @@ class RunReader:
         with self.records.table() as table:
             return float(table.steps["time"][0]) if len(table.steps) else 0.0
 
+    def line(self) -> str:
+        """How the run stood at the last look, in a line that is there at once."""
+        s = self.status
+        return f"{self.name}: {s.state.value}, step {s.step:,}" + (f" of {s.steps:,}" if s.steps else "")
+
     def head(self) -> dict[str, Any]:
         """The headline, and what else changes with every step."""
         with self._lock:
@@ -126,6 +133,11 @@ class RunReader:
         """Heat maps of the layers."""
         with self._lock:
             return run_panel.heat(self, axis, begin, end)
+
+    def machine_maps(self, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
+        """Ranks, GPUs and hosts."""
+        with self._lock:
+            return run_panel.machine_maps(self, axis, begin, end)
 
     def _read_recipe(self) -> None:
         try:

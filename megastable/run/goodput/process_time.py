@@ -225,14 +225,14 @@ def _within(
     begins: npt.NDArray[Any], lasts: npt.NDArray[Any], plain: int,
 ) -> list[tuple[float, int, int, float]]:  # fmt: skip
     """Changes within gaps: (at, kind, charge, order). lasts: from when on a gap that stalled is as usual."""
-    over = begins.copy()  # the last evaluation of each
+    over = dict[int, float]()  # the end of the last evaluation of each
     changes = []
     for n, low, high in evaluations:
-        over[n] = max(over[n], high)
+        over[n] = max(over.get(n, high), high)
         changes.append((low, int(CODE[TimeKind.EVALUATION]), plain, 2 * n + 0.5))
         changes.append((high, int(gaps[n]), int(charges[n]), 2 * n + 0.6))
     for n in np.flatnonzero(gaps == CODE[TimeKind.STALLED]).tolist():
-        last = float(max(over[n], lasts[n]))
+        last = max(over.get(n, float(begins[n])), float(lasts[n]))
         changes.append((last, int(CODE[TimeKind.BETWEEN]), plain, 2 * n + 0.65))
     return changes
 

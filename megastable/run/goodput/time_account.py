@@ -41,6 +41,7 @@ KINDS = tuple(TimeKind)
 CODE = {kind: np.int8(code) for code, kind in enumerate(KINDS)}
 # With short ones of these in between, steps of one kind are shown as one span.
 BETWEEN = CODE[TimeKind.BETWEEN]
+BLOCK = 1 << 16  # entries that are summed up at a time
 
 
 @dataclass
@@ -109,7 +110,10 @@ class TimeAccount:
 
     def seconds(self, until: float = np.inf) -> dict[TimeKind, float]:
         """Seconds of every kind, of all or up to an instant."""
-        found = np.bincount(self.kind, np.diff(np.minimum(self.at, until)), len(KINDS))
+        found = np.zeros(len(KINDS))
+        for first in range(0, len(self.kind), BLOCK):
+            at, kind = self.at[first : first + BLOCK + 1], self.kind[first : first + BLOCK]
+            found += np.bincount(kind, np.diff(np.minimum(at, until)), len(KINDS))
         return {kind: float(found[code]) for code, kind in enumerate(KINDS)}
 
     def goodput(self) -> float:
@@ -119,8 +123,10 @@ class TimeAccount:
     def smaller(self) -> float:
         """The capacity that was missing while steps were trained on fewer ranks than wanted, as a share of what all of
         them could have done in the wall time. Of one that trained all the time on half of its ranks it is 0.5."""
-        trained = np.where(self.kind == CODE[TimeKind.TRAINING], np.diff(self.at), 0.0)
         missing = np.array([charge.missing for charge in self.charges])
+        if not missing.any():
+            return 0.0
+        trained = np.where(self.kind == CODE[TimeKind.TRAINING], np.diff(self.at), 0.0)
         return float(trained @ missing[self.charge]) / self.wall if self.wall else 0.0
 
     def facts(self) -> dict[str, Any]:
@@ -146,24 +152,32 @@ class TimeAccount:
     def spans(self) -> Iterator[TimeSpan]:
         """The account, in order. Steps of one kind and charge in a row, and what is between them, are one span."""
         # A stretch: entries of one kind and charge, with short ones between steps in between.
-        length = np.diff(self.at)
-        real = np.flatnonzero((length > 0) & (self.kind != BETWEEN))
+        # A run may have millions of steps: of its entries there are few arrays at a time.
+        count = len(self.kind)
+        real = np.flatnonzero((self.at[1:] > self.at[:-1]) & (self.kind != BETWEEN))
         if not len(real):
-            yield from self._bare(0, len(length))
+            yield from self._bare(0, count)
             return
         told = [(r.cause, r.incident, r.host, attempt, missing) for r, attempt, missing in self.charges]
         same = {content: n for n, content in enumerate(told)}
-        charge = np.array([same[content] for content in told])[self.charge[real]]
-        key = self.kind[real].astype(np.int64) * len(told) + charge
-        begins = np.flatnonzero(np.r_[True, key[1:] != key[:-1]])
-        ends = np.r_[begins[1:], len(real)]
-        followed = np.r_[real, len(length)]
-        yield from self._bare(0, int(real[0]))
-        idle = np.r_[0.0, np.cumsum(np.where(self.kind == BETWEEN, length, 0.0))]
-        for n, end in zip(begins, ends, strict=True):
-            first, last = int(real[n]), int(real[end - 1]) + 1
-            yield replace(self._span(first, last), between=float(idle[last] - idle[first]))
-            yield from self._bare(last, int(followed[end]))
+        key = np.array([same[content] for content in told], np.int32)[self.charge[real]]
+        kind = self.kind[real]
+        begins = np.flatnonzero(np.r_[True, (key[1:] != key[:-1]) | (kind[1:] != kind[:-1])])
+        del key, kind
+        firsts, lasts = real[begins].tolist(), (real[np.r_[begins[1:], len(real)] - 1] + 1).tolist()
+        del real, begins
+        yield from self._bare(0, firsts[0])
+        for first, last, following in zip(firsts, lasts, [*firsts[1:], count], strict=True):
+            yield replace(self._span(first, last), between=self._between(first, last))
+            yield from self._bare(last, following)
+
+    def _between(self, first: int, end: int) -> float:
+        """Seconds between steps in some entries."""
+        found = 0.0
+        for begin in range(first, end, BLOCK):
+            stop = min(end, begin + BLOCK)
+            found += float(np.diff(self.at[begin : stop + 1])[self.kind[begin:stop] == BETWEEN].sum())
+        return found
 
     def _bare(self, first: int, end: int) -> Iterator[TimeSpan]:
         """Entries without a step around them."""

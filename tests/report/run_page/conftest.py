@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from selenium import webdriver
 
+from benchmarks.browser import MISSING, browser
 from megastable.report.run_page.page_guard import PageGuard
 from megastable.report.run_page.run_reader import RunReader
 from tests.patience import PATIENCE
-from tests.report.browser import MISSING, browser
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.made_run import BATCH, BEGIN, LENGTH, begin, note
 from megastable.base.errors import DataError
 from megastable.data.skips import Skips
 from megastable.report.run_page import page_parts, run_panel
@@ -21,7 +22,7 @@ from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.page_headline import short
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
-from tests.report.run_page.made_runs import BATCH, BEGIN, LENGTH, begin, curve, made_run, note, summary
+from tests.report.run_page.made_runs import curve, made_run, summary
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e</script><img src=x onerror=alert(1)>"
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.made_run import progress
 from megastable.base.errors import ConfigError
 from megastable.run.directory import RunDirectory
 from tests.report.run_page.conftest import serving
-from tests.report.run_page.made_runs import curve, made_run, progress
+from tests.report.run_page.made_runs import curve, made_run
 
 pytest.importorskip("uvicorn")
 
@@ -67,6 +68,7 @@ def test_answers_are_json(address: str) -> None:
         "/run/0/panel",
         "/run/0/plots?axis=time&columns=60",
         "/run/0/heat",
+        "/run/0/machines?axis=tokens&from=5",
         "/run/0/journal?query=x",
     ):
         status, _, body = ask(address + path)
@@ -88,7 +90,8 @@ def test_answers_are_json(address: str) -> None:
     ],
 )
 def test_odd_questions_are_answered(address: str, query: str) -> None:
-    assert ask(f"{address}/run/0/plots?{query}")[0] == ask(f"{address}/run/0/heat?{query}")[0] == 200
+    for part in ("plots", "heat", "machines"):
+        assert ask(f"{address}/run/0/{part}?{query}")[0] == 200
 
 
 def test_an_incidents_page_may_run_nothing(address: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.made_run import BEGIN, record
 from megastable.report.run_page import record_reader
 from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
@@ -17,7 +18,7 @@ from megastable.report.run_page.step_table import StepTable, mark_undone
 from megastable.run import records
 from megastable.run.goodput.step_times import StepFiles
 from megastable.run.records import Recorder
-from tests.report.run_page.made_runs import BEGIN, curve, made_run, record
+from tests.report.run_page.made_runs import curve, made_run
 
 
 def read(folder: Path, cache: RecordCache | None = None) -> RecordReader:

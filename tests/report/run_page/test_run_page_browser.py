@@ -14,11 +14,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
+from benchmarks.made_run import BEGIN, note, progress, record
 from megastable.report.run_page.page_file import write_page
 from megastable.run.directory import RunDirectory
 from megastable.run.records import Recorder
 from tests.report.run_page.conftest import serving, until
-from tests.report.run_page.made_runs import BEGIN, curve, made_run, note, progress, record, summary
+from tests.report.run_page.made_runs import curve, machines, made_run, summary
 
 HOSTILE = (
     "<img src=x onerror=document.title='bad'>\x1b[31m\u202e</script><script>document.title='bad'</script>"
@@ -294,3 +295,25 @@ def test_the_policy_of_the_page_refuses_scripts(driver: webdriver.Chrome, addres
         )
         assert page.run("return window.ran") is None
         assert any("Content Security Policy" in entry["message"] for entry in page.errors())
+
+
+def test_ranks_gpus_and_hosts(page: Pages, tmp_path: Path) -> None:
+    """Recorded while the page is open; without any, there is no such part."""
+    run = made_run(tmp_path / "run")
+    with serving(run.root) as address:
+        page.open(address)
+        assert page.run("return document.querySelector('#hosts').hidden")
+        machines(run)
+        until(lambda: page.all("#heat-machine-own"))
+        row = page.text("#hosts tbody tr")
+        assert "host-1" in row and "hardware slowdown" in row
+        page.run("document.querySelector('#hosts').scrollIntoView()")
+        colours = page.run("""
+            const canvas = document.querySelector('#heat-machine-own canvas'), pen = canvas.getContext('2d');
+            const row = (canvas.height - 20) / 4, column = pen.getImageData(300, 0, 1, canvas.height).data;
+            const at = (n) => 4 * Math.floor((n + 0.5) * row);
+            return [0, 2].map((n) => [...column.slice(at(n), at(n) + 3)]);
+        """)
+        # The slow rank in the brightest colour.
+        assert colours[0] != colours[1] and colours[1] == [253, 231, 37]
+        page.leave()

@@ -18,8 +18,10 @@ function scaleOf(values) {
   return { low, high, log, of: (v) => (b > a ? ((log ? Math.log(Math.max(v, low)) : v) - a) / (b - a) : 0.5) };
 }
 
+const fixedScale = ([low, high]) => ({ low, high, log: false, of: (v) => (v - low) / (high - low) });
+
 function heatMap(kind, map) {
-  const layers = map.layers.length, looks = map.looks, scale = scaleOf(kind.values);
+  const layers = map.layers.length, looks = map.looks, scale = kind.scale ? fixedScale(kind.scale) : scaleOf(kind.values);
   // Layers without any value of this kind are left out.
   const rows = map.layers.map((_, n) => n).filter((n) => {
     for (let i = 0; i < looks; i++) if (Number.isFinite(kind.values[n * looks + i])) return true;
@@ -78,7 +80,7 @@ function heatMap(kind, map) {
   return { figure, canvas };
 }
 
-const clipped = (name) => (name.startsWith("block ") ? name.slice(6) : name.length > 9 ? `${name.slice(0, 8)}…` : name);
+const clipped = (name) => (name.includes(" GPU ") ? name.replace(" GPU ", ":").slice(-9) : name.startsWith("block ") ? name.slice(6) : name.length > 9 ? `${name.slice(0, 8)}…` : name);
 const rounded = (value, width) => { const unit = 10 ** Math.floor(Math.log10(width / 100 || 1)); return Math.round(value / unit) * unit; };
 
 /** A look stands for the time from halfway to the one before it to halfway to the next. */

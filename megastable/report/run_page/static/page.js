@@ -23,6 +23,8 @@ async function load() {
     state.tell("panels");
     state.heats[state.focus] = await source.heat(state.focus, axis, range);
     state.tell("heats");
+    state.machines[state.focus] = await source.machines(state.focus, axis, range);
+    state.tell("machines");
   } catch (error) {
     console.warn(String(error));
   }
@@ -71,7 +73,7 @@ async function start() {
   recallTheme();
   recall();
   const charts = makeCharts();
-  page.append(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeJournal(), dialog,
+  page.replaceChildren(makeBar(), makeHeadline(), section("loss", "Loss", "", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeMachines(), makeMachineMaps(), makeJournal(), dialog,
     el("footer", {}, "megastable · press ? for the keyboard"));
   const first = source.heads().then((heads) => {
     state.heads = heads;
@@ -86,4 +88,5 @@ async function start() {
   document.documentElement.dataset.ready = "true";
 }
 
-start();
+// What came with the page may be painted before. Not at the next frame: a page in the background has none.
+setTimeout(start, 0);

@@ -37,6 +37,11 @@ function decodedHeat(given) {
   return { ...given, x, kinds: given.kinds.map((kind) => ({ ...kind, values: decoded(kind.values) })) };
 }
 
+function decodedMachines(given) {
+  const x = decodedGroup({ x: given.x }).x;
+  return { ...given, x, maps: given.maps.map((one) => ({ ...one, values: decoded(one.values) })) };
+}
+
 function decodedPanel(panel) {
   const { x } = decodedGroup({ x: panel.evaluations.x });
   return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) } };
@@ -59,6 +64,7 @@ const serverSource = {
   plots: async (run, axis, range, columns) =>
     decodedPlots(await asked(`run/${run}/plots`, { ...windowOf(axis, range), columns })),
   heat: async (run, axis, range) => decodedHeat(await asked(`run/${run}/heat`, windowOf(axis, range))),
+  machines: async (run, axis, range) => decodedMachines(await asked(`run/${run}/machines`, windowOf(axis, range))),
   journal: (run, query, group, most) => asked(`run/${run}/journal`, { query, group, most }),
   incidentPage: (run, page) => ({ src: `run/${run}/incidents/${page}/report.html` }),
   follow(heard, lost) {
@@ -79,6 +85,7 @@ const fileSource = {
   panel: async (run) => fileSource.once(`panel${run}`, () => decodedPanel(embedded.runs[run].panel)),
   plots: async (run) => fileSource.once(`plots${run}`, () => decodedPlots(embedded.runs[run].plots)),
   heat: async (run) => fileSource.once(`heat${run}`, () => decodedHeat(embedded.runs[run].heat)),
+  machines: async (run) => fileSource.once(`machines${run}`, () => decodedMachines(embedded.runs[run].machines)),
   async journal(run, query, group, most) {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean), journal = embedded.runs[run].panel.journal;
     const lines = journal.lines.filter((line) => (!group || line.group === group)

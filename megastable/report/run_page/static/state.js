@@ -5,6 +5,7 @@ const state = {
   panels: [], // by run; null until it is there
   plots: [],
   heats: [],
+  machines: [],
   shown: new Set([0]), // runs that are drawn
   focus: 0, // the run that everything but the lines is about
   axis: "step",

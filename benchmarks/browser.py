@@ -1,4 +1,4 @@
-"""A headless browser, for tests of pages."""
+"""A headless browser, for tests and measurements of pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
@@ -29,11 +28,16 @@ def browser(home: Path) -> Iterator[webdriver.Chrome]:
     for flag in [*FLAGS.split(), f"--user-data-dir={home}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "localhost,127.0.0.1")  # the driver is on this machine
-        patch.setenv("no_proxy", "localhost,127.0.0.1")
+    names = ("NO_PROXY", "no_proxy")  # the driver is on this machine
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "localhost,127.0.0.1"))
+    try:
         driver = webdriver.Chrome(options, Service(str(DRIVER), env={**os.environ, "TMPDIR": str(home)}))
         try:
             yield driver
         finally:
             driver.quit()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})

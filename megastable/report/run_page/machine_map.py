@@ -1,0 +1,202 @@
+"""Reads maps of a run's machines over time, as many samples as can be drawn: own work of ranks, readings of GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.text import visible
+from megastable.run.machine_files import SamplePlace, newest, places, read_sample
+from megastable.run.machine_state import MachineSample, as_floats
+
+Floats = npt.NDArray[np.float64]
+MOST = 240  # samples in a map
+ROWS = 256  # of a map; several ranks or GPUs share one where there are more
+KEPT = 1000  # samples in memory, ...
+VALUES = 2_000_000  # ... with so many numbers together
+GAP = 3.0  # times the time of a sample, without one, after which nothing is drawn
+SLOW = 1.3  # times the median, which is drawn as the slowest at least
+
+
+class Gauge(NamedTuple):
+    """A map of GPUs. worst: of those that share a row."""
+
+    title: str
+    unit: str
+    worst: Any
+
+
+GAUGES = {
+    "utilization": Gauge("GPU utilization", "share", np.nanmin),
+    "memory_used": Gauge("GPU memory", "GiB", np.nanmax),
+    "temperature": Gauge("GPU temperature", "°C", np.nanmax),
+    "power": Gauge("GPU power", "W", np.nanmax),
+    "clock": Gauge("GPU clock", "MHz", np.nanmin),
+}
+
+
+class MachineMap:
+    """Of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.levels = dict[str, list[SamplePlace]]()
+        self.newest: MachineSample | None = None
+        self._stamp: list[Any] = []
+        self._samples: OrderedDict[float, MachineSample] = OrderedDict()
+
+    def look(self) -> bool:
+        """Look for new samples."""
+        try:
+            stamp = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(self.folder))
+        except OSError:
+            return False
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        self.levels, self.newest = places(self.folder), newest(self.folder)
+        return True
+
+    def read(self, begin: float, end: float) -> list[MachineSample]:
+        """Those between two times that are to be drawn, oldest first. [unix seconds]"""
+        found = [self._sample(place) for place in chosen(self.levels, begin, end)]
+        return [sample for sample in found if sample is not None]
+
+    def _sample(self, place: SamplePlace) -> MachineSample | None:
+        # By time: a file that is full gets another name.
+        key = place.time + place.seconds / 1e9
+        if key not in self._samples and (found := read_sample(place)) is not None:
+            self._samples[key] = found
+            size = max(1, len(found.own) + sum(8 * host.gpus for host in found.hosts.values()))
+            while len(self._samples) > min(KEPT, max(2, VALUES // size)):
+                self._samples.popitem(last=False)
+            return found
+        return self._samples.get(key)
+
+
+def chosen(levels: dict[str, list[SamplePlace]], begin: float, end: float) -> list[SamplePlace]:
+    """At most MOST samples between two times, oldest first: of the finest level that needs no more of them, completed
+    by coarser ones before it and finer ones after it."""
+    inside = [[place for place in level if begin <= place.time <= end] for level in levels.values()]
+    if not any(inside):
+        return []
+    first = min(level[0].time for level in inside if level)
+    width = max(level[-1].time for level in inside if level) - first
+    seconds = [next(iter(level)).seconds if level else 0.0 for level in levels.values()]
+    best = next(
+        (n for n, level in enumerate(inside) if level and width <= MOST * seconds[n]), len(inside) - 1
+    )
+    found = list(inside[best])
+    for coarser in inside[best + 1 :]:
+        found = [place for place in coarser if not found or place.time < found[0].time] + found
+    for finer in reversed(inside[:best]):
+        found += [place for place in finer if not found or place.time > found[-1].time]
+    if len(found) > MOST:
+        found = [found[n] for n in np.unique(np.linspace(0, len(found) - 1, MOST).astype(int))]
+    return found
+
+
+def with_gaps(samples: Sequence[MachineSample]) -> list[MachineSample]:
+    """The same, with empty samples where nothing was recorded."""
+    found = list[MachineSample]()
+    for sample in samples:
+        if found and sample.time - sample.seconds - found[-1].time > GAP * max(
+            sample.seconds, found[-1].seconds
+        ):
+            found.append(MachineSample(time=found[-1].time + 1.0, seconds=1.0, step=found[-1].step))
+            found.append(MachineSample(time=sample.time - sample.seconds, seconds=1.0, step=sample.step))
+        found.append(sample)
+    return found
+
+
+def maps(samples: Sequence[MachineSample], stages: int) -> list[dict[str, Any]]:
+    """kind, title, unit, rows (names), values [rows, samples], and where colours begin and end, None: by the values.
+    stages: of the pipeline."""
+    own = as_floats([sample.own for sample in samples])
+    found = [own_work(own, stages)] if own.size and not np.isnan(own).all() else []
+    names = dict.fromkeys(name for sample in samples for name in sample.hosts)
+    count = {name: max(s.hosts[name].gpus for s in samples if name in s.hosts) for name in names}
+    rows = [f"{name} GPU {n}" for name in names for n in range(count[name])]
+    for kind, gauge in GAUGES.items():
+        values = np.full((len(rows), len(samples)), np.nan)
+        for at, sample in enumerate(samples):
+            begin = 0
+            for name in names:
+                if (host := sample.hosts.get(name)) is not None and (told := host.gauges.get(kind)):
+                    values[begin : begin + len(told), at] = np.array(told, dtype=np.float64)
+                begin += count[name]
+        if values.size and not np.isnan(values).all():
+            shown, labels = shared(values, rows, gauge.worst)
+            scale = (0.0, 1.0) if kind == "utilization" else None
+            found.append(_map(kind, gauge.title, gauge.unit, labels, shown, scale))
+    return found
+
+
+def own_work(own: Floats, stages: int) -> dict[str, Any]:
+    """The map of all ranks; own: seconds [samples, ranks]. Ranks of a pipeline stage do the same work: each is compared
+    with their median."""
+    ranks = own.shape[1]
+    rows = [f"rank {n}" for n in range(ranks)]
+    if ranks == 1:
+        return _map("own", "Own work of the rank", "seconds of a step", rows, own.T, None)
+    size = max(1, ranks // max(1, stages))
+    ratios = np.full_like(own, np.nan)
+    with np.errstate(all="ignore"):
+        for begin in range(0, ranks, size):
+            stage = own[:, begin : begin + size]
+            some = ~np.isnan(stage).all(axis=1)
+            ratios[some, begin : begin + size] = stage[some] / np.nanmedian(
+                stage[some], axis=1, keepdims=True
+            )
+    values, labels = shared(ratios.T, rows, np.nanmax)
+    high = max(SLOW, min(3.0, float(np.nanmax(values))))
+    title = "Own work of every rank" if len(labels) == ranks else "Own work of ranks, the slowest of each row"
+    return _map("own", title, "times the median of its stage", labels, values, (0.9, high))
+
+
+def shared(values: Floats, names: Sequence[str], worst: Any) -> tuple[Floats, list[str]]:
+    """At most ROWS rows: the worst of neighbours, named by the first and the last of them. values: [rows, samples]"""
+    if len(names) <= ROWS:
+        return values, list(names)
+    each = -(-len(names) // ROWS)
+    parts = [slice(begin, min(begin + each, len(names))) for begin in range(0, len(names), each)]
+    found = np.full((len(parts), values.shape[1]), np.nan)
+    for n, part in enumerate(parts):
+        some = ~np.isnan(values[part]).all(axis=0)
+        found[n, some] = worst(values[part][:, some], axis=0)
+    return found, [f"{names[part.start]} to {names[part.stop - 1].split()[-1]}" for part in parts]
+
+
+def _map(
+    kind: str, title: str, unit: str, rows: list[str], values: Floats, scale: tuple[float, float] | None
+) -> dict[str, Any]:
+    return {
+        "kind": f"machine-{kind}", "title": title, "unit": unit, "rows": [visible(row, 100) for row in rows],
+        "values": values.astype(np.float32), "scale": scale,
+    }  # fmt: skip
+
+
+def hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
+    """The last reading of each host, for a table; those with something to look at first."""
+    found = []
+    for name, host in (sample.hosts if sample is not None else {}).items():
+        gauges = {key: [v for v in values if v is not None] for key, values in host.gauges.items()}
+        trouble = [f"GPU {n}: {', '.join(why)}" for n, why in host.throttled.items()]
+        trouble += [f"GPU {n}: Xid {', '.join(map(str, codes))}" for n, codes in host.xid.items()]
+        trouble += [
+            f"GPU {n}: {errors:.0f} uncorrected ECC errors"
+            for n, errors in enumerate(host.gauges.get("ecc_uncorrected", [])) if errors
+        ]  # fmt: skip
+        trouble += [host.unknown] if host.unknown else []
+        found.append({
+            "name": visible(name, 80), "memory": host.memory, "memory_free": host.memory_free, "load": host.load,
+            "ranks": host.ranks[:64], "gpus": host.gpus, "trouble": [visible(text, 300) for text in trouble[:20]],
+            "range": {key: [min(values), max(values)] for key, values in gauges.items() if values},
+        })  # fmt: skip
+    return sorted(found, key=lambda host: not host["trouble"])

@@ -1,0 +1,99 @@
+"""Records the machines of a run twice a minute: own work of every rank, and readings of hosts and GPUs.
+
+A thread of the supervisor: neither training nor supervision waits for it. A disk that is full costs readings only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from megastable.cluster.fleet import Fleet
+from megastable.cluster.store import Heard
+from megastable.run.directory import RunDirectory, read_object
+from megastable.run.events.event import whole
+from megastable.run.machine_files import LEVELS, MachineWriter
+from megastable.run.machine_state import MachineSample
+from megastable.run.rank_ipc import WorkBlock
+
+SECONDS = LEVELS["30s"]
+GOODBYE = 5.0  # seconds for the last samples
+STALE = 900.0  # seconds, after which the last word of a rank on its work no longer counts: ten steps may take long
+
+
+class MachineRecorder:
+    """Of one run. say: prints warnings; seconds: between two samples."""
+
+    def __init__(
+        self, run: RunDirectory, fleet: Fleet, say: Callable[[str], None], seconds: float = SECONDS
+    ) -> None:
+        self.run, self.fleet, self.say, self.seconds = run, fleet, say, seconds
+        self._writer = MachineWriter(run.machines)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._told = False
+        self.began()
+
+    def began(self) -> None:
+        """Another attempt begins: its ranks are others."""
+        with self._lock:
+            self._work = dict[int, list[WorkBlock]]()  # by rank; the last one stays
+            self._heard = dict[int, tuple[float, Heard]]()  # by rank: when it spoke of its work
+
+    def hear(self, reports: Iterable[tuple[Heard, WorkBlock]]) -> None:
+        """What ranks say of their work. Returns at once, and begins to record."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, name="machines", daemon=True)
+            self._thread.start()
+        with self._lock:
+            for heard, block in reports:
+                self._work.setdefault(heard.rank, []).append(block)
+                self._heard[heard.rank] = (time.monotonic(), heard)
+
+    def close(self) -> None:
+        """Write what is left of coarser levels."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join(GOODBYE)
+
+    def _follow(self) -> None:
+        self.fleet.readings()  # hosts begin to read
+        while not self._over.wait(self.seconds):
+            self._write(lambda: self._writer.add(self.sample()))
+        self._write(self._writer.close)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                self.say(f"WARNING: {self.run.machines}: readings of machines cannot be written: {error}")
+            self._told = True
+
+    def sample(self) -> MachineSample:
+        """What is known now."""
+        now = time.monotonic()
+        with self._lock:
+            known = {rank: list(blocks) for rank, blocks in self._work.items()}
+            heard = {n: (at, rank) for n, (at, rank) in self._heard.items() if rank.closed is None}
+            for blocks in self._work.values():
+                del blocks[:-1]
+        fresh = {n: blocks for n, blocks in known.items() if n in heard and now - heard[n][0] < STALE}
+        own: list[float | None] = [None] * (max(fresh, default=-1) + 1)
+        for n, blocks in fresh.items():
+            # The last one was in the sample before, if there are newer ones.
+            own[n] = float(f"{statistics.fmean(b.own for b in blocks[-max(1, len(blocks) - 1) :]):.4g}")
+        steps = [blocks[-1].step for blocks in fresh.values()]
+        readings = self.fleet.readings()
+        ranks = dict[str, list[int]]()
+        for n, (_, rank) in sorted(heard.items(), key=lambda pair: pair[0]):
+            ranks.setdefault(self.fleet.called(rank.host), []).append(n)
+        return MachineSample(
+            time=round(time.time(), 1), seconds=self.seconds, step=whole(read_object(self.run.progress).get("step")),
+            whole=float(f"{statistics.median(steps):.4g}") if steps else None, own=own,
+            hosts={name: r.model_copy(update={"ranks": ranks.get(name, [])}) for name, r in readings.items()},
+        )  # fmt: skip

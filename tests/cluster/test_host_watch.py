@@ -1,0 +1,108 @@
+"""A host is read again and again, whatever its driver does, and its agent tells the supervisor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.cluster import gpu_health
+from megastable.cluster.agent import Agent
+from megastable.cluster.fleet import Here
+from megastable.cluster.host_watch import HostWatch
+from megastable.cluster.hostfile import HostSlots
+from megastable.cluster.hosts import Hosts
+from megastable.cluster.reach import Local
+from megastable.cluster.store import Store
+from megastable.run.directory import RunDirectory
+from megastable.run.machine_state import HostReading
+from tests.cluster.test_host_check import LINE, program
+from tests.patience import PATIENCE
+
+
+def until(what: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def test_gpus_are_read_as_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "dmesg", "exit 1", monkeypatch)
+    program(tmp_path, "nvidia-smi", f"echo '{LINE}'", monkeypatch)
+    watch = HostWatch(0.05)
+    reading = until(watch.latest)
+    assert reading.gauges == {
+        "utilization": [0.97], "memory_used": [1.0], "memory": [79.65], "temperature": [41.0], "power": [671.2],
+        "clock": [1755.0], "ecc_uncorrected": [2.0],
+    }  # fmt: skip
+    assert (
+        reading.throttled == {0: ["hardware slowdown", "hardware thermal slowdown"]} and not reading.unknown
+    )
+    assert 0 < reading.memory_free < reading.memory
+    program(tmp_path, "nvidia-smi", f"echo '{LINE.replace('41,', '88,')}'", monkeypatch)
+    until(lambda: watch.latest().gauges["temperature"] == [88.0])
+
+
+def test_a_driver_that_hangs_is_asked_less_and_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_health, "SECONDS", 0.1)
+    program(tmp_path, "nvidia-smi", f"echo once >> {tmp_path}/asked; exec sleep 600", monkeypatch)
+    watch = HostWatch(0.05)
+    seen = list[HostReading]()  # kept, so that each is told apart
+    while len(seen) <= 20:
+        reading = until(watch.latest)
+        if not seen or reading is not seen[-1]:
+            seen.append(reading)
+        time.sleep(0.005)
+    assert "did not answer" in seen[-1].unknown and seen[-1].memory > 0
+    # After the first: in pauses of twice, four times, ... as long.
+    assert len((tmp_path / "asked").read_text().splitlines()) <= 5
+
+
+def test_without_gpus_there_is_nothing_to_complain_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fleet = Here(RunDirectory(tmp_path), "module", "recipe", [], [])
+    (reading,) = until(fleet.readings).values()
+    assert reading.gauges == {} and reading.unknown == ""
+
+
+def test_an_agent_tells_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "nvidia-smi", f"echo '{LINE}'", monkeypatch)
+    run = RunDirectory(tmp_path)
+    with Store(run) as store:
+        fleet = Hosts(
+            run,
+            store,
+            [HostSlots("first", (0,))],
+            Local("elsewhere"),
+            60.0,
+            False,
+            "module",
+            "recipe",
+            [],
+            [],
+        )
+        agent = Agent(run, "first")
+        link = agent._connect()
+        reading = until(agent.watch.latest)
+
+        class OneTurn(Exception):
+            pass
+
+        def receive(seconds: float) -> None:
+            raise OneTurn
+
+        monkeypatch.setattr(link, "receive", receive)
+        with pytest.raises(OneTurn):
+            agent._serve(link)
+        assert until(fleet.readings) == {"first": reading} and reading.gauges["temperature"] == [41.0]
+        link.send({"machine": {"memory": "of another version"}})
+        until(lambda: store.agents["first"].machine.get("memory") == "of another version")
+        assert fleet.readings() == {}
+        link.close()
