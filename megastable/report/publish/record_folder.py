@@ -33,6 +33,21 @@ def building(output: Path) -> Iterator[Path]:
     """An empty folder beside `output` to build in, removed at the end. Raises DataError if `output` is not a record, or
     if another process builds it."""
     part = output.with_name(f".{output.name}.partial")
+    with _locked(part, output):
+        if (part / "old").exists() and not output.exists():
+            (part / "old").rename(output)  # a run of this was killed between two renames
+        try:
+            own_files(output)  # raises if it is somebody else's
+            _clear(part)
+            yield part
+        finally:
+            with suppress(OSError):
+                _clear(part)
+                part.rmdir()
+
+
+@contextmanager
+def _locked(part: Path, output: Path) -> Iterator[None]:
     try:
         part.mkdir(exist_ok=True)
         lock = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
@@ -41,21 +56,12 @@ def building(output: Path) -> Iterator[Path]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(lock), part.stat())  # not one that was removed a moment ago
         except OSError:
-            raise DataError(f"{visible(output)}: another process writes this record now: wait for it") from None
-        if (part / "old").exists() and not output.exists():
-            (part / "old").rename(output)  # a run of this was killed between two renames
-        own_files(output)  # raises if it is somebody else's
-        _clear(part)
-        yield part
-        _clear(part)
-        with suppress(OSError):
-            part.rmdir()
-    except BaseException:
-        with suppress(OSError):
-            _clear(part)
-            part.rmdir()
-        raise
+            mine = False
+        if not mine:
+            raise DataError(f"{visible(output)}: another process writes this record now: wait for it")
+        yield
     finally:
         os.close(lock)
 
