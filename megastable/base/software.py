@@ -21,7 +21,10 @@ def software(device: torch.device) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     if device.type == "cuda":
-        found |= {"cuda": str(torch.version.cuda or torch.version.hip), "device": torch.cuda.get_device_name(device)}
+        found |= {
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "device": torch.cuda.get_device_name(device),
+        }
         if torch.version.cuda and isinstance(nccl := torch.cuda.nccl.version(), tuple):
             found["nccl"] = ".".join(map(str, nccl))
     else:

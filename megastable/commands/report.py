@@ -22,7 +22,7 @@ app = App()
     megastable report runs/7b --output public/7b --keep-names --json
     cd public/7b && sha256sum --check --quiet SHA256SUMS
     """,
-    more="The folder works from a disk and from any web server: open index.html. It gets the run page, the post-mortems, "
+    more="The folder works from a disk and from any web server: open index.html. It gets the run page, post-mortems, "
     "the recipe, the journal, the skip ledger, step records, fingerprints of the data, goodput, cost, checkpoints, "
     "hosts and versions, and is called by its own name. A record that was written before is replaced as a whole; files "
     "of others in the folder stay.\n\nWithout the --keep options, hosts, corpora and shards are numbered. Commands, "
@@ -40,11 +40,12 @@ def report(
         bool, typer.Option("--keep-names", help="Publish the names of corpora and shards")
     ] = False,
     with_text: Annotated[
-        bool, typer.Option("--with-text", help="Publish texts of the samples that incidents skipped or deferred")
+        bool,
+        typer.Option("--with-text", help="Publish texts of the samples that incidents skipped or deferred"),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """The record of a run as a folder to publish: run page, logbook, post-mortems, data, cost; nothing private."""
+    """The record of a run as a folder to publish: logbook, run page, post-mortems, cost; nothing private."""
     from megastable.report.publish import publish
     from megastable.report.publish.redaction import Keeping
 
@@ -73,10 +74,11 @@ def _show(done: PublishedRecord, output: Path) -> None:
     from megastable.base.text import plural, size, visible
 
     made = done.facts.made_from
-    typer.echo(f"{visible(output / 'index.html')}: {plural(len(done.files), 'file')}, {size(sum(done.files.values()))}")
     typer.echo(
-        f"left out: {plural(made.withheld, 'word')} of texts; of the recipe {', '.join(made.recipe_without) or 'nothing'}"
+        f"{visible(output / 'index.html')}: {plural(len(done.files), 'file')}, {size(sum(done.files.values()))}"
     )
+    keys = ", ".join(made.recipe_without) or "nothing"
+    typer.echo(f"left out: {plural(made.withheld, 'word')} of texts; of the recipe {keys}")
     if done.kept:
         typer.echo(f"files of others, kept: {len(done.kept)}")
     typer.echo("read it before you publish it")

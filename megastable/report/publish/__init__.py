@@ -29,10 +29,11 @@ from megastable.report.publish.record_facts import (
     corpora_of,
     evidence_of,
     skips_of,
+    software_of,
     spending,
     starts_of,
 )
-from megastable.report.publish.record_folder import RECORD, building, put_in_place, write_sums
+from megastable.report.publish.record_folder import RECORD, SUMS, building, put_in_place, write_sums
 from megastable.report.publish.record_pages import index_page, readme
 from megastable.report.publish.record_pictures import loss_picture
 from megastable.report.publish.redaction import Keeping
@@ -69,7 +70,9 @@ def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
     output = output.parent.resolve() / output.name
     own, root = output.resolve(), run.resolve()
     if own == root or root in own.parents or own in root.parents:
-        raise DataError(f"--output {visible(output)}: choose a folder that is not inside or around the run {visible(run)}")
+        raise DataError(
+            f"--output {visible(output)}: choose a folder that is not inside or around the run {visible(run)}"
+        )
     if not output.name or not output.parent.is_dir():
         raise DataError(f"--output {visible(output)}: there is no directory {visible(output.parent)}")
     try:
@@ -108,12 +111,15 @@ def _written(made: PublicRun, work: Path, site: Path) -> RecordFacts:
     _pictures(facts, account, reader, site)
     unlinked(made)
     made.root.rename(site / "data")
-    # With a slash: a folder.
-    names = [path.relative_to(site).as_posix() + "/" * path.is_dir() for path in site.rglob("*")]
-    names += ["index.html", "README.md", RECORD, "SHA256SUMS"]
-    (site / "index.html").write_text(index_page(facts, names), encoding="utf-8")
+    names = [path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()]
+    names += ["index.html", "README.md", RECORD, SUMS]
+    recipe = site / "data" / "recipe.yaml"
+    shown = recipe.read_text(encoding="utf-8") if recipe.exists() else ""
+    (site / "index.html").write_text(index_page(facts, names, shown), encoding="utf-8")
     (site / "README.md").write_text(readme(facts, names), encoding="utf-8")
-    (site / RECORD).write_text(as_json(json.loads(as_json(facts.as_object())), indent=1) + "\n", encoding="utf-8")
+    (site / RECORD).write_text(
+        as_json(json.loads(as_json(facts.as_object())), indent=1) + "\n", encoding="utf-8"
+    )
     return facts
 
 
@@ -128,7 +134,7 @@ def _facts(reader: RunReader, made: PublicRun, problems: list[str]) -> tuple[Rec
     skips = skips_of(reader, problems)
     return RecordFacts(
         name=made.root.name, made=time.time(), head=head, model=reader.recipe.get("model", {}), starts=starts,
-        corpora=corpora_of(made, reader), skips=skips, goodput=reader.account,
+        software=software_of(starts, reader), corpora=corpora_of(made, reader), skips=skips, goodput=reader.account,
         spending=spending(
             account, starts, price if isinstance(price, int | float) else None, str(recipe.get("currency", "USD"))
         ),
@@ -160,10 +166,5 @@ def _private(made: PublicRun, root: Path, part: Path) -> list[str]:
         found.append(getpass.getuser())
     found += [] if keep.hosts else [*names.get("host", {}), *made.names.alike]
     found += [] if keep.names else [*names.get("corpus", {}), *names.get("shard", {})]
-    public = {public for known in names.values() for public in known.values()} | {output_name(made)}
+    public = {public for known in names.values() for public in known.values()} | {made.root.name}
     return [name for name in found if name not in public]
-
-
-def output_name(made: PublicRun) -> str:
-    """What the record is called: its folder's name, which its owner has chosen for the public."""
-    return made.root.name

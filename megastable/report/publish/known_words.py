@@ -26,7 +26,9 @@ def core(token: str) -> str:
 @cache
 def known_words() -> frozenset[str]:
     """Every token of the package's source, the keys of the recipe, and names of Python's errors and of signals."""
-    found = {core(token) for path in PACKAGE.rglob("*.py") for token in TOKEN.findall(path.read_text("utf-8"))}
+    found = {
+        core(token) for path in PACKAGE.rglob("*.py") for token in TOKEN.findall(path.read_text("utf-8"))
+    }
     found |= set(_keys(RunConfig().model_dump(mode="json")))
     found |= {name for name in dir(builtins) if name.endswith(("Error", "Exception", "Interrupt"))}
     found |= {one.name for one in signal.Signals}

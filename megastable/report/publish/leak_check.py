@@ -9,7 +9,13 @@ from pathlib import Path
 from megastable.report.publish.known_words import is_known
 
 SHORTEST = 5  # characters: shorter names are in every large file by chance
-TEXTS = ("samples.txt", "report.html", "evidence.json", "postmortem.md", "run.html")  # that show samples, if asked
+TEXTS = (
+    "samples.txt",
+    "report.html",
+    "evidence.json",
+    "postmortem.md",
+    "run.html",
+)  # that show samples, if asked
 
 
 def leaks(site: Path, private: Iterable[str], texts: bool = False) -> list[str]:

@@ -20,8 +20,8 @@ from megastable.run.events.data_events import (
     BatchChanged,
     BlendChanged,
     LengthChanged,
-    LookedAhead,
     LookAheadSpent,
+    LookedAhead,
     MixChanged,
     OrderChanged,
     SkipsAdded,
@@ -43,7 +43,14 @@ from megastable.run.events.stability_events import (
     TrendEvent,
     WrongCopy,
 )
-from megastable.run.events.supervisor_events import Ended, HostLeftOut, HostsAwaited, HostSlow, Launched, Restart
+from megastable.run.events.supervisor_events import (
+    Ended,
+    HostLeftOut,
+    HostsAwaited,
+    HostSlow,
+    Launched,
+    Restart,
+)
 from megastable.run.events.training_events import (
     CheckpointFailed,
     CheckpointRejected,
@@ -115,7 +122,9 @@ def logbook(
     failures = [_opened_at(e) for e in incidents if e.incident.breakdown]
     entries = [*_of_events(events, failures), *(_of_incident(e) for e in opened.values())]
     days: dict[str, LogbookDay] = {}
-    for date, told in groupby(sorted(entries, key=lambda entry: entry.time), key=lambda entry: _date(entry.time)):
+    for date, told in groupby(
+        sorted(entries, key=lambda entry: entry.time), key=lambda entry: _date(entry.time)
+    ):
         days[date] = LogbookDay(date, entries=_folded(list(told)))
     for date, progress in _progress(events, steps).items():
         days.setdefault(date, LogbookDay(date)).progress = progress
@@ -142,20 +151,36 @@ def _of_events(events: Sequence[Event], failures: Sequence[float]) -> Iterable[L
             case Ended():
                 # The supervisor makes an incident of most failures, which says more.
                 if event.get("what") and not any(abs(at - time) < NEAR for at in failures):
-                    yield LogbookEntry(time, step, "Processes ended", _sentence(event.sentence()), _again(events[number:]), mood="warn")
+                    yield LogbookEntry(
+                        time,
+                        step,
+                        "Processes ended",
+                        _sentence(event.sentence()),
+                        _again(events[number:]),
+                        mood="warn",
+                    )
             case Stopped():
                 yield LogbookEntry(time, step, "Stopped", "Stopped as asked, with a checkpoint.")
             case Finished():
                 yield LogbookEntry(time, event.steps, "Finished", _sentence(event.sentence()), mood="good")
             case _ if (heading := HEADINGS.get(type(event))) and (told := event.sentence()):
                 if not (isinstance(event, HostsAwaited) and not event.hosts):
-                    mood = "bad" if isinstance(event, Unstable) or (isinstance(event, AlertEvent) and event.what == "begun") else "plain"
+                    mood = (
+                        "bad"
+                        if isinstance(event, Unstable)
+                        or (isinstance(event, AlertEvent) and event.what == "begun")
+                        else "plain"
+                    )
                     yield LogbookEntry(time, step, heading, _sentence(told), mood=mood)
 
 
 def _start(event: Training, launched: Launched | None, resumed: Resumed | None) -> str:
     hosts = [str(host) for host in launched.hosts] if launched is not None else []
-    named = f" on {', '.join(hosts[:8])}" + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "") if hosts else ""
+    named = (
+        f" on {', '.join(hosts[:8])}" + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
+        if hosts
+        else ""
+    )
     told = f"{plural(event.world or 0, 'rank')}{named}, from position {event.cursor or 0:,} of the data"
     if launched is not None and launched.attempt is not None and launched.attempt > 1:
         told = f"attempt {launched.attempt}: {told}"
@@ -175,10 +200,15 @@ def _again(events: Sequence[Event]) -> str:
 
 
 def _of_incident(e: Evidence) -> LogbookEntry:
-    i = e.incident
+    i, sequel = e.incident, sentences.sequel(e)
+    # The sequel tells of the last action.
+    told = [
+        sentences.acted(action)
+        for action in (i.actions[:-1] if sequel != sentences.outcome(e) else i.actions)
+    ]
     return LogbookEntry(
         _opened_at(e), i.onset or i.step, f"Incident {i.number}", sentences.seen(i),
-        " ".join(dict.fromkeys([*(sentences.acted(action) for action in i.actions), sentences.sequel(e)])).strip(),
+        " ".join(dict.fromkeys([*told, sequel])).strip(),
         cost_in_words(e), f"incidents/{i.number:04d}/report.html",
         {"healed": "good", "stopped": "bad"}.get(i.outcome, "warn"),
     )  # fmt: skip
@@ -206,7 +236,7 @@ def _folded(entries: list[LogbookEntry]) -> list[LogbookEntry]:
     for heading, some in groupby(entries, key=lambda entry: entry.heading):
         alike = list(some)
         if len(alike) > ALIKE and not heading.startswith("Incident"):
-            more = f"{plural(len(alike) - 2, 'entry').replace('entrys', 'entries')} like these in between: data/journal.jsonl."
+            more = f"{len(alike) - 2:,} more in between: data/journal.jsonl."
             alike = [alike[0], LogbookEntry(alike[1].time, None, heading, more), alike[-1]]
         found += alike
     return found

@@ -42,6 +42,7 @@ NOT_OF_RECIPE = {
     "logging.project", "logging.tracker_command", "supervise.command", "supervise.webhook", "supervise.interface",
     "supervise.metrics_address", "supervise.metrics_port",
 }  # fmt: skip
+CURRENCY = re.compile(r"[A-Z]{3}|[€$£¥]")
 CORPORA = "corpora"  # where the recipe says that they are
 
 
@@ -72,7 +73,11 @@ def public_copy(run: Path, root: Path, keep: Keeping) -> PublicRun:
         unknown = plural(len(journal) - len(events), "event")
         made.problems.append(f"{given.journal.name}: {unknown} of an unknown kind left out")
     skips, blends = _lines(given.skips)[0], _lines(given.blends)[0]
-    recipe, progress, summary = _recipe(given.recipe, made), read_object(given.progress), read_object(given.summary)
+    recipe, progress, summary = (
+        _recipe(given.recipe, made),
+        read_object(given.progress),
+        read_object(given.summary),
+    )
     _name_corpora(recipe, blends, made)
     for value in (events, skips, blends, progress, summary):
         collect(value, made.names)
@@ -110,10 +115,7 @@ def public_blend(line: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
     """A line of the data order: corpora by their public names."""
     told = dict(redact.tree({key: value for key, value in line.items() if key != "corpora"}))
     if isinstance(shares := line.get("corpora"), list):
-        told["corpora"] = [
-            redact.tree(share) | {key: redact.names.of("corpus", str(share[key])) for key in ("name", "path") if key in share}
-            for share in shares if isinstance(share, dict)
-        ]  # fmt: skip
+        told["corpora"] = [_share(share, redact) for share in shares if isinstance(share, dict)]
     return told
 
 
@@ -121,10 +123,18 @@ def public_recipe(content: Mapping[str, Any], redact: Redactor, without: list[st
     """A frozen recipe. without: gets the keys that were left out although they had a value."""
     config = _section(content.get("config"), "", redact, without)
     logging = config.get("logging")
-    if isinstance(logging, dict) and "logging.tracker_command" in without and isinstance(logging.get("trackers"), list):
+    if (
+        isinstance(logging, dict)
+        and "logging.tracker_command" in without
+        and isinstance(logging.get("trackers"), list)
+    ):
         logging["trackers"] = [name for name in logging["trackers"] if name != "command"]
     manifests = content.get("manifests")
-    hashes = [one for one in manifests if isinstance(one, str) and HASH.fullmatch(one)] if isinstance(manifests, list) else []
+    hashes = (
+        [one for one in manifests if isinstance(one, str) and HASH.fullmatch(one)]
+        if isinstance(manifests, list)
+        else []
+    )
     deepspeed = _section(content.get("deepspeed_json"), "deepspeed_json.", redact, without)
     return {"config": config, "manifests": hashes, "deepspeed_json": deepspeed}
 
@@ -157,6 +167,12 @@ def unlinked(made: PublicRun) -> None:
 # Parts
 
 
+def _share(share: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
+    """A corpus of a blend."""
+    named = {key: redact.names.of("corpus", str(share[key])) for key in ("name", "path") if key in share}
+    return redact.tree(share) | named
+
+
 def _without(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without(below) for key, below in value.items() if key not in NOT_OF_EVENTS}
@@ -174,12 +190,18 @@ def _section(tree: Any, prefix: str, redact: Redactor, without: list[str]) -> di
     for name, value in tree.items() if isinstance(tree, Mapping) else ():
         key, path = redact.key(name), f"{prefix}{name}"
         if path == "data.corpora":
-            found[key] = [_corpus(one, redact) for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+            found[key] = (
+                [_corpus(one, redact) for one in value if isinstance(one, dict)]
+                if isinstance(value, list)
+                else []
+            )
         elif path in NOT_OF_RECIPE or WITHHELD in key:
             if value is not None:
                 without.append(f"{prefix}{key}")
         elif isinstance(value, Mapping):
             found[key] = _section(value, f"{path}.", redact, without)
+        elif path == "supervise.currency" and CURRENCY.fullmatch(str(value)):
+            found[key] = value
         elif WITHHELD in (told := as_json(redact.tree(value))):
             without.append(path)
         else:
@@ -198,15 +220,25 @@ def _corpus_path(name: str) -> Path:
 
 def _name_corpora(recipe: Mapping[str, Any], blends: Iterable[Mapping[str, Any]], made: PublicRun) -> None:
     """Corpora get their names in the order of the recipe; the order's ledger tells which path has which name."""
-    shares = [s for line in blends if isinstance(line.get("corpora"), list) for s in line["corpora"] if isinstance(s, dict)]
+    shares = [
+        s
+        for line in blends
+        if isinstance(line.get("corpora"), list)
+        for s in line["corpora"]
+        if isinstance(s, dict)
+    ]
     called = {str(share.get("path")): str(share["name"]) for share in shares if share.get("name")}
     config = recipe.get("config")
     data = config.get("data") if isinstance(config, dict) else None
     corpora = data.get("corpora") if isinstance(data, dict) else None
-    paths = [str(one["path"]) for one in corpora if isinstance(one, dict) and one.get("path")] if isinstance(corpora, list) else []
+    paths = (
+        [str(one["path"]) for one in corpora if isinstance(one, dict) and one.get("path")]
+        if isinstance(corpora, list)
+        else []
+    )
     for path in dict.fromkeys([*paths, *called]):
         made.names.alias("corpus", path, called.get(path) or Path(path).name or path)
-        made.corpora.setdefault(made.names.of("corpus", path), find(path))
+        made.corpora.setdefault(made.names.of("corpus", path), find(path).absolute())
 
 
 def _recipe(path: Path, made: PublicRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Gathers the facts of a published record from the public copy of a run: the content of record.json and of its pages."""
+"""Gathers the facts of a record from the public copy of a run: the content of record.json and of its pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megastable.report.postmortem.facts import Evidence
 from megastable.report.publish.logbook import LogbookDay
 from megastable.report.publish.public_run import PublicRun
 from megastable.report.publish.record_folder import FORMAT
-from megastable.report.publish.redaction import HASH
+from megastable.report.publish.redaction import HASH, public_version
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import read_object
 from megastable.run.events.event import Event
@@ -85,13 +85,14 @@ class SpendingFacts:
 
 @dataclass(frozen=True)
 class RecordFacts:
-    """See the sections of the pages. made: Unix seconds."""
+    """See the sections of the pages. made: Unix seconds. software: versions by name, in the order of their use."""
 
     name: str
     made: float
     head: dict[str, Any]
     model: dict[str, Any]
     starts: list[StartFacts]
+    software: dict[str, list[str]]
     corpora: list[CorpusFacts]
     skips: list[SkipFacts]
     goodput: dict[str, Any] | None
@@ -106,10 +107,12 @@ class RecordFacts:
         """record.json."""
         h, made = self.head, self.made_from
         return {
-            "format": FORMAT, "version": 1, "megastable": __version__, "name": self.name, "made_unix_seconds": self.made,
+            "format": FORMAT, "version": 1, "megastable": __version__, "name": self.name,
+            "made_unix_seconds": self.made,
             "state": h["state"], "running": h["running"], "sentence": h["sentence"], "step": h["step"],
             "steps": h["steps"], "figures": h["figures"], "model": self.model,
-            "starts": [asdict(start) for start in self.starts], "corpora": [asdict(c) for c in self.corpora],
+            "starts": [asdict(start) for start in self.starts], "software": self.software,
+            "corpora": [asdict(c) for c in self.corpora],
             "skips": [asdict(skip) for skip in self.skips], "goodput": self.goodput,
             "cost": None if self.spending is None else asdict(self.spending), "checkpoints": self.checkpoints,
             "incidents": [
@@ -133,7 +136,28 @@ def starts_of(events: Iterable[Event]) -> list[StartFacts]:
             hosts = [str(host) for host in launched.hosts] if launched is not None else []
             software = {str(name): str(value) for name, value in event.software.items()}
             attempt = launched.attempt if launched is not None else None
-            found.append(StartFacts(event.time or 0.0, attempt, event.step or 0, event.world, hosts, software))
+            found.append(
+                StartFacts(event.time or 0.0, attempt, event.step or 0, event.world, hosts, software)
+            )
+    return found
+
+
+def software_of(starts: Sequence[StartFacts], reader: RunReader) -> dict[str, list[str]]:
+    """Versions by name: of the journal, or, of an older run, those that its newest checkpoint was written by."""
+    found = dict[str, list[str]]()
+    for start in starts:
+        for name, version in start.software.items():
+            if version not in found.setdefault(name, []):
+                found[name].append(version)
+    for note in reversed(reader.journal.noted.checkpoints.values()):
+        if not found:
+            told = read_object(reader.run.checkpoints / note.name / "state.json").get("versions")
+            known = told if isinstance(told, dict) else {}
+            found = {
+                name: [public_version(known[name])]
+                for name in ("megastable", "torch", "python")
+                if name in known
+            }
     return found
 
 
@@ -198,7 +222,11 @@ def skips_of(reader: RunReader, problems: list[str]) -> list[SkipFacts]:
     for entry in entries:
         if isinstance(entry, SkipEntry):
             ahead = entry.end >= LAST_POSITION
-            what = f"from position {entry.first:,} on" if ahead else f"positions {entry.first:,} to {entry.end - 1:,}"
+            what = (
+                f"from position {entry.first:,} on"
+                if ahead
+                else f"positions {entry.first:,} to {entry.end - 1:,}"
+            )
             what = f"{entry.corpus}, {what}" if entry.corpus else what
             samples = None if ahead or entry.corpus else entry.end - entry.first
         else:

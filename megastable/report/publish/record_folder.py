@@ -161,7 +161,9 @@ def _keep(path: Path, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         return
     if taken:
-        raise DataError(f"{visible(path)} is not the record's, but has the name of a file of it: move it away")
+        raise DataError(
+            f"{visible(path)} is not the record's, but has the name of a file of it: move it away"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(path, target, follow_symlinks=False)
@@ -172,7 +174,9 @@ def _keep(path: Path, target: Path) -> None:
 def _exchanged(one: Path, other: Path) -> bool:
     """Exchange two folders in one step, if this system can."""
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return exchange is not None and exchange(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    return (
+        exchange is not None and exchange(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    )
 
 
 def _clear(folder: Path) -> None:

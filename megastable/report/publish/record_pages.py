@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,7 +22,7 @@ FILES = {
     "incidents/index.html": "the post-mortems of all incidents",
     "data/journal.jsonl": "every event, in order, with its reason",
     "data/recipe.yaml": "the configuration, resolved",
-    "data/steps/": "measurements of every step (Parquet)",
+    "data/steps/*": "measurements of every step (Parquet)",
     "data/skips.jsonl": "the skip ledger: data that is left out, and why",
     "data/blends.jsonl": "the order of the data: corpora and their weights",
     "data/summary.json": "the figures of the finished run",
@@ -34,11 +35,13 @@ class _Plain(str):
     """Markdown that is not escaped again."""
 
 
-def index_page(facts: RecordFacts, files: list[str]) -> str:
-    """index.html. files: of the folder, and folders that end with a slash."""
+def index_page(facts: RecordFacts, files: list[str], recipe: str) -> str:
+    """index.html. files: of the folder; recipe: the text of data/recipe.yaml, "" if there is none."""
     environment = _environment(autoescape=True, finalize=_visible)
     style, _, _ = PackageLoader("megastable.report.postmortem").get_source(environment, "style.css")
-    return environment.get_template("index.html.jinja").render(style=Markup(style), **_content(facts, files))
+    return environment.get_template("index.html.jinja").render(
+        style=Markup(style), recipe=recipe, **_content(facts, files)
+    )
 
 
 def readme(facts: RecordFacts, files: list[str]) -> str:
@@ -50,16 +53,12 @@ def readme(facts: RecordFacts, files: list[str]) -> str:
 
 
 def _content(facts: RecordFacts, files: list[str]) -> dict[str, Any]:
-    software = dict[str, list[str]]()
-    for start in facts.starts:
-        for name, version in start.software.items():
-            if version not in software.setdefault(name, []):
-                software[name].append(version)
     lost = (facts.goodput or {}).get("lost", [])
+    shown = [(name, what) for pattern, what in FILES.items() for name in fnmatch.filter(files, pattern)]
     return {
-        "f": facts, "files": [(name, what) for name, what in FILES.items() if name in files],
+        "f": facts, "files": shown,
         "pictures": [name for name in ("loss.png", "goodput.png") if name in files],
-        "version": __version__, "check": CHECK, "software": software, "lost": lost[:12],
+        "version": __version__, "check": CHECK, "software": facts.software, "lost": lost[:12],
         "skips": facts.skips[-SKIPS:], "keep": facts.made_from.names.keep,
         "withheld": facts.made_from.recipe_without, "costs": [(e, cost_in_words(e)) for e in facts.incidents],
         "seconds": sorted((facts.goodput or {}).get("seconds", {}).items(), key=lambda entry: -entry[1]),

@@ -44,7 +44,9 @@ def loss_picture(
     for number, step in incidents:
         axis.axvline(step, color=MARK, linewidth=0.8, alpha=0.7)
         place = {"xycoords": axis.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": 8}
-        axis.annotate(str(number), (step, 0.98), color="white", bbox={"boxstyle": "round", "color": MARK}, **place)
+        axis.annotate(
+            str(number), (step, 0.98), color="white", bbox={"boxstyle": "round", "color": MARK}, **place
+        )
     axis.set_ylabel("loss (nats per token)")
     axis.legend(loc="upper right", frameon=False)
     rate.plot(*binned(steps["step"], steps["lr"])[:2], color=ACCEPTED, linewidth=1)

@@ -48,7 +48,7 @@ class Keeping:
 
 @dataclass
 class PublicNames:
-    """Names and what is published in their place, by kind: "host", "corpus", "shard"."""
+    """Names and what is published in their place, by kind: "host", "corpus", "shard", "layer"."""
 
     keep: Keeping = field(default_factory=Keeping)
     of_kind: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -60,7 +60,9 @@ class PublicNames:
         if name not in known:
             if name in self.alike:
                 return self.alike[name]
-            kept = self.keep.hosts if kind == "host" else self.keep.names
+            kept = {"host": self.keep.hosts, "corpus": self.keep.names, "shard": self.keep.names}.get(
+                kind, False
+            )
             known[name] = name if kept else f"{kind}-{len(set(known.values())) + 1}"
             short = name.partition(".")[0]
             if kind == "host" and short != name and not short.isdecimal():
@@ -80,7 +82,9 @@ class PublicNames:
 
     def longest_first(self) -> list[str]:
         """All private names."""
-        return sorted({*self.alike, *(name for known in self.of_kind.values() for name in known)}, key=len)[::-1]
+        return sorted({*self.alike, *(name for known in self.of_kind.values() for name in known)}, key=len)[
+            ::-1
+        ]
 
 
 class Redactor:
@@ -132,7 +136,7 @@ class Redactor:
         if key in NAMED and isinstance(value, str):
             return self.names.of(NAMED[key], value)
         if key == "software" and isinstance(value, Mapping):
-            return {self.key(name): _version(of) for name, of in value.items()}
+            return {self.key(name): public_version(of) for name, of in value.items()}
         if key in HASHED and isinstance(value, str) and HASH.fullmatch(value):
             return value
         return self.tree(value)
@@ -143,7 +147,8 @@ HOSTS = ("hosts", "gone")  # fields whose items are names of hosts
 HASHED = ("fingerprint", "xxh3")
 
 
-def _version(value: Any) -> str:
+def public_version(value: Any) -> str:
+    """A version or the name of a device, without a word that is neither."""
     words = str(value).split()
     return " ".join(word if SOFTWARE.fullmatch(word) else WITHHELD for word in words)
 
@@ -167,4 +172,3 @@ def collect(value: Any, names: PublicNames) -> None:
     elif isinstance(value, list | tuple):
         for below in value:
             collect(below, names)
-
