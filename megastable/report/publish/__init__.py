@@ -166,5 +166,6 @@ def _private(made: PublicRun, root: Path, part: Path) -> list[str]:
         found.append(getpass.getuser())
     found += [] if keep.hosts else [*names.get("host", {}), *made.names.alike]
     found += [] if keep.names else [*names.get("corpus", {}), *names.get("shard", {})]
+    # The folder's name, and names that are kept, were chosen for the public, whatever they are made of.
     public = {public for known in names.values() for public in known.values()} | {made.root.name}
-    return [name for name in found if name not in public]
+    return [name for name in found if not any(name in one for one in public)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megastable.report.publish.known_words import is_known
+from megastable.report.run_page import page_parts
 
 SHORTEST = 5  # characters: shorter names are in every large file by chance
 TEXTS = (
@@ -21,7 +22,9 @@ TEXTS = (
 def leaks(site: Path, private: Iterable[str], texts: bool = False) -> list[str]:
     """The files of a record that have a private name as a word of its own. texts: samples are published, which may name
     anything."""
-    names = {name for name in private if len(name) >= SHORTEST and not is_known(name)}
+    # The page's own script and style name nothing of this machine.
+    ours = page_parts.script() + page_parts.style()
+    names = {name for name in private if len(name) >= SHORTEST and not is_known(name) and name not in ours}
     if not names:
         return []
     wanted = re.compile(
