@@ -205,7 +205,7 @@ def _section(tree: Any, prefix: str, redact: Redactor, without: list[str]) -> di
         elif WITHHELD in (told := as_json(redact.tree(value))):
             without.append(path)
         else:
-            found[key] = json.loads(told) if isinstance(value, str | list) else value
+            found[key] = json.loads(told) if isinstance(value, list) else redact.tree(value)
     return found
 
 

@@ -19,13 +19,12 @@ NUMBER = r"[-+±~]?\d{1,11}(?:\.\d{1,17})?(?:e[-+]?\d{1,3})?[%x]?"
 # Numbers, ranges and shares of them, times, dates; names that megastable gives to what it counts.
 PLAIN = re.compile(
     r"\d{4}-\d\d-\d\d(?:T\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[-+]\d\d:\d\d)?)?"
-    rf"|{NUMBER}(?:[-/:]\d{{1,11}}){{0,2}}|\d\d:\d\d(?::\d\d(?:\.\d+)?)?|[^\w\s]{{1,3}}"
+    rf"|{NUMBER}(?:[-/:]\d{{1,11}}){{0,2}}|\d\d:\d\d(?::\d\d(?:\.\d+)?)?|[#$%&+./:@~_–—×·±≥≤→-]{{1,3}}"
     r"|(?:step|rank|attempt|incident|stage)-?\d{1,9}|(?:step|attempt)-\d{1,18}"
 )
 # What follows such a word is a password, even if it is a word that megastable uses.
-PASSWORD = re.compile(
-    r"(?i)(?:token|secret|passw(?:or)?d|passphrase|credentials?|api[-_]?key|access[-_]?key|authorization|bearer)\W*$"
-)
+SECRET = r"(?:token|secret|passw(?:or)?d|passphrase|credentials?|api[-_]?key|access[-_]?key|authorization)"
+PASSWORD = re.compile(rf"(?i)(?:{SECRET}\W*[:=]\W*|-{SECRET}\W+|bearer\W+)$")
 ADDRESS = re.compile(r"://|@|^[/~]|\.{2}/")
 # Versions, and names of devices (base/software.py).
 SOFTWARE = re.compile(
@@ -127,7 +126,8 @@ class Redactor:
             return {self.key(key): self._below(str(key), below) for key, below in value.items()}
         if isinstance(value, list | tuple):
             return [self.tree(below) for below in value]
-        return value
+        # YAML has more kinds of values than JSON.
+        return value if value is None or isinstance(value, bool | int | float) else self.text(str(value))
 
     def key(self, key: Any) -> str:
         return self.text(str(key))

@@ -29,6 +29,7 @@ def redactor(**keep: bool) -> Redactor:
         "checkpoint step-200 saved: 63.1 MB in 1.6 s",
         "train.steps: 100 -> 220; optimizer.lr: 0.002 -> 1e-3",
         "RuntimeError: CUDA out of memory",
+        "the loss is 3.2 nats per token and the token is not in the vocabulary",
         "2026-11-26T19:17:47.123456Z",
         "positions 1908-1947, 12:30:05, inf, nan",
     ],
@@ -48,15 +49,17 @@ def test_what_megastable_says_stays(text: str) -> None:
         ("no space in /data/acme/run: the disk is full", f"no space in {WITHHELD}: the disk is full"),
         ("10.1.2.3 and fe80::1 are gone", f"{WITHHELD} and {WITHHELD} are gone"),
         ("the token: memory", f"the token: {WITHHELD}"),
+        ("--api-key memory, Authorization: bearer run", f"--api-key {WITHHELD}, Authorization: {WITHHELD}"),
         ("PASSWORD=run", f"PASSWORD={WITHHELD}"),
         ("see https://wandb.ai/acme/x/runs/abc1 or me@example.org", f"see {WITHHELD} or {WITHHELD}"),
         ("hf_abcDEF123 sk-live-99 AKIA1234 x", f"{WITHHELD} x"),
         ("samples of corpus acme mails in acme-00000", "samples of corpus corpus-1 in shard-1"),
-        ("account 123456789012", f"account {WITHHELD}"),
+        ("step 123456789012", f"step {WITHHELD}"),
+        ("the loss \ud800 \x1b \u202e is 3", f"the loss {WITHHELD} is 3"),
     ],
 )
 def test_what_others_say_is_withheld(text: str, shown: str) -> None:
-    assert redactor().text(text) == shown.replace("account", redactor().text("account"))
+    assert redactor().text(text) == shown
 
 
 def test_names_can_be_kept() -> None:
@@ -88,6 +91,10 @@ def test_trees_keep_their_form() -> None:
     assert redactor().tree(value) == {
         "loss": 1.5, "applied": True, "none": None, WITHHELD: [{"reason": WITHHELD}], "fingerprint": "ab" * 32,
     }  # fmt: skip
+
+
+def test_values_that_json_does_not_have_are_texts() -> None:
+    assert redactor().tree({"loss": b"hunter2", "step": object()}) == {"loss": WITHHELD, "step": WITHHELD}
 
 
 def test_versions_and_devices() -> None:
