@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megastable.cluster.host_burn_in import BurnInAnswer
 from megastable.cluster.launcher import command
 from megastable.cluster.local_attempt import Fate, KernelView, LocalAttempt
 from megastable.cluster.preflight import HostFinding
@@ -67,6 +68,13 @@ class Fleet(Protocol):
     def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         """What speaks against these hosts, before an attempt; takes seconds. hurry: whether to give it up."""
 
+    @property
+    def burns_in(self) -> bool:
+        """Whether hosts that do not train can be burned in."""
+
+    def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
+        """What a burn-in of a host that does not train found; None while it goes on. Starts it. Poll often."""
+
     def start(self, number: int, names: Sequence[str]) -> Attempt:
         """On these hosts, all of which can begin; that of rank 0 first. Raises OSError if a file for it cannot be
         written."""
@@ -86,6 +94,8 @@ class Fleet(Protocol):
 
 class Here:
     """This host alone, without an agent. words: module, recipe, overrides and arguments for the launcher."""
+
+    burns_in = False
 
     def __init__(
         self, run: RunDirectory, module: str, recipe: str, overrides: Sequence[str], given: Sequence[str]
@@ -107,6 +117,9 @@ class Here:
 
     def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         return ()
+
+    def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
+        return BurnInAnswer(unmade="this host trains")
 
     def start(self, number: int, names: Sequence[str]) -> Attempt:
         log: Path = log_of(self.run, number)

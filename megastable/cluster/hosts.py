@@ -13,6 +13,7 @@ from megastable.base.errors import ConfigError
 from megastable.cluster.child_process import ChildProcess
 from megastable.cluster.exported import exported
 from megastable.cluster.fleet import Attempt
+from megastable.cluster.host_burn_in import BurnInAnswer, HostBurnIns
 from megastable.cluster.host_survey import survey
 from megastable.cluster.hostfile import HostSlots, include, lines
 from megastable.cluster.launcher import command
@@ -60,6 +61,7 @@ class Hosts:
         self._failed: dict[str, str] = {}  # why the last try to start an agent did
         self._told: dict[str, float] = {}
         self._training: Sequence[str] = self.names  # the hosts of the newest attempt
+        self._burn_ins = HostBurnIns(reach)
 
     # Agents
 
@@ -169,6 +171,13 @@ class Hosts:
         cpu = exported().get("DS_ACCELERATOR") == "cpu"
         return compare(found.reports, Wanted(slots, found.token, found.offsets, cpu=cpu))
 
+    @property
+    def burns_in(self) -> bool:
+        return self.shares
+
+    def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
+        return self._burn_ins.poll(name, seconds)
+
     def start(self, number: int, names: Sequence[str]) -> Attempt:
         by_name = {host.name: host for host in self.hosts}
         hosts = [by_name[name] for name in names]
@@ -220,6 +229,7 @@ class Hosts:
             time.sleep(0.05)
         for running in self._tries.values():
             running.kill()
+        self._burn_ins.close()
 
 
 def _has(given: Sequence[str], flag: str) -> bool:

@@ -121,6 +121,9 @@ class SuperviseConfig(Section):
     cool_off: NonNegativeFloat = 600.0
     """Time for which a host that failed is the last choice, and does not make a smaller run grow; doubled with every
     failure. [seconds]"""
+    burn_in: NonNegativeFloat = 1800.0
+    """Time of the burn-in that a host which computed wrong must pass, after its cool-off, before it is used again;
+    0: none. [seconds]"""
     slow_host: Annotated[float, Field(gt=1.0)] | None = 1.1
     """How many times as long as on other hosts a rank's own work must take, for a hundred steps and more, for its host
     to be reported as slow. null: hosts are not compared."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -30,6 +31,11 @@ class Layout:
     def rank(self, stage: int, data: int, tensor: int) -> int:
         """Global rank of a coordinate; the inverse of `coordinates`."""
         return (stage * self.data + data) * self.tensor + tensor
+
+    def replicas(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """All ranks that work on the samples of these: of every stage, tensor and context rank."""
+        rows = {self.coordinates(rank)[1] // self.context for rank in ranks}
+        return tuple(r for r in range(self.world) if self.coordinates(r)[1] // self.context in rows)
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along `axis`: "tensor", "data", "stage" (both of these), "context", "pipeline", or

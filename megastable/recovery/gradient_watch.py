@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
+from megastable.engine.self_test import wrong_product
+from megastable.model.kernels import DTYPES
 from megastable.recovery.hardware_fault import HardwareFault
 from megastable.run.events.stability_events import GradientsDoubted
 from megastable.run.log import RunLog
@@ -27,10 +30,8 @@ from megastable.stability.gradient_consistency import (
     rows,
     wrong_sums,
 )
-from megastable.stability.gradient_proof import Digest, prove
+from megastable.stability.gradient_proof import Digest, GradientFault, causes, prove
 
-QUIET, LONGEST = 100, 6400  # steps; a doubt costs about four
-SEVERAL = 3
 TURNS = 2  # other ranks that compute the same samples: with a third result it is known which one is wrong
 
 
@@ -65,11 +66,13 @@ class GradientWatch:
         self._micro_batch = config.train.micro_batch
         self._maker = kind_of(engine.device)
         self._cleared = -1  # a step that a repetition has cleared
-        self._quiet, self._until = (
-            QUIET,
-            -1,
-        )  # steps without a doubt after one that was cleared; the end of them
-        self._passed = 0, 0  # a step at which hardware lied, and how often in a row
+        self._product = partial(
+            wrong_product,
+            config.model,
+            engine.topology.layout.tensor,
+            DTYPES[config.precision.kind],
+            engine.device,
+        )
 
     def judge(self, measured: Measured, step: int) -> Suspicion | None:
         """What the columns of a step show, before its update."""
@@ -79,13 +82,8 @@ class GradientWatch:
         cleared, self._cleared = self._cleared == step, -1
         found = rows(measured.gradients)
         sums = [] if cleared else wrong_sums(found)
-        doubts = [] if cleared or step < self._until else self.usual.doubts(found)
+        doubts = [] if cleared else self.usual.doubts(found)
         return Suspicion(sums, doubts, self._of) if sums or doubts else None
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the last step that was doubted has failed several times in a row."""
-        return self._passed[1] >= SEVERAL
 
     def accept(self, measured: Measured) -> None:
         """The update was applied."""
@@ -106,17 +104,18 @@ class GradientWatch:
         else:
             verdict, ranks, hosts, reason = self._repeated(suspicion.doubts, batch)
         kinds = sorted({str(doubt.kind) for doubt in suspicion.doubts})
+        theirs = [hosts[rank] for rank in ranks]
         self.log.emit(
-            GradientsDoubted(step=step, verdict=verdict, kinds=kinds, ranks=ranks, reason=reason), say=True
+            GradientsDoubted(
+                step=step, verdict=verdict, kinds=kinds, ranks=ranks, hosts=theirs, reason=reason
+            ),
+            say=True,
         )
         if verdict != "data":
-            at, times = self._passed
-            self._passed = step, times + 1 if at == step else 1
-            where = sorted({hosts[rank] for rank in ranks})
-            return HardwareFault(step - 1, verdict == "persistent", ranks, where, reason)
+            lasting, link = verdict == "persistent", verdict == "sum"
+            return HardwareFault(step - 1, lasting, ranks, sorted(set(theirs)), reason, link)
         self._cleared = step
-        # Among thousands of ranks, chance makes one stand out every few steps: it must not cost more than it may save.
-        self._until, self._quiet = step + self._quiet, min(2 * self._quiet, LONGEST)
+        self.usual.clear(suspicion.doubts)
         return None
 
     def _receivers(self, slices: Sequence[int]) -> tuple[list[int], list[str], str]:
@@ -148,19 +147,29 @@ class GradientWatch:
         """Verdict, ranks, the hosts of all and a sentence, from repeating the step."""
         assert self.local is not None
         layout = self.engine.topology.layout
-        digests = [self._digest()]
+        digests, sent = [self._digest()], [self._sent()]
         for turn in range(1 + min(TURNS, layout.samples - 1)):
             shape = -1, layout.samples, self._micro_batch
             turned = np.roll(batch.positions.reshape(shape), -turn, 1).ravel()
             self.engine.measure(self.loader.read(turned) if turn else batch.micro_batches)
             digests.append(self._digest())
-        everyone = gathered((socket.gethostname(), digests))
-        told = {rank: held for rank, (_, held) in enumerate(everyone)}
+            sent.append(self._sent())
+        moved = {stage for stage, mark in sent[0].items() if sent[1].get(stage) != mark}
+        everyone = gathered((socket.gethostname(), digests, moved, self._product()))
+        told = {rank: held for rank, (_, held, *_) in enumerate(everyone)}
         proof = prove(told, layout.groups("data"), layout.context, self._exact)
-        why, hosts = Suspicion([], list(doubts), self._of).told, [host for host, _ in everyone]
+        why, hosts = Suspicion([], list(doubts), self._of).told, [host for host, *_ in everyone]
+        if odd := [rank for rank, (*_, wrong) in enumerate(everyone) if wrong]:
+            return "persistent", odd, hosts, f"{why}: {ranks_on(odd, hosts)}: {everyone[odd[0]][3]}"
         if proof is None:
-            others = " and on another rank" if layout.samples > 1 else ""
-            return "data", [], hosts, f"{why}: the same when repeated{others}, so it is the data, or chance"
+            if layout.samples == 1:
+                reason = (
+                    "so it is the data, chance, or a chip that does so every time, which nobody else can tell"
+                )
+            else:
+                reason = "and on another rank, so it is the data, or chance"
+            return "data", [], hosts, f"{why}: the same when repeated, {reason}"
+        proof = self._traced(proof, [moved for *_, moved, _ in everyone])
         who = ranks_on(proof.ranks, hosts)
         if not proof.lasting:
             return "transient", list(proof.ranks), hosts, f"{why}: {who} got {proof.what}, not when repeated"
@@ -172,6 +181,25 @@ class GradientWatch:
                 f"{why}: {who} gets {proof.what} every time, other ranks do not",
             )
         return "persistent", [], hosts, f"{why}: {who} get different results for the same samples, every time"
+
+    def _sent(self) -> dict[int, int]:
+        """Fingerprints of what was sent in the last pass, by the stage that received it."""
+        messages = self.engine.zero.messages
+        return {} if messages is None else messages.by_stage()[0]
+
+    def _traced(self, proof: GradientFault, moved: Sequence[set[int]]) -> GradientFault:
+        """Those that may have caused it, in place of all whose gradient was another one. moved: by rank, stages to
+        which it sent something else."""
+        layout = self.engine.topology.layout
+        if proof.lasting or (layout.pipeline > 1 and self.engine.zero.messages is None):
+            return proof._replace(ranks=layout.replicas(proof.ranks))
+        tied = self.engine.tied is not None
+        pipelines = layout.groups("pipeline")
+        return (
+            proof._replace(ranks=causes(proof.ranks, pipelines, moved, tied))
+            if layout.pipeline > 1
+            else proof
+        )
 
     def _digest(self) -> Digest:
         """Of the last backward pass."""

@@ -6,17 +6,19 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from megastable.base.collectives import gathered
+from megastable.base.collectives import first, gathered
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.recovery.gradient_watch import GradientWatch, Suspicion
-from megastable.recovery.hardware_fault import FaultCounts, HardwareFault
+from megastable.recovery.hardware_fault import FOUND, SEVERAL, FaultCounts, HardwareFault, passed
 from megastable.recovery.message_watch import MessageWatch
 from megastable.recovery.replay_check import ReplayCheck
 from megastable.recovery.replica_watch import ReplicaWatch
 from megastable.recovery.state_watch import StateWatch
+from megastable.recovery.sum_watch import SumWatch
+from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
 
 SUSPECTED = "a gradient, the sum of all, or a message stands out; the step is repeated"
@@ -34,39 +36,47 @@ class HardwareWatch:
         engine: Engine,
         loader: Loader,
         step: int,
+        run: RunDirectory,
         log: RunLog,
         phase: Callable[[str], None],
     ) -> None:
         c = config.stability
         self._on, self._phase = c.enabled, phase
         self.replicas = ReplicaWatch(c.hardware, engine, step, log)
+        self.sums = SumWatch(c.enabled and bool(c.hardware.fingerprint_interval), log)
         self.state = StateWatch(c.enabled and c.hardware.state, engine, step, log)
         self.messages = MessageWatch(engine, log)
-        self.replays = ReplayCheck(config, engine, loader, step, log)
+        hosts = gathered(socket.gethostname())
+        found, replayed = first(lambda: passed(run.events(*FOUND), hosts))
+        self.replays = ReplayCheck(config, engine, loader, step, log, FaultCounts(hosts, replayed))
         self.gradients = GradientWatch(config, engine, loader, log)
         self.memory: HardwareFault | None = None
         self.suspicion: Suspicion | None = None
         self._asked = 0  # of the votes
+        self._proven = 0, 0  # a step at which hardware lied, and how often in a row
         # Memory and gradients that were wrong are repaired; without another host that is all that can be done.
-        several = c.enabled and len(set(gathered(socket.gethostname()))) > 1
-        self._counts = FaultCounts() if several else None
+        several = c.enabled and len(set(hosts)) > 1
+        self._counts = FaultCounts(hosts, found) if several else None
 
     def votes(self, step: int) -> tuple[float, ...]:
         """For the sum of the step after `step`, the last ones of all: the same number on every rank."""
         own = self.state.votes()
-        votes = (*own, *self.messages.votes(), *self.replicas.votes(step, self.state.weights))
+        sums, copies = self.sums.votes(), self.replicas.votes(step, self.state.weights)
+        votes = (*sums, *own, *self.messages.votes(), *copies)
         self._asked = len(votes)
         return votes
 
     def judge(self, measured: Measured, step: int) -> None:
         """Before the update of `step`."""
         votes = measured.votes[len(measured.votes) - self._asked :]
+        sums, votes = votes[: self.sums.columns], votes[self.sums.columns :]
         of_state = self.state.columns
         before = of_state + self.messages.columns
         found = self.state.judge(votes[:of_state]), self.replicas.judge(votes[before:])
-        self.memory = self._counted(found[0] or found[1], step)  # the first knows whose it is
-        if self.memory is None and (wrong := self.replicas.wrong()) and self._counts is not None:
-            self._counts.note(wrong, step)
+        wrong_sum = self.sums.judge(sums, measured, step)
+        self.memory = self._remembered(*found, step) or wrong_sum
+        if self.memory is None:
+            self.replicas.look_again()
         self.suspicion = self.gradients.judge(measured, step)
         if self.messages.judge(votes[of_state:before]):
             self.suspicion = Suspicion([], [], messages=True)  # a gradient that stands out follows from it
@@ -86,15 +96,33 @@ class HardwareWatch:
     def verify(self, step: int) -> HardwareFault | None:
         """Before the state after `step` is saved: whether memory holds what the step left, and copies are equal."""
         if self._on:
-            found = self.state.check(), self.replicas.check(step)
-            self.memory = self._counted(found[0] or found[1], step)
+            self.memory = self._remembered(self.state.check(), self.replicas.check(step), step)
         return self.memory
+
+    def _remembered(
+        self, own: HardwareFault | None, copies: HardwareFault | None, step: int
+    ) -> HardwareFault | None:
+        """own: of a rank's memory, which knows whose it is. Copies that differ say less: a sum that reached some ranks
+        wrong, on its way to most of them, makes these the majority, so nobody is counted for that."""
+        if own is None:
+            return copies
+        self.replicas.explained()
+        return self._counted(own, step)
 
     def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
         """As `GradientWatch.prove`."""
-        if suspicion.messages:
-            return self._counted(self.messages.prove(step), step)
-        return self._counted(self.gradients.prove(suspicion, batch, step), step)
+        fault = (
+            self.messages.prove(step) if suspicion.messages else self.gradients.prove(suspicion, batch, step)
+        )
+        if fault is not None:
+            at, times = self._proven
+            self._proven = step, times + 1 if at == step else 1
+        return self._counted(fault, step)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the last step that was proven wrong was so several times in a row."""
+        return self._proven[1] >= SEVERAL
 
     def _counted(self, fault: HardwareFault | None, step: int) -> HardwareFault | None:
         return fault if fault is None or self._counts is None else self._counts.counted(fault, step)

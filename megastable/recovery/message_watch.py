@@ -42,5 +42,6 @@ class MessageWatch:
         what = ", and what ".join(pairs) or "a stage received from another one"
         reason = f"what {what} is not what was sent: a link or a chip lies"
         ranks = sorted(found)
-        self.log.emit(MessagesDiffer(step=step, ranks=ranks, reason=reason), say=True)
-        return HardwareFault(step - 1, False, ranks, sorted({hosts[rank] for rank in ranks}), reason)
+        theirs = [hosts[rank] for rank in ranks]
+        self.log.emit(MessagesDiffer(step=step, ranks=ranks, hosts=theirs, reason=reason), say=True)
+        return HardwareFault(step - 1, False, ranks, sorted(set(theirs)), reason, link=True)

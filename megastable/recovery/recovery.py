@@ -119,7 +119,7 @@ class Recovery:
         )
         self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
         self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
-        self.hardware = HardwareWatch(config, engine, loader, state.step, log, phase)
+        self.hardware = HardwareWatch(config, engine, loader, state.step, run, log, phase)
         self.signs = StartSigns(config, source, memory.signs, log)
         self.origin = Origin(run, config, state, changed, log)
         laboratory = Laboratory(c.attribution, engine, loader)
@@ -335,7 +335,7 @@ class Recovery:
         if fault is not None and fault.accused:
             raise self._accuse(done, fault)
         # Without rewind points, one fault that has passed is no reason to leave a state that it did not touch.
-        if fault is not None and (self.points.ring.capacity or self.hardware.gradients.lasts):
+        if fault is not None and (self.points.ring.capacity or self.hardware.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
                 detector = self.guard.detector.state
                 self.points.take(before, detector, self.samples.state, self.trends.state, counters)

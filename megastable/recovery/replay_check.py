@@ -37,9 +37,11 @@ Told = tuple[str, list[int], list[str], str]
 
 
 class ReplayCheck:
-    """Of one process, which resumes after `step` steps."""
+    """Of one process, which resumes after `step` steps. counts: of what earlier replays found."""
 
-    def __init__(self, config: RunConfig, engine: Engine, loader: Loader, step: int, log: RunLog) -> None:
+    def __init__(
+        self, config: RunConfig, engine: Engine, loader: Loader, step: int, log: RunLog, counts: FaultCounts
+    ) -> None:
         self.engine, self.loader, self.log = engine, loader, log
         self.every = config.stability.hardware.replay_interval
         self._model, self._micro_batch = config.model, config.train.micro_batch
@@ -48,7 +50,7 @@ class ReplayCheck:
         self._maker = kind_of(engine.device)
         self._right = step
         self._again = step  # until which it is due at every step
-        self._counts = FaultCounts()
+        self._counts = counts
 
     def due(self, step: int) -> bool:
         return bool(self.every) and (step % self.every == 0 or step <= self._again)
@@ -120,11 +122,14 @@ class ReplayCheck:
         told = {rank: held for rank, (_, held, *_) in enumerate(everyone)}
         proof = prove(told, layout.groups("data"), layout.context, self._exact)
         where = "" if proof is None or not proof.proven else everyone[proof.ranks[0]][4]
+        if proof is not None:  # what one of a replica computes wrong changes the gradients of others
+            proof = proof._replace(ranks=layout.replicas(proof.ranks))
         what = "a micro-batch computed again gives another gradient"
         if proof is not None and proof.proven and not proof.lasting:
             reason = f"{what}{where}: {ranks_on(proof.ranks, hosts)}, by chance"
             return "transient", list(proof.ranks), hosts, reason
         if flickering := [rank for rank, held in enumerate(everyone) if held[2]]:
+            flickering = list(layout.replicas(flickering))
             who = ranks_on(flickering, hosts)
             return "transient", flickering, hosts, f"{what} on another rank: {who}, by chance"
         if proof is None:
@@ -147,8 +152,12 @@ class ReplayCheck:
         fault = HardwareFault(self._right, verdict == "persistent", ranks, where, reason)
         fault = self._counts.counted(fault, step)
         verdict = "persistent" if fault.lasting else verdict
+        theirs = [hosts[rank] for rank in fault.ranks]
         self.log.emit(
-            ReplayDiffers(step=step, verdict=verdict, ranks=list(fault.ranks), reason=fault.reason), say=True
+            ReplayDiffers(
+                step=step, verdict=verdict, ranks=list(fault.ranks), hosts=theirs, reason=fault.reason
+            ),
+            say=True,
         )
         return fault
 

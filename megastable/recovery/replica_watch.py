@@ -25,10 +25,10 @@ TOLD = 3  # tensors named in a sentence
 
 
 class Open(NamedTuple):
-    """Copies that differed after `step`. held: of every rank concerned, fingerprints by kind and name."""
+    """Copies that differed after `step`. held: by kind, name and group, each rank's fingerprint."""
 
     step: int
-    held: dict[int, dict[tuple[str, str], int]]
+    held: dict[tuple[str, str, tuple[int, ...]], dict[int, int]]
 
 
 class ReplicaWatch:
@@ -84,24 +84,33 @@ class ReplicaWatch:
         self._equal |= dict.fromkeys(asked, self._step)
         return None
 
-    def wrong(self) -> list[int]:
-        """The ranks whose copy was wrong where that was not known, now that the same step has been done again: what it
-        gives is right, and what a rank held then, but for one bit in 2^64, is right only if it is that. Collective."""
+    def explained(self) -> None:
+        """It is known why copies differ."""
+        self._open = None
+
+    def look_again(self) -> None:
+        """Tell which copies were wrong, now that the same step has been done again: what it gives is right, and what a
+        rank held then, but for one bit in 2^64, is right only if it is that. Collective."""
         found = self._open
         if found is None or found.step != self._step:
-            return []
+            return
         self._open = None
-        before = found.held.get(self.replicas.engine.topology.rank, {})
-        now = {kind: self.replicas.by_name(kind) for kind in {kind for kind, _ in before}}
-        odd = [f"{name} ({kind})" for (kind, name), held in before.items() if now[kind].get(name) != held]
-        everyone = gathered((socket.gethostname(), odd))
-        hosts, ranks = [host for host, _ in everyone], [r for r, (_, odd) in enumerate(everyone) if odd]
-        if not ranks or len(ranks) == len(found.held):
-            return []  # where kernels sum in any order, nothing is as it was
-        what = everyone[ranks[0]][1][0]
-        reason = f"step {found.step} done again gives another {what} than {ranks_on(ranks, hosts)} held"
-        self.log.emit(WrongCopy(step=found.step, ranks=ranks, reason=reason), say=True)
-        return ranks
+        rank = self.replicas.engine.topology.rank
+        mine = [key for key, held in found.held.items() if rank in held]
+        now = {kind: self.replicas.by_name(kind) for kind in {kind for kind, *_ in mine}}
+        right = {key for key in mine if now[key[0]].get(key[1]) == found.held[key][rank]}
+        everyone = gathered((socket.gethostname(), right))
+        wrong: dict[int, str] = {}
+        for (kind, name, ranks), held in found.held.items():
+            odd = [r for r in ranks if r in held and (kind, name, ranks) not in everyone[r][1]]
+            # Where kernels sum in any order, or the fault has spread to all, nothing is as it was.
+            if len(odd) < len(held):
+                wrong |= {r: f"{name} ({kind})" for r in odd if r not in wrong}
+        if wrong:
+            hosts, told = [host for host, _ in everyone], sorted(wrong)
+            reason = f"step {found.step} done again gives another {wrong[told[0]]} than {ranks_on(told, hosts)} held"
+            where = [hosts[r] for r in told]
+            self.log.emit(WrongCopy(step=found.step, ranks=told, hosts=where, reason=reason), say=True)
 
     def rewound(self, step: int) -> None:
         """The run is back at an earlier step."""
@@ -111,15 +120,14 @@ class ReplicaWatch:
         kinds = sorted({kind for kind, _ in unequal})
         everyone = gathered((socket.gethostname(), {kind: self.replicas.by_name(kind) for kind in kinds}))
         found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
-        doubtful: dict[int, dict[tuple[str, str], int]] = {}
+        differing: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = {}
         for kind, ranks in unequal:
             for name in sorted(everyone[ranks[0]][1][kind]):
                 held = {rank: everyone[rank][1][kind].get(name, 0) for rank in ranks}
                 if len(set(held.values())) > 1:
                     odd, proven = odd_ones(held)
                     found.setdefault((odd, proven), []).append(f"{name} ({kind})")
-                    for rank in () if proven else odd:
-                        doubtful.setdefault(rank, {})[kind, name] = held[rank]
+                    differing[kind, name, tuple(ranks)] = held
         texts = []
         for (ranks_, proven), names in found.items():
             hosts = sorted({everyone[rank][0] for rank in ranks_})
@@ -135,8 +143,10 @@ class ReplicaWatch:
             )
         reason = f"copies that must be equal differ after step {step}: " + "; ".join(texts)
         ranks = sorted({rank for odd, proven in found if proven for rank in odd})
-        self._open = Open(step, doubtful) if doubtful else None
+        self._open = Open(step, differing) if differing else None
         last = min(self._equal[kind] for kind in kinds)
-        self.log.emit(ReplicasDiffer(step=step, proven=last, ranks=ranks, reason=reason), say=True)
-        hosts = sorted({everyone[rank][0] for rank in ranks})
-        return HardwareFault(last, False, ranks, hosts, reason)
+        hosts = [everyone[rank][0] for rank in ranks]
+        self.log.emit(
+            ReplicasDiffer(step=step, proven=last, ranks=ranks, hosts=hosts, reason=reason), say=True
+        )
+        return HardwareFault(last, False, ranks, sorted(set(hosts)), reason)

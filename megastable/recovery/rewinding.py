@@ -260,7 +260,10 @@ class Rewinding:
         back: RunState = kept.state.model_copy(deep=True)
         back.seconds = state.seconds
         self.guard.rewind(kept.detector)
-        if self.guard.policy.rewound(back.updates):
+        incident = self.incident_log.incident
+        # After a fault of the hardware the same steps are done again, as they should have been.
+        hardware = incident is not None and incident.cause is Cause.HARDWARE
+        if not hardware and self.guard.policy.rewound(back.updates):
             c = self.guard.policy.config
             self.log.emit(
                 RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup), say=True

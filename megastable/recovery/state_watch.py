@@ -66,9 +66,9 @@ class StateWatch:
         texts = [f"{_what(odd)} of rank {rank} on {host}" for rank, (host, odd) in list(found.items())[:TOLD]]
         more = f" and of {len(found) - TOLD} more ranks" if len(found) > TOLD else ""
         reason = f"after step {self._step}, between two updates, memory changed: {'; '.join(texts)}{more}"
-        self.log.emit(StateChanged(step=self._step, ranks=sorted(found), reason=reason), say=True)
-        hosts = sorted({host for host, _ in found.values()})
-        return HardwareFault(self._step, False, sorted(found), hosts, reason)
+        ranks, hosts = list(found), [host for host, _ in found.values()]
+        self.log.emit(StateChanged(step=self._step, ranks=ranks, hosts=hosts, reason=reason), say=True)
+        return HardwareFault(self._step, False, ranks, sorted(set(hosts)), reason)
 
 
 def _what(odd: Sequence[str]) -> str:

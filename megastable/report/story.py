@@ -138,7 +138,8 @@ def tell(run: Path) -> None:
     )
     print(*(f"{name:<{width}}  {what}" for name, what in files.items()), sep="\n")
     print(
-        f"\nCurves:   .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
+        f"\nThe run:   .venv/bin/python tools/watch.py {run} --output run.html   then open run.html\n"
+        f"Curves:    .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
         f"Decisions: .venv/bin/python tools/backtest.py {run} --plot {run}/decisions.png"
     )
     if any(i.get("cause") == "data" for i in s["incidents"]):

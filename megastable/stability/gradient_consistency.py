@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ APART = (
     5.0  # sigma between the usual cosine and that of a negated gradient, so that one is told from the other
 )
 RATIO = 0.69  # the least change of the log of a norm that counts: a factor of 2
+QUIET, LONGEST = 100, 6400  # accepted steps without a doubt of what was cleared; a doubt costs about four
 RATIO_SCATTER = 0.05  # the least that scatter is taken to be
 COSINE_SCATTER = 0.02
 
@@ -94,11 +95,21 @@ class Kind(StrEnum):
 
 
 class Doubt(NamedTuple):
-    """A data rank whose gradient stands out, and why: a phrase."""
+    """A data rank whose gradient stands out, and why: a phrase. size: in sigma; 0 if there is no more or less."""
 
     rank: int
     kind: Kind
     reason: str
+    size: float = 0.0
+
+
+class _Bar(NamedTuple):
+    """What was cleared: of this kind, less than `size` is no doubt until so many steps are accepted; quiet: how many
+    that were from when it was set."""
+
+    size: float
+    until: int
+    quiet: int
 
 
 class Consistency:
@@ -110,6 +121,10 @@ class Consistency:
     with the other sign: where these two are not far apart, because each rank has few samples, it cannot be told in one
     step, and changes the sum no more than other samples would.
 
+    What a repetition has cleared is no doubt again soon: that this rank's gradient is zero, or that of the step before;
+    and of any rank a norm or a cosine that is no further away. Among thousands of ranks chance makes one stand out
+    every few steps, but ever more rarely further than ever before; and what is wrong by much is still seen.
+
     mutual: whether rows are of data ranks; else a rank's gradient is compared with its own first moments, and its norm,
     as a multiple of theirs, with that of other ranks.
     """
@@ -118,9 +133,29 @@ class Consistency:
         self._mutual, self._reference = mutual, "the others' sum" if mutual else "its first moments"
         self._ratios = deque[Floats](maxlen=WINDOW)  # of accepted steps, [data ranks]
         self._cosines = deque[Floats](maxlen=WINDOW)
+        self._accepted = 0
+        self._bars: dict[tuple[Kind, int | None], _Bar] = {}
 
     def doubts(self, found: Sequence[RankGradient]) -> list[Doubt]:
         """Before the update; norms that are not finite are left to the guard."""
+        return [doubt for doubt in self._all(found) if not self._barred(doubt)]
+
+    def clear(self, doubts: Iterable[Doubt]) -> None:
+        """It was the data, or chance."""
+        for doubt in doubts:
+            before = self._bars.get(key := _key(doubt))
+            quiet = LONGEST if doubt.size else QUIET if before is None else min(2 * before.quiet, LONGEST)
+            size = max(doubt.size, 0.0 if before is None or not self._stands(before) else before.size)
+            self._bars[key] = _Bar(size, self._accepted + quiet, quiet)
+
+    def _barred(self, doubt: Doubt) -> bool:
+        bar = self._bars.get(_key(doubt))
+        return bar is not None and self._stands(bar) and doubt.size <= bar.size
+
+    def _stands(self, bar: _Bar) -> bool:
+        return self._accepted < bar.until
+
+    def _all(self, found: Sequence[RankGradient]) -> list[Doubt]:
         table = np.asarray(found, dtype=np.float64)
         if not np.isfinite(table).all():
             return []
@@ -136,6 +171,7 @@ class Consistency:
 
     def accept(self, found: Sequence[RankGradient]) -> None:
         """The update was applied."""
+        self._accepted += 1
         table = np.asarray(found, dtype=np.float64)
         self._ratios.append(self._ratios_of(table))
         self._cosines.append(self._cosines_of(table))
@@ -153,9 +189,15 @@ class Consistency:
     def _scaled(self, ratios: Floats) -> list[Doubt]:
         usual, scatter = (_usual if self._mutual else _newest)(self._ratios, RATIO_SCATTER)
         times = np.exp(ratios - usual)
-        far = np.abs(ratios - usual) > np.maximum(RATIO, FAR * scatter)
+        apart = np.abs(ratios - usual)
+        far = apart > np.maximum(RATIO, FAR * scatter)
         return [
-            Doubt(int(d), Kind.SCALED, f"has {times[d]:.3g} times its usual norm beside the others'")
+            Doubt(
+                int(d),
+                Kind.SCALED,
+                f"has {times[d]:.3g} times its usual norm beside the others'",
+                float(apart[d] / scatter[d]),
+            )
             for d in np.flatnonzero(far)
         ]
 
@@ -167,9 +209,14 @@ class Consistency:
                 int(d),
                 Kind.NEGATED,
                 f"has a cosine of {cosines[d]:.2f} to {self._reference}, usually {usual[d]:.2f}",
+                float((usual[d] - cosines[d]) / scatter[d]),
             )
             for d in np.flatnonzero(other)
         ]
+
+
+def _key(doubt: Doubt) -> tuple[Kind, int | None]:
+    return doubt.kind, None if doubt.size else doubt.rank
 
 
 def _column(table: Floats, name: str) -> Floats:

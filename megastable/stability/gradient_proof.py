@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 TOLERANCE = 0.05  # of a gradient's norm, where kernels sum in any order
@@ -94,6 +95,35 @@ def prove(
         ranks_ = sorted(odd)
         return GradientFault(tuple(ranks_), True, True, odd[ranks_[0]])
     return GradientFault(tuple(sorted(doubtful)), False, True, "") if doubtful else None
+
+
+def causes(
+    changed: Sequence[int], pipelines: Sequence[Sequence[int]], moved: Sequence[AbstractSet[int]], tied: bool
+) -> tuple[int, ...]:
+    """The ranks that may have computed wrong, of those of whose gradients the repetition gives another one.
+
+    A wrong result of one stage changes the gradients of others. What each has received is what was sent, so the first
+    stage that sent something else on has computed it; if none has, the last one that sent something else back, and
+    those after it whose gradient alone is another.
+
+    pipelines: ranks, in the order of their stages. moved: by rank, the stages to which it sent something else. tied:
+    whether the first and the last stage add up gradients.
+    """
+    found: set[int] = set()
+    for ranks in pipelines:
+        on = [s for s, rank in enumerate(ranks) if any(to > s for to in moved[rank])]
+        back = [s for s, rank in enumerate(ranks) if any(to < s for to in moved[rank])]
+        own = {s for s, rank in enumerate(ranks) if rank in changed}
+        if back and tied and 0 in own:
+            own.discard(len(ranks) - 1)  # its gradient has in it what that of the first stage is
+        if on:
+            stages = {min(on)}
+        elif back:
+            stages = {max(back)} | {s for s in own if s > max(back)}
+        else:
+            stages = own
+        found |= {ranks[s] for s in stages}
+    return tuple(sorted(found)) or tuple(changed)
 
 
 def _agree(digest: Digest, held: Mapping[int, Digest], exact: bool) -> set[int]:

@@ -193,7 +193,7 @@ class Policy:
         """
         s, c = self.state, self.config
         s.taken[-1].cause, s.alert = cause, None
-        if c.rewind_warmup:
+        if c.rewind_warmup and cause is not Cause.HARDWARE:
             s.rewound = s.clock  # `resumed` sets its update
         again = self._count(Action.HANDOVER) > 1
         if cause in (Cause.HARDWARE, Cause.STORAGE):

@@ -16,21 +16,27 @@ MOST = 5  # doublings of the cool-off
 
 @dataclass(frozen=True)
 class HostBar:
-    """until: time.time(). wholly: not to be used at all; else where nobody else is there. strikes: failures so far."""
+    """until: time.time(). wholly: not to be used at all; else where nobody else is there. strikes: failures so far.
+    burn_in: seconds of the one that is still to be passed, 0 = none."""
 
     until: float
     wholly: bool
     strikes: int
+    burn_in: float = 0.0
 
 
-def next_bar(before: HostBar | None, wholly: bool, cool_off: float, now: float, least: int = 1) -> HostBar:
+def next_bar(
+    before: HostBar | None, wholly: bool, cool_off: float, now: float, least: int = 1, burn_in: float = 0.0
+) -> HostBar:
     """The bar of a host that has failed; before: its last one. Every strike doubles it; they are forgotten when the
-    host has done without another one for as long as that bar was. least: strikes that it counts as."""
+    host has done without another one for as long as that bar was. least: strikes that it counts as. One that has
+    to pass a burn-in has to whatever happens to it meanwhile."""
     strikes = (
         1 if before is None or now - before.until > _length(before.strikes, cool_off) else before.strikes + 1
     )
     strikes = max(strikes, least)
-    return HostBar(now + _length(strikes, cool_off), wholly, strikes)
+    burn_in = max(burn_in, 0.0 if before is None else before.burn_in)
+    return HostBar(now + _length(strikes, cool_off), wholly or burn_in > 0, strikes, burn_in)
 
 
 def _length(strikes: int, cool_off: float) -> float:
@@ -53,4 +59,4 @@ def bars_after(
 
 def in_force(bars: Mapping[str, HostBar], now: float) -> dict[str, bool]:
     """Hosts that are the last choice (False), or not to be used at all (True)."""
-    return {host: bar.wholly for host, bar in bars.items() if now < bar.until}
+    return {host: bar.wholly for host, bar in bars.items() if now < bar.until or bar.burn_in}

@@ -14,8 +14,8 @@ from megastable.cluster.fleet import Fleet
 from megastable.cluster.lineup import SETTLE, lineup
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
-from megastable.run.events.supervisor_events import HostLeftOut, HostsAwaited
-from megastable.supervise.bars import HostBar, in_force, next_bar
+from megastable.run.events.supervisor_events import HostLeftOut, HostProven, HostsAwaited
+from megastable.supervise.bars import MOST, HostBar, in_force, next_bar
 from megastable.supervise.outcome import RunExit
 from megastable.supervise.supervisor_journal import SupervisorJournal
 
@@ -72,15 +72,17 @@ class Gathering:
         while True:
             state = self.journal.state
             missing, waited = self.fleet.missing(state.attempt), time.monotonic() - began
+            self._prove(missing)
             barred = in_force(state.bars, time.time())
             chosen = self._lineup(missing, barred, max(waited, self._missed(missing)), shrink_after)
             if chosen and self._checked(chosen):
                 break
-            names = ", ".join(missing)
+            away = {name: "left out" for name in self.fleet.names if barred.get(name)} | dict(missing)
+            names = ", ".join(away)
             if self.stopped():
                 return RunExit(errors.STOPPED, f"stopped while waiting for {names}")
             if waited > s.wait_for_hosts and not chosen:
-                why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+                why = "; ".join(f"{name}: {reason}" for name, reason in away.items())
                 return RunExit(errors.HOST_GONE, f"{names} did not come within {waited:.0f} s ({why})")
             self._tell(missing, waited, told)
             time.sleep(LOOK)
@@ -128,7 +130,12 @@ class Gathering:
     def leave_out(self, host: str, bar: HostBar, reason: str) -> None:
         """Journal it."""
         event = HostLeftOut(
-            host=host, until=round(bar.until, 3), wholly=bar.wholly, strikes=bar.strikes, reason=reason
+            host=host,
+            until=round(bar.until, 3),
+            wholly=bar.wholly,
+            strikes=bar.strikes,
+            burn_in=bar.burn_in,
+            reason=reason,
         )
         self.journal.emit(event)
         self.journal.listen()
@@ -146,6 +153,32 @@ class Gathering:
         bar = next_bar(before, wholly, cool_off, time.time(), least)
         self.leave_out(host, bar, reason)
 
+    def computes_wrong(self, host: str, reason: str) -> None:
+        """Leave it out for as long as can be, as nobody notices when it is repaired, and until a burn-in has passed."""
+        before, s = self.journal.state.bars.get(host), self.config.supervise
+        bar = next_bar(
+            before, True, s.cool_off, time.time(), MOST + 1, s.burn_in if self.fleet.burns_in else 0.0
+        )
+        self.leave_out(host, bar, reason)
+
+    def _prove(self, missing: Collection[str]) -> None:
+        """Burn in hosts that computed wrong and whose time is over. missing: hosts that cannot be asked."""
+        for host, bar in list(self.journal.state.bars.items()):
+            if not bar.burn_in or time.time() < bar.until or host in missing or host not in self.fleet.names:
+                continue
+            answer = self.fleet.burn_in(host, bar.burn_in)
+            if answer is None:
+                continue
+            if answer.unmade:
+                if (text := f"{host}: no burn-in: {answer.unmade}") not in self.told:
+                    self.told.add(text)
+                    self.say(f"WARNING: {text}")
+            elif answer.found:
+                self.computes_wrong(host, answer.found)
+            else:
+                self.journal.emit(HostProven(host=host, seconds=bar.burn_in))
+                self.journal.listen()
+
     def more(self, attempt: int, names: Sequence[str]) -> int:
         """How many hosts could take part, if those are more than the attempt's `names`, and have been for a while; else
         0. Poll often: it also looks after the hosts that do not train. Newcomers are checked first."""
@@ -155,6 +188,7 @@ class Gathering:
         self._looked = now
         # Nothing of the attempts before this one is left on them, which those of this one have said when they began.
         missing = self.fleet.missing(attempt - 1)
+        self._prove({*missing, *names})
         self._stand_by({name: reason for name, reason in missing.items() if name not in names})
         # One that trains although it failed before does so in a larger run as well.
         barred = {name: True for name in in_force(self.journal.state.bars, time.time()) if name not in names}

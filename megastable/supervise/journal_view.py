@@ -15,6 +15,7 @@ from megastable.run.events.stability_events import AlertEvent, Discarded, TrendE
 from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
+    HostProven,
     HostsAwaited,
     HostSlow,
     Launched,
@@ -169,7 +170,10 @@ class JournalView:
                     self.left_out.clear()  # a person has looked
             case HostLeftOut():
                 if event.host is not None and event.until is not None:
-                    self.left_out[visible(event.host, 80)] = event.until
+                    self.left_out[visible(event.host, 80)] = event.until + (event.burn_in or 0.0)
+            case HostProven():
+                if event.host is not None:
+                    self.left_out.pop(visible(event.host, 80), None)
             case HostSlow():
                 if event.host is not None:
                     self.slow.pop(host := visible(event.host, 80), None)

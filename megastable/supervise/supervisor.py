@@ -37,7 +37,7 @@ from megastable.run.events.supervisor_events import (
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.incident import Breakdown
-from megastable.supervise.bars import MOST, bars_after
+from megastable.supervise.bars import bars_after
 from megastable.supervise.exit_cause import End, Suspects, end_of
 from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
 from megastable.supervise.first_silent import first_silent
@@ -395,8 +395,7 @@ class Supervisor:
             return RunExit(errors.STOPPED, "stopped as asked, with a checkpoint")
         if end.code == errors.HANDOVER:
             for host in filter(self.gathering.can_do_without, end.faulty):
-                # Nobody notices when it is repaired: as long as can be.
-                self.gathering.strike(host, True, "computes wrong", least=MOST + 1)
+                self.gathering.computes_wrong(host, "computes wrong")
             return StartAgain("handed over: from a checkpoint of before", delay=0, told=False)
         if end.code == errors.SUPERSEDED:
             return RunExit(errors.SUPERSEDED, "another supervisor has started the run again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -12,6 +13,7 @@ from megastable.run.events.stability_events import Handover, HostFaulty, Inciden
 from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
+    HostProven,
     HostSlow,
     Launched,
     Restart,
@@ -87,9 +89,15 @@ class SupervisorState:
                 self.unmended = None
             case HostLeftOut():
                 self.bars[str(event["host"])] = HostBar(
-                    float(event["until"]), bool(event["wholly"]), int(event["strikes"])
+                    float(event["until"]),
+                    bool(event["wholly"]),
+                    int(event["strikes"]),
+                    float(event.burn_in or 0.0),
                 )
                 self.left_out.add(str(event["host"]))
+            case HostProven():
+                if (bar := self.bars.get(host := str(event["host"]))) is not None:
+                    self.bars[host] = replace(bar, burn_in=0.0)
             case HostSlow():
                 (self.slow.discard if event["what"] == "over" else self.slow.add)(str(event["host"]))
             case Restart():

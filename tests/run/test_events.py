@@ -28,7 +28,7 @@ NAMES = """alert baseline_anew baseline_reset batch_changed blend_changed checkp
 checkpoint_healthy checkpoint_recovered checkpoint_rejected checkpoint_suspect clipping_anew config_changed
 discard_examined discarded ended evaluated exchanges_undone fell_back finished gradients_doubted handover
 hang hook_failed host_faulty
-host_left_out host_slow hosts_awaited imported incident launched length_changed located look_ahead_failed
+host_left_out host_proven host_slow hosts_awaited imported incident launched length_changed located look_ahead_failed
 look_ahead_spent looked_ahead memory_dropped memory_off memory_refused memory_resume messages_differ mix_changed
 moments_anew no_snapshots order_changed rate_cut rate_lifted
 rate_warmup records_lost replay_differs replicas_differ reshaped restart resumed returned samples_dropped
@@ -47,6 +47,11 @@ JSON = st.recursive(
 
 def declared(kind: type[Event]) -> list[str]:
     return [name for base in kind.__mro__ if issubclass(base, Event) for name in base.__annotations__]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_event_without_its_fields_can_be_told(name: str) -> None:
+    assert event_of_line(json.dumps({"event": name}).encode()).sentence()
 
 
 @given(

@@ -181,3 +181,42 @@ def test_without_moments_nothing_is_judged() -> None:
     for _ in range(40):
         judge.accept([row, row])
     assert judge.doubts([row, row._replace(square=400.0, own=400.0)]) == []
+
+
+def test_what_was_cleared_is_doubted_again_only_if_it_is_further_away() -> None:
+    random = np.random.default_rng(1)
+    judge = learnt(random, 4, 0.3)
+
+    def doubts(times: float, rank: int = 1) -> list[gradient_consistency.Doubt]:
+        now = usual(random, 4, 0.3)
+        now[rank] = times * now[rank]
+        return judge.doubts(rows(columns_of(now)))
+
+    cleared = doubts(3.0)
+    assert [doubt.rank for doubt in cleared] == [1] and cleared[0].size > gradient_consistency.FAR
+    judge.clear(cleared)
+    assert doubts(2.5) == [] and doubts(2.5, rank=2) == []  # of other ranks, too: chance is the same for all
+    assert [doubt.rank for doubt in doubts(10.0, rank=2)] == [2]
+    assert [doubt.kind for doubt in doubts(-1.0)] == [Kind.NEGATED]  # another kind
+    for _ in range(gradient_consistency.LONGEST):
+        judge.accept(rows(columns_of(usual(random, 4, 0.3))))
+    assert [doubt.rank for doubt in doubts(2.5)] == [1]
+
+
+def test_zero_or_stale_that_was_cleared_is_doubted_again_after_a_while() -> None:
+    random = np.random.default_rng(1)
+    judge = learnt(random, 3, 0.3)
+
+    def doubts(rank: int) -> list[int]:
+        now = usual(random, 3, 0.3)
+        now[rank] = 0 * now[rank]
+        return [doubt.rank for doubt in judge.doubts(rows(columns_of(now)))]
+
+    for quiet in (gradient_consistency.QUIET, 2 * gradient_consistency.QUIET):
+        now = usual(random, 3, 0.3)
+        now[1] = 0 * now[1]
+        judge.clear(judge.doubts(rows(columns_of(now))))
+        for _ in range(quiet):
+            assert doubts(1) == [] and doubts(2) == [2]
+            judge.accept(rows(columns_of(usual(random, 3, 0.3))))
+        assert doubts(1) == [1]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.stability.gradient_proof import Digest, alike, difference, prove
+from megastable.stability.gradient_proof import Digest, alike, causes, difference, prove
 
 
 def digest(sample: int, times: float = 1.0) -> Digest:
@@ -99,3 +99,35 @@ def test_a_gradient_that_is_not_finite_twice_is_alike(exact: bool) -> None:
     one, other = (Digest((float("nan"),), (float("inf"),), bits=(1,)) for _ in range(2))
     assert alike(one, other, exact)
     assert not alike(one, digest(1)._replace(bits=(2,)), exact)
+
+
+NONE: frozenset[int] = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("changed", "moved", "tied", "found"),
+    [
+        ([1], [NONE, NONE, NONE], False, (1,)),  # its own gradient alone
+        ([0, 1, 2], [{1}, {2, 0}, {1}], False, (0,)),  # what it sent on changed all that came after
+        ([0, 1, 2], [NONE, {2, 0}, {1}], False, (1,)),
+        ([0, 1, 2], [NONE, {0}, {1}], False, (2,)),  # the loss
+        (
+            [0],
+            [NONE, {0}, NONE],
+            False,
+            (1,),
+        ),  # the gradient of what it received, which its own has no part in
+        ([0, 2], [NONE, {0}, NONE], False, (1, 2)),  # the last stage's is no consequence of that
+        ([0, 2], [NONE, {0}, NONE], True, (1,)),  # but if it has the first one's in it
+        ([0, 2], [NONE, NONE, NONE], True, (0, 2)),
+    ],
+)
+def test_the_cause_is_told_from_its_consequences(
+    changed: list[int], moved: list[set[int]], tied: bool, found: tuple[int, ...]
+) -> None:
+    assert causes(changed, [[0, 1, 2]], moved, tied) == found
+
+
+def test_each_pipeline_has_a_cause_of_its_own() -> None:
+    moved = [NONE, NONE, {0}, NONE]
+    assert causes([0, 3], [[0, 2], [1, 3]], moved, False) == (2, 3)

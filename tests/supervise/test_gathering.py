@@ -12,11 +12,18 @@ import pytest
 from megastable.base.errors import HOST_GONE, ConfigError
 from megastable.cluster import lineup
 from megastable.cluster.fleet import Here
+from megastable.cluster.host_burn_in import BurnInAnswer
 from megastable.cluster.preflight import HostFinding
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
-from megastable.run.events.supervisor_events import Ended, HostLeftOut, HostsAwaited, Launched
+from megastable.run.events.supervisor_events import (
+    Ended,
+    HostLeftOut,
+    HostProven,
+    HostsAwaited,
+    Launched,
+)
 from megastable.supervise import gathering as module
 from megastable.supervise.bars import HostBar
 from megastable.supervise.gathering import Gathering
@@ -33,6 +40,7 @@ class Somewhere(Here):
         self.away: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.slots: dict[str, int] = {}
+        self.burned: dict[str, list[BurnInAnswer | None]] = {}
 
     def ranks(self, names: Sequence[str]) -> int:
         return sum(self.slots.get(name, 2) for name in names)
@@ -42,6 +50,11 @@ class Somewhere(Here):
 
     def preflight(self, names: Sequence[str], hurry: Callable[[], bool]) -> Sequence[HostFinding]:
         return [HostFinding(n, "gpus", "refuse", text) for n, text in self.refused.items() if n in names]
+
+    burns_in = True
+
+    def burn_in(self, name: str, seconds: float) -> BurnInAnswer | None:
+        return self.burned[name].pop(0) if self.burned.get(name) else None
 
 
 class Place:
@@ -292,3 +305,42 @@ def test_what_was_launched_before_a_takeover_counts(place: Any) -> None:
     p.fleet.refused = {"b": "GPU 3 has fallen off the bus"}
     assert p.gathering().hosts() == ("a", "c")  # another supervisor's: not the end of the run
     assert p.journal.state.bars["b"].wholly
+
+
+def test_a_host_that_computed_wrong_comes_back_after_a_burn_in(place: Any) -> None:
+    p, g = growing(place, cool_off=0.0, burn_in=5.0, wait_for_hosts=5.0)
+    p.launched("a", "b", "c")
+    g.computes_wrong("b", "computes wrong")
+    assert g.hosts() == ("a", "c")  # its time is over, but nothing is proven
+    p.launched("a", "c")
+    busy = BurnInAnswer(unmade="cuda:0: in use")
+    p.fleet.burned["b"] = [None, busy, busy, None, BurnInAnswer(found="cuda:0: matrix products wrong"), None]
+    assert asked_to_grow(g, seconds=0.5) == 0
+    assert [text for text in p.said if "no burn-in" in text] == ["WARNING: b: no burn-in: cuda:0: in use"]
+    assert p.journal.state.bars["b"].burn_in == 5.0 and p.journal.state.bars["b"].wholly
+    assert [e.reason for e in p.journal.run.events(HostLeftOut)][-1] == "cuda:0: matrix products wrong"
+    g = p.gathering()  # another supervisor knows it from the journal
+    p.fleet.burned["b"] = [None, BurnInAnswer()]
+    assert asked_to_grow(g) == 3
+    (event,) = p.journal.run.events(HostProven)
+    assert event.host == "b" and event.seconds == 5.0
+    assert g.hosts() == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(("burns_in", "seconds"), [(False, 5.0), (True, 0.0)])
+def test_where_no_burn_in_can_be_made_its_time_is_enough(place: Any, burns_in: bool, seconds: float) -> None:
+    p, g = growing(place, cool_off=0.0, burn_in=seconds)
+    p.fleet.burns_in = burns_in
+    p.launched("a", "b", "c")
+    g.computes_wrong("b", "computes wrong")
+    assert p.journal.state.bars["b"].burn_in == 0.0
+    assert g.hosts() == ("a", "b", "c")
+
+
+def test_a_host_that_is_left_out_is_named_when_nobody_comes(place: Any) -> None:
+    p = place("ab", burn_in=5.0)
+    p.launched("a", "b")
+    g = p.gathering()
+    g.computes_wrong("b", "computes wrong")
+    end = g.hosts()
+    assert isinstance(end, RunExit) and "b did not come" in end.reason and "left out" in end.reason

@@ -128,7 +128,8 @@ def test_another_gradient_by_chance(layout: str, first: int, rank: int, corpus: 
         assert run_ranks(world, wrong_gradient, c, rank, times, 2 + first) == [0] * world
     run = RunDirectory(tmp_path / "run")
     (event,) = run.events(ReplayDiffers)
-    assert (event["step"], event["verdict"], event["ranks"]) == (2 * EVERY, "transient", [rank])
+    named = [0, 1] if layout == "tp2-dp2" else [rank]  # who of a replica was wrong is not known
+    assert (event["step"], event["verdict"], event["ranks"]) == (2 * EVERY, "transient", named)
     assert not list(run.events(IncidentEvent))
     assert bytes_of(tmp_path / "run", LAST) == bytes_of(tmp_path / "clean", LAST)
 

@@ -46,6 +46,7 @@ from megastable.run.events.stability_events import (
 from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
+    HostProven,
     HostsAwaited,
     HostSlow,
     Launched,
@@ -77,7 +78,7 @@ HEADINGS: dict[type[Event], str] = {
     FellBack: "Precision", Returned: "Precision", RateCut: "Learning rate", RateLifted: "Learning rate",
     TrendEvent: "Slow signal", ReplicasDiffer: "Hardware", WrongCopy: "Hardware", StateChanged: "Hardware",
     MessagesDiffer: "Hardware", GradientsDoubted: "Hardware", ReplayDiffers: "Hardware", HostFaulty: "Hardware",
-    HostSlow: "Hosts", HostLeftOut: "Hosts", HostsAwaited: "Hosts", CheckpointFailed: "Checkpoint",
+    HostSlow: "Hosts", HostLeftOut: "Hosts", HostProven: "Hosts", HostsAwaited: "Hosts", CheckpointFailed: "Checkpoint",
     CheckpointRejected: "Checkpoint", CheckpointSuspect: "Checkpoint", RecordsLost: "Records", Imported: "Start",
     Reshaped: "Start", Warned: "Warning", Handover: "Handover", Unstable: "Gave up",
 }  # fmt: skip

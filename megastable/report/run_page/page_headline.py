@@ -60,8 +60,9 @@ def headline(
     frozen one. skipped: samples."""
     word, mood = _word(s, incidents, trends)
     figures = [
-        _progress(s), _tokens(s, recipe), _left(s, account, now), _loss(recent, evaluations), _speed(s, recent),
-        _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents), _goodput(account, s, recipe),
+        _progress(s), _tokens(s, recipe, skipped), _left(s, account, now), _loss(recent, evaluations),
+        _speed(s, recent), _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents),
+        _goodput(account, s, recipe),
     ]  # fmt: skip
     shown = [{key: visible(text, 200) for key, text in figure._asdict().items()} for figure in figures]
     return {
@@ -128,14 +129,16 @@ def _progress(s: Status) -> Figure:
     )
 
 
-def _tokens(s: Status, recipe: Mapping[str, Any]) -> Figure:
+def _tokens(s: Status, recipe: Mapping[str, Any], skipped: int) -> Figure:
     length = recipe.get("model", {}).get("sequence_length")
     if s.cursor is None or not isinstance(length, int):
         return Figure("tokens", "?")
     train, remark = recipe.get("train", {}), ""
     if s.steps and isinstance(train.get("global_batch"), int) and train.get("batch_warmup") is None:
-        remark = f"of {short(s.steps * train['global_batch'] * length)}"
-    return Figure("tokens", short(s.cursor * length), remark)
+        remark = f"of {short((s.steps * train['global_batch'] + skipped) * length)}"
+    if skipped:
+        remark += f", {short(skipped * length)} of them skipped"
+    return Figure("tokens", short(s.cursor * length), remark.removeprefix(", "))
 
 
 def _left(s: Status, account: Mapping[str, Any] | None, now: float) -> Figure:

@@ -76,18 +76,19 @@ class SamplesDropped(_Samples):
     FOUND = "not examined"
 
 
-class _OfHardware(Event):
-    """What was found at or after `step`; ranks: whose it is, as far as it is known."""
+class OfHardware(Event):
+    """What was found at or after `step`; ranks: whose it is, as far as it is known; hosts: theirs."""
 
     step: Whole
     ranks: Items
+    hosts: Items
     reason: Text
 
     def words(self) -> str:
         return str(self.get("reason"))
 
 
-class ReplicasDiffer(_OfHardware):
+class ReplicasDiffer(OfHardware):
     """Copies that must be equal differ after `step`; `proven`: the last step after which they were equal. ranks: whose
     copy a majority contradicts."""
 
@@ -95,27 +96,27 @@ class ReplicasDiffer(_OfHardware):
     proven: Whole
 
 
-class WrongCopy(_OfHardware):
+class WrongCopy(OfHardware):
     """Copies differed after `step`, which was not known to be wrong on which of the ranks. The step done again gives
     what the others held. ranks: whose copy it does not give."""
 
     NAME = "wrong_copy"
 
 
-class MessagesDiffer(_OfHardware):
+class MessagesDiffer(OfHardware):
     """The update of `step` was refused: a message between pipeline stages did not arrive as it was sent. ranks: that
     received it."""
 
     NAME = "messages_differ"
 
 
-class StateChanged(_OfHardware):
+class StateChanged(OfHardware):
     """Masters, moments or weights of some `ranks` are not what the update of `step` left."""
 
     NAME = "state_changed"
 
 
-class GradientsDoubted(_OfHardware):
+class GradientsDoubted(OfHardware):
     """The update of `step` was refused, as a rank's gradient stood out (kinds: how), or the sum of all is wrong.
     verdict: "sum"; of repeating the step: "transient", "persistent", or "data": no hardware, and the step is done as it
     is. ranks: which ones are proven to be wrong."""
@@ -125,7 +126,7 @@ class GradientsDoubted(_OfHardware):
     kinds: Items
 
 
-class ReplayDiffers(_OfHardware):
+class ReplayDiffers(OfHardware):
     """A micro-batch of `step`, computed again, gave another gradient, or a product with a known answer is wrong.
     verdict: "transient" or "persistent". ranks: which were wrong, one of them at least; empty if it is not known."""
 
@@ -133,11 +134,10 @@ class ReplayDiffers(_OfHardware):
     verdict: Text
 
 
-class HostFaulty(_OfHardware):
+class HostFaulty(OfHardware):
     """Ranks on `hosts` are proven to compute wrong, again and again: the process ends, to go on without them."""
 
     NAME = "host_faulty"
-    hosts: Items
 
 
 class Located(Event):

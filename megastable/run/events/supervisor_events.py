@@ -106,20 +106,35 @@ class HostsAwaited(Event):
 
 class HostLeftOut(Event):
     """A host failed. until: time.time() until which others are preferred to it, or with `wholly` it is not used at all;
-    strikes: how often it failed in this run."""
+    strikes: how often it failed in this run; burn_in: seconds of the one that it must pass before it is used again."""
 
     NAME = "host_left_out"
     host: Text
     until: Real
     wholly: Flag
     strikes: Whole
+    burn_in: Real = None
     reason: Text
 
     def words(self) -> str:
         how = "left out" if self.get("wholly") else "the last choice"
-        return (
-            f"{self.get('host')} is {how} for {number(self['until'] - self['time'], '.0f')} s{self.because()}"
-        )
+        seconds = None if self.until is None or self.time is None else self.until - self.time
+        until = f"for {number(seconds, '.0f')} s"
+        if self.get("burn_in"):
+            until += " and until a burn-in finds nothing"
+        return f"{self.get('host')} is {how} {until}{self.because()}"
+
+
+class HostProven(Event):
+    """A burn-in of `seconds` found nothing wrong with a host that had computed wrong: it may be used again."""
+
+    NAME = "host_proven"
+    host: Text
+    seconds: Real
+
+    def words(self) -> str:
+        seconds = number(self.get("seconds"), ".0f")
+        return f"{self.get('host')} may be used again: a burn-in of {seconds} s found nothing"
 
 
 class HostSlow(Event):

@@ -19,9 +19,9 @@ function short(value) {
 }
 
 function span(seconds) {
-  const s = Math.abs(seconds), sign = seconds < 0 ? "-" : "";
+  const sign = seconds < 0 ? "-" : "", exact = Math.abs(seconds), s = exact < 59.5 ? exact : Math.round(exact);
   if (s < 60) return `${sign}${Number(s.toPrecision(s < 10 ? 2 : 3))} s`;
-  if (s < 3600) return `${sign}${Math.floor(s / 60)} min${s % 60 >= 1 && s < 600 ? ` ${Math.round(s % 60)} s` : ""}`;
+  if (s < 3600) return `${sign}${Math.floor(s / 60)} min${s % 60 >= 1 && s < 600 ? ` ${s % 60} s` : ""}`;
   const hours = Math.floor(s / 3600), minutes = Math.floor((s % 3600) / 60);
   if (hours < 48) return `${sign}${hours} h${minutes ? ` ${minutes} min` : ""}`;
   return `${sign}${Math.floor(hours / 24)} d${hours % 24 ? ` ${hours % 24} h` : ""}`;
