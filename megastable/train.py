@@ -22,6 +22,7 @@ from megastable.base import activity
 from megastable.base.collectives import first, shared
 from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, SpaceError, UnstableError
 from megastable.base.hardware import peak_tflops
+from megastable.base.software import software
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.model.kernels import DTYPES
@@ -79,7 +80,8 @@ class Trainer:
             self.feed = Feed(order, loader, heart)
             self.log.emit(Training(
                 step=self.state.step, cursor=self.state.cursor, world=start.layout.world,
-                seconds=round(activity.age(), 3), **({} if start.memory is None else {"lineage": start.lineage}),
+                seconds=round(activity.age(), 3), software=software(self.engine.device),
+                **({} if start.memory is None else {"lineage": start.lineage}),
             ))  # fmt: skip
             self.checkpoints.begin(self.state.step, saved=start.restored is None)
             self.recovery = Recovery(

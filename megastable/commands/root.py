@@ -16,6 +16,7 @@ COMMANDS = {
     "preflight": "Check every host before a run: code, versions, disks, GPUs, speed; is the run directory shared?",
     "status": "Show how a run stands, who watches it, and what to do next.",
     "watch": "A page of whole runs: how they stand, every curve, incident and second; live, or as one file.",
+    "report": "The record of a run as a folder to publish: logbook, run page, post-mortems, cost; nothing private.",
     "goodput": "Where every second of a run went: training, or lost to which cause, incident and host.",
     "profile": "What a run's steps spend their time on: phases of all of them, operators of those that were traced.",
     "prepare": "Text into corpora to train on: a tokenizer, Megatron shards, a manifest with counts and hashes.",

@@ -147,7 +147,7 @@ def test_completion_installs_itself(tmp_path: Path) -> None:
 
 def test_the_scripts_stand_for_commands() -> None:
     scripts = [*sorted((ROOT / "tools").glob("*.py")), *(ROOT / "launch").glob("*.py")]
-    assert len(scripts) == 19
+    assert len(scripts) == 20
     for script in scripts:
         text = script.read_text(encoding="utf-8")
         calls = [

@@ -28,13 +28,18 @@ __all__ = ["costs_of", "incidents_of", "write_incidents"]
 EVIDENCE = "evidence.json"
 
 
-def write_incidents(run: Path, again: int | None = None) -> list[Path]:
+def write_incidents(
+    run: Path, again: int | None = None, *, public: bool = False, texts: bool = True
+) -> list[Path]:
     """Write incidents/NNNN/ of every incident whose facts changed, of number `again` in any case, and the index.
+
+    public: for readers of a published record; texts: show the samples.
 
     Returns the folders that were written. Raises DataError for an unreadable journal, an unknown number, a full disk,
     and an incident that cannot be reported, after everything else was written.
     """
-    given, told, written, refused = _open(run), list[Evidence](), list[Path](), list[str]()
+    given, told = _open(run, public, texts), list[Evidence]()
+    written, refused = list[Path](), list[str]()
     if again is not None and again not in given.incidents:
         raise DataError(f"{run / 'journal.jsonl'} has no incident {again}, but {len(given.incidents)} others")
     for number in given.incidents:
@@ -73,11 +78,11 @@ def costs_of(run: Path) -> dict[int, Cost]:
     return {number: Gatherer(given, number).cost() for number in given.incidents}
 
 
-def _open(run: Path) -> Run:
+def _open(run: Path, public: bool = False, texts: bool = True) -> Run:
     journal = RunDirectory(run).journal
     if not journal.is_file():
         raise DataError(f"{journal} does not exist: give the directory of a run, such as runs/quickstart")
-    return Run(run)
+    return Run(run, public, texts)
 
 
 def _known(folder: Path, inputs: str) -> Evidence | None:

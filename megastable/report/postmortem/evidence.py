@@ -59,9 +59,11 @@ NEAR = 8  # events between a checkpoint's rejection and the incident made of it
 
 
 class Run:
-    """Shared by all incidents of a run, each part read once. Raises DataError if the journal cannot be read."""
+    """Shared by all incidents of a run, each part read once. public: for readers of a published record; texts: whether
+    samples are shown. Raises DataError if the journal cannot be read."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, public: bool = False, texts: bool = True) -> None:
+        self.public, self.texts = public, texts
         self.directory = RunDirectory(root)
         self.journal = Journal(self.directory)
         self.problems = list(self.journal.problems)
@@ -143,7 +145,7 @@ class Gatherer:
         losses = {s.position: s.loss for s in suspects if s.loss is not None}
         samples: list[SampleText] = []
         tokens: Tokens | None = None
-        if i.shown:
+        if i.shown and run.texts:
             samples = self._try("the texts", lambda: self._samples(losses), [])
         if i.guilty and samples:
             tokens = self._try("the tokens", self._tokens, None)
@@ -280,7 +282,7 @@ class Gatherer:
         c, root = self.config, self.run.directory.root
         name, world = root.resolve().name, self.journal.world(self.begin)
         if c is None:
-            return RunFacts(name=name, directory=str(root), world=world)
+            return RunFacts(name=name, directory=str(root), world=world, public=self.run.public)
         onset = [row.first_position for row in rows if row.step == self.incident.onset]
         batch = c.batches.at(onset[-1]) if onset else c.train.global_batch
         return RunFacts(
@@ -288,7 +290,7 @@ class Gatherer:
             sequence_length=c.model.sequence_length, lr=c.optimizer.lr,
             cut_factor=c.stability.policy.cut_factor, corpora=tuple(str(corpus.path) for corpus in c.data.corpora),
             planted=tuple(self._try("planted.json", self._planted, list[str]())), price=c.supervise.gpu_hour_price,
-            currency=c.supervise.currency,
+            currency=c.supervise.currency, public=self.run.public,
         )  # fmt: skip
 
     def _planted(self) -> list[str]:

@@ -25,7 +25,7 @@ VERSION = 7  # of the derived files: a change rewrites all incidents
 
 class RunFacts(Facts):
     """name: of the directory. world: ranks at the time. global_batch: at the onset. lr: the peak rate. price: of a
-    GPU-hour, in `currency`."""
+    GPU-hour, in `currency`. public: the report is for readers who have nothing of the run but its published record."""
 
     name: str
     directory: str
@@ -39,6 +39,7 @@ class RunFacts(Facts):
     planted: tuple[str, ...] = ()
     price: float | None = None
     currency: str = ""
+    public: bool = False
 
 
 class IncidentFacts(IncidentFields):

@@ -290,7 +290,9 @@ def skipped(e: Evidence) -> list[tuple[str, str, str, str]]:
 
 
 def follow_ups(e: Evidence) -> list[FollowUp]:
-    """Next actions for a person, by cause and outcome."""
+    """Next actions for a person who has the run, by cause and outcome."""
+    if e.run.public:
+        return []
     causes = _of_breakdown(e) if e.incident.breakdown else _by_cause(e)
     return [*_by_outcome(e), *causes, *_logs(e)]
 

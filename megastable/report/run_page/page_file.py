@@ -17,15 +17,21 @@ PAGES = 24 << 20  # bytes of incidents' pages
 
 def write_page(runs: Sequence[Path], output: Path) -> list[str]:
     """Write the page of run directories. Returns what could not be read. Raises DataError."""
-    readers = [RunReader(run, cache=False) for run in runs]
-    for reader in readers:
-        reader.look(until_all=True)
+    readers = [whole(run) for run in runs]
     durable.write_output(output, page_parts.self_contained(content(readers)))
     return [problem for reader in readers for problem in reader.head()["problems"]]
 
 
-def content(readers: Sequence[RunReader]) -> dict[str, Any]:
-    """What a server would answer, by run. The plots are those by step; they hold the other axes, too."""
+def whole(run: Path) -> RunReader:
+    """A reader that has read all of a run. Raises DataError."""
+    reader = RunReader(run, cache=False)
+    reader.look(until_all=True)
+    return reader
+
+
+def content(readers: Sequence[RunReader], public: bool = False) -> dict[str, Any]:
+    """What a server would answer, by run. The plots are those by step; they hold the other axes, too. public: without
+    advice to whoever has the run."""
     room, runs = PAGES, list[dict[str, Any]]()
     for reader in readers:
         panel = reader.panel()
@@ -37,8 +43,9 @@ def content(readers: Sequence[RunReader]) -> dict[str, Any]:
             if page is not None and len(page) <= room:
                 pages[case["page"]] = page
                 room -= len(page)
+        head = reader.head() | ({"advice": ""} if public else {})
         runs.append({
-            "head": reader.head(), "panel": panel, "plots": reader.plots("step", None, None, COLUMNS),
+            "head": head, "panel": panel, "plots": reader.plots("step", None, None, COLUMNS),
             "heat": reader.heat("step", None, None), "machines": reader.machine_maps("step", None, None),
             "pages": pages,
         })  # fmt: skip

@@ -8,7 +8,8 @@ from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real,
 
 class Training(Event):
     """Training begins, after `step`. cursor: the next data position; world: ranks; seconds: since this process was
-    started. lineage: of its copies in the hosts' memories, if there are any."""
+    started. lineage: of its copies in the hosts' memories, if there are any. software: what rank 0 computes with
+    (base/software.py)."""
 
     NAME = "training"
     step: Whole
@@ -16,6 +17,7 @@ class Training(Event):
     world: Whole
     seconds: Real = None
     lineage: Text = None
+    software: Tree = NOTHING
 
     def words(self) -> str:
         return f"training from position {self.get('cursor')} on {self.get('world')} ranks"

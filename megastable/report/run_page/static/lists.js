@@ -24,7 +24,7 @@ function makeMachines() {
   state.on("panels heads", () => {
     const panel = state.panels[state.focus];
     if (!panel) return;
-    const m = panel.machines, alive = (one) => (one.alive === null ? "cannot be told" : one.alive ? `alive, process ${one.pid}${one.host ? ` on ${one.host}` : ""}` : "not running");
+    const m = panel.machines, alive = (one) => (one.alive === null ? "cannot be told" : one.alive ? `alive${one.pid ? `, process ${one.pid}` : ""}${one.host ? ` on ${one.host}` : ""}` : "not running");
     const restarts = Object.entries(m.restarts).map(([how, n]) => `${n} after ${how.replace("_", " ")}`).join(", ");
     const facts = [["training process", alive(m.trainer)], ["supervisor", alive(m.supervisor)], ["phase", m.trainer.alive ? m.phase : ""],
       ["ranks", m.world === null ? "" : commas(m.world)], ["hosts", m.hosts.join(", ")], ["starts", `${commas(m.starts)}${restarts ? `; restarts: ${restarts}` : ""}`],

@@ -1,0 +1,84 @@
+"""`megastable report`: the record of a run as a folder to publish. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megastable.commands.app import App
+from megastable.commands.options import Json, put_json
+
+if TYPE_CHECKING:
+    from megastable.report.publish import PublishedRecord
+
+app = App()
+
+
+@app.add(
+    examples="""
+    megastable report runs/7b --output public/7b
+    megastable report runs/7b --output public/7b --keep-names --json
+    cd public/7b && sha256sum --check --quiet SHA256SUMS
+    """,
+    more="The folder works from a disk and from any web server: open index.html. It gets the run page, post-mortems, "
+    "the recipe, the journal, the skip ledger, step records, fingerprints of the data, goodput, cost, checkpoints, "
+    "hosts and versions, and is called by its own name. A record that was written before is replaced as a whole; files "
+    "of others in the folder stay.\n\nWithout the --keep options, hosts, corpora and shards are numbered. Commands, "
+    "paths, addresses, passwords, settings of trackers and logs are never published, and of texts only words that "
+    "megastable itself uses. What is private, and why: docs/publishing.md.\n\nExit codes: 0, or 2 if there is no run, "
+    "or the folder is not a record or cannot be written.",
+)
+def report(
+    run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where to write the record; its name is the record's title")
+    ],
+    keep_hosts: Annotated[bool, typer.Option("--keep-hosts", help="Publish the names of hosts")] = False,
+    keep_names: Annotated[
+        bool, typer.Option("--keep-names", help="Publish the names of corpora and shards")
+    ] = False,
+    with_text: Annotated[
+        bool,
+        typer.Option("--with-text", help="Publish texts of the samples that incidents skipped or deferred"),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """The record of a run as a folder to publish: logbook, run page, post-mortems, cost; nothing private."""
+    from megastable.report.publish import publish
+    from megastable.report.publish.redaction import Keeping
+
+    done = publish(run, output, Keeping(hosts=keep_hosts, names=keep_names, texts=with_text))
+    for problem in done.facts.problems:
+        typer.echo(f"WARNING: {problem}", err=True)
+    if as_json:
+        put_json(facts(done), as_json, None)
+        return
+    _show(done, output)
+
+
+def facts(done: PublishedRecord) -> dict[str, Any]:
+    """What was written, for programs."""
+    made = done.facts.made_from
+    return {
+        "folder": str(done.folder), "name": done.facts.name, "state": done.facts.head["state"],
+        "step": done.facts.head["step"], "incidents": len(done.facts.incidents),
+        "files": [{"name": name, "bytes": size} for name, size in done.files.items()],
+        "bytes": sum(done.files.values()), "files_of_others": done.kept, "recipe_without": made.recipe_without,
+        "words_withheld": made.withheld, "problems": done.facts.problems,
+    }  # fmt: skip
+
+
+def _show(done: PublishedRecord, output: Path) -> None:
+    from megastable.base.text import plural, size, visible
+
+    made = done.facts.made_from
+    typer.echo(
+        f"{visible(output / 'index.html')}: {plural(len(done.files), 'file')}, {size(sum(done.files.values()))}"
+    )
+    keys = ", ".join(made.recipe_without) or "nothing"
+    typer.echo(f"left out: {plural(made.withheld, 'word')} of texts; of the recipe {keys}")
+    if done.kept:
+        typer.echo(f"files of others, kept: {len(done.kept)}")
+    typer.echo("read it before you publish it")

@@ -1,0 +1,174 @@
+"""Decides what of a text or a tree may be published. Pure.
+
+Closed by default: a word is published if megastable itself uses it (known_words.py), if it is a number, or if it is the
+pseudonym of a name that was collected before. So a password, an address or a path is left out wherever it stands,
+whatever it looks like, and what megastable says of a run stays readable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megastable.report.publish.known_words import AROUND, TOKEN, is_known
+
+WITHHELD = "[withheld]"
+NUMBER = r"[-+±~]?\d{1,11}(?:\.\d{1,17})?(?:e[-+]?\d{1,3})?[%x]?"
+# Numbers, ranges and shares of them, times, dates; names that megastable gives to what it counts.
+PLAIN = re.compile(
+    r"\d{4}-\d\d-\d\d(?:T\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[-+]\d\d:\d\d)?)?"
+    rf"|{NUMBER}(?:[-/:]\d{{1,11}}){{0,2}}|\d\d:\d\d(?::\d\d(?:\.\d+)?)?|[#$%&+./:@~_–—×·±≥≤→-]{{1,3}}"
+    r"|(?:step|rank|attempt|incident|stage)-?\d{1,9}|(?:step|attempt)-\d{1,18}"
+)
+# What follows such a word is a password, even if it is a word that megastable uses.
+SECRET = r"(?:token|secret|passw(?:or)?d|passphrase|credentials?|api[-_]?key|access[-_]?key|authorization)"
+PASSWORD = re.compile(rf"(?i)(?:{SECRET}\W*[:=]\W*|-{SECRET}\W+|bearer\W+)$")
+ADDRESS = re.compile(r"://|@|^[/~]|\.{2}/")
+# Versions, and names of devices (base/software.py).
+SOFTWARE = re.compile(
+    r"\d{1,4}(?:\.\d{1,4}){0,3}(?:[a-z]{1,4}\d{0,4})?(?:\+(?:cpu|cu\d{2,3}|rocm[\d.]{1,8}))?"
+    r"|[A-Z]{1,4}\d{1,4}[A-Z]{0,2}|\d{1,4}GB|HBM\d[a-z]?|SXM\d?|PCIe|NVL|NVIDIA|AMD|Instinct|GeForce|RTX|Tesla|cpu"
+    r"|Linux|Darwin|x86_64|aarch64|arm64"
+)
+HASH = re.compile(r"[0-9a-f]{16,128}")
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What is published although it is private by default. hosts: their names. names: of corpora and shards. texts: of
+    samples that an incident found guilty, skipped or deferred."""
+
+    hosts: bool = False
+    names: bool = False
+    texts: bool = False
+
+
+@dataclass
+class PublicNames:
+    """Names and what is published in their place, by kind: "host", "corpus", "shard", "layer"."""
+
+    keep: Keeping = field(default_factory=Keeping)
+    of_kind: dict[str, dict[str, str]] = field(default_factory=dict)
+    alike: dict[str, str] = field(default_factory=dict)  # other spellings: a host without its domain
+
+    def of(self, kind: str, name: str) -> str:
+        """The public name of a private one; the next pseudonym for a new one."""
+        known = self.of_kind.setdefault(kind, {})
+        if name not in known:
+            if name in self.alike:
+                return self.alike[name]
+            kept = {"host": self.keep.hosts, "corpus": self.keep.names, "shard": self.keep.names}.get(
+                kind, False
+            )
+            known[name] = name if kept else f"{kind}-{len(set(known.values())) + 1}"
+            short = name.partition(".")[0]
+            if kind == "host" and short != name and not short.isdecimal():
+                self.alike[short] = short if kept else known[name]
+        return known[name]
+
+    def alias(self, kind: str, other: str, name: str) -> None:
+        """Another spelling of a name."""
+        self.of_kind.setdefault(kind, {})[other] = self.of(kind, name)
+
+    def find(self, word: str) -> str | None:
+        """The public name of a word, if it is a name that was collected."""
+        for known in (*self.of_kind.values(), self.alike):
+            if word in known:
+                return known[word]
+        return None
+
+    def longest_first(self) -> list[str]:
+        """All private names."""
+        return sorted({*self.alike, *(name for known in self.of_kind.values() for name in known)}, key=len)[
+            ::-1
+        ]
+
+
+class Redactor:
+    """Redacts with the names that were collected. count: of words withheld so far."""
+
+    def __init__(self, names: PublicNames) -> None:
+        self.names, self.count = names, 0
+        # A corpus that is called "data" or "code" would change what megastable says of causes.
+        found = [re.escape(name) for name in names.longest_first() if not is_known(name)]
+        self._names = re.compile(rf"(?<![\w.-])(?:{'|'.join(found)})(?![\w-]|\.\w)") if found else None
+
+    def text(self, text: str) -> str:
+        """A text with every word that is not public replaced; several in a row by one remark."""
+        parts, at = list[str](), 0
+        # A collected name may have blanks in it, so it is looked for before there are words.
+        for found in self._names.finditer(text) if self._names else ():
+            parts += [self._words(text[at : found.start()]), self.names.find(found[0]) or WITHHELD]
+            at = found.end()
+        told = "".join([*parts, self._words(text[at:])])
+        return re.sub(rf"{re.escape(WITHHELD)}(?:[\s\W]*{re.escape(WITHHELD)})+", WITHHELD, told)
+
+    def _words(self, text: str) -> str:
+        return TOKEN.sub(lambda found: self._word(found[0], text[: found.start()][-40:]), text)
+
+    def _word(self, token: str, before: str) -> str:
+        word = token.strip(AROUND)
+        if not word:
+            return token
+        if not PASSWORD.search(before) and (PLAIN.fullmatch(word) or (is_known(word) and not _odd(word))):
+            return token
+        self.count += 1
+        left, _, right = token.partition(word)
+        return f"{left}{WITHHELD}{right}"
+
+    def tree(self, value: Any) -> Any:
+        """A JSON value with all its texts redacted, keys too; hashes of data stay."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.key(key): self._below(str(key), below) for key, below in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.tree(below) for below in value]
+        # YAML has more kinds of values than JSON.
+        return value if value is None or isinstance(value, bool | int | float) else self.text(str(value))
+
+    def key(self, key: Any) -> str:
+        return self.text(str(key))
+
+    def _below(self, key: str, value: Any) -> Any:
+        if key in NAMED and isinstance(value, str):
+            return self.names.of(NAMED[key], value)
+        if key == "software" and isinstance(value, Mapping):
+            return {self.key(name): public_version(of) for name, of in value.items()}
+        if key in HASHED and isinstance(value, str) and HASH.fullmatch(value):
+            return value
+        return self.tree(value)
+
+
+NAMED = {"host": "host", "corpus": "corpus", "shard": "shard"}  # fields whose value is one name
+HOSTS = ("hosts", "gone")  # fields whose items are names of hosts
+HASHED = ("fingerprint", "xxh3")
+
+
+def public_version(value: Any) -> str:
+    """A version or the name of a device, without a word that is neither."""
+    words = str(value).split()
+    return " ".join(word if SOFTWARE.fullmatch(word) else WITHHELD for word in words)
+
+
+def _odd(word: str) -> bool:
+    """Whether a word is an address, even if megastable's own source has it."""
+    return bool(ADDRESS.search(word))
+
+
+def collect(value: Any, names: PublicNames) -> None:
+    """Add the names of hosts, corpora and shards that a JSON value holds."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            if key in NAMED and isinstance(below, str) and below:
+                names.of(NAMED[key], below)
+            elif key in HOSTS:
+                for host in below if isinstance(below, list | tuple) else ():
+                    if isinstance(host, str) and host:
+                        names.of("host", host)
+            collect(below, names)
+    elif isinstance(value, list | tuple):
+        for below in value:
+            collect(below, names)
