@@ -174,6 +174,9 @@ class TrainConfig(Section):
     """Steps between evaluations; 0: only at the end. [steps]"""
     eval_samples: NonNegativeInt = 256
     """Samples of the validation split, always the same ones; 0: never evaluate. [samples]"""
+    eval_samples_per_corpus: NonNegativeInt | None = Field(default=None, examples=[256])
+    """In a blend, samples of each corpus for a loss of its own; null: `eval_samples` over the number of corpora at the
+    start of the run; 0: none. [samples]"""
 
 
 class ParallelConfig(Section):

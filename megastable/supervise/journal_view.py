@@ -114,6 +114,7 @@ class JournalView:
     slow: dict[str, SlowSummary] = field(default_factory=dict)
     trends: dict[str, str] = field(default_factory=dict)
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    by_corpus: dict[str, float] = field(default_factory=dict)  # validation losses of the last evaluation
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
     goodbye: Event | None = None
@@ -157,6 +158,7 @@ class JournalView:
             case Evaluated():
                 if event.loss is not None and step is not None:
                     self.validation.append((step, event.loss))
+                    self.by_corpus = {visible(name, 80): loss for name, loss in event.by_corpus.items()}
             case CheckpointSaved():
                 self._checkpoint(event)
             case Finished():

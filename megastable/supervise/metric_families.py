@@ -39,6 +39,9 @@ def families(s: Status) -> Iterator[Metric]:
     ]
     about = "Share of the devices' peak, counting the full attention matrix or its causal half."
     yield _labelled(s.name, "mfu_ratio", about, ("attention",), flops)
+    losses = [((corpus,), loss) for corpus, loss in s.validation_by_corpus.items()]
+    about = "Last validation loss of a corpus, in a blend of several, nats per token."
+    yield _labelled(s.name, "validation_corpus_loss_nats", about, ("corpus",), losses)
     warned = [((signal,), float(signal in s.trends)) for signal in {**SIGNALS, **s.trends}]
     about = "1 while a slow signal is warned of (docs/stability.md)."
     yield _labelled(s.name, "trend_warning", about, ("signal",), warned)

@@ -127,6 +127,7 @@ class Status:
     checkpoints: tuple[Checkpoint, ...]
     free: int | None
     validation: tuple[tuple[int, float], ...]
+    validation_by_corpus: dict[str, float]
     recent: tuple[tuple[int, float], ...]
     tail: tuple[Said, ...]
     problems: tuple[str, ...]
@@ -271,6 +272,7 @@ class RunWatch:
             checkpoints=self._checkpoints(),
             free=_free(self.run.checkpoints),
             validation=tuple(s.validation),
+            validation_by_corpus=dict(s.by_corpus),
             recent=recent,
             tail=s.tail,
             problems=tuple(visible(problem) for problem in problems),

@@ -70,7 +70,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> str:
         run,
         {"event": "launched", "attempt": 1, "hosts": ["a", "b"]},
         {"event": "training", "step": 0, "world": 2},
-        {"event": "evaluated", "step": 40, "loss": 3.0},
+        {"event": "evaluated", "step": 40, "loss": 3.0, "corpora": {"a": {"loss": 3.5, "samples": 8}}},
         {"event": "checkpoint", "step": 50, "name": "step-00000050", "bytes": 1000},
         {"event": "trend", "what": "warned", "step": 50, "signal": "entropy", "text": "it falls"},
         incident(1, outcome="healed", cause="data", steps_lost=4),

@@ -80,12 +80,21 @@ class IncidentNote:
     lines: list[JournalLine] = field(default_factory=list)
 
 
+class SomeValues(NamedTuple):
+    """Values by name, measured at some steps. time: unix seconds."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
 @dataclass
 class _Noted:
     lines: deque[JournalLine] = field(default_factory=lambda: deque(maxlen=KEPT))
     passed: int = 0  # refused updates that are not in the list
     incidents: dict[int, IncidentNote] = field(default_factory=dict)
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)  # step, loss, time
+    by_corpus: list[SomeValues] = field(default_factory=list)  # validation losses
     checkpoints: dict[str, CheckpointNote] = field(default_factory=dict)
     rates: list[tuple[int, float, str]] = field(
         default_factory=list
@@ -147,6 +156,8 @@ class JournalNotes:
             case Evaluated():
                 if step is not None and event.loss is not None and math.isfinite(event.loss):
                     n.evaluations.append((step, event.loss, time))
+                    if event.by_corpus:
+                        n.by_corpus.append(SomeValues(step, time, event.by_corpus))
             case CheckpointSaved():
                 name = str(event.get("name"))
                 n.checkpoints.pop(name, None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megastable.base.text import number, size
-from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real, Text, Tree, Whole
+from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real, Text, Tree, Whole, real, tree
+
+SHOWN = 8  # corpora in a sentence
 
 
 class Training(Event):
@@ -137,16 +139,29 @@ class ConfigChanged(Event):
 
 
 class Evaluated(Event):
-    """loss: nats per token, mean over `samples`; seconds: that it took."""
+    """loss: nats per token, mean over `samples`; seconds: that it took. corpora: loss and samples of each, if there are
+    several."""
 
     NAME = "evaluated"
     step: Whole
     loss: Real
     samples: Whole
     seconds: Real = None
+    corpora: Tree = NOTHING
+
+    @property
+    def by_corpus(self) -> dict[str, float]:
+        """The loss of each corpus that has one."""
+        found = {name: real(tree(told).get("loss")) for name, told in self.corpora.items()}
+        return {name: loss for name, loss in found.items() if loss is not None}
 
     def words(self) -> str:
-        return f"validation loss {number(self.get('loss'))}"
+        found = list(self.by_corpus.items())
+        named = [f"{name} {number(loss)}" for name, loss in found[:SHOWN]]
+        more = [f"{len(found) - SHOWN} more corpora"] if len(found) > SHOWN else []
+        return f"validation loss {number(self.get('loss'))}" + (
+            f" ({', '.join(named + more)})" if named else ""
+        )
 
 
 class CheckpointSaved(Event):

@@ -181,7 +181,10 @@ def test_a_list_keeps_what_has_not_changed(page: Pages, tmp_path: Path) -> None:
     with serving(run.root) as address:
         page.open(address)
         until(lambda: len(page.all("#incidents li")) == 2)
-        kept, button = page.all("#journal li")[0], page.all("#incidents li")[1].find_element(By.CSS_SELECTOR, "button")
+        kept, button = (
+            page.all("#journal li")[0],
+            page.all("#incidents li")[1].find_element(By.CSS_SELECTOR, "button"),
+        )
         page.run("arguments[0].focus()", button)
         note(run, time.time(), "warning", step=150, text="something new")
         told = summary(3, 140, outcome="open", actions=[])
@@ -189,7 +192,9 @@ def test_a_list_keeps_what_has_not_changed(page: Pages, tmp_path: Path) -> None:
         until(lambda: len(page.all("#incidents li")) == 3)
         until(lambda: "loss up" in page.texts("#journal .text")[0])
         assert page.run("return document.activeElement === arguments[0]", button)
-        assert page.run("return [...document.querySelectorAll('#journal li')].indexOf(arguments[0])", kept) == 2
+        assert (
+            page.run("return [...document.querySelectorAll('#journal li')].indexOf(arguments[0])", kept) == 2
+        )
         page.press(Keys.ENTER)
         assert "At step 60" in page.text("dialog h2")
         page.leave()

@@ -37,9 +37,13 @@ function decodedHeat(given) {
   return { ...given, x, kinds: given.kinds.map((kind) => ({ ...kind, values: decoded(kind.values) })) };
 }
 
+function decodedCurves(given) {
+  return { x: decodedGroup({ x: given.x }).x, values: given.values.map(({ name, y }) => ({ name, y: decoded(y) })) };
+}
+
 function decodedPanel(panel) {
   const { x } = decodedGroup({ x: panel.evaluations.x });
-  return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) } };
+  return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) }, by_corpus: decodedCurves(panel.by_corpus) };
 }
 
 async function asked(path, given = {}) {
