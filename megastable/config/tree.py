@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from megastable.config.checkpoint import CheckpointConfig
+from megastable.config.downstream import EvalConfig
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.profile import ProfileConfig
@@ -365,6 +366,7 @@ class RunConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
     stability: StabilityConfig = StabilityConfig()
     supervise: SuperviseConfig = SuperviseConfig()

@@ -179,16 +179,24 @@ def test_corpora_that_come_and_go_leave_the_samples_of_the_others_as_they_are(
     blends = read_blends(run / "blends.jsonl")
     left = open_corpora(made.data.corpora, made.model.sequence_length, made.run.seed, blends)
     assert left.held_out.names == [["big"], ["big", "later"]]
-    said: list[str] = []
-    log = RunLog(RunDirectory(run), said.append)
-    DataOrder(made, RunDirectory(run), left, log, strict=True).tell_of_validation(4)
+    (said,) = run_ranks(1, tell, made)
     (told,) = warnings(run)
     assert "corpus medium" in told and "do not compare" in told and said == [said[0], f"WARNING: {told}"]
     assert "no validation loss of plain" in said[0]
 
 
+def tell(made: RunConfig) -> list[str]:
+    assert made.run.dir is not None
+    said: list[str] = []
+    run = RunDirectory(made.run.dir)
+    blends = read_blends(run.blends)
+    corpora = open_corpora(made.data.corpora, made.model.sequence_length, made.run.seed, blends)
+    DataOrder(made, run, corpora, RunLog(run, said.append), strict=True).tell_of_validation(4)
+    return said
+
+
 def test_ranks_that_see_other_validation_data_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="validation data: ranks \\[1\\] see another one"):
+    with pytest.raises(AssertionError, match="validation data: ranks \\[1\\] see another one"):
         run_ranks(2, with_its_own_data, data, tmp_path)
 
 

@@ -26,6 +26,7 @@ from megastable.run.events.training_events import (
     CheckpointSaved,
     CheckpointSuspect,
     Evaluated,
+    TasksEvaluated,
 )
 
 KEPT = 20_000  # events in the list
@@ -81,10 +82,10 @@ class IncidentNote:
 
 
 class SomeValues(NamedTuple):
-    """Values by name, measured at some steps. time: unix seconds."""
+    """Values by name, measured of the state after a step. time: unix seconds; None: as of the step."""
 
     step: int
-    time: float
+    time: float | None
     values: dict[str, float]
 
 
@@ -95,6 +96,7 @@ class _Noted:
     incidents: dict[int, IncidentNote] = field(default_factory=dict)
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)  # step, loss, time
     by_corpus: list[SomeValues] = field(default_factory=list)  # validation losses
+    tasks: list[SomeValues] = field(default_factory=list)  # scores
     checkpoints: dict[str, CheckpointNote] = field(default_factory=dict)
     rates: list[tuple[int, float, str]] = field(
         default_factory=list
@@ -158,6 +160,9 @@ class JournalNotes:
                     n.evaluations.append((step, event.loss, time))
                     if event.by_corpus:
                         n.by_corpus.append(SomeValues(step, time, event.by_corpus))
+            case TasksEvaluated():
+                if event.of_step is not None and event.numbers:
+                    n.tasks.append(SomeValues(event.of_step, None, event.numbers))
             case CheckpointSaved():
                 name = str(event.get("name"))
                 n.checkpoints.pop(name, None)

@@ -102,6 +102,7 @@ def panel(r: RunReader) -> dict[str, Any]:
             "loss": encoded(np.array([loss for _, loss, _ in noted.evaluations], np.float32)),
         },
         "by_corpus": _curves(noted.by_corpus, places),
+        "tasks": _curves(noted.tasks, places),
         "checkpoints": [_checkpoint(r, name, places) for name in noted.checkpoints],
         "rates": [{"x": places.of(step, at), "text": told} for step, at, told in noted.rates],
         "trends": list(noted.trends.values()),
@@ -243,6 +244,7 @@ def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any
 
 def _curves(measured: Sequence[SomeValues], places: PlacesOfSteps) -> dict[str, Any]:
     """A curve for every name, over the steps that any of them was measured at."""
+    measured = sorted(measured, key=lambda one: one.step)
     names = dict.fromkeys(name for one in measured for name in one.values)
     return {
         "x": _xs([places.of(one.step, one.time) for one in measured]),

@@ -164,6 +164,58 @@ class Evaluated(Event):
         )
 
 
+class TasksEvaluated(Event):
+    """The program of eval.command has evaluated a checkpoint, of step `of_step` and after `tokens`. manifest: hash of
+    its manifest; scores: numbers by "TASK/METRIC"; seconds: with the export."""
+
+    NAME = "tasks_evaluated"
+    checkpoint: Text
+    of_step: Whole
+    manifest: Text
+    tokens: Whole
+    scores: Tree
+    seconds: Real
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The scores that are numbers."""
+        found = {name: real(value) for name, value in self.scores.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def words(self) -> str:
+        found = list(self.numbers.items())
+        named = [f"{name} {number(value, '.4g')}" for name, value in found[:SHOWN]]
+        more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        return f"tasks on {self.get('checkpoint')}: {', '.join(named + more)}"
+
+
+class TasksFailed(Event):
+    """A checkpoint could not be evaluated; it is not tried again."""
+
+    NAME = "tasks_failed"
+    checkpoint: Text
+    of_step: Whole
+    manifest: Text
+    reason: Text
+    seconds: Real
+
+    def words(self) -> str:
+        return f"WARNING: {self.get('checkpoint')} could not be evaluated{self.because()}"
+
+
+class TasksSkipped(Event):
+    """A checkpoint is not evaluated, as there is a newer one."""
+
+    NAME = "tasks_skipped"
+    checkpoint: Text
+    of_step: Whole
+    manifest: Text
+    reason: Text
+
+    def words(self) -> str:
+        return f"{self.get('checkpoint')} is not evaluated{self.because()}"
+
+
 class CheckpointSaved(Event):
     """seconds: from the copy to the commit; blocked: those that the steps waited."""
 

@@ -36,6 +36,7 @@ CURVES = {
 VALIDATION = "validation/loss"
 # Not below VALIDATION: in the files of MLflow a curve cannot be a folder, too.
 VALIDATION_OF = "validation/corpora/"  # and the corpus
+TASKS = "tasks/"  # and the task, the metric
 INCIDENTS = "stability/incidents"
 # What a refused or undone step has in the series of its kind.
 APART = ("train/loss", "train/grad_norm")

@@ -32,7 +32,10 @@ from megastable.training.trackers.points import (
 )
 from megastable.training.trackers.tracker import Setting
 
-GROUPS = {"train": "1 train", "validation": "2 validation", "stability": "3 stability", "speed": "4 speed"}
+GROUPS = {
+    "train": "1 train", "validation": "2 validation", "stability": "3 stability", "speed": "4 speed",
+    "tasks": "7 tasks",
+}  # fmt: skip
 LAYERS, TOKENS = "5 layers", "6 by tokens"
 BEHIND = {"train/grad_norm": "train/norm_of_gradient"}  # the loss comes first
 BUCKETS = 30

@@ -25,6 +25,7 @@ function curves(key) {
 const GROUPS = [
   ["evaluation", "Evaluation", [
     { key: "by_corpus", title: "Validation loss by corpus", unit: "nats per token", log: true, help: "Of a blend of several corpora: each on its own samples, always the same ones.", lines: [], extra: curves("by_corpus") },
+    { key: "tasks", title: "Tasks", unit: "score", help: "Scores of eval.command, such as lm-evaluation-harness, over the steps of the checkpoints.", lines: [], extra: curves("tasks") },
   ]],
   ["optimization", "Optimization", [
     { key: "grad_norm", title: "Gradient norm", help: "Before clipping. ✕: refused updates; grey dots: undone steps.", log: true, apart: "grad_norm", lines: [{ name: "grad_norm", label: "norm" }] },

@@ -43,7 +43,7 @@ function decodedCurves(given) {
 
 function decodedPanel(panel) {
   const { x } = decodedGroup({ x: panel.evaluations.x });
-  return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) }, by_corpus: decodedCurves(panel.by_corpus) };
+  return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) }, by_corpus: decodedCurves(panel.by_corpus), tasks: decodedCurves(panel.tasks) };
 }
 
 async function asked(path, given = {}) {
