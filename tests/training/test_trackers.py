@@ -79,6 +79,9 @@ def test_tensorboard(tracked: Tracked) -> None:
     assert run.name == "näme _b_ _HOME_.._x"
     assert close(scalars(run, "1 train/loss"), LOSSES)
     assert close(scalars(run, "2 validation/loss"), VALIDATION)
+    by_corpus = {step: loss + 1 for step, loss in VALIDATION.items()}
+    assert close(scalars(run, "2 validation/corpora/a b"), by_corpus)
+    assert scalars(run, "7 tasks/arc/acc") == {18: 0.5}
     for part, wanted in (("refused", REFUSED), ("undone", UNDONE)):
         assert close(scalars(run / part, "1 train/loss"), wanted)
     by_tokens = {step * TOKENS: loss for step, loss in LOSSES.items()}
