@@ -51,8 +51,10 @@ class Evaluator:
         self.config, self.run, self.settings, self._parent = config, run, config.eval, parent
         self.log = RunLog(run, partial(print, flush=True))
         self.leaving = False
-        root = run.root if self.settings.scratch is None else self.settings.scratch
-        self.folder = root.absolute() / f"evaluation-{run.root.resolve().name}"
+        self.folder = run.root.absolute() / "evaluation"
+        if self.settings.scratch is not None:  # runs of one name may share it
+            whose = xxhash.xxh3_64_hexdigest(os.fsencode(run.root.resolve()))
+            self.folder = self.settings.scratch.absolute() / f"evaluation-{whose}"
 
     def watch(self) -> None:
         """Evaluate until the run is complete and its last checkpoint evaluated. Raises ConfigError, Leaving."""
@@ -64,11 +66,11 @@ class Evaluator:
             )
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            held = durable.hold(self.folder.with_name(f".{self.folder.name}.lock"))
+            held = durable.hold(self.run.root / ".evaluation.lock")
         except OSError as error:
-            raise ConfigError(f"eval.scratch={self.folder.parent}: {error.strerror or error}") from None
+            raise ConfigError(f"{error.filename or self.folder}: {error.strerror or error}") from None
         if held is None:
-            raise ConfigError(f"{self.folder}: another process evaluates this run already")
+            raise ConfigError(f"{self.run.root}: another process evaluates this run already")
         with held:
             settled = {
                 (whole(event.get("of_step")) or 0, str(event.get("manifest")))

@@ -111,10 +111,10 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_the_newest_is_evaluated_with_the_loss_of_the_plain_model(trained: RunConfig) -> None:
+def test_the_newest_is_evaluated_with_the_loss_of_the_plain_model(trained: RunConfig, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run = run_of(trained)
-    config = asking(trained, python(LOSS, "{model}", "{results}"), dtype="fp32")
+    config = asking(trained, python(LOSS, "{model}", "{results}"), dtype="fp32", scratch=tmp_path / "scratch")
     *passed, found = evaluate(config, run)
     assert [(one["event"], one["checkpoint"], one["reason"]) for one in passed] == [
         ("tasks_skipped", "step-2", "step-6 is there already"), ("tasks_skipped", "step-4", "step-6 is there already"),
@@ -128,7 +128,7 @@ def test_the_newest_is_evaluated_with_the_loss_of_the_plain_model(trained: RunCo
     assert found["scores"]["ids/loss"] == pytest.approx(float(losses.mean()), abs=1e-4)
     # Another process evaluates nothing twice, and leaves nothing behind.
     assert evaluate(config, run) == [*passed, found]
-    assert not list(run.root.glob("evaluation-*"))
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_a_program_that_fails_is_told_of_and_not_tried_again(trained: RunConfig) -> None:
@@ -138,7 +138,7 @@ def test_a_program_that_fails_is_told_of_and_not_tried_again(trained: RunConfig)
     (found,) = evaluate(config, run)
     assert found["event"] == "tasks_failed"
     assert found["reason"] == "the program ended with code 1: no such task"
-    assert evaluate(config, run) == [found] and not list(run.root.glob("evaluation-*"))
+    assert evaluate(config, run) == [found] and not (run.root / "evaluation").exists()
 
 
 def test_a_program_that_hangs_is_ended_with_all_that_it_started(trained: RunConfig, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_was_deleted_is_told_of(trained: RunConfig) -> None:
 def test_one_at_a_time(trained: RunConfig) -> None:
     run = run_of(trained)
     config = asking(trained, python(HANG, "/dev/null", "{model}{results}"))
-    with evaluator.durable.hold(run.root / f".evaluation-{run.root.name}.lock") as held:  # type: ignore[union-attr]
+    with evaluator.durable.hold(run.root / ".evaluation.lock") as held:  # type: ignore[union-attr]
         assert held is not None
         with pytest.raises(Exception, match="another process evaluates this run already"):
             Evaluator(config, run, os.getppid()).watch()
@@ -215,9 +215,9 @@ def test_a_program_does_not_outlive_the_evaluation(trained: RunConfig, tmp_path:
     assert process.wait(PATIENCE) == (0 if number == signal.SIGTERM else -number)
     until(lambda: gone(found))
     assert told(run) == []
-    assert bool(list(run.root.glob("evaluation-*"))) == (number == signal.SIGKILL)
+    assert (run.root / "evaluation").exists() == (number == signal.SIGKILL)
     (done,) = evaluate(asking(trained, python(SCORE, "{results}", "{step}", "{model}"), interval=STEPS), run)
-    assert done["scores"] == {"arc/step": 6.0} and not list(run.root.glob("evaluation-*"))
+    assert done["scores"] == {"arc/step": 6.0} and not (run.root / "evaluation").exists()
 
 
 def test_checkpoints_are_known_by_their_manifests(trained: RunConfig, tmp_path: Path) -> None:

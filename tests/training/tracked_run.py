@@ -57,7 +57,7 @@ def layers(step: int) -> Told:
 
 
 def validation(step: int, loss: float) -> Told:
-    values = {"validation/loss": loss, "validation/corpora/a b": loss + 1}
+    values = {"validation/loss": loss, "validation/of/a b": loss + 1}
     return lambda tracking, log: tracking.validation(step, step * TOKENS, values)
 
 

@@ -34,8 +34,8 @@ CURVES = {
     "memory": "speed/memory_gib",
 }
 VALIDATION = "validation/loss"
-# Not below VALIDATION: in the files of MLflow a curve cannot be a folder, too.
-VALIDATION_OF = "validation/corpora/"  # and the corpus
+# Sorted behind VALIDATION, and not below it: in the files of MLflow a curve cannot be a folder, too.
+VALIDATION_OF = "validation/of/"  # and the corpus
 TASKS = "tasks/"  # and the task, the metric
 INCIDENTS = "stability/incidents"
 # What a refused or undone step has in the series of its kind.

@@ -11,7 +11,7 @@ from megastable.run.events.follow import Follower
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import Finished, Stopped, TasksEvaluated
 from megastable.training.trackers.curves import TASKS
-from megastable.training.trackers.points import NotePoint, ValidationPoint
+from megastable.training.trackers.points import NotePoint, TasksPoint
 
 # Not every refused update, checkpoint or evaluation: what a person would write on the curve.
 NOTED: tuple[type[Event], ...] = (
@@ -39,7 +39,7 @@ class TrackerNotes:
         self.incidents = 0
         self.status = "failed"
 
-    def new(self) -> Iterator[NotePoint | ValidationPoint]:
+    def new(self) -> Iterator[NotePoint | TasksPoint]:
         """Notes of the events since the last call, and the scores of tasks among them."""
         again = False
         for event in self._follower.stream():
@@ -55,10 +55,10 @@ class TrackerNotes:
             if note is not None:
                 yield note
 
-    def _note(self, event: Event) -> NotePoint | ValidationPoint | None:
+    def _note(self, event: Event) -> NotePoint | TasksPoint | None:
         if isinstance(event, TasksEvaluated):
             scores = {TASKS + name: value for name, value in event.numbers.items()}
-            return ValidationPoint(event.of_step or 0, event.tokens or 0, event.time or 0.0, scores)
+            return TasksPoint(event.of_step or 0, event.tokens or 0, event.time or 0.0, scores)
         if not isinstance(event, NOTED) or not (text := event.sentence()):
             return None
         if not isinstance(event, IncidentEvent) or (number := event.number) is None:
