@@ -34,7 +34,11 @@ from megastable.training.trackers.tracker import COMMAND
 ROOM = 10_000  # records
 PARTING = 5.0  # seconds that the end of a process waits for its trackers; they go on by themselves
 MORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of the environment of the process
-UNTOLD = ("supervise.", "logging.tracker_command")  # may hold secrets, and tell nothing of the training
+UNTOLD = (
+    "supervise.",
+    "logging.tracker_command",
+    "eval.command",
+)  # may hold secrets, and tell nothing of the training
 
 
 def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, attempt: int | None) -> RunPoint:

@@ -98,8 +98,7 @@ class NotePoint:
 Point = RunPoint | StepPoint | ValidationPoint | TasksPoint | LayersPoint | UndonePoint | NotePoint
 _NAMES: dict[type[Point], str] = {
     RunPoint: "run", StepPoint: "step", ValidationPoint: "validation", TasksPoint: "tasks", LayersPoint: "layers",
-    UndonePoint: "undone",
-    NotePoint: "note",
+    UndonePoint: "undone", NotePoint: "note",
 }  # fmt: skip
 _KINDS = {name: kind for kind, name in _NAMES.items()}
 _LEFT_OUT = ("values", "points", "summary", "story")  # no plain values
