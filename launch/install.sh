@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs megastable into it with the versions of constraints.txt. Returns at once when that is done.
 #
-#   bash launch/install.sh [EXTRA ...]     extras of pyproject.toml: dev, hf, gguf, wandb, mlflow, gpu, gputest
+#   bash launch/install.sh [EXTRA ...]     extras of pyproject.toml: dev, hf, gguf, lm-eval, wandb, mlflow, gpu, gputest
 #
 # PYTHON names the interpreter (3.11 or newer; default: the first such python3 on PATH). What pip says goes to
 # .venv/install.log. Several at once wait for each other; an interrupted one is found and begun afresh.
@@ -65,7 +65,7 @@ stage() { # stage MESSAGE COMMAND...
   fi
 }
 
-known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml | xargs)
+known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/s/^\([a-z-]*\) = \[.*/\1/p' pyproject.toml | xargs)
 for extra in "$@"; do
   [[ " $known " == *" $extra "* ]] || die "no extra named '$extra'; there are: $known"
 done

@@ -72,7 +72,7 @@ class Trainer:
                 if start.unwritten is not None:
                     observer.steps.restore(start.unwritten)
             self.evaluation = Evaluation.of(
-                self.engine, order.corpora.validation, c.train, start.layout.samples, start.from_the_first
+                self.engine, order.corpora.held_out, c.train, start.layout.samples, start.from_the_first
             )
             first(heart.skips_read)
             loader = start.loader(order.source, order.selection(), self.state.cursor)
@@ -241,17 +241,15 @@ class Trainer:
         damage = f"weights or moments were not finite after step {self.checkpoints.ill}"
         return self.recovery.rescue(done, damage)
 
-    def _evaluate(self) -> float | None:
-        """Mean cross-entropy over the evaluation samples, nats per token; always the same samples."""
+    def _evaluate(self) -> Evaluated | None:
+        """The losses of the evaluation samples; always the same samples."""
         if self.evaluation is None:
             return None
         self.heart.phase("evaluate")
-        begin = time.perf_counter()
-        loss, samples = self.evaluation.loss(), self.evaluation.samples
-        seconds = round(time.perf_counter() - begin, 3)
-        self.log.emit(Evaluated(step=self.state.step, loss=loss, samples=samples, seconds=seconds))
-        self.recorder.validation(self.state, loss)
-        return loss
+        found = self.evaluation.measure(self.state.step)
+        self.log.emit(found)
+        self.recorder.validation(self.state, found)
+        return found
 
     def _checkpoint(self, wait: bool = False) -> bool:
         """Begin to save, and wait for it where that is said; False when there is no checkpoint then."""

@@ -30,7 +30,7 @@ TRAINING = {
 }
 SUPERVISOR = {"cluster": "base config run", "supervise": "base config run cluster data stability"}
 # They read run directories and checkpoints, or start runs of their own; nothing that trains imports one.
-WINGS = {"convert", "forensics", "fp8_check", "generate", "plan", "repeat", "report", "study"}
+WINGS = {"convert", "downstream", "forensics", "fp8_check", "generate", "plan", "repeat", "report", "study"}
 # Commands stand above all rooms: a module for each, which cli.py starts, and named as people call it.
 COMMANDS = "commands"
 LOOSE = {"__init__.py", "train.py", "cli.py"}

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from megastable.config.checkpoint import CheckpointConfig
+from megastable.config.downstream import EvalConfig
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.profile import ProfileConfig
@@ -174,6 +175,9 @@ class TrainConfig(Section):
     """Steps between evaluations; 0: only at the end. [steps]"""
     eval_samples: NonNegativeInt = 256
     """Samples of the validation split, always the same ones; 0: never evaluate. [samples]"""
+    eval_samples_per_corpus: NonNegativeInt | None = Field(default=None, examples=[256])
+    """In a blend, samples of each corpus for a loss of its own; null: `eval_samples` over the number of corpora at the
+    start of the run; 0: none. [samples]"""
 
 
 class ParallelConfig(Section):
@@ -362,6 +366,7 @@ class RunConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     kernels: KernelsConfig = KernelsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
     stability: StabilityConfig = StabilityConfig()
     supervise: SuperviseConfig = SuperviseConfig()

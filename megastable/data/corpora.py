@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megastable.base.errors import ConfigError, DataError
 from megastable.config.recipe import find
@@ -19,6 +18,7 @@ from megastable.data.blends import (
     in_force,
     phases,
 )
+from megastable.data.held_out import HeldOut, open_held_out, opened
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import BLOCK, Order, OrderedCorpus, blend
 from megastable.data.source import Source
@@ -26,7 +26,7 @@ from megastable.data.source import Source
 
 @dataclass(frozen=True)
 class Corpora:
-    """All corpora of a run. `validation` is None if none of them has such a split.
+    """All corpora of a run.
 
     manifests: of the recipe's corpora; shares: the blend from now on, by the recipe; blends, exchanges: the lines of
     blends.jsonl in force when `train` was opened.
@@ -37,8 +37,13 @@ class Corpora:
     blends: list[BlendEntry]
     exchanges: list[ExchangeEntry]
     train: Source
-    validation: Source | None
+    held_out: HeldOut
     vocab_size: int
+
+    @property
+    def validation(self) -> Source | None:
+        """The validation samples of the blend; None if no corpus of it has such a split."""
+        return self.held_out.blend
 
     @property
     def fingerprints(self) -> list[str]:
@@ -149,38 +154,16 @@ def open_corpora(
         exchanges=[entry.done for entry in moves],
     )
     streams += [_taken_out(share) for share in out.values()]
-    # The validation set must not change with the blend.
-    measured = valid[0].weights if valid else {share.name: share.weight for share in shares}
-    validation = _validation(here, measured, sequence_length, seed)
+    # The blend that the recipe asks for counts as the last one, also before blends.jsonl has a line for it.
+    weights = [*(entry.weights for entry in valid), {share.name: share.weight for share in shares}]
+    held_out = open_held_out(here, out, weights, sequence_length, seed, tokenizer.eod)
     return Corpora(
-        manifests, shares, valid, moves, Source(train, streams, tokenizer.eod),
-        Source(*validation, tokenizer.eod) if validation else None, tokenizer.vocab_size,
-    )  # fmt: skip
+        manifests, shares, valid, moves, Source(train, streams, tokenizer.eod), held_out, tokenizer.vocab_size
+    )
 
 
 def _taken_out(share: Share) -> Stream:
     try:
-        path = find(Path(share.path))
-        manifest = Manifest.load(path)
-        if manifest.fingerprint() != share.fingerprint:
-            raise DataError(f"{path} has changed: restore it")
-        return Stream(path, manifest, "train")
+        return Stream(*opened(share), "train")
     except DataError as error:
         return GoneStream(share, str(error))
-
-
-def _validation(
-    here: Mapping[str, tuple[Path, Manifest]], weights: Mapping[str, float], sequence_length: int, seed: int
-) -> tuple[Order, list[Stream]] | None:
-    """The corpora of `here` that have a weight and at least one validation sample."""
-    split = "validation"
-    # A split shorter than a sequence holds no sample.
-    chosen = {
-        name: Stream(path, manifest, split)
-        for name, (path, manifest) in here.items()
-        if name in weights and manifest.tokens(split) > sequence_length
-    }
-    if not chosen:
-        return None
-    corpora = [OrderedCorpus(name, stream.tokens, weights[name]) for name, stream in chosen.items()]
-    return Order(corpora, sequence_length, seed), list(chosen.values())

@@ -22,7 +22,13 @@ from megastable.run.events.supervisor_events import (
     Restart,
     SupervisorEvent,
 )
-from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Training
+from megastable.run.events.training_events import (
+    CheckpointSaved,
+    Evaluated,
+    Finished,
+    TasksEvaluated,
+    Training,
+)
 
 TAIL = 30  # events kept as text
 KEPT = 20  # of evaluations, attempts and restarts
@@ -35,6 +41,9 @@ OTHERS = (
     "restart",
     "hosts_awaited",
     "host_slow",
+    "tasks_evaluated",
+    "tasks_failed",
+    "tasks_skipped",
 )  # no sign of a training process
 ENDED_AS = ("hang", "killed", "crash", "handover", "unstable", "no_space", "stopped", "done", "unknown")
 ENDS = ("stopped", "finished", "unstable", "handover")  # last events of a training process
@@ -115,6 +124,8 @@ class JournalView:
     slow: dict[str, SlowSummary] = field(default_factory=dict)
     trends: dict[str, str] = field(default_factory=dict)
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    by_corpus: dict[str, float] = field(default_factory=dict)  # validation losses of the last evaluation
+    tasks: tuple[int, dict[str, float]] = (0, {})  # step of the last evaluation of tasks, and scores by name
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
     goodbye: Event | None = None
@@ -158,6 +169,10 @@ class JournalView:
             case Evaluated():
                 if event.loss is not None and step is not None:
                     self.validation.append((step, event.loss))
+                    self.by_corpus = {visible(name, 80): loss for name, loss in event.by_corpus.items()}
+            case TasksEvaluated():
+                scores = {visible(name, 120): value for name, value in event.numbers.items()}
+                self.tasks = (event.of_step or 0, scores)
             case CheckpointSaved():
                 self._checkpoint(event)
             case Finished():

@@ -39,6 +39,14 @@ def families(s: Status) -> Iterator[Metric]:
     ]
     about = "Share of the devices' peak, counting the full attention matrix or its causal half."
     yield labelled(s.name, "mfu_ratio", about, ("attention",), flops)
+    losses = [((corpus,), loss) for corpus, loss in s.validation_by_corpus.items()]
+    about = "Last validation loss of a corpus, in a blend of several, nats per token."
+    yield labelled(s.name, "validation_corpus_loss_nats", about, ("corpus",), losses)
+    step, scores = s.tasks
+    about = "Score of the last evaluation by eval.command (docs/evaluation.md)."
+    yield labelled(s.name, "task_score", about, ("task",), [((name,), v) for name, v in scores.items()])
+    about = "Step of the checkpoint that it was measured on."
+    yield labelled(s.name, "task_step", about, (), [((), float(step))] if scores else [])
     warned = [((signal,), float(signal in s.trends)) for signal in {**SIGNALS, **s.trends}]
     about = "1 while a slow signal is warned of (docs/stability.md)."
     yield labelled(s.name, "trend_warning", about, ("signal",), warned)

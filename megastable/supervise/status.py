@@ -127,6 +127,8 @@ class Status:
     checkpoints: tuple[Checkpoint, ...]
     free: int | None
     validation: tuple[tuple[int, float], ...]
+    validation_by_corpus: dict[str, float]
+    tasks: tuple[int, dict[str, float]]
     recent: tuple[tuple[int, float], ...]
     tail: tuple[Said, ...]
     problems: tuple[str, ...]
@@ -271,6 +273,8 @@ class RunWatch:
             checkpoints=self._checkpoints(),
             free=_free(self.run.checkpoints),
             validation=tuple(s.validation),
+            validation_by_corpus=dict(s.by_corpus),
+            tasks=s.tasks,
             recent=recent,
             tail=s.tail,
             problems=tuple(visible(problem) for problem in problems),

@@ -168,6 +168,12 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
         *_, (step, loss) = s.validation
         before = f", {s.validation[-2][1]:.3f} at {s.validation[-2][0]:,}" if len(s.validation) > 1 else ""
         yield "validation", Text(f"{loss:.3f} at step {step:,}{before}")
+        if s.validation_by_corpus:
+            found = ", ".join(f"{name} {loss:.3f}" for name, loss in s.validation_by_corpus.items())
+            yield "corpora", Text(_cut(found, most))
+    if s.tasks[1]:
+        found = ", ".join(f"{name} {value:.4g}" for name, value in s.tasks[1].items())
+        yield "tasks", Text(_cut(f"step {s.tasks[0]:,}: {found}", most))
     if s.checkpoints:
         newest = s.checkpoints[0]
         told = f"{newest.name}, {_ago(s.time - newest.time)}" + (

@@ -37,6 +37,7 @@ from megastable.run.events.supervisor_events import (
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.incident import Breakdown
+from megastable.supervise import beside_process
 from megastable.supervise.bars import bars_after
 from megastable.supervise.exit_cause import End, Suspects, end_of
 from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
@@ -48,7 +49,6 @@ from megastable.supervise.locks import nobody_trains, only_supervisor, wait_unti
 from megastable.supervise.log_tail import end_of_log
 from megastable.supervise.machine_recorder import MachineRecorder
 from megastable.supervise.outcome import RunExit, StartAgain
-from megastable.supervise.prescan_process import PrescanProcess
 from megastable.supervise.process_incidents import ProcessIncidents
 from megastable.supervise.rank_files import RankFiles
 from megastable.supervise.restart_policy import Failure, after_failure, pause
@@ -101,7 +101,8 @@ class Supervisor:
         self.hangs = HangDetector(config.supervise)
         self.storage = StorageProbe(run.root / ".storage")
         self.ranks = RankFiles(run, listener.say)
-        self.prescan = PrescanProcess(config, run, recipe, self.overrides, listener.say)
+        beside = (config, run, recipe, self.overrides, listener.say)
+        self.prescan, self.evaluation = beside_process.look_ahead(*beside), beside_process.evaluation(*beside)
         self.has_data = (
             False  # whether this host could read the corpora at the start: later trouble is damage
         )
@@ -138,6 +139,8 @@ class Supervisor:
         end = RunExit(errors.FAILED, "an unforeseen error")
         try:
             end = self._until_the_end(predecessor)
+            if end.code == errors.OK:
+                self._finish_evaluation()
             if end.code not in (errors.OK, errors.STOPPED):
                 self.say(f"ended with code {end.code}: {end.reason}")
         except MegastableError as error:
@@ -146,6 +149,7 @@ class Supervisor:
         finally:
             self.prescan.close()
             self.machines.close()
+            self.evaluation.close()
             self.fleet.close(end.code)
             self.journal.emit(SupervisorEvent(
                 what="ended", pid=os.getpid(), host=self.here, code=end.code, reason=end.reason
@@ -333,6 +337,18 @@ class Supervisor:
             self.signals = 1
         self.journal.listen()
         self.prescan.poll()
+        self.evaluation.poll()
+
+    def _finish_evaluation(self) -> None:
+        """Wait for the evaluation of the last checkpoint; a signal ends the wait."""
+        self._look()
+        if self.evaluation.running and not self.signals:
+            self.say(
+                "the training is complete; waiting for the evaluation of the last checkpoint (eval.command)"
+            )
+        while self.evaluation.running and not self.signals:
+            time.sleep(LOOK)
+            self._look()
 
     def _somebody_died(self, attempt: Attempt) -> bool:
         """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""

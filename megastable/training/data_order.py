@@ -25,6 +25,7 @@ from megastable.run.events.data_events import (
     SkipsNamed,
     SkipsRefused,
 )
+from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 
 
@@ -176,6 +177,20 @@ class DataOrder:
                 f"({plural(-(-tokens // length), 'sample')}) of corpus {corpus} with fingerprint "
                 f"{fingerprint[:12]}..., which this run does not use: they are not skipped",
             )
+
+    def tell_of_validation(self, step: int) -> None:
+        """Warn about corpora whose validation loss is missing."""
+        held_out = self.corpora.held_out
+        if held_out.without and held_out.blend is not None:
+            self.log.say(
+                f"no validation loss of {', '.join(held_out.without)}: no validation split as long as a sample "
+                "(tools/prepare_data.py shards --validation)"
+            )
+        for name, why in held_out.gone.items():
+            text = f"no validation loss of the corpus {name}, which was taken out of the blend: {why}"
+            if name in held_out.at_first:
+                text += "; the overall validation loss is without it from here on, too: do not compare it with before"
+            self.log.emit(Warned(step=step, text=text), say=f"WARNING: {text}")
 
     def usable(self, step: int) -> Selection:
         """As `selection`, but during a run, which a malformed line does not end."""

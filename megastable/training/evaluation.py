@@ -2,42 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from megastable.base.collectives import agree
 from megastable.config.tree import TrainConfig
+from megastable.data.held_out import CorpusSamples, HeldOut, corpus_samples
 from megastable.data.loader import Loader, MicroBatch
 from megastable.data.source import Source
 from megastable.engine.engine import Engine
+from megastable.run.events.training_events import Evaluated
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """This rank's share of the samples, padded to whole micro-batches on every rank; samples: how many count."""
+    """This rank's share of the samples, padded to whole micro-batches on every rank. samples: how many of the first
+    ones are the blend's; places: of the samples of each corpus among all of them."""
 
     engine: Engine
     micro_batches: list[MicroBatch]
     samples: int
+    places: Mapping[str, list[int]]
 
     @classmethod
     def of(
-        cls, engine: Engine, source: Source | None, config: TrainConfig, ranks: int,
+        cls, engine: Engine, held_out: HeldOut, config: TrainConfig, ranks: int,
         loader: Callable[[Source, int], Loader],
     ) -> Self | None:  # fmt: skip
         """None if the recipe or the corpora have no validation samples. ranks: that share them; loader: of a source's
         first samples, in global batches of a given size. Raises DataError on all ranks."""
-        if not config.eval_samples or source is None:
+        blend, alone, unit = held_out.blend, held_out.alone, config.micro_batch * ranks
+        if not config.eval_samples or blend is None:
             return None
-        unit = config.micro_batch * ranks
+        computed = -(-config.eval_samples // unit) * unit
+        count = config.eval_samples_per_corpus
+        if count is None:  # so that all corpora together cost at most as much as the blend does
+            count = -(-config.eval_samples // len(held_out.at_first))
+        of_corpora = CorpusSamples(np.empty(0, np.int64), {})
+        if alone is not None and count:
+            of_corpora = corpus_samples(blend.order, computed, alone.order, count)
+        further = of_corpora.further
+        # Padded with the first one of them, whose losses count once all the same.
+        further = np.append(further, np.repeat(further[:1], -len(further) % unit))
 
         def read() -> list[MicroBatch]:
-            with loader(source, -(-config.eval_samples // unit) * unit) as batches:
-                return next(batches).micro_batches
+            with loader(blend, computed) as batches:
+                found = next(batches).micro_batches
+            if alone is None or not len(further):
+                return found
+            with loader(alone, unit) as batches:
+                return found + batches.read(further)
 
-        return cls(engine, agree(read), config.eval_samples)
+        return cls(engine, agree(read), config.eval_samples, of_corpora.places)
 
-    def loss(self) -> float:
-        """Mean cross-entropy, nats per token."""
-        return float(self.engine.evaluate(self.micro_batches)[: self.samples].mean())
+    def measure(self, step: int) -> Evaluated:
+        """Mean cross-entropy over the blend's samples, and over those of each corpus; nats per token."""
+        begin = time.perf_counter()
+        losses = self.engine.evaluate(self.micro_batches)
+        corpora = {
+            name: {"loss": float(losses[places].mean()), "samples": len(places)}
+            for name, places in self.places.items()
+        }
+        return Evaluated(
+            step=step, loss=float(losses[: self.samples].mean()), samples=self.samples,
+            seconds=round(time.perf_counter() - begin, 3), **({"corpora": corpora} if corpora else {}),
+        )  # fmt: skip

@@ -39,10 +39,6 @@ class Live:
         elif record.step % self.config.interval == 0 or record.step in (1, self.steps) or not record.applied:
             self.say(f"step {record.step}/{self.steps}  {numbers}")
 
-    def validation(self, step: int, loss: float) -> None:
-        """Show an evaluation."""
-        self.say(f"step {step}: validation loss {loss:.4f}")
-
     def say(self, text: str) -> None:
         """Print a line above the progress line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -17,9 +17,11 @@ from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
 from megastable.recovery.step_result import StepResult
 from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import Evaluated
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
 from megastable.run.step_phases import phase_columns
 from megastable.training.live import Live
+from megastable.training.trackers.curves import validation_values
 from megastable.training.tracking import Tracking, run_point
 
 
@@ -102,10 +104,10 @@ class Observer:
             self.layers.add(*rows)
             self.tracking.layers(rows)
 
-    def validation(self, state: RunState, loss: float) -> None:
-        """Show an evaluation; loss: nats per token."""
-        self.live.validation(state.step, loss)
-        self.tracking.validation(state.step, state.tokens, loss)
+    def validation(self, state: RunState, found: Evaluated) -> None:
+        """Show an evaluation."""
+        self.live.say(found.line())
+        self.tracking.validation(state.step, state.tokens, validation_values(found))
 
     def _with_phases(self, record: StepRecord) -> StepRecord:
         """The record with its phases, if they are known already; on a GPU those of earlier steps are, which wait to be

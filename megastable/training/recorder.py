@@ -10,6 +10,7 @@ from megastable.engine.engine import Engine
 from megastable.recovery.recovery import Recovery
 from megastable.recovery.step_result import StepResult
 from megastable.run.events.stability_events import Discarded
+from megastable.run.events.training_events import Evaluated
 from megastable.run.log import RunLog
 from megastable.run.records import LayerRecord, StepRecord
 from megastable.training.observer import Observer
@@ -69,11 +70,12 @@ class StepRecorder:
                 loss_scale=measured.loss_scale,
             ))  # fmt: skip
 
-    def validation(self, state: RunState, loss: float) -> None:
-        """An evaluation at `state`; loss: nats per token."""
-        self.recovery.watch.evaluated(state, loss)
+    def validation(self, state: RunState, found: Evaluated) -> None:
+        """An evaluation at `state`."""
+        assert found.loss is not None
+        self.recovery.watch.evaluated(state, found.loss)
         if self.observer is not None:
-            self.observer.validation(state, loss)
+            self.observer.validation(state, found)
 
     @property
     def pending(self) -> Sequence[StepRecord | LayerRecord]:

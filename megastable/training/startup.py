@@ -98,8 +98,11 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
 
     resolved, corpora = agree(read)
     ds_config = deepspeed_json.build(resolved, dist.get_world_size())
-    view = (resolved.model_dump_json(), json.dumps(ds_config), corpora.order_fingerprint)
-    for what, value in zip(("recipe", "DeepSpeed file", "data.corpora"), view, strict=True):
+    view = {
+        "recipe": resolved.model_dump_json(), "DeepSpeed file": json.dumps(ds_config),
+        "data.corpora": corpora.order_fingerprint, "validation data": json.dumps(corpora.held_out.names),
+    }  # fmt: skip
+    for what, value in view.items():
         if other := strangers(value):
             raise shared(
                 ConfigError(

@@ -16,7 +16,7 @@ from megastable.model.flops import parameters
 from megastable.run.directory import RunDirectory, as_json
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import IncidentEvent
-from megastable.run.events.training_events import Finished, RecordsLost
+from megastable.run.events.training_events import Evaluated, Finished, RecordsLost
 from megastable.run.goodput.watching import read_account
 from megastable.run.log import RunLog
 from megastable.stability.policy_state import PolicyState
@@ -30,7 +30,7 @@ ENTROPY_TOKENS = 50_000_000  # of the validation text: more would not change its
 
 
 def write_summary(
-    run: RunDirectory, config: RunConfig, state: RunState, validation: float | None, corpora: Corpora,
+    run: RunDirectory, config: RunConfig, state: RunState, validation: Evaluated | None, corpora: Corpora,
     observer: Observer | None, log: RunLog,
 ) -> None:  # fmt: skip
     """Write the last records and summary.json; rank 0. Raises SpaceError if the disk refuses."""
@@ -90,14 +90,15 @@ def _fp8(config: RunConfig, state: RunState) -> dict[str, Any] | None:
 
 
 def summarise(
-    config: RunConfig, state: RunState, validation: float | None, entropy: float | None,
+    config: RunConfig, state: RunState, validation: Evaluated | None, entropy: float | None,
     incidents: list[dict[str, Any]], goodput: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Losses in nats per token; final_loss: `RunState.recent_loss`; None = not measured. tokens_per_second: over all
     steps, without evaluations, checkpoints and starts.
 
-    val_unigram_entropy: the unigram entropy of the validation text. goodput: seconds by kind, and the share of
-    training, of all the time since the run began (docs/goodput.md). fp8: its fallbacks, in a run that uses it.
+    val_loss_by_corpus: where there are several. val_unigram_entropy: the unigram entropy of the validation text.
+    goodput: seconds by kind, and the share of training, of all the time since the run began (docs/goodput.md). fp8: its
+    fallbacks, in a run that uses it.
     """
     layout = state.layout
     return {
@@ -107,7 +108,8 @@ def summarise(
         "tokens": state.tokens,
         "first_loss": state.first_loss,
         "final_loss": state.recent_loss,
-        "val_loss": validation,
+        "val_loss": None if validation is None else validation.loss,
+        "val_loss_by_corpus": {} if validation is None else validation.by_corpus,
         "val_unigram_entropy": entropy,
         "tokens_per_second": state.tokens / max(state.seconds, 1e-9),
         "seconds": state.seconds,

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megastable.config.tree import LoggingConfig, RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LayerRecord, StepRecord
-from megastable.training.trackers.curves import VALIDATION, layer_values, values_of
+from megastable.training.trackers.curves import layer_values, values_of
 from megastable.training.trackers.hyperparameters import leaves
 from megastable.training.trackers.points import (
     LayersPoint,
@@ -34,7 +34,11 @@ from megastable.training.trackers.tracker import COMMAND
 ROOM = 10_000  # records
 PARTING = 5.0  # seconds that the end of a process waits for its trackers; they go on by themselves
 MORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of the environment of the process
-UNTOLD = ("supervise.", "logging.tracker_command")  # may hold secrets, and tell nothing of the training
+UNTOLD = (
+    "supervise.",
+    "logging.tracker_command",
+    "eval.command",
+)  # may hold secrets, and tell nothing of the training
 
 
 def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, attempt: int | None) -> RunPoint:
@@ -101,10 +105,10 @@ class Tracking:
         """The statistics of a step's layers."""
         self._put(lambda: LayersPoint(rows[0].step, rows[0].time, layer_values(rows)))
 
-    def validation(self, step: int, tokens: int, loss: float) -> None:
-        """An evaluation, with its loss in nats per token."""
+    def validation(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
+        """An evaluation, with its losses by curve, in nats per token."""
         now = time.time()
-        self._put(lambda: ValidationPoint(step, tokens, now, {VALIDATION: loss}))
+        self._put(lambda: ValidationPoint(step, tokens, now, values))
 
     def close(self, seconds: float = PARTING) -> None:
         """Tell the trackers that this is all. Waits for them for a short time only."""

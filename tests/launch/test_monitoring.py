@@ -70,7 +70,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> str:
         run,
         {"event": "launched", "attempt": 1, "hosts": ["a", "b"]},
         {"event": "training", "step": 0, "world": 2},
-        {"event": "evaluated", "step": 40, "loss": 3.0},
+        {"event": "evaluated", "step": 40, "loss": 3.0, "corpora": {"a": {"loss": 3.5, "samples": 8}}},
+        {"event": "tasks_evaluated", "checkpoint": "step-40", "of_step": 40, "scores": {"arc/acc": 0.25}},
         {"event": "checkpoint", "step": 50, "name": "step-00000050", "bytes": 1000},
         {"event": "trend", "what": "warned", "step": 50, "signal": "entropy", "text": "it falls"},
         incident(1, outcome="healed", cause="data", steps_lost=4),
@@ -126,6 +127,8 @@ def test_all_that_alerts_and_panels_ask_for_is_served(full: str) -> None:
         values["megastable_trend_warning", "entropy"] == 1
         and values["megastable_trend_warning", "logits"] == 0
     )
+    assert values["megastable_validation_corpus_loss_nats", "a"] == 3.5
+    assert values["megastable_task_score", "arc/acc"] == 0.25 and values["megastable_task_step",] == 40
     assert values["megastable_step_phase_seconds", "forward"] == pytest.approx(0.2)
     assert (
         values["megastable_last_checkpoint_bytes",] == 1000

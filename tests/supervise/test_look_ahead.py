@@ -13,8 +13,8 @@ import yaml
 
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
-from megastable.supervise import prescan_process
-from megastable.supervise.prescan_process import PrescanProcess
+from megastable.supervise import beside_process
+from megastable.supervise.beside_process import look_ahead
 from tests.forensics.test_ahead import clean, left_out, planted
 from tests.forensics.test_history import events_of, positions_of
 from tests.patience import PATIENCE
@@ -44,11 +44,11 @@ def test_a_supervised_run_never_meets_what_was_planted(clean: Path, tmp_path: Pa
 def test_one_that_fails_is_started_again_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prescan_process, "AGAIN", 0.0)
-    monkeypatch.setattr(prescan_process, "TRIES", 2)
+    monkeypatch.setattr(beside_process, "AGAIN", 0.0)
+    monkeypatch.setattr(beside_process, "TRIES", 2)
     said: list[str] = []
     config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
-    process = PrescanProcess(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], said.append)
+    process = look_ahead(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], said.append)
     until = time.monotonic() + PATIENCE
     while sum("ended with 2" in line for line in said) < 2 and time.monotonic() < until:
         process.poll()
@@ -72,7 +72,7 @@ def test_one_whose_supervisor_died_while_it_started_ends(clean: Path, tmp_path: 
 
 
 def test_a_recipe_that_wants_none_starts_none(tmp_path: Path) -> None:
-    process = PrescanProcess(RunConfig(), RunDirectory(tmp_path), "x", [], print)
+    process = look_ahead(RunConfig(), RunDirectory(tmp_path), "x", [], print)
     process.poll()
     process.close()
     assert not (tmp_path / "logs").exists()

@@ -79,6 +79,9 @@ def test_tensorboard(tracked: Tracked) -> None:
     assert run.name == "näme _b_ _HOME_.._x"
     assert close(scalars(run, "1 train/loss"), LOSSES)
     assert close(scalars(run, "2 validation/loss"), VALIDATION)
+    by_corpus = {step: loss + 1 for step, loss in VALIDATION.items()}
+    assert close(scalars(run, "2 validation/of/a b"), by_corpus)
+    assert scalars(run / "tasks", "tasks/arc/acc") == {18: 0.5}
     for part, wanted in (("refused", REFUSED), ("undone", UNDONE)):
         assert close(scalars(run / part, "1 train/loss"), wanted)
     by_tokens = {step * TOKENS: loss for step, loss in LOSSES.items()}
@@ -93,7 +96,7 @@ def test_tensorboard_opens_on_what_matters(tracked: Tracked) -> None:
     groups = sorted({tag.partition("/")[0] for tag in tags["scalars"]})
     assert groups == ["1 train", "2 validation", "3 stability", "4 speed"]
     assert sorted(tag for tag in tags["scalars"] if tag < "3") == [
-        "1 train/loss", "1 train/lr", "1 train/norm_of_gradient", "2 validation/loss",
+        "1 train/loss", "1 train/lr", "1 train/norm_of_gradient", "2 validation/loss", "2 validation/of/a b",
     ]  # fmt: skip
     assert len(tags["scalars"]) < 20
     shown = sorted(tag for tag in tags["tensors"] if not tag.startswith("_hparams_"))

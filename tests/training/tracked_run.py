@@ -11,7 +11,7 @@ from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import IncidentEvent
-from megastable.run.events.training_events import Finished, Stopped
+from megastable.run.events.training_events import Finished, Stopped, TasksEvaluated
 from megastable.run.log import RunLog
 from megastable.run.records import LayerRecord, StepRecord
 from megastable.training.tracking import Tracking, run_point
@@ -57,7 +57,8 @@ def layers(step: int) -> Told:
 
 
 def validation(step: int, loss: float) -> Told:
-    return lambda tracking, log: tracking.validation(step, step * TOKENS, loss)
+    values = {"validation/loss": loss, "validation/of/a b": loss + 1}
+    return lambda tracking, log: tracking.validation(step, step * TOKENS, values)
 
 
 def event(event: Event) -> Told:
@@ -78,8 +79,12 @@ FIRST = [
     event(IncidentEvent(what="closed", step=18, number=1, summary=OPENED | {"outcome": "healed"})),
     steps({19: UNDONE[19], 20: UNDONE[20]}), event(Stopped(step=20, cursor=160)),
 ]  # fmt: skip
+TASKS = TasksEvaluated(
+    checkpoint="step-18", of_step=18, manifest="m", tokens=18 * TOKENS, scores={"arc/acc": 0.5}, seconds=9.0
+)
 SECOND = [
-    steps(between(19, 24)), validation(24, VALIDATION[24]), event(Finished(steps=24, val_loss=VALIDATION[24])),
+    steps(between(19, 24)), event(TASKS), validation(24, VALIDATION[24]),
+    event(Finished(steps=24, val_loss=VALIDATION[24])),
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from megastable.run.events.training_events import (
     CheckpointSaved,
     CheckpointSuspect,
     Evaluated,
+    TasksEvaluated,
 )
 
 KEPT = 20_000  # events in the list
@@ -80,12 +81,22 @@ class IncidentNote:
     lines: list[JournalLine] = field(default_factory=list)
 
 
+class SomeValues(NamedTuple):
+    """Values by name, measured of the state after a step. time: unix seconds; None: as of the step."""
+
+    step: int
+    time: float | None
+    values: dict[str, float]
+
+
 @dataclass
 class _Noted:
     lines: deque[JournalLine] = field(default_factory=lambda: deque(maxlen=KEPT))
     passed: int = 0  # refused updates that are not in the list
     incidents: dict[int, IncidentNote] = field(default_factory=dict)
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)  # step, loss, time
+    by_corpus: list[SomeValues] = field(default_factory=list)  # validation losses
+    tasks: list[SomeValues] = field(default_factory=list)  # scores
     checkpoints: dict[str, CheckpointNote] = field(default_factory=dict)
     rates: list[tuple[int, float, str]] = field(
         default_factory=list
@@ -147,6 +158,11 @@ class JournalNotes:
             case Evaluated():
                 if step is not None and event.loss is not None and math.isfinite(event.loss):
                     n.evaluations.append((step, event.loss, time))
+                    if event.by_corpus:
+                        n.by_corpus.append(SomeValues(step, time, event.by_corpus))
+            case TasksEvaluated():
+                if event.of_step is not None and event.numbers:
+                    n.tasks.append(SomeValues(event.of_step, None, event.numbers))
             case CheckpointSaved():
                 name = str(event.get("name"))
                 n.checkpoints.pop(name, None)

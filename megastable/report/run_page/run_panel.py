@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from megastable.report.goodput_picture import thick
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.report.run_page import machine_map, page_headline
-from megastable.report.run_page.journal_notes import IncidentNote, JournalLine, selected
+from megastable.report.run_page.journal_notes import IncidentNote, JournalLine, SomeValues, selected
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.plot_data import encoded
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
@@ -117,6 +117,8 @@ def panel(r: RunReader) -> dict[str, Any]:
             "x": _xs([places.of(step, at) for step, _, at in noted.evaluations]),
             "loss": encoded(np.array([loss for _, loss, _ in noted.evaluations], np.float32)),
         },
+        "by_corpus": _curves(noted.by_corpus, places),
+        "tasks": _curves(noted.tasks, places),
         "checkpoints": [_checkpoint(r, name, places) for name in noted.checkpoints],
         "rates": [{"x": places.of(step, at), "text": told} for step, at, told in noted.rates],
         "trends": list(noted.trends.values()),
@@ -268,6 +270,22 @@ def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any
         "why": note.why, "proved": note.proved,
         "there": safe and (r.run.checkpoints / name / "manifest.json").is_file(),
     }  # fmt: skip
+
+
+def _curves(measured: Sequence[SomeValues], places: PlacesOfSteps) -> dict[str, Any]:
+    """A curve for every name, over the steps that any of them was measured at."""
+    measured = sorted(measured, key=lambda one: one.step)
+    names = dict.fromkeys(name for one in measured for name in one.values)
+    return {
+        "x": _xs([places.of(one.step, one.time) for one in measured]),
+        "values": [
+            {
+                "name": visible(name, 80),
+                "y": encoded(np.array([one.values.get(name, np.nan) for one in measured], np.float32)),
+            }
+            for name in names
+        ],
+    }
 
 
 def _xs(places: list[Place]) -> dict[str, str]:

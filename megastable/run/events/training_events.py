@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megastable.base.text import number, size
-from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real, Text, Tree, Whole
+from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real, Text, Tree, Whole, real, tree
+
+SHOWN = 8  # corpora in a sentence
 
 
 class Training(Event):
@@ -139,16 +141,81 @@ class ConfigChanged(Event):
 
 
 class Evaluated(Event):
-    """loss: nats per token, mean over `samples`; seconds: that it took."""
+    """loss: nats per token, mean over `samples`; seconds: that it took. corpora: loss and samples of each, if there are
+    several."""
 
     NAME = "evaluated"
     step: Whole
     loss: Real
     samples: Whole
     seconds: Real = None
+    corpora: Tree = NOTHING
+
+    @property
+    def by_corpus(self) -> dict[str, float]:
+        """The loss of each corpus that has one."""
+        found = {name: real(tree(told).get("loss")) for name, told in self.corpora.items()}
+        return {name: loss for name, loss in found.items() if loss is not None}
 
     def words(self) -> str:
-        return f"validation loss {number(self.get('loss'))}"
+        found = list(self.by_corpus.items())
+        named = [f"{name} {number(loss)}" for name, loss in found[:SHOWN]]
+        more = [f"{len(found) - SHOWN} more corpora"] if len(found) > SHOWN else []
+        return f"validation loss {number(self.get('loss'))}" + (
+            f" ({', '.join(named + more)})" if named else ""
+        )
+
+
+class TasksEvaluated(Event):
+    """The program of eval.command has evaluated a checkpoint, of step `of_step` and after `tokens`. manifest: hash of
+    its manifest; scores: numbers by "TASK/METRIC"; seconds: with the export."""
+
+    NAME = "tasks_evaluated"
+    checkpoint: Text
+    of_step: Whole
+    manifest: Text
+    tokens: Whole
+    scores: Tree
+    seconds: Real
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The scores that are numbers."""
+        found = {name: real(value) for name, value in self.scores.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def words(self) -> str:
+        found = list(self.numbers.items())
+        named = [f"{name} {number(value, '.4g')}" for name, value in found[:SHOWN]]
+        more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        return f"tasks on {self.get('checkpoint')}: {', '.join(named + more)}"
+
+
+class TasksFailed(Event):
+    """A checkpoint could not be evaluated; it is not tried again."""
+
+    NAME = "tasks_failed"
+    checkpoint: Text
+    of_step: Whole
+    manifest: Text
+    reason: Text
+    seconds: Real
+
+    def words(self) -> str:
+        return f"WARNING: {self.get('checkpoint')} could not be evaluated{self.because()}"
+
+
+class TasksSkipped(Event):
+    """A checkpoint is not evaluated, as there is a newer one."""
+
+    NAME = "tasks_skipped"
+    checkpoint: Text
+    of_step: Whole
+    manifest: Text
+    reason: Text
+
+    def words(self) -> str:
+        return f"{self.get('checkpoint')} is not evaluated{self.because()}"
 
 
 class CheckpointSaved(Event):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
+from megastable.run.events.training_events import Evaluated
 from megastable.run.records import LayerRecord, StepRecord
 from megastable.training.trackers.points import StepPoint
 
@@ -33,6 +34,9 @@ CURVES = {
     "memory": "speed/memory_gib",
 }
 VALIDATION = "validation/loss"
+# Sorted behind VALIDATION, and not below it: in the files of MLflow a curve cannot be a folder, too.
+VALIDATION_OF = "validation/of/"  # and the corpus
+TASKS = "tasks/"  # and the task, the metric
 INCIDENTS = "stability/incidents"
 # What a refused or undone step has in the series of its kind.
 APART = ("train/loss", "train/grad_norm")
@@ -47,6 +51,12 @@ def values_of(record: StepRecord) -> dict[str, float]:
     if record.loss_scale == 1:  # there is none
         del found[CURVES["loss_scale"]]
     return {name: value for name, value in found.items() if value is not None}
+
+
+def validation_values(found: Evaluated) -> dict[str, float]:
+    """The losses of an evaluation, by curve."""
+    values = {VALIDATION_OF + name: loss for name, loss in found.by_corpus.items()}
+    return values if found.loss is None else {VALIDATION: found.loss} | values
 
 
 def layer_values(rows: Iterable[LayerRecord]) -> dict[str, float]:

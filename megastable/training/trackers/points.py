@@ -55,6 +55,11 @@ class ValidationPoint:
 
 
 @dataclass(frozen=True)
+class TasksPoint(ValidationPoint):
+    """Scores of a checkpoint, of an earlier step; values: by name, as "tasks/arc/acc"."""
+
+
+@dataclass(frozen=True)
 class LayersPoint:
     """Statistics of every layer at one step; values: by "STATISTIC/LAYER", as "activation_max/blocks.0"."""
 
@@ -90,10 +95,10 @@ class NotePoint:
     story: str = ""
 
 
-Point = RunPoint | StepPoint | ValidationPoint | LayersPoint | UndonePoint | NotePoint
+Point = RunPoint | StepPoint | ValidationPoint | TasksPoint | LayersPoint | UndonePoint | NotePoint
 _NAMES: dict[type[Point], str] = {
-    RunPoint: "run", StepPoint: "step", ValidationPoint: "validation", LayersPoint: "layers", UndonePoint: "undone",
-    NotePoint: "note",
+    RunPoint: "run", StepPoint: "step", ValidationPoint: "validation", TasksPoint: "tasks", LayersPoint: "layers",
+    UndonePoint: "undone", NotePoint: "note",
 }  # fmt: skip
 _KINDS = {name: kind for kind, name in _NAMES.items()}
 _LEFT_OUT = ("values", "points", "summary", "story")  # no plain values

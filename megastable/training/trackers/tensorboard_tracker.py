@@ -1,8 +1,8 @@
 """Writes TensorBoard's files: RUN/tensorboard/NAME and, for what must not mix with the run's own curves, runs below it.
 
 TensorBoard sorts groups by name and opens the first two: numbers put what matters first. Points cannot be taken back
-one by one, but a session that starts at a step voids all later ones of its folder. So notes and undone steps have
-folders of their own: they stay.
+one by one, but a session that starts at a step voids all later ones of its folder. So notes, scores of tasks and undone
+steps have folders of their own: they stay.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megastable.training.trackers.points import (
     NotePoint,
     RunPoint,
     StepPoint,
+    TasksPoint,
     UndonePoint,
     ValidationPoint,
 )
@@ -40,8 +41,8 @@ LONGEST = 120  # bytes of a folder's name
 
 
 class TensorBoardTracker:
-    """Runs in TensorBoard: NAME, and below it `refused`, `undone`, `notes` and `by_tokens` when there is something to
-    show in them."""
+    """Runs in TensorBoard: NAME, and below it `refused`, `undone`, `notes`, `tasks` and `by_tokens` when there is
+    something to show in them."""
 
     def __init__(self, setting: Setting) -> None:
         self._per_layer = setting.per_layer
@@ -66,7 +67,9 @@ class TensorBoardTracker:
             self._scalars("by_tokens", {f"{TOKENS}/loss": loss}, point.tokens, point.time)
 
     def validation(self, point: ValidationPoint) -> None:
-        self._scalars("", finite(point.values), point.step, point.time)
+        # Scores are of an earlier step, and not told again after a rewind.
+        part = "tasks" if isinstance(point, TasksPoint) else ""
+        self._scalars(part, finite(point.values), point.step, point.time)
         if (loss := finite(point.values).get(VALIDATION)) is not None:
             self._scalars("by_tokens", {f"{TOKENS}/validation_loss": loss}, point.tokens, point.time)
 

@@ -9,8 +9,9 @@ from megastable.run.events import data_events, stability_events, supervisor_even
 from megastable.run.events.event import Event, tree
 from megastable.run.events.follow import Follower
 from megastable.run.events.stability_events import IncidentEvent
-from megastable.run.events.training_events import Finished, Stopped
-from megastable.training.trackers.points import NotePoint
+from megastable.run.events.training_events import Finished, Stopped, TasksEvaluated
+from megastable.training.trackers.curves import TASKS
+from megastable.training.trackers.points import NotePoint, TasksPoint
 
 # Not every refused update, checkpoint or evaluation: what a person would write on the curve.
 NOTED: tuple[type[Event], ...] = (
@@ -18,7 +19,8 @@ NOTED: tuple[type[Event], ...] = (
     stability_events.RateCut, stability_events.RateLifted, stability_events.FellBack, stability_events.Returned,
     stability_events.ReplicasDiffer, stability_events.StateChanged, stability_events.ReplayDiffers,
     stability_events.HostFaulty, training_events.Warned, training_events.Unstable, training_events.ConfigChanged,
-    training_events.Resumed, training_events.CheckpointFailed, training_events.CheckpointRejected, Stopped, Finished,
+    training_events.Resumed, training_events.CheckpointFailed, training_events.CheckpointRejected,
+    training_events.TasksFailed, Stopped, Finished,
     supervisor_events.Hang, supervisor_events.HostLeftOut, supervisor_events.HostSlow, supervisor_events.Restart,
     data_events.BlendChanged,
 )  # fmt: skip
@@ -37,8 +39,8 @@ class TrackerNotes:
         self.incidents = 0
         self.status = "failed"
 
-    def new(self) -> Iterator[NotePoint]:
-        """Notes of the events since the last call."""
+    def new(self) -> Iterator[NotePoint | TasksPoint]:
+        """Notes of the events since the last call, and the scores of tasks among them."""
         again = False
         for event in self._follower.stream():
             if self._follower.starts != self._starts:  # the file was repaired: its events were told already
@@ -53,7 +55,10 @@ class TrackerNotes:
             if note is not None:
                 yield note
 
-    def _note(self, event: Event) -> NotePoint | None:
+    def _note(self, event: Event) -> NotePoint | TasksPoint | None:
+        if isinstance(event, TasksEvaluated):
+            scores = {TASKS + name: value for name, value in event.numbers.items()}
+            return TasksPoint(event.of_step or 0, event.tokens or 0, event.time or 0.0, scores)
         if not isinstance(event, NOTED) or not (text := event.sentence()):
             return None
         if not isinstance(event, IncidentEvent) or (number := event.number) is None:

@@ -96,7 +96,31 @@ def made_run(
         if step % 10 == 0:
             layers.add(*looks(step, time))
         if step % 50 == 0:
-            note(run, time + 0.1, "evaluated", step=step, loss=curve(step) + 0.1, samples=16, seconds=1.0)
+            note(
+                run,
+                time + 0.1,
+                "evaluated",
+                step=step,
+                loss=curve(step) + 0.1,
+                samples=16,
+                seconds=1.0,
+                corpora={
+                    "web": {"loss": curve(step) + 0.2, "samples": 8},
+                    "code": {"loss": 1.5, "samples": 8},
+                },
+            )
+            if step == 100:
+                note(
+                    run,
+                    time + 0.2,
+                    "tasks_evaluated",
+                    checkpoint="step-50",
+                    of_step=50,
+                    manifest="m",
+                    tokens=1,
+                    scores={"arc/acc": 0.25},
+                    seconds=20.0,
+                )
             note(
                 run,
                 time + 0.4,

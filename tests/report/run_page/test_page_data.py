@@ -99,6 +99,12 @@ def test_incidents_and_checkpoints(reader: RunReader) -> None:
         "step-150": ("saved", True),
     }
     assert floats(panel["evaluations"]["x"]["step"], "f8") == [50, 100, 150]
+    assert floats(panel["by_corpus"]["x"]["step"], "f8") == [50, 100, 150]
+    curves = {one["name"]: floats(one["y"], "f4") for one in panel["by_corpus"]["values"]}
+    assert curves["code"] == [1.5] * 3 and len(curves["web"]) == 3
+    (task,) = panel["tasks"]["values"]
+    assert floats(panel["tasks"]["x"]["step"], "f8") == [50] and task["name"] == "arc/acc"
+    assert floats(task["y"], "f4") == [0.25]
     seconds = panel["time"]["seconds"]
     assert sum(seconds.values()) == pytest.approx(panel["time"]["wall"], abs=0.1)
     assert {lost["incident"] for lost in panel["time"]["lost"] if lost["kind"] == "recovery"} == {1, 2}

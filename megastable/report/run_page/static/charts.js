@@ -8,12 +8,25 @@ const LOSS = {
   lines: [{ name: "loss", label: "loss", trend: true }],
   extra(run) {
     const panel = state.panels[run];
-    if (!panel || !panel.evaluations.loss.length) return null;
-    return { x: panel.evaluations.x[state.axis], y: panel.evaluations.loss, label: "validation" };
+    if (!panel || !panel.evaluations.loss.length) return [];
+    return [{ x: panel.evaluations.x[state.axis], y: panel.evaluations.loss, label: "validation" }];
   },
 };
 
+/** Curves that were measured now and then, one for each name; of the run in focus only. */
+function curves(key) {
+  return (run) => {
+    const panel = state.panels[run];
+    if (!panel || run !== state.focus) return [];
+    return panel[key].values.map(({ name, y }, n) => ({ x: panel[key].x[state.axis], y, label: name, stroke: colour(`run${n % 8}`) }));
+  };
+}
+
 const GROUPS = [
+  ["evaluation", "Evaluation", [
+    { key: "by_corpus", title: "Validation loss by corpus", unit: "nats per token", log: true, help: "Of a blend of several corpora: each on its own samples, always the same ones.", lines: [], extra: curves("by_corpus") },
+    { key: "tasks", title: "Tasks", unit: "score", help: "Scores of eval.command, such as lm-evaluation-harness, over the steps of the checkpoints.", lines: [], extra: curves("tasks") },
+  ]],
   ["optimization", "Optimization", [
     { key: "grad_norm", title: "Gradient norm", help: "Before clipping. ✕: refused updates; grey dots: undone steps.", log: true, apart: "grad_norm", lines: [{ name: "grad_norm", label: "norm" }] },
     { key: "clipped", title: "Clipped updates", unit: "share of steps", share: true, zero: true, help: "Share of the last 50 accepted steps whose gradient was clipped, or of all steps of a pixel if these are more.", lines: [{ name: "clipped", label: "clipped", tone: "run1", area: true }] },

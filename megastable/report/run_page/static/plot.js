@@ -6,7 +6,7 @@ const runColour = (run) => colour(`run${run % 8}`);
 
 /**
  * spec: {key, title, unit, help, height, full, log, zero, lines: [{group, name, label, tone}], apart: bool,
- * extra(run): more series {x, y, label}}
+ * extra(run): more series, [{x, y, label, stroke}]}; without lines, they are the plot
  */
 function makePlot(spec) {
   const values = el("span.values"), body = el("div.body"), note = el("span.unit", {}, spec.unit ? ` ${spec.unit}` : "");
@@ -44,8 +44,8 @@ function makePlot(spec) {
         }
       });
       if (spec.extra) {
-        const more = spec.extra(run);
-        if (more) found.push({ ...more, kind: "points", run, stroke: several ? runColour(run) : colour("valid") });
+        const stroke = several ? runColour(run) : colour("valid");
+        for (const more of spec.extra(run)) found.push({ stroke, ...more, kind: "points", run });
       }
     }
     return found;
@@ -54,7 +54,7 @@ function makePlot(spec) {
   /** New data go into the plot that is there, so that a drag is not disturbed; another number of lines needs a new one. */
   function update(anew) {
     drawn = layers().filter((layer) => layer.x && layer.x.length);
-    const lines = drawn.filter((layer) => layer.kind === "line");
+    const lines = drawn.filter((layer) => layer.kind === "line" || !spec.lines.length);
     card.hidden = !lines.length || (spec.constant && lines.every(({ y }) => y.every((v) => v === y[0])));
     const key = drawn.map((layer) => `${layer.kind} ${layer.label} ${layer.run} ${layer.low ? 1 : 0} ${layer.stroke}`).join() + state.axis;
     if (plot && (anew || card.hidden || key !== made)) { plot.destroy(); plot = null; }

@@ -42,9 +42,13 @@ function decodedMachines(given) {
   return { ...given, x, maps: given.maps.map((one) => ({ ...one, values: decoded(one.values) })) };
 }
 
+function decodedCurves(given) {
+  return { x: decodedGroup({ x: given.x }).x, values: given.values.map(({ name, y }) => ({ name, y: decoded(y) })) };
+}
+
 function decodedPanel(panel) {
   const { x } = decodedGroup({ x: panel.evaluations.x });
-  return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) } };
+  return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) }, by_corpus: decodedCurves(panel.by_corpus), tasks: decodedCurves(panel.tasks) };
 }
 
 async function asked(path, given = {}) {

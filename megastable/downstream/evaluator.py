@@ -1,0 +1,221 @@
+"""Evaluates the checkpoints of a run as they come: exports each, and runs the program of `eval.command` on it.
+
+    python -m megastable.downstream.evaluator RUN RECIPE [key=value ...]
+
+The supervisor starts it beside the training. What it has done is in the journal, so another process goes on from there
+and evaluates no checkpoint twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import xxhash
+
+from megastable.base import durable
+from megastable.base.errors import ConfigError, DataError, user_errors
+from megastable.base.text import size, visible
+from megastable.cluster.child_process import ChildProcess
+from megastable.config import recipe
+from megastable.config.tree import RunConfig
+from megastable.downstream.due_checkpoints import SavedCheckpoint, next_due
+from megastable.downstream.task_scores import read_scores
+from megastable.run.directory import RunDirectory, read_object
+from megastable.run.events.event import whole
+from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
+from megastable.run.log import RunLog
+
+PAUSE = 2.0  # seconds between two looks for a checkpoint
+LOOK = 0.2  # seconds between two looks at a child process
+REASON = 500  # characters
+
+
+class Leaving(Exception):
+    """The process is to end."""
+
+
+class Evaluator:
+    """Of one run. parent: the process that it ends with."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, parent: int) -> None:
+        self.config, self.run, self.settings, self._parent = config, run, config.eval, parent
+        self.log = RunLog(run, partial(print, flush=True))
+        self.leaving = False
+        self.folder = run.root.absolute() / "evaluation"
+        if self.settings.scratch is not None:  # runs of one name may share it
+            whose = xxhash.xxh3_64_hexdigest(os.fsencode(run.root.resolve()))
+            self.folder = self.settings.scratch.absolute() / f"evaluation-{whose}"
+
+    def watch(self) -> None:
+        """Evaluate until the run is complete and its last checkpoint evaluated. Raises ConfigError, Leaving."""
+        first = self.settings.words(Path(), Path(), 0)[0]
+        if shutil.which(first) is None:
+            raise ConfigError(
+                f"eval.command: {visible(first, 200)!r} is not a program that can be started: give its path, and make "
+                "it executable"
+            )
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            held = durable.hold(self.run.root / ".evaluation.lock")
+        except OSError as error:
+            raise ConfigError(f"{error.filename or self.folder}: {error.strerror or error}") from None
+        if held is None:
+            raise ConfigError(f"{self.run.root}: another process evaluates this run already")
+        with held:
+            settled = {
+                (whole(event.get("of_step")) or 0, str(event.get("manifest")))
+                for event in self.run.events(TasksEvaluated, TasksFailed, TasksSkipped)
+            }
+            while True:
+                complete = self._complete()  # asked first: the last checkpoint is there by then
+                due, passed = next_due(
+                    saved(self.run), settled, self.settings.interval, self.config.train.steps
+                )
+                for older in passed:
+                    reason = f"{due.name} is there already" if due else ""
+                    self.log.emit(TasksSkipped(**_named(older), reason=reason), say=True)
+                    settled.add((older.step, older.manifest))
+                if due is not None:
+                    self._evaluate(due)
+                    settled.add((due.step, due.manifest))
+                elif complete:
+                    return
+                else:
+                    self._wait(PAUSE)
+
+    def _evaluate(self, due: SavedCheckpoint) -> None:
+        begin = time.monotonic()
+        self.log.say(f"evaluating {due.name}")
+        try:
+            scores, tokens = self._scores(due)
+        except (DataError, OSError) as error:
+            seconds, reason = round(time.monotonic() - begin, 1), visible(error, REASON)
+            self.log.emit(TasksFailed(**_named(due), reason=reason, seconds=seconds), say=True)
+        else:
+            seconds = round(time.monotonic() - begin, 1)
+            self.log.emit(
+                TasksEvaluated(**_named(due), tokens=tokens, scores=scores, seconds=seconds), say=True
+            )
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _scores(self, due: SavedCheckpoint) -> tuple[dict[str, float], int]:
+        """The scores of a checkpoint, and the tokens it was trained on."""
+        checkpoint = self.run.checkpoints / due.name
+        model, results = self.folder / "model", self.folder / "results"
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed
+        self._check_room(checkpoint)
+        results.mkdir(parents=True)
+        tokens = whole(read_object(checkpoint / "state.json").get("tokens")) or 0
+        export = "-m megastable.cli convert to-hf --no-check --dtype".split()
+        command = [sys.executable, *export, self.settings.dtype, str(checkpoint), str(model)]
+        try:
+            self._run("the export", command)
+        except DataError:
+            if not (checkpoint / "manifest.json").exists():
+                raise DataError("it was deleted while it was read: see checkpoint.keep") from None
+            raise
+        self._run("the program", self.settings.words(model, results / "results.json", due.step))
+        return read_scores(results), tokens
+
+    def _check_room(self, checkpoint: Path) -> None:
+        """Leave room for the next checkpoint: training has precedence. Raises DataError."""
+        needed = sum(path.stat().st_size for path in checkpoint.iterdir())  # more than an export takes
+        if os.stat(self.folder.parent).st_dev == os.stat(checkpoint).st_dev:
+            needed *= 2
+        free = shutil.disk_usage(self.folder.parent).free
+        if free < needed:
+            raise DataError(
+                f"{self.folder.parent} has {size(free)} left, and {size(needed)} are needed for the export and the "
+                "next checkpoint: make room, or set eval.scratch"
+            )
+
+    def _run(self, what: str, words: list[str]) -> None:
+        """Run a child process to its end. Raises DataError if it fails, Leaving if this process is to end."""
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.settings.threads))
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.settings.device == "cpu" else {}
+        tether = [sys.executable, "-m", "megastable.downstream.tether", str(os.getpid())]
+        limit = self.settings.timeout
+        child = ChildProcess([*tether, *words], limit, environment={**os.environ, **threads, **hidden})
+        try:
+            while (result := child.poll()) is None:
+                self._wait(LOOK)
+        finally:
+            child.kill()
+            child.wait()
+        if result.code is None:
+            raise DataError(f"{what} was not done after {limit:g} s, and was ended (eval.timeout)")
+        if result.code:
+            print(result.tail, flush=True)
+            how = (
+                f"ended with code {result.code}"
+                if result.code > 0
+                else f"was killed by signal {-result.code}"
+            )
+            last = result.tail.strip().splitlines()[-1:]
+            raise DataError(f"{what} {how}{': ' if last else ''}{''.join(last)}")
+
+    def _wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if self.leaving or os.getppid() != self._parent:
+            raise Leaving
+
+    def _complete(self) -> bool:
+        steps = whole(read_object(self.run.summary).get("steps"))
+        return steps is not None and steps >= self.config.train.steps
+
+
+def saved(run: RunDirectory) -> list[SavedCheckpoint]:
+    """The complete checkpoints of a run."""
+    found = list[SavedCheckpoint]()
+    for path in run.checkpoints.glob("step-*/manifest.json"):
+        name = path.parent.name
+        step = name.removeprefix("step-")
+        try:
+            if step.isdecimal():
+                found.append(SavedCheckpoint(name, int(step), xxhash.xxh3_128_hexdigest(path.read_bytes())))
+        except OSError:
+            continue  # deleted meanwhile
+    return found
+
+
+def _named(one: SavedCheckpoint) -> dict[str, Any]:
+    return {"checkpoint": one.name, "of_step": one.step, "manifest": one.manifest}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m megastable.downstream.evaluator", description=__doc__)
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process that it ends with")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args(arguments)
+    with user_errors():
+        config = recipe.load(args.recipe, args.overrides)
+        if config.eval.command is None:
+            raise ConfigError("eval.command is not set: give the program that evaluates a checkpoint")
+        evaluator = Evaluator(config, RunDirectory(args.run), args.parent)
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            evaluator.leaving = True
+
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGINT, leave)
+        try:
+            evaluator.watch()
+        except Leaving:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Runs a process of ours beside a run and restarts it: the scan ahead of the data, the evaluation of checkpoints. The
+run never waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megastable.cluster.child_process import ChildProcess, background
+from megastable.config.tree import RunConfig
+from megastable.run.directory import RunDirectory
+from megastable.supervise.log_tail import LogTail
+
+AGAIN = 60.0  # seconds before a failed one is restarted
+TRIES = 5
+PARTING = 5.0  # seconds in which it ends what it has started
+LOOK = 0.05  # seconds between two looks whether it has
+
+
+class BesideProcess:
+    """Runs a module of ours with `arguments`, the supervisor's process first. wanted: whether the recipe asks for it.
+    what, otherwise: it is, and what its absence means, in words. say: prints a line of the supervisor."""
+
+    def __init__(
+        self, run: RunDirectory, module: str, log: Path, arguments: Sequence[str], wanted: bool, what: str,
+        otherwise: str, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.run, self.say = run, say
+        self._module, self._log, self._what, self._otherwise = module, log, what, otherwise
+        self._output = LogTail(self._log)
+        self._arguments = ["--parent", str(os.getpid()), str(run.root), *arguments]
+        self._child: ChildProcess | None = None
+        self._tries = TRIES if wanted else 0
+        self._due = 0.0
+
+    @property
+    def running(self) -> bool:
+        """As of the last `poll`."""
+        return self._child is not None
+
+    def poll(self) -> None:
+        """Start it, show its output, restart it after a failure. One that ends without is done."""
+        if self._child is not None:
+            result = self._child.poll()
+            self._show()
+            if result is None:
+                return
+            self._child = None
+            if result.code == 0:
+                self._tries = 0
+                return
+            self._tries -= 1
+            self._due = time.monotonic() + AGAIN
+            more = "again in a minute" if self._tries else f"not again: {self._otherwise}"
+            self.say(f"WARNING: {self._what} ended with {result.code}: see {self._log}; {more}")
+        if self._tries and time.monotonic() >= self._due:
+            self._output = LogTail.at_end(self._log)
+            with suppress(OSError):
+                self._child = background(self.run, self._log, self._module, *self._arguments)
+
+    def close(self) -> None:
+        """End it, and what it has started."""
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._child.pid, signal.SIGTERM)
+            until = time.monotonic() + PARTING
+            while self._child.poll() is None and time.monotonic() < until:
+                time.sleep(LOOK)
+            self._child.kill()
+            self._child.wait()
+            self._show()
+            self._child = None
+        self._tries = 0
+
+    def _show(self) -> None:
+        if text := self._output.new():
+            self.say(text)
+
+
+def look_ahead(
+    config: RunConfig, run: RunDirectory, recipe: str, overrides: Sequence[str], say: Callable[[str], None]
+) -> BesideProcess:
+    """The scan ahead of a run (forensics/prescan.py). Its ledger lines stay."""
+    return BesideProcess(
+        run, "megastable.forensics.prescan", run.logs / "look_ahead.log", [recipe, *overrides],
+        config.data.look_ahead.steps > 0, "what looks ahead in the data", "what comes is trained on unseen", say,
+    )  # fmt: skip
+
+
+def evaluation(
+    config: RunConfig, run: RunDirectory, recipe: str, overrides: Sequence[str], say: Callable[[str], None]
+) -> BesideProcess:
+    """The evaluation of a run's checkpoints (downstream/evaluator.py)."""
+    return BesideProcess(
+        run, "megastable.downstream.evaluator", run.logs / "evaluation.log", [recipe, *overrides],
+        config.eval.command is not None, "the evaluation of checkpoints", "no more of them are evaluated", say,
+    )  # fmt: skip
