@@ -18,6 +18,7 @@ from benchmarks.made_run import BEGIN, note, progress, record
 from megastable.report.run_page.page_file import write_page
 from megastable.run.directory import RunDirectory
 from megastable.run.records import Recorder
+from tests.patience import PATIENCE
 from tests.report.run_page.conftest import serving, until
 from tests.report.run_page.made_runs import curve, machines, made_run, summary
 
@@ -128,6 +129,22 @@ def test_a_run_that_goes_on(page: Pages, tmp_path: Path) -> None:
         until(lambda: page.run(LAST) == 160)
         until(lambda: page.texts(".flags .flag.open") == ["1"])
         until(lambda: "incident 1: opened: loss up" in page.texts("#journal .text")[0])
+        page.leave()
+
+
+def test_steps_that_come_faster_than_their_data_are_drawn(page: Pages, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", incidents=())
+    with serving(run.root) as address:
+        page.open(address)
+        page.run("took = 600")  # milliseconds, as on a machine that is busy: the next look is after 3 s
+        drawn, step = page.run(LAST), 150
+        until_ = time.monotonic() + PATIENCE
+        while page.run(LAST) == drawn:
+            assert time.monotonic() < until_
+            step += 1
+            progress(run, step, time.time(), 3.2)
+            time.sleep(0.3)
+            page.run("took = Math.max(took, 600)")
         page.leave()
 
 

@@ -65,8 +65,8 @@ function heard(heads) {
   if (cut) state.tell("cut");
   state.heads = heads;
   state.tell("heads");
-  clearTimeout(due);
-  due = setTimeout(load, Math.max(0, Math.min(5000, 5 * took) - 100));
+  // Not put off by the next heads, or a run whose steps come faster than its data would never be drawn again.
+  due ||= setTimeout(() => { due = 0; load(); }, Math.max(0, Math.min(5000, 5 * took) - 100));
 }
 
 async function start() {
