@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megastable.cluster import gpu_health
+from megastable.cluster import gpu_health, host_watch
 from megastable.cluster.agent import Agent
 from megastable.cluster.fleet import Here
 from megastable.cluster.host_watch import HostWatch
@@ -51,16 +51,20 @@ def test_gpus_are_read_as_they_change(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_driver_that_hangs_is_asked_less_and_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_health, "SECONDS", 0.1)
     program(tmp_path, "nvidia-smi", f"echo once >> {tmp_path}/asked; exec sleep 600", monkeypatch)
-    watch = HostWatch(0.05)
-    seen = list[HostReading]()  # kept, so that each is told apart
-    while len(seen) <= 20:
-        reading = until(watch.latest)
-        if not seen or reading is not seen[-1]:
-            seen.append(reading)
-        time.sleep(0.005)
-    assert "did not answer" in seen[-1].unknown and seen[-1].memory > 0
-    # After the first: in pauses of twice, four times, ... as long.
-    assert len((tmp_path / "asked").read_text().splitlines()) <= 5
+    readings = list[HostReading]()
+    read = host_watch.host_reading
+
+    def counted(*given: Any) -> HostReading:
+        readings.append(read(*given))
+        return readings[-1]
+
+    monkeypatch.setattr(host_watch, "host_reading", counted)
+    watch = HostWatch(0.01)
+    until(lambda: watch.latest() and len(readings) > 40)
+    asked, made = len((tmp_path / "asked").read_text().splitlines()), len(readings)
+    assert "did not answer" in readings[-1].unknown and readings[-1].memory > 0
+    # After the first: in pauses of two readings, four, ...; the one that is under way has made none.
+    assert asked >= 2 and 2**asked - 2 <= made
 
 
 def test_without_gpus_there_is_nothing_to_complain_of(

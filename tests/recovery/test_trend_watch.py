@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megastable.report.postmortem import write_incidents
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import LengthChanged
 from megastable.run.events.stability_events import IncidentEvent, TrendEvent
+from megastable.run.events.training_events import Evaluated
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
@@ -150,10 +152,11 @@ def overfit(config: RunConfig) -> list[str]:
     """Evaluations whose losses rise while the run learns."""
     trainer = trainer_of(config)
     losses = iter([3.0, 3.1, 3.2, 3.3, 3.4, 3.5, 3.6, 3.7])
-    evaluation = trainer.evaluation
-    trainer.evaluation = type(
-        "Rising", (), {"loss": lambda self: next(losses), "samples": evaluation.samples}
-    )()
+
+    def measure(step: int) -> Evaluated:
+        return Evaluated(step=step, loss=next(losses), samples=8, seconds=0.0)
+
+    trainer.evaluation = SimpleNamespace(measure=measure)  # type: ignore[assignment]
     assert trainer.train() == 0
     return list(trainer.recovery.trends.state.standing)
 

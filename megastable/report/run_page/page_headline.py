@@ -166,14 +166,16 @@ def _speed(s: Status, recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
     value = s.tokens_per_second if s.tokens_per_second is not None else known
     rate = s.rate if s.rate is not None else _median(recent["seconds"])
     return Figure(
-        "tokens/s", "?" if value is None else short(value), "" if rate is None else f"{rate:.3g} s per step"
+        "tokens/s",
+        "?" if value is None else short(value),
+        "" if rate is None else f"{rate:.3g} s per step, of late",
     )
 
 
 def _mfu(recent: Mapping[str, npt.NDArray[Any]]) -> Figure:
     value = _median(recent["mfu_full"])
     return Figure(
-        "MFU", "?" if value is None else f"{value:.1%}".replace("%", " %"), "of the hardware's peak"
+        "MFU", "?" if value is None else f"{value:.1%}".replace("%", " %"), "of the hardware's peak, of late"
     )
 
 
@@ -211,7 +213,7 @@ def _goodput(account: Mapping[str, Any] | None, s: Status, recipe: Mapping[str, 
     price = recipe.get("supervise", {}).get("gpu_hour_price")
     if isinstance(price, int | float) and s.world:
         money = account["wall"] / 3600 * s.world * price
-        remark += f"; cost {money:,.0f} {str(recipe['supervise'].get('currency', ''))[:8]}"
+        remark += f"; all of it cost {money:,.0f} {str(recipe['supervise'].get('currency', ''))[:8]}"
     return Figure("goodput", f"{math.floor(1000 * account['share']) / 10:.1f} %", remark)
 
 

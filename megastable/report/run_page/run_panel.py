@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,8 @@ def facts_of(note: IncidentNote) -> IncidentFacts | None:
 
 
 def account(found: TimeAccount, began: float) -> dict[str, Any]:
-    """Where the time went. spans: [kind, begin, end, cause, incident, host], seconds since the run began."""
+    """Where the time went. charged: seconds by incident. spans: [kind, begin, end, cause, incident, host], in seconds
+    since the run began."""
     seconds = found.seconds()
     spans = [span for span in found.spans() if span.kind is not TimeKind.TRAINING]
     if len(spans) <= SPANS:
@@ -177,7 +179,11 @@ def account(found: TimeAccount, began: float) -> dict[str, Any]:
         for kind in TimeKind:
             of_kind = [(span.begin - began, span.end - began) for span in spans if span.kind is kind]
             drawn += [[kind.value, a, b, "", None, ""] for a, b in thick(of_kind, THIN * found.wall)]
-    lost = sorted(found.lost().items(), key=lambda entry: -entry[1][0])[:LOST]
+    lost = sorted(found.lost().items(), key=lambda entry: -entry[1][0])
+    charged: dict[int, float] = defaultdict(float)
+    for (_, _, number, _), (spent, _) in lost:
+        if number is not None:
+            charged[number] += spent
     return {
         "begin": found.begin - began, "end": found.end - began, "wall": found.wall,
         "share": found.goodput(), "smaller": found.smaller(),
@@ -185,8 +191,9 @@ def account(found: TimeAccount, began: float) -> dict[str, Any]:
         "lost": [
             {"kind": kind.value, "cause": visible(cause, 160), "incident": number, "host": visible(host, 60),
              "seconds": spent, "times": times}
-            for (kind, cause, number, host), (spent, times) in lost
+            for (kind, cause, number, host), (spent, times) in lost[:LOST]
         ],
+        "charged": {str(number): round(spent, 3) for number, spent in charged.items()},
     }  # fmt: skip
 
 

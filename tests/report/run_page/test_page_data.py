@@ -108,6 +108,9 @@ def test_incidents_and_checkpoints(reader: RunReader) -> None:
     seconds = panel["time"]["seconds"]
     assert sum(seconds.values()) == pytest.approx(panel["time"]["wall"], abs=0.1)
     assert {lost["incident"] for lost in panel["time"]["lost"] if lost["kind"] == "recovery"} == {1, 2}
+    for number, seconds in panel["time"]["charged"].items():
+        of = [lost["seconds"] for lost in panel["time"]["lost"] if lost["incident"] == int(number)]
+        assert seconds == pytest.approx(sum(of), abs=1e-3) and seconds > 0
 
 
 def test_skipped_data(reader: RunReader) -> None:

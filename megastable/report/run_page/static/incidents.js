@@ -12,17 +12,19 @@ function makeIncidents() {
     refill(list, [...all.slice(0, 40).map((incident) => el("li", {}, el("button", { type: "button", onclick: () => openIncident(incident.number) },
       el(`span.flag${incident.mood === "good" ? "" : ".open"}`, {}, String(incident.number)),
       el("span.what", {}, el("b", {}, incident.title), el("span", {}, [incident.actions.map((a) => a).join(" "), incident.guilty ? ` Guilty samples: ${commas(incident.skipped)}.` : ""].join(""))),
+      el("span.when", {}, el("small", {}, `step ${commas(incident.onset)}`), clock(incident.opened).slice(5)),
       el("span.cause", {}, el("small", {}, "cause"), incident.cause_word.replace("_", " ")),
-      el("span.cost", {}, el("small", {}, "cost"), costOf(incident)),
+      el("span.cost", {}, el("small", {}, "cost"), costOf(incident, panel)),
       el(`span.badge.${incident.mood}`, {}, incident.outcome)))), all.length > 40 ? el("li.note", {}, `${all.length - 40} older ones: in the plots, and in the journal below.`) : null]);
   });
   return whole;
 }
 
-function costOf(incident) {
-  const told = [];
+/** Steps that were undone, and the time that the account of the run charges to it: restarts and steps done again count. */
+function costOf(incident, panel) {
+  const told = [], seconds = (panel.time && panel.time.charged[incident.number]) || incident.seconds;
   if (incident.steps_lost) told.push(plural(incident.steps_lost, "step"));
-  if (incident.seconds) told.push(span(incident.seconds));
+  if (seconds) told.push(span(seconds));
   return told.join(", ") || (incident.refused ? `${plural(incident.refused, "update")} refused` : "none");
 }
 
@@ -49,7 +51,7 @@ function openIncident(number_) {
     [incident.guilty ? "guilty positions" : "skipped positions", incident.positions.length ? `${ranges(incident.positions)} (${plural(incident.skipped, "sample")})` : ""],
     ["deferred", incident.deferred.length ? ranges(incident.deferred) : ""],
     ["loss", incident.loss_peak === null ? "" : `${number(incident.loss_before)} before, ${number(incident.loss_peak)} at its peak${incident.loss_after === null ? "" : `, ${number(incident.loss_after)} after`}`],
-    ["cost", costOf(incident)], ["outcome", `${incident.outcome}${incident.closed ? `, proven at ${clock(incident.closed)} UTC` : ""}`],
+    ["cost", costOf(incident, panel)], ["outcome", `${incident.outcome}${incident.closed ? `, proven at ${clock(incident.closed)} UTC` : ""}`],
   ];
   const frame = page ? el("iframe", { title: `Post-mortem of incident ${incident.number}`, sandbox: page.src ? "allow-same-origin" : "", ...page }) : null;
   openDialog("incident",

@@ -106,7 +106,7 @@ function makePlot(spec) {
     const log = state.log && spec.log;
     const axis = { stroke: colour("soft"), grid, ticks: { show: false }, font };
     return {
-      width: Math.max(120, body.clientWidth), height: spec.height * TALL, ms: 1e-3, padding: [spec.full ? 20 : 8, 8, 0, 0],
+      width: Math.max(120, body.clientWidth), height: spec.height * TALL, ms: 1e-3, padding: [spec.full ? 20 : 8, 16, 0, 0],
       legend: { show: false }, series, bands,
       cursor: {
         sync: { key: SYNC.key, setSeries: false, scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
