@@ -23,9 +23,16 @@ function fill(parent, ...children) {
 }
 
 /** The same for lists that change while somebody points at them: what looks as before stays, with its focus and a click
- * that has begun. For children whose handlers depend on nothing but what they show. */
+ * that has begun. For children whose handlers depend on nothing but what they show. Of one with the data-key of before,
+ * what is in its first element is replaced. */
 function refill(parent, given) {
-  const children = given.filter((child) => child !== null), old = [...parent.childNodes];
+  const old = [...parent.childNodes], held = new Map(old.filter((one) => one.dataset.key).map((one) => [one.dataset.key, one]));
+  const children = given.filter((child) => child !== null).map((made) => {
+    const before = made.dataset.key && held.get(made.dataset.key);
+    if (!before) return made;
+    if (!before.isEqualNode(made)) before.firstElementChild.replaceChildren(...made.firstElementChild.childNodes);
+    return before;
+  });
   const most = Math.min(old.length, children.length);
   let before = 0, after = 0;
   while (before < most && old[before].isEqualNode(children[before])) before++;

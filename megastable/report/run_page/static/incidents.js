@@ -9,7 +9,7 @@ function makeIncidents() {
     const all = [...panel.incidents].reverse();
     fill(note, all.length ? "What went wrong, what was done about it, and what it cost. The newest first; a click opens the post-mortem."
       : "Nothing has gone wrong so far.");
-    refill(list, [...all.slice(0, 40).map((incident) => el("li", {}, el("button", { type: "button", onclick: () => openIncident(incident.number) },
+    refill(list, [...all.slice(0, 40).map((incident) => el("li", { "data-key": incident.number }, el("button", { type: "button", onclick: () => openIncident(incident.number) },
       el(`span.flag${incident.mood === "good" ? "" : ".open"}`, {}, String(incident.number)),
       el("span.what", {}, el("b", {}, incident.title), el("span", {}, [incident.actions.map((a) => a).join(" "), incident.guilty ? ` Guilty samples: ${commas(incident.skipped)}.` : ""].join(""))),
       el("span.when", {}, el("small", {}, `step ${commas(incident.onset)}`), clock(incident.opened).slice(5)),
