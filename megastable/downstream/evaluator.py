@@ -8,7 +8,6 @@ and evaluates no checkpoint twice.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -30,6 +29,7 @@ from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.downstream.due_checkpoints import SavedCheckpoint, next_due
 from megastable.downstream.task_scores import read_scores
+from megastable.run.beside_arguments import beside_arguments
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import whole
 from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
@@ -194,12 +194,7 @@ def _named(one: SavedCheckpoint) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megastable.downstream.evaluator", description=__doc__)
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="process that it ends with")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*")
-    args = parser.parse_intermixed_args(arguments)
+    args = beside_arguments("megastable.downstream.evaluator", __doc__, arguments)
     with user_errors():
         config = recipe.load(args.recipe, args.overrides)
         if config.eval.command is None:

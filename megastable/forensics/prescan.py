@@ -9,13 +9,11 @@ a budget: if a scan finds half of the data odd, the scan is wrong, or a person i
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +30,7 @@ from megastable.data.skips import Selection, ranges_of
 from megastable.forensics.ahead import COUNTED, FoundPart, Lookout, passage
 from megastable.forensics.places import checkpoint_cursor
 from megastable.report.postmortem.sample_texts import Library
+from megastable.run.beside_arguments import beside_arguments
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent, LookedAhead
 from megastable.run.events.event import whole
@@ -168,12 +167,7 @@ class Scout:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m megastable.forensics.prescan", description=__doc__)
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="process that it ends with")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*")
-    args = parser.parse_intermixed_args(arguments)
+    args = beside_arguments("megastable.forensics.prescan", __doc__, arguments)
     with user_errors():
         scout = Scout(recipe.load(args.recipe, args.overrides), RunDirectory(args.run))
         try:

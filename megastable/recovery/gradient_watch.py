@@ -193,13 +193,10 @@ class GradientWatch:
         layout = self.engine.topology.layout
         if proof.lasting or (layout.pipeline > 1 and self.engine.zero.messages is None):
             return proof._replace(ranks=layout.replicas(proof.ranks))
+        if layout.pipeline == 1:
+            return proof
         tied = self.engine.tied is not None
-        pipelines = layout.groups("pipeline")
-        return (
-            proof._replace(ranks=causes(proof.ranks, pipelines, moved, tied))
-            if layout.pipeline > 1
-            else proof
-        )
+        return proof._replace(ranks=causes(proof.ranks, layout.groups("pipeline"), moved, tied))
 
     def _digest(self) -> Digest:
         """Of the last backward pass."""

@@ -13,12 +13,8 @@ from megastable.run.events.stability_events import (
     StateChanged,
 )
 
-FOUND = (
-    StateChanged,
-    GradientsDoubted,
-    ReplayDiffers,
-    HostFaulty,
-)  # what is counted, and when it begins anew
+# What is counted, and when it begins anew.
+FOUND = (StateChanged, GradientsDoubted, ReplayDiffers, HostFaulty)
 SEVERAL, WINDOW = 3, 2000  # so many faults of a rank within so many steps are no chance
 
 

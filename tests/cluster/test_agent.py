@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.log import RunLog
 from megastable.run.rank_ipc import FLAG, mark
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = str(ROOT / "launch/recipes/quickstart.yaml")
@@ -55,13 +54,6 @@ def start() -> Iterator[Started]:
     for process in started.processes:
         with process:
             process.kill()
-
-
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def hosts(store: Store) -> Hosts:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,7 @@ from megastable.cluster.reach import Local
 from megastable.cluster.store import Store
 from megastable.run.directory import RunDirectory
 from tests.cluster.test_host_check import LINE, program
-from tests.patience import PATIENCE
-
-
-def until(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
+from tests.patience import until
 
 
 def test_gpus_are_read_as_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

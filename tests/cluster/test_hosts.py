@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from megastable.cluster.hosts import Hosts
 from megastable.cluster.store import AgentLink, Store
 from megastable.run.directory import RunDirectory
 from megastable.run.rank_ipc import mark
-from tests.patience import PATIENCE
+from tests.patience import until
 
 # A rank: it runs until it is told how to end.
 RANK = """
@@ -61,13 +60,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirector
 def hosts(run: RunDirectory, store: Store, silence: float = 2.0) -> Hosts:
     there = [HostSlots("first", (0, 1))]
     return Hosts(run, store, there, ThisHost(), silence, True, "waiting_rank", "recipe.yaml", [], [])
-
-
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def ready(fleet: Hosts, attempt: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from megastable.cluster.remote_attempt import RemoteAttempt
 from megastable.cluster.store import Store
 from megastable.run.directory import RunDirectory
 from megastable.run.wire import Message, StoreClient
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 NAMES = ("first", "second")
 NOTHING: Message = {"attempt": None, "running": False, "code": None, "problem": "", "fates": {}, "ended": 0}
@@ -38,13 +38,6 @@ def says(hosts: Hosts, link: StoreClient, name: str, **state: object) -> None:
     told = NOTHING | state
     link.send({"state": told, "time": time.time()})
     until(lambda: hosts.store.agents[name].state == told)
-
-
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_host_that_comes_back_without_its_processes_ends_the_attempt(hosts: Hosts) -> None:

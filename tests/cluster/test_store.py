@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,20 +15,13 @@ import pytest
 from megastable.cluster.store import CLOCKS, Store
 from megastable.run.directory import RunDirectory
 from megastable.run.wire import LONGEST, Address, Message, StoreClient, WireError, encoded
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     with Store(RunDirectory(tmp_path)) as store:
         yield store
-
-
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def rank(store: Store, number: int = 0, attempt: int = 1) -> StoreClient:

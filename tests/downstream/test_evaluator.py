@@ -8,8 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from megastable.run.directory import RunDirectory
 from tests.conftest import tiny
 from tests.convert.huggingface.conftest import VOCABULARY, text_corpus, tokenizer
 from tests.distributed import run_ranks
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 __all__ = ["text_corpus", "tokenizer"]  # fixtures
 STEPS = 6
@@ -97,14 +95,6 @@ def told(run: RunDirectory) -> list[dict[str, Any]]:
 def evaluate(config: RunConfig, run: RunDirectory) -> list[dict[str, Any]]:
     Evaluator(config, run, os.getppid()).watch()
     return told(run)
-
-
-def until(true: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE
-    while not (found := true()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found
 
 
 def gone(pid: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,16 +15,9 @@ from drills.cluster_faults import KINDS, NAMES, Cluster, Kind, Place, choose, po
 from drills.hosts import Host, Hosts
 from drills.namespaces import Started, missing
 from megastable.base.errors import ConfigError
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 SUPERVISOR, RANK, AGENT = "sleep 9001", "sleep 9002", "-m megastable.supervise.agent"
-
-
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 from drills.hosts import Host, Hosts
 from drills.namespaces import missing
 from megastable.base.errors import ConfigError
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = 64 << 20  # bytes of the shared file system
@@ -57,13 +57,6 @@ def sleepers(host: Host, seconds: str) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             found += [process] if process.name() == "sleep" else []
     return found
-
-
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_each_has_a_name_an_address_and_the_same_checkout(hosts: Hosts) -> None:

@@ -20,7 +20,7 @@ from megastable.base.errors import ConfigError
 from megastable.config.supervise import SuperviseConfig
 from megastable.supervise.hooks import check
 from megastable.supervise.notices import KEPT, PROBLEMS, Notices
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 Failures = list[tuple[str, str]]
 
@@ -71,13 +71,6 @@ def receiver(
             pass
 
     return Handler, got
-
-
-def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def told(config: SuperviseConfig, *texts: str, timeout: float = PATIENCE) -> Failures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from prometheus_client.core import GaugeMetricFamily
 
@@ -17,7 +17,7 @@ from megastable.run.machine_state import HostReading
 from megastable.run.rank_ipc import WorkBlock
 from megastable.supervise.machine_metrics import machine_families
 from megastable.supervise.machine_recorder import MachineRecorder
-from tests.patience import PATIENCE
+from tests.patience import until
 
 
 class TwoHosts:
@@ -52,14 +52,6 @@ def heard(rank: int) -> Heard:
 
 def block(number: int, own: float, step: float = 1.0) -> WorkBlock:
     return WorkBlock(block=number, step=step, own=own, parts=[own])
-
-
-def until(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + PATIENCE
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 def test_the_work_of_every_rank_since_the_sample_before(tmp_path: Path) -> None:

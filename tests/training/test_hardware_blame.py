@@ -39,32 +39,39 @@ def _train(config: RunConfig) -> int:
     return train.train(config, Path("recipe.yaml"))
 
 
+class FirstTime:
+    """now: whether an engine does a step for the first time; a repetition, or the step after a rewind, is not that."""
+
+    def __init__(self, step: int) -> None:
+        from megastable.engine.engine import Engine
+
+        self.now, over, real = False, False, Engine.train_step
+
+        def train_step(engine: Engine, *args: Any, **options: Any) -> Any:
+            nonlocal over
+            here = engine.ds.global_steps + 1 == step
+            self.now, over = here and not over, here or over
+            return real(engine, *args, **options)
+
+        Engine.train_step = train_step  # type: ignore[method-assign]
+
+
 def wrong_input_gradient(config: RunConfig, rank: int, step: int) -> int:
     """What a stage sends back is wrong before it is fingerprinted: its own product was."""
     import torch.distributed as dist
 
-    from megastable.engine.engine import Engine
     from megastable.engine.stage_messages import StageMessages
 
     if dist.get_rank() != rank:
         return _train(config)
-    real, sent, active = Engine.train_step, StageMessages._add_sent, False
-    wrong = False
-
-    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
-        nonlocal active, wrong
-        active, wrong = (
-            not wrong and self.ds.global_steps + 1 == step,
-            wrong or self.ds.global_steps + 1 == step,
-        )
-        return real(self, *args, **options)
+    sent, first_time = StageMessages._add_sent, FirstTime(step)
 
     def add_sent(self: StageMessages, message: Any, stage: int) -> None:
-        if active and message.is_floating_point():
+        if first_time.now and message.is_floating_point():
             message.mul_(-1.0)
         sent(self, message, stage)
 
-    Engine.train_step, StageMessages._add_sent = train_step, add_sent  # type: ignore[method-assign]
+    StageMessages._add_sent = add_sent  # type: ignore[method-assign]
     return _train(config)
 
 
@@ -190,22 +197,16 @@ def wrong_sum(config: RunConfig, rank: int, step: int) -> int:
 
     if dist.get_rank() != rank:
         return _train(config)
-    real, collect, active = Engine.train_step, Engine._collect, False
-    done = False
-
-    def train_step(self: Engine, *args: Any, **options: Any) -> Any:
-        nonlocal active, done
-        active, done = not done and self.ds.global_steps + 1 == step, done or self.ds.global_steps + 1 == step
-        return real(self, *args, **options)
+    collect, first_time = Engine._collect, FirstTime(step)
 
     def collected(self: Engine, micro_batches: int, extra: Any) -> Any:
         losses, squares, summed = collect(self, micro_batches, extra)
-        if active:
+        if first_time.now:
             place = len(extra) - len(self._votes()) - 2  # the squared norm
             summed = [*summed[:place], 64.0 * summed[place], *summed[place + 1 :]]
         return losses, squares, summed
 
-    Engine.train_step, Engine._collect = train_step, collected  # type: ignore[method-assign]
+    Engine._collect = collected  # type: ignore[method-assign]
     return _train(config)
 
 

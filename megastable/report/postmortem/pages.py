@@ -13,13 +13,14 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup, escape
 
 from megastable.base.text import duration, plural, ranges, visible
 from megastable.report.postmortem import safe, sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
 from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count
+from megastable.report.templates import template_environment
 
 ON_PAGE = 5  # samples shown on the page
 DOCUMENTS = 50  # documents shown on the page
@@ -199,15 +200,9 @@ def _markdown() -> Environment:
 
 
 def _environment(**options: Any) -> Environment:
-    environment = Environment(
-        loader=PackageLoader("megastable.report.postmortem"), undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True, **options,
-    )  # fmt: skip
+    environment = template_environment("megastable.report.postmortem", **options)
     environment.filters |= {
-        "count": lambda number: f"{number:,}",
-        "plural": plural,
         "sentence": lambda text: text[:1].upper() + text[1:],
-        "words": lambda text: text.replace("_", " "),
         "path": lambda name: Raw(quote(name)),
     }
     return environment

@@ -6,15 +6,16 @@ import fnmatch
 from datetime import UTC, datetime
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from megastable import __version__
-from megastable.base.text import duration, plural, size
+from megastable.base.text import duration, size
 from megastable.report.postmortem import safe
 from megastable.report.publish.logbook import cost_in_words
 from megastable.report.publish.record_facts import SKIPS, RecordFacts
 from megastable.report.publish.record_folder import CHECK
+from megastable.report.templates import template_environment
 
 # What is in the folder, as far as it is there.
 FILES = {
@@ -66,13 +67,9 @@ def _content(facts: RecordFacts, files: list[str]) -> dict[str, Any]:
 
 
 def _environment(**options: Any) -> Environment:
-    environment = Environment(
-        loader=PackageLoader("megastable.report.publish"), undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True, **options,
-    )  # fmt: skip
+    environment = template_environment("megastable.report.publish", **options)
     environment.filters |= {
-        "count": lambda number: f"{number:,}", "plural": plural, "duration": duration, "size": size,
-        "words": lambda text: text.replace("_", " "), "share": lambda value: f"{value:.1%}",
+        "duration": duration, "size": size, "share": lambda value: f"{value:.1%}",
         "moment": lambda time: datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M"),
     }  # fmt: skip
     return environment

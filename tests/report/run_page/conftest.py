@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from selenium import webdriver
@@ -15,7 +13,7 @@ from selenium import webdriver
 from benchmarks.browser import MISSING, browser
 from megastable.report.run_page.page_guard import PageGuard
 from megastable.report.run_page.run_reader import RunReader
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, until
 
 
 @contextmanager
@@ -41,15 +39,6 @@ def serving(*runs: Path, token: str = "", loopback: bool = True) -> Iterator[str
         finally:
             server.should_exit = True
             thread.join(PATIENCE)
-
-
-def until(true: Callable[[], Any]) -> Any:
-    """Wait until something is true, and return it."""
-    end = time.monotonic() + PATIENCE
-    while not (found := true()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture(scope="session")

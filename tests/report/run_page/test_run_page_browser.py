@@ -18,8 +18,8 @@ from benchmarks.made_run import BEGIN, note, progress, record
 from megastable.report.run_page.page_file import write_page
 from megastable.run.directory import RunDirectory
 from megastable.run.records import Recorder
-from tests.patience import PATIENCE
-from tests.report.run_page.conftest import serving, until
+from tests.patience import PATIENCE, until
+from tests.report.run_page.conftest import serving
 from tests.report.run_page.made_runs import curve, machines, made_run, summary
 
 HOSTILE = (
