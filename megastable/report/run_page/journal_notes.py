@@ -27,6 +27,7 @@ from megastable.run.events.training_events import (
     CheckpointSuspect,
     Evaluated,
     TasksEvaluated,
+    Training,
 )
 
 KEPT = 20_000  # events in the list
@@ -104,6 +105,7 @@ class _Noted:
     trends: dict[str, str] = field(default_factory=dict)  # warnings that are not over, by signal
     alert: str = ""
     attempts: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[tuple[float, int | None]] = field(default_factory=list)  # of training: time, ranks
     hosts: list[str] = field(default_factory=list)
     slow: dict[str, str] = field(default_factory=dict)
     began: float | None = None
@@ -184,6 +186,8 @@ class JournalNotes:
                     n.trends[str(event.signal)] = line.text
             case AlertEvent():
                 n.alert = line.text if event.what == "begun" else ""
+            case Training():
+                n.starts.append((time, event.world))
             case Launched():
                 n.slow.clear()
                 n.hosts = [str(host) for host in event.hosts]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.made_run import BATCH, BEGIN, LENGTH, begin, note
 from megastable.base.errors import DataError
 from megastable.data.skips import Skips
+from megastable.report.publish.record_facts import spending, starts_of
 from megastable.report.run_page import page_parts, run_panel
 from megastable.report.run_page.data_map import BINS, binned
 from megastable.report.run_page.journal_notes import JournalNotes, selected
@@ -22,6 +23,8 @@ from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.page_headline import short
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
+from megastable.run.events.reading import read_events
+from megastable.run.goodput.watching import read_account
 from tests.report.run_page.made_runs import curve, made_run, summary
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e</script><img src=x onerror=alert(1)>"
@@ -57,6 +60,38 @@ def test_the_headline(reader: RunReader) -> None:
     assert told["loss"] == (f"{curve(140):.3f}"[:3] + told["loss"][0][3:], "validation 3.827 at step 150")
     assert told["MFU"][0] == "41.0 %" and told["goodput"][0].endswith(" %")
     assert "Both incidents were resolved without a person." in reader.head()["sentence"]
+
+
+def test_what_it_cost_and_which_checkpoint_to_take(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", supervise={"gpu_hour_price": 3.0})
+    reader = RunReader(run.root, cache=False)
+
+    def told(name: str) -> tuple[str, str]:
+        reader.look(until_all=True)
+        return figures(reader.head())[name]
+
+    # Two ranks, from the first event to the last; the same as in the record.
+    account, _ = read_account(run.root)
+    record = spending(account, starts_of(read_events(run.journal)), 3.0, "USD")
+    assert record is not None and record.gpu_hours == pytest.approx(2 * account.wall / 3600)
+    assert told("cost") == (f"{record.money:.2f} USD", f"{short(record.gpu_hours)} GPU-hours, idle time too")
+    assert told("checkpoint") == ("step 100", "the newest proved healthy; newest of all: step 150")
+    note(run, BEGIN + 900, "checkpoint_rejected", name="step-150", reason="damaged")
+    assert told("checkpoint") == ("step 100", "the newest proved healthy")
+    (run.checkpoints / "step-100" / "manifest.json").unlink()
+    assert told("checkpoint")[0] == "step 50"
+    (run.checkpoints / "step-50" / "manifest.json").unlink()
+    assert told("checkpoint") == ("none", "to resume from")
+    note(run, BEGIN + 901, "checkpoint", step=150, name="step-150", bytes=1, seconds=1.0, blocked=0.1)
+    assert told("checkpoint") == ("step 150", "the newest; none has proved healthy yet")
+    assert reader.panel()["usable"] == {"newest": 150, "proved": None}
+
+
+def test_skipped_data_is_told_in_numbers(reader: RunReader) -> None:
+    data = reader.panel()["data"]
+    assert data["count"] == len(data["lines"]) == 2
+    assert [line["incident"] for line in data["lines"]] == [2, 1]  # the newest first
+    assert all(line["what"].startswith("web, tokens ") and line["samples"] == 5 for line in data["lines"])
 
 
 def test_plots_tell_accepted_refused_and_undone_apart(reader: RunReader) -> None:

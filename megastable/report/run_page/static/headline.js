@@ -1,4 +1,4 @@
-// The top of the page: how the run stands, in a sentence and ten figures.
+// The top of the page: how the run stands, in a sentence and twelve figures.
 
 function makeHeadline() {
   const badge = el("span.badge"), sentence = el("h1"), figures = el("dl.figures"), fresh = el("span.fresh"), more = el("p.advice");

@@ -57,7 +57,7 @@ function heatMap(kind, map) {
     const every = Math.ceil(13 / row);
     rows.forEach((n, place_) => {
       if (place_ % every && row < 13) return;
-      pen.fillText(clipped(map.layers[n]), LEFT - 6, place_ * row + row / 2);
+      pen.fillText(shortened(map.layers[n]), LEFT - 6, place_ * row + row / 2, LEFT - 8); // narrower letters, if it is too long
     });
     pen.textBaseline = "alphabetic";
     for (let n = 0; n <= 4; n++) {
@@ -80,7 +80,12 @@ function heatMap(kind, map) {
   return { figure, canvas };
 }
 
-const clipped = (name) => (name.includes(" GPU ") ? name.replace(" GPU ", ":").slice(-9) : name.startsWith("block ") ? name.slice(6) : name.length > 9 ? `${name.slice(0, 8)}…` : name);
+/** What fits beside a map; the end of a long name tells more than its beginning. */
+function shortened(name) {
+  const told = name.startsWith("block ") ? name.slice(6) : name.replace(" GPU ", ":");
+  return told.length > 13 ? `…${told.slice(-12)}` : told;
+}
+
 const rounded = (value, width) => { const unit = 10 ** Math.floor(Math.log10(width / 100 || 1)); return Math.round(value / unit) * unit; };
 
 /** A look stands for the time from halfway to the one before it to halfway to the next. */

@@ -9,7 +9,10 @@ function makeCheckpoints() {
     if (!panel) return;
     whole.hidden = !panel.checkpoints.length;
     const kept = panel.checkpoints.filter((one) => one.there), proved = kept.filter((one) => one.state === "healthy");
-    fill(note, `${plural(panel.checkpoints.length, "checkpoint")} saved, ${commas(kept.length)} on disk, ${commas(proved.length)} of these proved healthy: training went on from there on trend.`);
+    const { newest, proved: best } = panel.usable;
+    fill(note, `${plural(panel.checkpoints.length, "checkpoint")} saved, ${commas(kept.length)} on disk, ${commas(proved.length)} of these proved healthy: training went on from there on trend. `,
+      newest === null ? "" : ["A start resumes from ", el("b", {}, `step ${commas(newest)}`), ", the newest, if its bytes are intact. ",
+        best === null ? "None has proved healthy yet." : best === newest ? "It has proved healthy." : ["To export, or to branch off, take ", el("b", {}, `step ${commas(best)}`), ", the newest that proved healthy."]]);
     refill(table, [...panel.checkpoints].reverse().slice(0, 60).map((one) => el("tr", { title: one.why }, el("td", {}, one.name),
       el("td", {}, el(`span.badge.${{ healthy: "good", suspect: "bad", rejected: "bad" }[one.state] || "plain"}`, {}, one.state === "saved" ? "not proved yet" : one.state), one.there ? "" : " deleted since"),
       el("td.n", {}, commas(one.step)), el("td", {}, clock(one.time)), el("td.n", {}, bytes(one.bytes)),
