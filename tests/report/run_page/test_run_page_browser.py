@@ -149,7 +149,9 @@ def test_steps_that_come_faster_than_their_data_are_drawn(page: Pages, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["address", "file"])
-def test_checkpoints_and_skipped_data_are_told(page: Pages, kind: str, request: pytest.FixtureRequest) -> None:
+def test_checkpoints_and_skipped_data_are_told(
+    page: Pages, kind: str, request: pytest.FixtureRequest
+) -> None:
     page.open(request.getfixturevalue(kind))
     until(lambda: page.texts("#data tbody tr") != [])
     assert "resumes from step 150" in page.text("#checkpoints .note")
