@@ -59,6 +59,11 @@ class DataMap:
             self.problems.append(f"the ledger of blends: {error}")
         return True
 
+    @property
+    def mixture(self) -> list[tuple[str, float]]:
+        """The corpora in force, with their weights."""
+        return [(share.name, share.weight) for share in self._shares.values()]
+
     def skipped(self, length: int) -> int:
         """Number of samples of `length` tokens that are skipped. Corpora that are swapped out do not count."""
         named = sum(tokens.count() for tokens in self._exclusions.tokens.values()) / max(1, length)
@@ -96,7 +101,7 @@ class DataMap:
         reasons = [[visible(why, 300), n] for why, n in self._reasons.most_common(REASONS)]
         lines = [
             {**asdict(line), "what": visible(line.what, 200), "documents": visible(line.documents, 200),
-             "reason": visible(line.reason, 300)}
+             "reason": visible(line.reason, 600)}
             for line in skip_lines(reversed(self._newest), length)
         ]  # fmt: skip
         return {

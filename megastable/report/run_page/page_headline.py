@@ -76,7 +76,7 @@ def headline(
     shown = [{key: visible(text, 200) for key, text in figure._asdict().items()} for figure in figures]
     return {
         "word": word, "mood": mood, "sentence": visible(_sentence(s, incidents, trends), 1000),
-        "advice": "" if s.advice == "nothing to do" else s.advice,
+        "advice": "" if s.advice.startswith("nothing to do") else s.advice,
         "step": s.step, "steps": s.steps, "state": s.state.value, "figures": shown,
         "running": s.state in (State.RUNNING, State.STARTING, State.HUNG, State.WAITING), "age": s.age, "now": now,
     }  # fmt: skip
@@ -163,9 +163,9 @@ def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[tuple[in
     accepted = recent["loss"][recent["applied"].astype(bool)] if len(recent["loss"]) else np.empty(0)
     accepted = accepted[np.isfinite(accepted)][-USUAL:]
     remark = (
-        f"validation {evaluations[-1][1]:.3f} at step {evaluations[-1][0]:,}"
+        f"median of {USUAL} steps; validation {evaluations[-1][1]:.3f} at step {evaluations[-1][0]:,}"
         if evaluations
-        else "no validation yet"
+        else f"median of {USUAL} steps; no validation yet"
     )
     return Figure("loss", f"{float(np.median(accepted)):.3f}" if len(accepted) else "?", remark)
 
@@ -218,9 +218,7 @@ def _goodput(account: Mapping[str, Any] | None) -> Figure:
     if account is None or not account["wall"]:
         return Figure("goodput", "?", "share of the time that was training")
     lost = account["wall"] - account["seconds"].get(TimeKind.TRAINING.value, 0.0)
-    return Figure(
-        "goodput", f"{math.floor(1000 * account['share']) / 10:.1f} %", f"{duration(lost)} were not training"
-    )
+    return Figure("goodput", f"{100 * account['share']:.1f} %", f"{duration(lost)} were not training")
 
 
 def _cost(account: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> Figure:

@@ -21,6 +21,7 @@ from megastable.report.run_page import machine_map, page_headline
 from megastable.report.run_page.journal_notes import IncidentNote, JournalLine, SomeValues, selected
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.plot_data import encoded
+from megastable.report.run_page.recipe_facts import recipe_facts
 from megastable.run.goodput.gpu_hours import gpu_hours
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
 
@@ -122,7 +123,21 @@ def panel(r: RunReader) -> dict[str, Any]:
         "by_corpus": _curves(noted.by_corpus, places),
         "tasks": _curves(noted.tasks, places),
         "checkpoints": [_checkpoint(r, name, places) for name in noted.checkpoints],
-        "usable": usable_checkpoints(r)._asdict(),
+        "usable": {
+            **usable_checkpoints(r)._asdict(),
+            "after": r.recipe.get("checkpoint", {}).get("healthy_after"),
+        },
+        "recipe": recipe_facts(
+            r.recipe,
+            noted.starts[-1][1] if noted.starts else None,
+            r.data.mixture,
+            noted.software,
+            noted.peaks[-1][1:] if noted.peaks else None,
+        ),
+        "peaks": [
+            {"step": step, "tflops": peak, "source": visible(source, 80)}
+            for step, peak, source in noted.peaks[-20:]
+        ],
         "rates": [{"x": places.of(step, at), "text": told} for step, at, told in noted.rates],
         "trends": list(noted.trends.values()),
         "time": r.account,
@@ -145,7 +160,8 @@ def incident(r: RunReader, note: IncidentNote, places: PlacesOfSteps) -> dict[st
         "cause": visible(sentences.cause(case), 300), "cause_word": visible(case.cause, 40),
         "actions": [visible(sentences.acted(action), 300) for action in case.actions],
         "action_words": [visible(action, 40) for action in case.actions],
-        "outcome": visible(case.outcome, 40), "reasons": [visible(reason, 600) for reason in case.reasons],
+        "outcome": visible(case.outcome, 40), "back_to": note.back_to,
+        "reasons": [visible(reason, 600) for reason in case.reasons],
         "positions": [list(pair) for pair in case.positions], "guilty": bool(case.guilty),
         "deferred": [list(pair) for pair in case.deferred], "returns": [list(pair) for pair in case.returns],
         "skipped": sum(end - first for first, end in case.positions), "documents": len(case.documents),

@@ -37,7 +37,7 @@ function makeTime() {
     whole.hidden = !time;
     if (!time) return;
     const wall = time.end - time.begin;
-    fill(note, `Goodput: ${percent(time.share)} of ${span(wall)} was training (steps done for the first time, and applied).`);
+    fill(note, `Goodput: ${percent(time.share)} of ${span(wall)} was training (steps done for the first time, and applied).${time.lost.length ? " In the table: what is charged to a cause." : ""}`);
     fill(legend, Object.entries(time.seconds).sort((a, b) => b[1] - a[1]).map(([kind, seconds]) => {
       const [name, tone] = KINDS[kind] || [kind, "ink"], dot = el("i");
       dot.style.background = colour(tone);
