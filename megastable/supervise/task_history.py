@@ -75,14 +75,16 @@ class _OneTask:
         )
 
 
+@dataclass
 class TaskHistory:
     """Of one run, from its events."""
 
-    def __init__(self) -> None:
-        self._step, self._settled, self._failures = 0, 0, 0
-        self._scores = dict[str, float]()
-        self._tasks = dict[str, _OneTask]()
-        self._counts = Counter[str](dict.fromkeys(OUTCOMES, 0))
+    _step: int = 0
+    _settled: int = 0
+    _failures: int = 0
+    _scores: dict[str, float] = field(default_factory=dict)
+    _tasks: dict[str, _OneTask] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
 
     def add(self, event: TasksEvaluated | TasksFailed | TasksSkipped) -> None:
         """Take in one event; missing or malformed fields are ignored."""
