@@ -106,7 +106,8 @@ def test_prometheus_gets_the_same(tmp_path: Path) -> None:
     found.hear([(heard(0), block(0, 0.5)), (heard(1), block(0, 0.75))])
     served = {
         (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "run")): sample.value
-        for family in machine_families("mine", found.sample(), 4, 2) for sample in cast(GaugeMetricFamily, family).samples
+        for family in machine_families("mine", found.sample(), 4, 2)
+        for sample in cast(GaugeMetricFamily, family).samples
     }  # fmt: skip
     found.close()
     # Of four ranks in two stages, the last two have not told.
