@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -37,11 +37,25 @@ def demand(state: Iterable[Tensor], later: Iterable[int], pinned: bool) -> Deman
 
 def free() -> int:
     """Bytes of host memory that this process may still allocate, by the machine and by its control groups."""
-    return min([int(psutil.virtual_memory().available), *group_limits()])
+    return min([int(psutil.virtual_memory().available), *(group.left for group in group_limits())])
 
 
-def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Bytes left under every memory limit above this process; containers and batch systems set such limits.
+def total() -> int:
+    """Bytes of host memory that the processes of this control group may have together."""
+    return min([int(psutil.virtual_memory().total), *(group.most for group in group_limits())])
+
+
+class GroupMemory(NamedTuple):
+    """The memory limit of a control group, and what is left of it. [bytes]"""
+
+    most: int
+    left: int
+
+
+def group_limits(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[GroupMemory]:
+    """Every memory limit above this process; containers and batch systems set such limits.
 
     Both versions of control groups (kernel documentation, cgroup-v2 and cgroup-v1/memory). A limit holds for all groups
     below it; a container may see its own group as the root. File cache that the kernel can drop is free.
@@ -61,15 +75,15 @@ def group_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
             continue
         below = top / group.lstrip("/")
         for folder in (below, *below.parents):
-            if folder.is_relative_to(top) and (left := _left(folder, *names)) is not None:
-                yield left
+            if folder.is_relative_to(top) and (found := _limit(folder, *names)) is not None:
+                yield found
 
 
-def _left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
-    """Bytes left in one group; None without a limit ("max") or without such a group."""
+def _limit(folder: Path, limit: str, usage: str, cache: str) -> GroupMemory | None:
+    """Of one group; None without a limit ("max") or without such a group."""
     try:
         most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return max(0, most - used + int(statistics.get(cache, 0)))
+    return GroupMemory(most, max(0, most - used + int(statistics.get(cache, 0))))

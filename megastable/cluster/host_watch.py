@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import threading
 
-import psutil
-
 from megastable.base import free_memory
 from megastable.cluster.gpu_health import read_gpus
 from megastable.run.machine_state import HostReading, host_reading
@@ -45,7 +43,7 @@ class HostWatch:
                 why = "" if problem is None or NONE in problem else problem
                 wait = self.seconds if problem is None else min(LONGEST, 2 * wait)
                 left = wait
-            memory = psutil.virtual_memory().total
-            self._latest = host_reading(memory, free_memory.free(), os.getloadavg()[0], gpus or [], why)
+            memory, load = free_memory.total(), os.getloadavg()[0]
+            self._latest = host_reading(memory, free_memory.free(), load, gpus or [], why)
             pause.wait(self.seconds)
             left -= self.seconds

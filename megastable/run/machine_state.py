@@ -25,10 +25,10 @@ GAUGES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 class HostReading(BaseModel):
-    """A host. memory: of the machine, memory_free: that a process may still allocate, by its control group, too [GiB];
-    load: average of a minute; gauges: by key of GAUGES, the value of each GPU, None where it does not tell; throttled:
-    why clocks are held back, xid: errors of the last day, both by GPU and only where there is one; unknown: why GPUs
-    cannot be read; ranks: that run there."""
+    """A host. memory: of the machine or, if that has less, the control group; memory_free: that a process may still
+    allocate [GiB]; load: average of a minute; gauges: by key of GAUGES, the value of each GPU, None where it does not
+    tell; throttled: why clocks are held back, xid: errors of the last day, both by GPU and only where there is one;
+    unknown: why GPUs cannot be read; ranks: that run there."""
 
     model_config = ConfigDict(extra="ignore")
 

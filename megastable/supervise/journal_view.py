@@ -27,8 +27,11 @@ from megastable.run.events.training_events import (
     Evaluated,
     Finished,
     TasksEvaluated,
+    TasksFailed,
+    TasksSkipped,
     Training,
 )
+from megastable.supervise.task_history import TaskHistory
 
 TAIL = 30  # events kept as text
 KEPT = 20  # of evaluations, attempts and restarts
@@ -125,7 +128,7 @@ class JournalView:
     trends: dict[str, str] = field(default_factory=dict)
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
     by_corpus: dict[str, float] = field(default_factory=dict)  # validation losses of the last evaluation
-    tasks: tuple[int, dict[str, float]] = (0, {})  # step of the last evaluation of tasks, and scores by name
+    tasks: TaskHistory = field(default_factory=TaskHistory)
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
     goodbye: Event | None = None
@@ -170,9 +173,8 @@ class JournalView:
                 if event.loss is not None and step is not None:
                     self.validation.append((step, event.loss))
                     self.by_corpus = {visible(name, 80): loss for name, loss in event.by_corpus.items()}
-            case TasksEvaluated():
-                scores = {visible(name, 120): value for name, value in event.numbers.items()}
-                self.tasks = (event.of_step or 0, scores)
+            case TasksEvaluated() | TasksFailed() | TasksSkipped():
+                self.tasks.add(event)
             case CheckpointSaved():
                 self._checkpoint(event)
             case Finished():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
+from megastable.cluster.preflight import HARDWARE_XID
 from megastable.run.machine_state import GIB, MachineSample
 from megastable.supervise.metric_families import labelled
 
@@ -21,17 +22,28 @@ OF_GPU = {
 }
 
 
-def machine_families(run: str, sample: MachineSample) -> Iterator[Metric]:
-    """Hosts, GPUs and ranks."""
+def machine_families(
+    run: str, sample: MachineSample, world: int | None = None, stages: int = 1
+) -> Iterator[Metric]:
+    """Hosts, GPUs and ranks. world: ranks of the run; stages: of its pipeline."""
     hosts = sample.hosts
     for name, about, values in (
-        ("host_memory_bytes", "Memory of the host.", {h: r.memory * GIB for h, r in hosts.items()}),
+        (
+            "host_memory_bytes",
+            "Memory of the host, or of the run's control group there.",
+            {h: r.memory * GIB for h, r in hosts.items()},
+        ),
         (
             "host_memory_free_bytes",
             "Memory that a process may still allocate.",
             {h: r.memory_free * GIB for h, r in hosts.items()},
         ),
         ("host_load", "Processes that run or wait, mean of a minute.", {h: r.load for h, r in hosts.items()}),
+        (
+            "gpus_unreadable",
+            "1 while nvidia-smi fails or does not answer.",
+            {h: float(bool(r.unknown)) for h, r in hosts.items()},
+        ),
     ):
         yield labelled(run, name, about, ("host",), [((host,), value) for host, value in values.items()])
     for key, (name, about, factor) in OF_GPU.items():
@@ -42,12 +54,19 @@ def machine_families(run: str, sample: MachineSample) -> Iterator[Metric]:
         yield labelled(run, name, about, ("host", "gpu"), rows)
     held = [((host, str(n)), float(n in r.throttled)) for host, r in hosts.items() for n in range(r.gpus)]
     yield labelled(run, "gpu_throttled", "1 while the GPU's clocks are held back.", ("host", "gpu"), held)
+    # Others are a program's, such as that of a process that was killed.
     xids = [
-        ((host, str(n)), float(len(r.xid.get(n, ())))) for host, r in hosts.items() for n in range(r.gpus)
-    ]
-    yield labelled(run, "gpu_xid_kinds", "Kinds of Xid errors of the last day.", ("host", "gpu"), xids)
-    of_rank = {rank: host for host, r in hosts.items() for rank in r.ranks}
-    own = [((of_rank.get(n, ""), str(n)), s) for n, s in enumerate(sample.own) if s is not None]
-    yield labelled(
-        run, "rank_own_seconds", "Seconds of a step that are a rank's own work.", ("host", "rank"), own
+        ((host, str(n)), float(len(HARDWARE_XID.keys() & r.xid.get(n, ()))))
+        for host, r in hosts.items() for n in range(r.gpus)
+    ]  # fmt: skip
+    about = (
+        "Kinds of Xid errors of the last day that hardware or driver are to blame for (docs/preflight.md)."
     )
+    yield labelled(run, "gpu_xid_kinds", about, ("host", "gpu"), xids)
+    of_rank = {rank: host for host, r in hosts.items() for rank in r.ranks}
+    size = max(1, max(world or 0, len(sample.own)) // max(1, stages))
+    own = [
+        ((of_rank.get(n, ""), str(n), str(n // size)), s) for n, s in enumerate(sample.own) if s is not None
+    ]
+    about = "Seconds of a step that are a rank's own work; ranks of a pipeline stage have the same work."
+    yield labelled(run, "rank_own_seconds", about, ("host", "rank", "stage"), own)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from megastable.base.activity import REST
 from megastable.run.goodput.time_account import KINDS
 from megastable.stability.actions import Cause
 from megastable.stability.trend_signals import SIGNALS
@@ -42,14 +43,10 @@ def families(s: Status) -> Iterator[Metric]:
     losses = [((corpus,), loss) for corpus, loss in s.validation_by_corpus.items()]
     about = "Last validation loss of a corpus, in a blend of several, nats per token."
     yield labelled(s.name, "validation_corpus_loss_nats", about, ("corpus",), losses)
-    step, scores = s.tasks
-    about = "Score of the last evaluation by eval.command (docs/evaluation.md)."
-    yield labelled(s.name, "task_score", about, ("task",), [((name,), v) for name, v in scores.items()])
-    about = "Step of the checkpoint that it was measured on."
-    yield labelled(s.name, "task_step", about, (), [((), float(step))] if scores else [])
     warned = [((signal,), float(signal in s.trends)) for signal in {**SIGNALS, **s.trends}]
     about = "1 while a slow signal is warned of (docs/stability.md)."
     yield labelled(s.name, "trend_warning", about, ("signal",), warned)
+    yield from _tasks(s)
     yield from _hosts(s)
     yield from _counters(s)
 
@@ -77,6 +74,10 @@ def _progress(s: Status) -> Values:
         "attempt": ("The present start by the supervisor.", s.attempt),
         "supervisor_up": ("1 while a supervisor is at work.", s.supervisor.alive),
         "up": ("1 while the training processes are at work.", s.trainer.alive),
+        "in_step": (
+            "1 while rank 0 makes a step; 0 while it starts, evaluates, saves or goes back.",
+            s.phase == REST,
+        ),
         "last_progress_timestamp_seconds": ("When there was the last sign of progress.", s.last_progress),
         "last_step_timestamp_seconds": ("When the last step ended.", s.last_step),
     }
@@ -141,6 +142,39 @@ def _safety(s: Status) -> Values:
         "last_checkpoint_bytes": ("Its size.", newest.size if newest else None),
         "checkpoint_free_bytes": ("Space that is left where checkpoints are written.", s.free),
     }
+
+
+def _tasks(s: Status) -> Iterator[Metric]:
+    tasks = s.tasks
+    about = "Score of the last evaluation by eval.command (docs/evaluation.md)."
+    rows = [((name,), value) for name, value in tasks.scores.items()]
+    yield labelled(s.name, "task_score", about, ("task",), rows)
+    about = "How much worse the median of three evaluations is than the best such median, as a share of it."
+    rows = [((name,), drop.ratio) for name, drop in tasks.drops.items()]
+    yield labelled(s.name, "task_drop_ratio", about, ("task",), rows)
+    about = "The same in standard deviations of one evaluation."
+    rows = [((name,), drop.sigmas) for name, drop in tasks.drops.items()]
+    yield labelled(s.name, "task_drop_sigmas", about, ("task",), rows)
+    wanted = s.task_interval is not None
+    for name, about, value in (
+        ("task_step", "Step of the checkpoint of the last scores.", tasks.step if tasks.scores else None),
+        (
+            "task_settled_step",
+            "Newest step whose checkpoint was evaluated, has failed, or was passed over for a newer one.",
+            tasks.settled if wanted else None,
+        ),
+        ("task_interval_steps", "Steps between two evaluations (eval.interval).", s.task_interval),
+        (
+            "task_failures_in_a_row",
+            "Evaluations that failed since the last one that succeeded.",
+            tasks.failures if wanted else None,
+        ),
+    ):
+        yield labelled(s.name, name, about, (), [] if value is None else [((), float(value))])
+    about = "Checkpoints for the evaluation of tasks, by what became of them."
+    yield _counter(
+        s.name, "task_evaluations", about, ("outcome",), [((k,), n) for k, n in tasks.counts.items()]
+    )
 
 
 def _hosts(s: Status) -> Iterator[Metric]:

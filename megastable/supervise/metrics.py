@@ -73,7 +73,7 @@ class _Latest(Collector):
             yield seconds_by_kind(status.name, self._seconds)
             sample = None if self.machines is None else newest(self.machines)
             if sample is not None and time.time() - sample.time < FRESH:
-                yield from machine_families(status.name, sample)
+                yield from machine_families(status.name, sample, status.world, status.stages)
 
 
 def grown(counters: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:

@@ -35,6 +35,7 @@ from megastable.supervise.journal_view import AttemptSummary, IncidentSummary, J
 from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
 from megastable.supervise.recent_steps import RecentSteps
 from megastable.supervise.standing import Standing, State, advice, state_of
+from megastable.supervise.task_history import TaskSummary
 
 SHOWN = 5  # checkpoints
 READING = 1.0  # seconds of a look for reading step records that were not read yet: a long run has many files
@@ -75,7 +76,8 @@ class Status:
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
     readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. eta: of the
     rest at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
-    starts: of training processes. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by host,
+    starts: of training processes. stages: of the pipeline. task_interval: steps between two evaluations of tasks, None
+    without any. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by host,
     others are preferred to those that failed; slow: by host, those that are slow now. trends: slow signals that are
     warned of now. free: bytes that a user has left where checkpoints are written. alert: since when and why
     automatic remedies are paused, "" if they are not. goodput: where the time went (run/goodput), None if that is not
@@ -100,6 +102,7 @@ class Status:
     tokens: int | None
     last_step: float | None
     world: int | None
+    stages: int
     loss: float | None
     grad_norm: float | None
     lr: float | None
@@ -128,7 +131,8 @@ class Status:
     free: int | None
     validation: tuple[tuple[int, float], ...]
     validation_by_corpus: dict[str, float]
-    tasks: tuple[int, dict[str, float]]
+    tasks: TaskSummary
+    task_interval: int | None
     recent: tuple[tuple[int, float], ...]
     tail: tuple[Said, ...]
     problems: tuple[str, ...]
@@ -179,6 +183,8 @@ class _Recipe:
     steps: int | None = None
     batches: Stages | None = None
     sequence_length: int | None = None
+    stages: int = 1
+    task_interval: int | None = None
     limits: SuperviseConfig = field(default_factory=SuperviseConfig)
 
 
@@ -244,6 +250,7 @@ class RunWatch:
             tokens=whole(progress.get("tokens")),
             last_step=_finite(progress.get("stepped")) or self._steps.newest.get("time"),
             world=whole(progress.get("world")) or s.world,
+            stages=self._recipe.stages,
             loss=loss if loss is not None else recent[-1][1] if recent else None,
             grad_norm=real(progress.get("grad_norm")),
             lr=real(progress.get("lr")),
@@ -274,7 +281,8 @@ class RunWatch:
             free=_free(self.run.checkpoints),
             validation=tuple(s.validation),
             validation_by_corpus=dict(s.by_corpus),
-            tasks=s.tasks,
+            tasks=s.tasks.summary(),
+            task_interval=self._recipe.task_interval,
             recent=recent,
             tail=s.tail,
             problems=tuple(visible(problem) for problem in problems),
@@ -312,7 +320,10 @@ class RunWatch:
             sizes = batches(int(train["global_batch"]), warmup, length)
             if min(sizes.values) < 1:
                 raise ValueError(f"train.global_batch={train['global_batch']} is not a batch")
-            self._recipe = _Recipe(stamp, whole(train["steps"]), sizes, length, limits)
+            stages = whole((config.get("parallel") or {}).get("pipeline")) or 1
+            evaluation = config.get("eval") or {}
+            interval = whole(evaluation.get("interval")) if evaluation.get("command") else None
+            self._recipe = _Recipe(stamp, whole(train["steps"]), sizes, length, stages, interval, limits)
         except FileNotFoundError:
             return
         except (

@@ -171,9 +171,9 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
         if s.validation_by_corpus:
             found = ", ".join(f"{name} {loss:.3f}" for name, loss in s.validation_by_corpus.items())
             yield "corpora", Text(_cut(found, most))
-    if s.tasks[1]:
-        found = ", ".join(f"{name} {value:.4g}" for name, value in s.tasks[1].items())
-        yield "tasks", Text(_cut(f"step {s.tasks[0]:,}: {found}", most))
+    if s.tasks.scores:
+        found = ", ".join(f"{name} {value:.4g}" for name, value in s.tasks.scores.items())
+        yield "tasks", Text(_cut(f"step {s.tasks.step:,}: {found}", most))
     if s.checkpoints:
         newest = s.checkpoints[0]
         told = f"{newest.name}, {_ago(s.time - newest.time)}" + (

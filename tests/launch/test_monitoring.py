@@ -7,26 +7,23 @@ import json
 import re
 import shutil
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from megastable.run.goodput.time_account import TimeKind
 from megastable.stability.actions import Cause
 from megastable.stability.trend_signals import SIGNALS
 from megastable.supervise.journal_view import ENDED_AS
-from megastable.supervise.metric_families import families, seconds_by_kind
+from megastable.supervise.metrics import Metrics
 from megastable.supervise.status import Status, read_status
+from tests.launch.eventful_run import eventful_run, served
 from tests.patience import PATIENCE
-from tests.run.test_records import record, write
-from tests.supervise.runs import held, incident, journal
+from tests.supervise.runs import journal
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch/monitoring"
@@ -38,20 +35,13 @@ PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 OURS = re.compile(r"\bmegastable_\w+")
 
 
-class Served:
-    def __init__(self, status: Status) -> None:
-        self.status = status
-
-    def collect(self) -> Iterator[Metric]:
-        yield from families(self.status)
-        yield seconds_by_kind(self.status.name, (self.status.goodput or {}).get("settled", {}))
-
-
-def exposed(status: Status) -> str:
-    """As Prometheus gets it."""
-    registry = CollectorRegistry()
-    registry.register(Served(status))  # type: ignore[arg-type]
-    return generate_latest(registry).decode()
+def served_once(status: Status) -> str:
+    metrics = Metrics(0)
+    try:
+        metrics.update(status)
+        return served(metrics)
+    finally:
+        metrics.close()
 
 
 def samples(text: str) -> list[Any]:
@@ -61,65 +51,18 @@ def samples(text: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a run serves to which everything has happened, and that still trains."""
-    run, now = tmp_path_factory.mktemp("runs") / 'a "hostile"\nname{}', time.time()
-    (run / "checkpoints/step-00000050").mkdir(parents=True)
-    (run / "checkpoints/step-00000050/manifest.json").touch()
-    recipe = {"train": {"steps": 900, "global_batch": 8}, "model": {"sequence_length": 64}}
-    (run / "recipe.yaml").write_text(yaml.safe_dump({"config": recipe}))
-    journal(
-        run,
-        {"event": "launched", "attempt": 1, "hosts": ["a", "b"]},
-        {"event": "training", "step": 0, "world": 2},
-        {"event": "evaluated", "step": 40, "loss": 3.0, "corpora": {"a": {"loss": 3.5, "samples": 8}}},
-        {"event": "tasks_evaluated", "checkpoint": "step-40", "of_step": 40, "scores": {"arc/acc": 0.25}},
-        {"event": "checkpoint", "step": 50, "name": "step-00000050", "bytes": 1000},
-        {"event": "trend", "what": "warned", "step": 50, "signal": "entropy", "text": "it falls"},
-        incident(1, outcome="healed", cause="data", steps_lost=4),
-        {"event": "ended", "attempt": 1, "signal": 9},
-        {
-            "event": "host_left_out",
-            "host": "c",
-            "until": now + 1e4,
-            "wholly": True,
-            "strikes": 1,
-            "reason": "it died",
-        },
-        {"event": "restart", "attempt": 2, "reason": "killed", "delay": 0},
-        {"event": "launched", "attempt": 2, "hosts": ["a", "b"]},
-        {"event": "training", "step": 50, "world": 2},
-        {
-            "event": "host_slow",
-            "what": "begun",
-            "attempt": 2,
-            "host": "b",
-            "ratio": 1.4,
-            "cost": 0.2,
-            "reason": "slow",
-        },
-        begin=now - 100,
-    )
-    (run / "steps").mkdir()
-    write(
-        run / "steps",
-        [record(step, now - 110 + step, forward_seconds=0.2, other_seconds=0.1) for step in range(1, 101)],
-    )
-    (run / "progress.json").write_text(json.dumps({
-        "attempt": 2, "phase": "step", "step": 100, "steps": 900, "cursor": 808, "tokens": 100 * 8 * 64, "loss": 3.0,
-        "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 500.0, "seconds": 1.0, "applied": True, "stepped": now,
-        "time": now, "host": "a", "pid": 1, "world": 2,
-    }))  # fmt: skip
-    with held(run / ".lock"):
-        return exposed(read_status(run))
+    with eventful_run(tmp_path_factory.mktemp("runs")) as metrics:
+        return served(metrics)
 
 
 def test_all_that_alerts_and_panels_ask_for_is_served(full: str) -> None:
-    served = {sample.name for sample in samples(full)}
+    known = {sample.name for sample in samples(full)}
     asked = {alert["expr"] for alert in ALERTS.values()}
     asked |= {target["expr"] for panel in PANELS for target in panel["targets"]}
     asked |= {one["expr"] for one in DASHBOARD["annotations"]["list"]}
     asked |= {one["query"] for one in DASHBOARD["templating"]["list"]}
     named = {name for text in asked for name in OURS.findall(text)}
-    assert len(named) > 30 and named <= served, named - served
+    assert len(named) > 30 and named <= known, named - known
     values = {(s.name, *(v for k, v in s.labels.items() if k != "run")): s.value for s in samples(full)}
     assert values["megastable_skipped_samples",] == 8 and values["megastable_tokens",] == 51200
     assert values["megastable_host_left_out", "c"] == 1 and values["megastable_slow_host_cost", "b"] == 0.2
@@ -138,7 +81,7 @@ def test_all_that_alerts_and_panels_ask_for_is_served(full: str) -> None:
 
 def test_counters_of_a_run_to_which_nothing_has_happened(tmp_path: Path) -> None:
     journal(tmp_path, {"event": "training", "step": 0, "world": 1})
-    found = samples(exposed(read_status(tmp_path)))
+    found = samples(served_once(read_status(tmp_path)))
     for name, label, known in (
         ("restarts", "reason", ENDED_AS),
         ("incidents_by_cause", "cause", Cause),
@@ -153,10 +96,12 @@ def test_counters_of_a_run_to_which_nothing_has_happened(tmp_path: Path) -> None
 
 def test_every_alert_is_explained_tried_and_has_a_severity_with_a_receiver() -> None:
     page = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(ALERTS)
-    for case in yaml.safe_load(CASES.read_text())["tests"][::2]:  # as usual, and everything at once
-        assert [one["alertname"] for one in case["alert_rule_test"]] == list(ALERTS)
-    assert {a["labels"]["severity"] for a in ALERTS.values()} == {"critical", "warning", "info"}
+    assert re.findall(r"^\| `([A-Z]\w+)` \|", page, re.M) == list(ALERTS)
+    cases = [case["alert_rule_test"] for case in cases_as_written() if "alert_rule_test" in case]
+    (everything,) = (case for case in cases if len(case) > 1)
+    assert [one["alertname"] for one in everything] == list(ALERTS)
+    assert all(one["exp_alerts"] for one in everything)
+    assert {a["labels"]["severity"] for a in ALERTS.values()} == {"critical", "warning"}
     assert all(set(a["annotations"]) == {"summary", "description"} for a in ALERTS.values())
 
 
@@ -244,11 +189,35 @@ def test_promtool_has_nothing_to_say_about_what_is_served(full: str) -> None:
     assert tool("promtool", "check", "metrics", given=full) == ""
 
 
-def test_every_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
-    bare = [{k: v for k, v in rule.items() if k != "annotations"} for rule in ALERTS.values()]
-    (tmp_path / "alerts.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": bare}]}))
-    shutil.copy(CASES, tmp_path / "cases.yaml")
-    assert "SUCCESS" in tool("promtool", "test", "rules", "cases.yaml", cwd=tmp_path)
+def cases_as_written() -> list[dict[str, Any]]:
+    return list(yaml.safe_load(CASES.read_text())["tests"])
+
+
+def minutes(values: str) -> int:
+    """How many values of a minute a series of promtool has."""
+    words = [word.partition("x") for word in values.split()]
+    return sum(int(times or 0) + (what != "_" or not times) for what, _, times in words)  # "1x2" is 1 1 1
+
+
+def try_cases(folder: Path, alerts: Mapping[str, Mapping[str, Any]], cases: list[dict[str, Any]]) -> str:
+    """What promtool says of alerts in these cases. Where a case says nothing of alerts, none may fire, at any time."""
+    bare = [{k: v for k, v in rule.items() if k != "annotations"} for rule in alerts.values()]
+    (folder / "alerts.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": bare}]}))
+    for case in cases:
+        if "alert_rule_test" not in case:
+            end = max(minutes(series["values"]) for series in case["input_series"])
+            case["alert_rule_test"] = [
+                {"eval_time": f"{at}m", "alertname": name, "exp_alerts": []}
+                for name in alerts for at in range(0, end + 1, 5)
+            ]  # fmt: skip
+    written = yaml.safe_load(CASES.read_text()) | {"tests": cases}
+    (folder / "cases.yaml").write_text(yaml.safe_dump(written))
+    return tool("promtool", "test", "rules", "cases.yaml", cwd=folder)
+
+
+@pytest.mark.parametrize("number", range(len(cases_as_written())))
+def test_every_alert_fires_when_it_should_and_only_then(number: int, tmp_path: Path) -> None:
+    assert "SUCCESS" in try_cases(tmp_path, ALERTS, [cases_as_written()[number]])
 
 
 def test_amtool_accepts_the_receivers() -> None:

@@ -40,7 +40,7 @@ def test_the_limits_of_all_groups_above_count(tmp_path: Path) -> None:
     group(root / "slurm", memory__max=1000, memory__current=900, memory__stat="anon 100\ninactive_file 300")
     group(root / "slurm/job_7", memory__max=500, memory__current=200, memory__stat="inactive_file 0")
     group(root / "slurm/job_7/step_0", memory__max="max", memory__current=200, memory__stat="anon 5")
-    assert sorted(group_limits(root, own)) == [300, 400]
+    assert sorted(group_limits(root, own)) == [(500, 300), (1000, 400)]
 
 
 def test_version_1_and_a_group_that_is_over_its_limit(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_version_1_and_a_group_that_is_over_its_limit(tmp_path: Path) -> None:
         root / "memory", memory__limit_in_bytes=1000, memory__usage_in_bytes=1200,
         memory__stat="cache 9\ninactive_file 1\ntotal_inactive_file 100",
     )  # fmt: skip
-    assert list(group_limits(root, own)) == [0]
+    assert list(group_limits(root, own)) == [(1000, 0)]
 
 
 @pytest.mark.parametrize("content", ["", "0::/\n", "0::/none\n", "4:memory:/none\n"])

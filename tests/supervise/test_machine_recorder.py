@@ -31,7 +31,13 @@ class TwoHosts:
         }
         return {
             f"node-{n}": HostReading(
-                memory=64.0, memory_free=16.0, load=1.0, gauges=gauges, throttled={0: ["x"]}
+                memory=64.0,
+                memory_free=16.0,
+                load=1.0,
+                gauges=gauges,
+                throttled={0: ["x"]},
+                xid={0: [79, 45]},
+                unknown="nvidia-smi did not answer" * n,
             )
             for n in (0, 1)
         }
@@ -100,10 +106,14 @@ def test_prometheus_gets_the_same(tmp_path: Path) -> None:
     found.hear([(heard(0), block(0, 0.5)), (heard(1), block(0, 0.75))])
     served = {
         (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "run")): sample.value
-        for family in machine_families("mine", found.sample()) for sample in cast(GaugeMetricFamily, family).samples
+        for family in machine_families("mine", found.sample(), 4, 2)
+        for sample in cast(GaugeMetricFamily, family).samples
     }  # fmt: skip
     found.close()
-    assert served["megastable_rank_own_seconds", "node-1", "1"] == 0.75
+    # Of four ranks in two stages, the last two have not told.
+    assert served["megastable_rank_own_seconds", "node-1", "1", "0"] == 0.75
+    assert served["megastable_gpu_xid_kinds", "0", "node-0"] == 1  # 45 is of a process that was killed
+    assert [served["megastable_gpus_unreadable", f"node-{n}"] for n in (0, 1)] == [0, 1]
     assert served["megastable_gpu_clock_hertz", "0", "node-0"] == 1.755e9
     assert served["megastable_gpu_throttled", "0", "node-0"] == 1
     assert served["megastable_host_memory_free_bytes", "node-1"] == 16 << 30
