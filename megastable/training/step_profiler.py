@@ -54,8 +54,9 @@ def profiled(
 
 
 def untraced(config: ProfileConfig | None, folder: Path, world: int, done: int, last: int) -> str:
-    """Why nothing is traced although the recipe asks for it; "" if something is, or was by an earlier process. folder:
-    of the traces; world: ranks; done: the step that this process begins after; last: of the run."""
+    """Why nothing is traced although the recipe asks for it; "" if something is, or was by an earlier process.
+
+    folder: of the traces; world: ranks; done: the step that this process begins after; last: that of the run."""
     if config is None or any((folder / trace_name(config.start, rank)).exists() for rank in config.ranks):
         return ""
     end = config.start + config.steps - 1

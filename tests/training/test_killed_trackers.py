@@ -128,20 +128,14 @@ def test_a_line_that_a_full_disk_has_cut_is_removed_by_the_next_process(
     assert lines(tmp_path)[:2] == whole
 
 
-@pytest.mark.parametrize(
-    ("content", "kept"),
-    [
-        (b"", b""),
-        (b"a\n", b"a\n"),
-        (b"a\nb", b"a\n"),
-        (b"ab", b""),
-        (b"a\n" + b"x" * 70_000, b"a\n"),
-        (b"\n\n", b"\n\n"),
-    ],  # fmt: skip
-)
-def test_what_is_cut(content: bytes, kept: bytes, tmp_path: Path) -> None:
+LONG = b"x" * 70_000
+
+
+@pytest.mark.parametrize("whole", [b"", b"a\n", b"\n\n", LONG + b"\n"], ids=["none", "one", "empty", "long"])
+@pytest.mark.parametrize("torn", [b"", b"b", LONG], ids=["whole", "short", "long"])
+def test_what_is_cut(whole: bytes, torn: bytes, tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    path.write_bytes(content)
+    path.write_bytes(whole + torn)
     with path.open("a+b", buffering=0) as file:
         drop_torn_line(file)
-    assert path.read_bytes() == kept
+    assert path.read_bytes() == whole

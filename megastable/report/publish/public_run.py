@@ -36,6 +36,7 @@ from megastable.report.run_page.layer_map import NAME as LAYER_FILE
 from megastable.report.run_page.record_reader import age
 from megastable.run.directory import RunDirectory, as_json, read_object
 from megastable.run.events.reading import KINDS
+from megastable.run.events.training_events import ConfigChanged
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 from megastable.supervise.locks import SUPERVISOR, TRAINING
 
@@ -110,9 +111,18 @@ def public_copy(run: Path, root: Path, keep: Keeping) -> PublicRun:
 def public_event(event: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
     """An event of the journal. It keeps its name."""
     told = public_object({key: value for key, value in event.items() if key != "event"}, redact)
+    if event["event"] == ConfigChanged.NAME and isinstance(changes := event.get("changes"), list):
+        told["changes"] = [redact.text(public_change(str(change))) for change in changes]
     if event["event"] in BLENDED:
         told |= {key: _by_corpus(event.get(key), redact) for key in ("old", "new") if key in event}
     return {"event": event["event"], **told}
+
+
+def public_change(change: str) -> str:
+    """A change of the recipe, "key: old -> new", without the values of a key that is not published."""
+    key = change.partition(":")[0]
+    private = {*NOT_OF_RECIPE, "data.corpora"}
+    return f"{key}: {WITHHELD}" if any(f"{one}.".startswith(f"{key}.") for one in private) else change
 
 
 def public_object(value: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:

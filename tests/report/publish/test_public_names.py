@@ -118,6 +118,28 @@ def test_every_key_that_holds_any_text_is_private_or_looked_at_here() -> None:
     assert keys_of_texts(RunConfig) - NOT_OF_RECIPE == PUBLIC_TEXTS
 
 
+def test_a_change_of_a_private_key_is_told_without_its_values(tmp_path: Path) -> None:
+    """Numbers and words of megastable, which any other text may have."""
+    run = begin(tmp_path / "run")
+    private = [f"{key}: 9137 -> run the 9200" for key in sorted(NOT_OF_RECIPE)]
+    changes = [
+        "train.steps: 100 -> 220",
+        "data.corpora: [{'path': 'data/stdlib'}] -> []",
+        "supervise: None -> {8}",
+    ]
+    note(run, BEGIN + 30, "config_changed", changes=[*private, *changes])
+    publish(run.root, tmp_path / "public", NONE)
+    (event,) = events(tmp_path / "public", "config_changed")
+    keys = [*sorted(NOT_OF_RECIPE), "data.corpora", "supervise"]
+    assert sorted(event["changes"]) == sorted(
+        ["train.steps: 100 -> 220", *(f"{key}: [withheld]" for key in keys)]
+    )
+    everywhere = "".join(
+        (tmp_path / "public" / name).read_text() for name in ("run.html", "index.html", "README.md")
+    )
+    assert "9200" not in everywhere and "220" in everywhere
+
+
 def test_a_clock_that_was_set_back_undoes_no_step(tmp_path: Path) -> None:
     run, time = begin(tmp_path / "run"), BEGIN + 22
     recorder = Recorder(run.steps, 20)
