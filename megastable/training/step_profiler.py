@@ -65,7 +65,9 @@ def untraced(config: ProfileConfig | None, folder: Path, world: int, done: int, 
             f"logging.profile.ranks={list(config.ranks)}: nothing is traced, the ranks are 0 to {world - 1}"
         )
     if end <= done:
-        return f"logging.profile.from={config.start}: nothing is traced, step {done} is done already: choose a later one"
+        return (
+            f"logging.profile.from={config.start}: nothing is traced, step {done} is done: choose a later one"
+        )
     if config.start > last:
         return f"logging.profile.from={config.start}: nothing is traced, the last step is {last}"
     return ""

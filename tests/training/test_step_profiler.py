@@ -109,7 +109,7 @@ def test_a_profile_of_which_nothing_comes_says_why(tmp_path: Path) -> None:
     )
     assert why(world=2) == "logging.profile.ranks=[2, 5]: nothing is traced, the ranks are 0 to 1"
     assert why(done=202) == (
-        "logging.profile.from=200: nothing is traced, step 202 is done already: choose a later one"
+        "logging.profile.from=200: nothing is traced, step 202 is done: choose a later one"
     )
     assert why(last=199) == "logging.profile.from=200: nothing is traced, the last step is 199"
     (tmp_path / "step-00000200-rank-5.json.gz").touch()
