@@ -40,7 +40,7 @@ from megastable.training.observer import Observer
 from megastable.training.recorder import StepRecorder, due
 from megastable.training.resume import Start
 from megastable.training.startup import StopRequest, open_data, open_run
-from megastable.training.step_profiler import profiled
+from megastable.training.step_profiler import profiled, untraced
 from megastable.training.summary import write_summary
 
 COLLECT = 100  # steps between two collections of garbage, by all ranks at once: one alone makes all wait
@@ -97,6 +97,9 @@ class Trainer:
             if self.checkpoints.rejected:
                 self.recovery.incident_log.damaged(self.checkpoints.rejected, self.state.step)
             self.recorder = StepRecorder(c.logging, self.engine, self.recovery, self.log, observer)
+            world, done = dist.get_world_size(), self.state.step
+            if why := untraced(c.logging.profile, self.run.profiles, world, done, c.train.steps):
+                self.log.say(f"WARNING: {why}")
             closing.enter_context(profiled(c.logging, self.run, dist.get_rank(), self.log.say))
             self._closing = closing.pop_all()
 

@@ -25,10 +25,10 @@ app = App()
     more="The folder works from a disk and from any web server: open index.html. It gets the run page, post-mortems, "
     "the recipe, the journal, the skip ledger, step records, fingerprints of the data, goodput, cost, checkpoints, "
     "hosts and versions, and is called by its own name. A record that was written before is replaced as a whole; files "
-    "of others in the folder stay.\n\nWithout the --keep options, hosts, corpora and shards are numbered. Commands, "
-    "paths, addresses, passwords, settings of trackers and logs are never published, and of texts only words that "
-    "megastable itself uses. What is private, and why: docs/publishing.md.\n\nExit codes: 0, or 2 if there is no run, "
-    "or the folder is not a record or cannot be written.",
+    "of others in the folder stay.\n\nWithout the --keep options, hosts, corpora, shards and tasks are numbered. "
+    "Commands, paths, addresses, passwords, settings of trackers and logs are never published, and of texts only words "
+    "that megastable itself uses. What is private, and why: docs/publishing.md.\n\nExit codes: 0, or 2 if there is no "
+    "run, or the folder is not a record or cannot be written.",
 )
 def report(
     run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
@@ -37,7 +37,7 @@ def report(
     ],
     keep_hosts: Annotated[bool, typer.Option("--keep-hosts", help="Publish the names of hosts")] = False,
     keep_names: Annotated[
-        bool, typer.Option("--keep-names", help="Publish the names of corpora and shards")
+        bool, typer.Option("--keep-names", help="Publish the names of corpora, shards and tasks")
     ] = False,
     with_text: Annotated[
         bool,

@@ -53,6 +53,26 @@ def profiled(
         profiler.close()
 
 
+def untraced(config: ProfileConfig | None, folder: Path, world: int, done: int, last: int) -> str:
+    """Why nothing is traced although the recipe asks for it; "" if something is, or was by an earlier process.
+
+    folder: of the traces; world: ranks; done: the step that this process begins after; last: that of the run."""
+    if config is None or any((folder / trace_name(config.start, rank)).exists() for rank in config.ranks):
+        return ""
+    end = config.start + config.steps - 1
+    if min(config.ranks) >= world:
+        return (
+            f"logging.profile.ranks={list(config.ranks)}: nothing is traced, the ranks are 0 to {world - 1}"
+        )
+    if end <= done:
+        return (
+            f"logging.profile.from={config.start}: nothing is traced, step {done} is done: choose a later one"
+        )
+    if config.start > last:
+        return f"logging.profile.from={config.start}: nothing is traced, the last step is {last}"
+    return ""
+
+
 class StepProfiler:
     """An `activity.ActivityListener`. config: None, nothing is traced; nvtx: mark every step, not only traced ones."""
 

@@ -20,7 +20,7 @@ from megastable.config.tree import LoggingConfig, RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.records import LayerRecord, StepRecord
 from megastable.training.trackers.curves import layer_values, values_of
-from megastable.training.trackers.hyperparameters import leaves
+from megastable.training.trackers.hyperparameters import is_untold, leaves
 from megastable.training.trackers.points import (
     LayersPoint,
     Point,
@@ -34,17 +34,12 @@ from megastable.training.trackers.tracker import COMMAND
 ROOM = 10_000  # records
 PARTING = 5.0  # seconds that the end of a process waits for its trackers; they go on by themselves
 MORE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # of the environment of the process
-UNTOLD = (
-    "supervise.",
-    "logging.tracker_command",
-    "eval.command",
-)  # may hold secrets, and tell nothing of the training
 
 
 def run_point(config: RunConfig, run: RunDirectory, step: int, tokens: int, attempt: int | None) -> RunPoint:
     """The record of the run, for a process that begins after `step`."""
     told = leaves(config.model_dump(mode="json"))
-    told = {key: value for key, value in told.items() if not key.startswith(UNTOLD)}
+    told = {key: value for key, value in told.items() if not is_untold(key)}
     return RunPoint(
         run.name(config),
         str(run.root.resolve()),

@@ -22,7 +22,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.step_phases import COLUMNS
 from megastable.training import step_profiler
 from megastable.training.memory_snapshot import SnapshotWriter, snapshot_on_out_of_memory
-from megastable.training.step_profiler import StepProfiler, profiled
+from megastable.training.step_profiler import StepProfiler, profiled, untraced
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
@@ -95,6 +95,25 @@ def test_other_ranks_and_runs_without_a_profile_do_nothing(tmp_path: Path) -> No
         assert activity.listener is None
         step(2)
     assert not (tmp_path / "profiles").exists()
+
+
+def test_a_profile_of_which_nothing_comes_says_why(tmp_path: Path) -> None:
+    """Not the next process, if there is a trace."""
+    config = ProfileConfig(start=200, steps=3, ranks=(2, 5))
+
+    def why(world: int = 8, done: int = 0, last: int = 1000) -> str:
+        return untraced(config, tmp_path, world, done, last)
+
+    assert (
+        untraced(None, tmp_path, 8, 0, 1000) == why() == why(world=3) == why(done=201) == why(last=200) == ""
+    )
+    assert why(world=2) == "logging.profile.ranks=[2, 5]: nothing is traced, the ranks are 0 to 1"
+    assert why(done=202) == (
+        "logging.profile.from=200: nothing is traced, step 202 is done: choose a later one"
+    )
+    assert why(last=199) == "logging.profile.from=200: nothing is traced, the last step is 199"
+    (tmp_path / "step-00000200-rank-5.json.gz").touch()
+    assert why(done=500) == ""
 
 
 @pytest.mark.parametrize("broken", ["folder", "start", "stop", "write"])

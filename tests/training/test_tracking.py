@@ -15,6 +15,7 @@ import pytest
 
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.events.training_events import ConfigChanged
 from megastable.run.log import RunLog
 from megastable.training.trackers.curves import by_statistic
 from megastable.training.trackers.lane import Lane
@@ -226,6 +227,22 @@ def test_every_event_becomes_a_note_once(tmp_path: Path) -> None:
     assert list(later.new()) == []
     log.emit(IncidentEvent(what="opened", step=11, number=3, summary={"number": 3}))
     assert [note.incident for note in later.new()] == [3]
+
+
+def test_a_change_of_a_key_that_may_hold_a_secret_is_no_note(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    log, notes = RunLog(run), TrackerNotes(run.journal)
+    secret = [
+        "logging.tracker_command: a -> curl -H hunter2",
+        "eval.command: None -> hunter2",
+        "eval: None -> hunter2",
+    ]
+    secret += ["supervise.metrics_port: 9137 -> 9200", "supervise: None -> hunter2"]
+    log.emit(ConfigChanged(changes=[*secret, "train.steps: 10 -> 20", "eval.interval: 1 -> 2"]))
+    log.emit(ConfigChanged(changes=secret))
+    assert [note.text for note in notes.new()] == [
+        "recipe changed: train.steps: 10 -> 20; eval.interval: 1 -> 2"
+    ]
 
 
 def test_a_copied_run_is_another_one_and_a_moved_one_is_not(tmp_path: Path) -> None:

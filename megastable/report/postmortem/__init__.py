@@ -19,6 +19,7 @@ from megastable.base.errors import DataError
 from megastable.report.postmortem import logs, pages, pictures
 from megastable.report.postmortem.evidence import Gatherer, Run
 from megastable.report.postmortem.facts import Cost, Evidence
+from megastable.report.postmortem.sample_source import PublicView
 from megastable.run.directory import RunDirectory, as_json
 
 log = logging.getLogger(__name__)
@@ -28,17 +29,15 @@ __all__ = ["costs_of", "incidents_of", "write_incidents"]
 EVIDENCE = "evidence.json"
 
 
-def write_incidents(
-    run: Path, again: int | None = None, *, public: bool = False, texts: bool = True
-) -> list[Path]:
+def write_incidents(run: Path, again: int | None = None, *, public: PublicView | None = None) -> list[Path]:
     """Write incidents/NNNN/ of every incident whose facts changed, of number `again` in any case, and the index.
 
-    public: for readers of a published record; texts: show the samples.
+    public: the view of a published record, if it is for one.
 
     Returns the folders that were written. Raises DataError for an unreadable journal, an unknown number, a full disk,
     and an incident that cannot be reported, after everything else was written.
     """
-    given, told = _open(run, public, texts), list[Evidence]()
+    given, told = _open(run, public), list[Evidence]()
     written, refused = list[Path](), list[str]()
     if again is not None and again not in given.incidents:
         raise DataError(f"{run / 'journal.jsonl'} has no incident {again}, but {len(given.incidents)} others")
@@ -78,11 +77,11 @@ def costs_of(run: Path) -> dict[int, Cost]:
     return {number: Gatherer(given, number).cost() for number in given.incidents}
 
 
-def _open(run: Path, public: bool = False, texts: bool = True) -> Run:
+def _open(run: Path, public: PublicView | None = None) -> Run:
     journal = RunDirectory(run).journal
     if not journal.is_file():
         raise DataError(f"{journal} does not exist: give the directory of a run, such as runs/quickstart")
-    return Run(run, public, texts)
+    return Run(run, public)
 
 
 def _known(folder: Path, inputs: str) -> Evidence | None:

@@ -6,7 +6,6 @@ A report must not fail: unreadable files are named, and the rest is gathered all
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -19,11 +18,11 @@ from megastable.base.errors import ConfigError, DataError
 from megastable.base.text import visible
 from megastable.config.recipe import find, load
 from megastable.config.tree import RunConfig
-from megastable.data.blends import Line, read_blends, until
+from megastable.data.blends import read_blends
 from megastable.data.order import LAST_POSITION
 from megastable.data.plant import read_planted
 from megastable.data.skip_ledger import Ledger
-from megastable.data.skips import Selection, Skips
+from megastable.data.skips import Skips
 from megastable.report.postmortem import passes
 from megastable.report.postmortem.cost import cost_of, outage
 from megastable.report.postmortem.facts import (
@@ -40,7 +39,8 @@ from megastable.report.postmortem.facts import (
 )
 from megastable.report.postmortem.journal import Journal, named_when, summary_of
 from megastable.report.postmortem.logs import logs
-from megastable.report.postmortem.sample_texts import SHOWN, Library, SampleText, Tokens
+from megastable.report.postmortem.sample_source import PublicView, SampleSource
+from megastable.report.postmortem.sample_texts import SHOWN, SampleText, Tokens
 from megastable.report.postmortem.timeline import timeline
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected
@@ -59,11 +59,11 @@ NEAR = 8  # events between a checkpoint's rejection and the incident made of it
 
 
 class Run:
-    """Shared by all incidents of a run, each part read once. public: for readers of a published record; texts: whether
-    samples are shown. Raises DataError if the journal cannot be read."""
+    """Shared by all incidents of a run, each part read once. public: the view of a published record, if it is for one.
+    Raises DataError if the journal cannot be read."""
 
-    def __init__(self, root: Path, public: bool = False, texts: bool = True) -> None:
-        self.public, self.texts = public, texts
+    def __init__(self, root: Path, public: PublicView | None = None) -> None:
+        self.public = public
         self.directory = RunDirectory(root)
         self.journal = Journal(self.directory)
         self.problems = list(self.journal.problems)
@@ -77,7 +77,6 @@ class Run:
             self.ledger = Ledger.read(self.directory.skips)
         except DataError as error:
             self.problems.append(f"the skip ledger: {error}")
-        self._libraries = dict[int, Library]()
         slack = self.config.logging.flush_steps if self.config else 0
         self.steps = passes.RecordFolder(self.directory.steps, SCHEMA, slack)
         self.layers = passes.RecordFolder(self.directory.layers, LAYER_SCHEMA, slack=0)
@@ -87,23 +86,19 @@ class Run:
         """Their numbers, in order."""
         return list(self.journal.own)
 
+    @property
+    def shows_texts(self) -> bool:
+        return self.public is None or self.public.source is not None
+
     @cached_property
-    def _order(self) -> list[Line]:
-        return read_blends(self.directory.blends)
-
-    def library(self, time: float = math.inf) -> Library:
-        """The corpora in the order valid at a time, by default now. Raises MegastableError if they cannot be opened."""
-        count = len(until(self._order, time) or self._order[:1])
-        if count not in self._libraries:
-            if self.config is None:
-                raise DataError("without a recipe nobody knows the corpora")
-            self._libraries[count] = Library(self.config, self._order[:count])
-        return self._libraries[count]
-
-    def selection(self, library: Library) -> Selection:
-        """The samples that are trained on."""
-        order, more = library.source.order, self.config.data.skip if self.config else []
-        return self.ledger.usable(self.directory.skips, order, more)[0]
+    def samples(self) -> SampleSource:
+        """Of the texts of samples. Raises DataError."""
+        if self.public is not None and self.public.source is not None:
+            return self.public.source
+        if self.config is None:
+            raise DataError("without a recipe nobody knows the corpora")
+        skips = self.directory.skips
+        return SampleSource(self.config, read_blends(self.directory.blends), self.ledger, skips)
 
 
 class Gatherer:
@@ -145,11 +140,11 @@ class Gatherer:
         losses = {s.position: s.loss for s in suspects if s.loss is not None}
         samples: list[SampleText] = []
         tokens: Tokens | None = None
-        if i.shown and run.texts:
+        if i.shown and run.shows_texts:
             samples = self._try("the texts", lambda: self._samples(losses), [])
         if i.guilty and samples:
             tokens = self._try("the tokens", self._tokens, None)
-        if samples and (problem := run.library().problem):
+        if samples and (problem := run.samples.library().problem):
             self.problems.append(problem)
         found, problems = logs(run.directory.root, run.directory.logs.name, i.evidence)
         self.problems += problems
@@ -160,8 +155,13 @@ class Gatherer:
             timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
             suspects=suspects, regions=self._regions(), skipped=self.skipped, passes=passes.passes(rows),
             layers=self._try("the layers", lambda: self._layers(rows), None), samples=samples, tokens=tokens,
-            logs=found, problems=list(dict.fromkeys(self.problems)),
+            logs=found, problems=self._told_problems(),
         )  # fmt: skip
+
+    def _told_problems(self) -> list[str]:
+        """Each once. Messages name files, and quote what is in them."""
+        told = self.problems if self.run.public is None else map(self.run.public.text, self.problems)
+        return list(dict.fromkeys(told))
 
     # From the corpora, in the order valid at the time of each position
 
@@ -170,13 +170,15 @@ class Gatherer:
         others = Skips.of(self.incident.shown).gaps()
         for time, skipped, deferred in named_when(self.own):
             ranges = Skips.of(skipped if self.incident.positions else deferred).minus(others).ranges
-            found += self.run.library(time).samples(ranges, losses) if ranges else []
-        return sorted(found, key=lambda sample: sample.position)[:SHOWN]
+            found += self.run.samples.library(time).samples(ranges, losses) if ranges else []
+        found = sorted(found, key=lambda sample: sample.position)[:SHOWN]
+        return found if self.run.public is None else list(map(self.run.public.sample, found))
 
     def _tokens(self) -> Tokens:
         # Convicted samples stay in place, whatever is deferred later.
-        library = self.run.library(max(time for time, skipped, _ in named_when(self.own) if skipped))
-        return library.tokens(self.incident.guilty, self.run.selection(library))
+        source = self.run.samples
+        library = source.library(max(time for time, skipped, _ in named_when(self.own) if skipped))
+        return library.tokens(self.incident.guilty, source.selection(library))
 
     def cost(self) -> Cost:
         """The cost alone."""
@@ -282,7 +284,7 @@ class Gatherer:
         c, root = self.config, self.run.directory.root
         name, world = root.resolve().name, self.journal.world(self.begin)
         if c is None:
-            return RunFacts(name=name, directory=str(root), world=world, public=self.run.public)
+            return RunFacts(name=name, directory=str(root), world=world, public=self.run.public is not None)
         onset = [row.first_position for row in rows if row.step == self.incident.onset]
         batch = c.batches.at(onset[-1]) if onset else c.train.global_batch
         return RunFacts(
@@ -290,7 +292,7 @@ class Gatherer:
             sequence_length=c.model.sequence_length, lr=c.optimizer.lr,
             cut_factor=c.stability.policy.cut_factor, corpora=tuple(str(corpus.path) for corpus in c.data.corpora),
             planted=tuple(self._try("planted.json", self._planted, list[str]())), price=c.supervise.gpu_hour_price,
-            currency=c.supervise.currency, public=self.run.public,
+            currency=c.supervise.currency, public=self.run.public is not None,
         )  # fmt: skip
 
     def _planted(self) -> list[str]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import shutil
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,11 @@ from megastable.base.errors import DataError
 from megastable.base.text import visible
 from megastable.report.goodput_picture import goodput_picture
 from megastable.report.postmortem import write_incidents
+from megastable.report.postmortem.sample_source import PublicView
 from megastable.report.publish.leak_check import leaks
-from megastable.report.publish.logbook import logbook
+from megastable.report.publish.logbook import logbook, standing
 from megastable.report.publish.public_run import PublicRun, linked, public_copy, unlinked
+from megastable.report.publish.public_view import public_view
 from megastable.report.publish.record_facts import (
     RecordFacts,
     checkpoints_of,
@@ -76,32 +80,38 @@ def publish(run: Path, output: Path, keep: Keeping) -> PublishedRecord:
     if not output.name or not output.parent.is_dir():
         raise DataError(f"--output {visible(output)}: there is no directory {visible(output.parent)}")
     try:
-        with building(output) as part:
-            made = public_copy(root, part / "work" / "run" / output.name, keep)
-            linked(made, root, part / "work")
-            (site := part / "site").mkdir()
-            facts = _written(made, part / "work", site)
-            if found := leaks(site, _private(made, root, part), keep.texts):
+        # What it is made of has links to what is private, and is not searched yet: not beside what is online.
+        with building(output) as part, TemporaryDirectory(prefix="megastable-record-") as private:
+            work = Path(private).resolve()
+            made = public_copy(root, work / "run" / output.name, keep)
+            linked(made, root, work)
+            (site := work / "site").mkdir()
+            facts = _written(made, public_view(root, made), work, site)
+            if found := leaks(site, _private(made, root, part, work), keep.texts):
                 raise DataError(
                     f"nothing was published: a private name would be in {', '.join(found[:5])}. This is a bug of "
                     "megastable, please report it"
                 )
+            site = Path(shutil.move(site, part / "site"))
             files = write_sums(site)
             return PublishedRecord(output, facts, files, put_in_place(site, output))
     except OSError as error:
-        raise DataError(f"{visible(output)} could not be written: {error.strerror or error}") from None
+        raise DataError(
+            f"{visible(output)} could not be written, or {visible(gettempdir())}, where it is made: "
+            f"{error.strerror or error}"
+        ) from None
 
 
-def _written(made: PublicRun, work: Path, site: Path) -> RecordFacts:
+def _written(made: PublicRun, view: PublicView, work: Path, site: Path) -> RecordFacts:
     """Write everything but the hashes."""
     problems, root = list(made.problems), made.root.relative_to(work)
     # Pages name the run by the path it is read from: by its name alone.
     with contextlib.chdir(work):
         if (root / "journal.jsonl").exists():
             try:
-                write_incidents(root, public=True, texts=made.names.keep.texts)
+                write_incidents(root, public=view)
             except DataError as error:
-                problems.append(str(error))
+                problems.append(view.text(str(error)))
         reader = whole(root)
         page = self_contained(content([reader], public=True))
         facts, account = _facts(reader, made, problems)
@@ -138,7 +148,8 @@ def _facts(reader: RunReader, made: PublicRun, problems: list[str]) -> tuple[Rec
         spending=spending(
             account, starts, price if isinstance(price, int | float) else None, str(recipe.get("currency", "USD"))
         ),
-        checkpoints=checkpoints_of(reader), incidents=incidents, days=logbook(events, incidents, _steps(reader)),
+        checkpoints=checkpoints_of(reader), incidents=incidents,
+        days=logbook(events, incidents, _steps(reader), _evaluations(reader)),
         made_from=made, problems=list(dict.fromkeys([*problems, *head["problems"]])),
     ), account  # fmt: skip
 
@@ -150,18 +161,25 @@ def _steps(reader: RunReader) -> dict[str, Any]:
         return {name: table.steps[name][live] for name in COLUMNS}
 
 
+def _evaluations(reader: RunReader) -> list[tuple[int, float, float]]:
+    """Step, loss and time of those whose step was not undone."""
+    with reader.records.table() as table:
+        steps = {name: table.steps[name] for name in ("step", "time")}
+        return standing(reader.journal.noted.evaluations, steps)
+
+
 def _pictures(facts: RecordFacts, account: TimeAccount | None, reader: RunReader, site: Path) -> None:
-    evaluations = [(step, loss) for step, loss, _ in reader.journal.noted.evaluations]
+    evaluations = [(step, loss) for step, loss, _ in _evaluations(reader)]
     marks = [(e.incident.number, e.incident.onset or e.incident.step) for e in facts.incidents]
     loss_picture(_steps(reader), marks, evaluations, site / "loss.png")
     if account is not None and account.wall:
         goodput_picture(account, facts.name, site / "goodput.png")
 
 
-def _private(made: PublicRun, root: Path, part: Path) -> list[str]:
-    """Names that must not be in any file: those that were replaced, and those of this machine."""
+def _private(made: PublicRun, *paths: Path) -> list[str]:
+    """Names that must not be in any file: paths, names that were replaced, and those of this machine."""
     keep, names = made.names.keep, made.names.of_kind
-    found = [str(root), str(part), str(Path.home()), socket.gethostname()]
+    found = [*map(str, paths), str(Path.home()), socket.gethostname()]
     with contextlib.suppress(OSError, KeyError):
         found.append(getpass.getuser())
     found += [] if keep.hosts else [*names.get("host", {}), *made.names.alike]

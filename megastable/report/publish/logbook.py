@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +57,6 @@ from megastable.run.events.training_events import (
     CheckpointSaved,
     CheckpointSuspect,
     ConfigChanged,
-    Evaluated,
     Finished,
     Imported,
     RecordsLost,
@@ -70,6 +68,7 @@ from megastable.run.events.training_events import (
     Warned,
 )
 
+Columns = Mapping[str, npt.NDArray[Any]]
 # Events that are told by their own sentence, under a heading.
 HEADINGS: dict[type[Event], str] = {
     ConfigChanged: "Recipe changed", BlendChanged: "Data", MixChanged: "Data", OrderChanged: "Data",
@@ -114,11 +113,26 @@ class LogbookDay:
     entries: list[LogbookEntry] = field(default_factory=list)
 
 
+def standing(
+    evaluations: Iterable[tuple[int, float, float]], steps: Columns
+) -> list[tuple[int, float, float]]:
+    """Evaluations (step, loss, time) after which no step up to theirs was done again. steps: columns step and time of
+    all."""
+    order = np.argsort(steps["time"], kind="stable")
+    times = steps["time"][order]
+    later = np.minimum.accumulate(steps["step"][order][::-1])[::-1]  # the lowest step from a row on
+    return [
+        (step, loss, time) for step, loss, time in evaluations
+        if (at := int(np.searchsorted(times, time, side="right"))) == len(times) or later[at] > step
+    ]  # fmt: skip
+
+
 def logbook(
-    events: Sequence[Event], incidents: Sequence[Evidence], steps: Mapping[str, npt.NDArray[Any]]
-) -> list[LogbookDay]:
+    events: Sequence[Event], incidents: Sequence[Evidence], steps: Columns,
+    evaluations: Sequence[tuple[int, float, float]],
+) -> list[LogbookDay]:  # fmt: skip
     """events: the journal, in order. steps: columns step, time, loss and applied of those that were not undone, in
-    order."""
+    order; evaluations: step, loss and time, likewise."""
     opened = {e.incident.number: e for e in incidents}
     failures = [_opened_at(e) for e in incidents if e.incident.breakdown]
     entries = [*_of_events(events, failures), *(_of_incident(e) for e in opened.values())]
@@ -127,7 +141,7 @@ def logbook(
         sorted(entries, key=lambda entry: entry.time), key=lambda entry: _date(entry.time)
     ):
         days[date] = LogbookDay(date, entries=_folded(list(told)))
-    for date, progress in _progress(events, steps).items():
+    for date, progress in _progress(events, steps, evaluations).items():
         days.setdefault(date, LogbookDay(date)).progress = progress
     return [days[date] for date in sorted(days)]
 
@@ -243,15 +257,15 @@ def _folded(entries: list[LogbookEntry]) -> list[LogbookEntry]:
     return found
 
 
-def _progress(events: Sequence[Event], steps: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
+def _progress(
+    events: Sequence[Event], steps: Columns, evaluations: Sequence[tuple[int, float, float]]
+) -> dict[str, str]:
     """By day: steps, loss, validation, checkpoints."""
-    told, saved, losses = dict[str, str](), defaultdict[str, int](int), dict[str, float]()
+    told, saved = dict[str, str](), defaultdict[str, int](int)
+    losses = {_date(time): loss for _, loss, time in evaluations}  # the last one of a day
     for event in events:
-        date = _date(event.time or 0.0)
         if isinstance(event, CheckpointSaved):
-            saved[date] += 1
-        elif isinstance(event, Evaluated) and event.loss is not None and math.isfinite(event.loss):
-            losses[date] = event.loss
+            saved[_date(event.time or 0.0)] += 1
     days = (steps["time"] // 86400).astype(np.int64)
     for day in np.unique(days).tolist():
         rows, date = np.flatnonzero(days == day), _date(day * 86400.0)

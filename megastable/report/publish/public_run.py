@@ -23,10 +23,20 @@ from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.config.recipe import find
 from megastable.report.publish.known_words import is_known
-from megastable.report.publish.redaction import HASH, WITHHELD, Keeping, PublicNames, Redactor, collect
+from megastable.report.publish.redaction import (
+    HASH,
+    WITHHELD,
+    Keeping,
+    PublicNames,
+    Redactor,
+    apart,
+    collect,
+)
 from megastable.report.run_page.layer_map import NAME as LAYER_FILE
+from megastable.report.run_page.record_reader import age
 from megastable.run.directory import RunDirectory, as_json, read_object
 from megastable.run.events.reading import KINDS
+from megastable.run.events.training_events import ConfigChanged
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 from megastable.supervise.locks import SUPERVISOR, TRAINING
 
@@ -38,9 +48,9 @@ BLENDED = ("blend_changed", "mix_changed")  # events whose `old` and `new` have 
 # Keys of the recipe that hold names, addresses, paths or programs. Any other text that is not megastable's own is left
 # out as well.
 NOT_OF_RECIPE = {
-    "run.dir", "run.name", "deepspeed", "checkpoint.staging", "stability.snapshots.copies.folder",
-    "logging.project", "logging.tracker_command", "supervise.command", "supervise.webhook", "supervise.interface",
-    "supervise.metrics_address", "supervise.metrics_port",
+    "run.dir", "run.name", "deepspeed", "checkpoint.staging", "stability.snapshots.copies.folder", "eval.command",
+    "eval.scratch", "logging.project", "logging.tracker_command", "supervise.command", "supervise.webhook",
+    "supervise.interface", "supervise.metrics_address", "supervise.metrics_port",
 }  # fmt: skip
 CURRENCY = re.compile(r"[A-Z]{3}|[€$£¥]")
 CORPORA = "corpora"  # where the recipe says that they are
@@ -101,9 +111,18 @@ def public_copy(run: Path, root: Path, keep: Keeping) -> PublicRun:
 def public_event(event: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
     """An event of the journal. It keeps its name."""
     told = public_object({key: value for key, value in event.items() if key != "event"}, redact)
+    if event["event"] == ConfigChanged.NAME and isinstance(changes := event.get("changes"), list):
+        told["changes"] = [redact.text(public_change(str(change))) for change in changes]
     if event["event"] in BLENDED:
         told |= {key: _by_corpus(event.get(key), redact) for key in ("old", "new") if key in event}
     return {"event": event["event"], **told}
+
+
+def public_change(change: str) -> str:
+    """A change of the recipe, "key: old -> new", without the values of a key that is not published."""
+    key = change.partition(":")[0]
+    private = {*NOT_OF_RECIPE, "data.corpora"}
+    return f"{key}: {WITHHELD}" if any(f"{one}.".startswith(f"{key}.") for one in private) else change
 
 
 def public_object(value: Mapping[str, Any], redact: Redactor) -> dict[str, Any]:
@@ -182,7 +201,7 @@ def _without(value: Any) -> Any:
 def _by_corpus(value: Any, redact: Redactor) -> dict[str, Any]:
     """Values by corpus."""
     given = value.items() if isinstance(value, dict) else ()
-    return {redact.names.of("corpus", str(name)): redact.tree(below) for name, below in given}
+    return apart((redact.names.of("corpus", str(name)), redact.tree(below)) for name, below in given)
 
 
 def _section(tree: Any, prefix: str, redact: Redactor, without: list[str]) -> dict[str, Any]:
@@ -281,9 +300,10 @@ def _write_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _copy_steps(given: Path, target: Path, made: PublicRun) -> None:
-    """All records in one file, in the order of their times."""
+    """All records in one file, in the order in which the run page and others read them: a clock may have been set back
+    meanwhile."""
     tables, damaged = list[pa.Table](), 0
-    for path in sorted(given.glob("*.parquet")):
+    for path in sorted(given.glob("*.parquet"), key=lambda path: age(path.name)):
         try:
             tables.append(pq.read_table(path, schema=SCHEMA))
         except (pa.ArrowException, OSError):
@@ -292,7 +312,7 @@ def _copy_steps(given: Path, target: Path, made: PublicRun) -> None:
         made.problems.append(f"steps: {plural(damaged, 'file')} of records cannot be read")
     if not tables:
         return
-    table = pa.concat_tables(tables).sort_by([("time", "ascending")])
+    table = pa.concat_tables(tables)
     first, last = (table.column("step")[n].as_py() for n in (0, len(table) - 1))
     moment = int(table.column("time")[len(table) - 1].as_py() * 1000)
     target.mkdir()

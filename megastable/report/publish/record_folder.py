@@ -23,6 +23,7 @@ from megastable.run.directory import read_object
 
 SUMS, RECORD = "SHA256SUMS", "record.json"
 CHECK = f"sha256sum --check --quiet {SUMS}"
+OWN = {"site", "old", "work"}  # names in the folder that it is built in; older versions had `work`
 FORMAT = "megastable record"  # in record.json: whose folder it is
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
@@ -38,6 +39,10 @@ def building(output: Path) -> Iterator[Path]:
             (part / "old").rename(output)  # a run of this was killed between two renames
         try:
             own_files(output)  # raises if it is somebody else's
+            if foreign := sorted({path.name for path in part.iterdir()} - OWN):
+                raise DataError(
+                    f"{visible(part / foreign[0])} is in the way, and not of this command: move it away"
+                )
             _clear(part)
             yield part
         finally:
@@ -49,8 +54,8 @@ def building(output: Path) -> Iterator[Path]:
 @contextmanager
 def _locked(part: Path, output: Path) -> Iterator[None]:
     try:
-        part.mkdir(exist_ok=True)
-        lock = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
+        part.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise DataError(f"{visible(part)} cannot be made: {error.strerror}") from None
     try:
@@ -180,7 +185,7 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in [folder / name for name in sorted(OWN) if os.path.lexists(folder / name)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

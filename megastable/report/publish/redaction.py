@@ -8,8 +8,9 @@ whatever it looks like, and what megastable says of a run stays readable.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from megastable.report.publish.known_words import AROUND, TOKEN, is_known
@@ -37,8 +38,8 @@ HASH = re.compile(r"[0-9a-f]{16,128}")
 
 @dataclass(frozen=True)
 class Keeping:
-    """What is published although it is private by default. hosts: their names. names: of corpora and shards. texts: of
-    samples that an incident found guilty, skipped or deferred."""
+    """What is published although it is private by default. hosts: their names. names: of corpora, shards and tasks.
+    texts: of samples that an incident found guilty, skipped or deferred."""
 
     hosts: bool = False
     names: bool = False
@@ -47,7 +48,7 @@ class Keeping:
 
 @dataclass
 class PublicNames:
-    """Names and what is published in their place, by kind: "host", "corpus", "shard", "layer"."""
+    """Names and what is published in their place, by kind: "host", "corpus", "shard", "task", "layer"."""
 
     keep: Keeping = field(default_factory=Keeping)
     of_kind: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -59,8 +60,8 @@ class PublicNames:
         if name not in known:
             if name in self.alike:
                 return self.alike[name]
-            kept = {"host": self.keep.hosts, "corpus": self.keep.names, "shard": self.keep.names}.get(
-                kind, False
+            kept = (
+                self.keep.hosts if kind == "host" else self.keep.names and kind in ("corpus", "shard", "task")
             )
             known[name] = name if kept else f"{kind}-{len(set(known.values())) + 1}"
             short = name.partition(".")[0]
@@ -72,18 +73,19 @@ class PublicNames:
         """Another spelling of a name."""
         self.of_kind.setdefault(kind, {})[other] = self.of(kind, name)
 
-    def find(self, word: str) -> str | None:
-        """The public name of a word, if it is a name that was collected."""
-        for known in (*self.of_kind.values(), self.alike):
+    def find(self, word: str, kind: str = "") -> str | None:
+        """The public name of a word, if it is a name that was collected, of a kind or of any."""
+        kinds = [self.of_kind[kind]] if kind in self.of_kind else [*self.of_kind.values()]
+        for known in (*kinds, self.alike):
             if word in known:
                 return known[word]
         return None
 
-    def longest_first(self) -> list[str]:
-        """All private names."""
-        return sorted({*self.alike, *(name for known in self.of_kind.values() for name in known)}, key=len)[
-            ::-1
-        ]
+    def longest_first(self, kind: str = "") -> list[str]:
+        """All private names, of a kind or of any."""
+        known = [of for name, of in self.of_kind.items() if kind in ("", name)]
+        alike = self.alike if kind in ("", "host") else {}
+        return sorted({*alike, *(name for of in known for name in of)}, key=len)[::-1]
 
 
 class Redactor:
@@ -91,16 +93,22 @@ class Redactor:
 
     def __init__(self, names: PublicNames) -> None:
         self.names, self.count = names, 0
-        # A corpus that is called "data" or "code" would change what megastable says of causes.
-        found = [re.escape(name) for name in names.longest_first() if not is_known(name)]
-        self._names = re.compile(rf"(?<![\w.-])(?:{'|'.join(found)})(?![\w-]|\.\w)") if found else None
+        found = _either(name for name in names.longest_first() if not is_common(name))
+        forms = [rf"(?P<own>{found})"] if found else []
+        for kind, before in BEFORE.items():
+            if found := _either(name for name in names.longest_first(kind) if is_common(name)):
+                forms.append(rf"(?P<before_{kind}>(?:{before})\s+[\"'`]?)(?P<{kind}>{found})")
+        self._names = re.compile(rf"(?<![\w.-])(?:{'|'.join(forms)})(?![\w-]|\.\w)") if forms else None
 
     def text(self, text: str) -> str:
         """A text with every word that is not public replaced; several in a row by one remark."""
         parts, at = list[str](), 0
         # A collected name may have blanks in it, so it is looked for before there are words.
         for found in self._names.finditer(text) if self._names else ():
-            parts += [self._words(text[at : found.start()]), self.names.find(found[0]) or WITHHELD]
+            kind = str(found.lastgroup)
+            before = found.group(f"before_{kind}") if kind in BEFORE else ""
+            public = self.names.find(found[kind], kind) or WITHHELD
+            parts += [self._words(text[at : found.start()]), before, public]
             at = found.end()
         told = "".join([*parts, self._words(text[at:])])
         return re.sub(rf"{re.escape(WITHHELD)}(?:[\s\W]*{re.escape(WITHHELD)})+", WITHHELD, told)
@@ -123,7 +131,7 @@ class Redactor:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return {self.key(key): self._below(str(key), below) for key, below in value.items()}
+            return apart((self.key(key), self._below(str(key), below)) for key, below in value.items())
         if isinstance(value, list | tuple):
             return [self.tree(below) for below in value]
         # YAML has more kinds of values than JSON.
@@ -135,6 +143,8 @@ class Redactor:
     def _below(self, key: str, value: Any) -> Any:
         if key in NAMED and isinstance(value, str):
             return self.names.of(NAMED[key], value)
+        if key in KEYED and isinstance(value, Mapping):
+            return apart((self.names.of(KEYED[key], str(name)), self.tree(of)) for name, of in value.items())
         if key == "software" and isinstance(value, Mapping):
             return {self.key(name): public_version(of) for name, of in value.items()}
         if key in HASHED and isinstance(value, str) and HASH.fullmatch(value):
@@ -143,8 +153,30 @@ class Redactor:
 
 
 NAMED = {"host": "host", "corpus": "corpus", "shard": "shard"}  # fields whose value is one name
+KEYED = {"corpora": "corpus", "val_loss_by_corpus": "corpus", "scores": "task"}  # fields whose keys are names
+# A corpus that is called "data" or "code" must not change what megastable says of causes: such a name is replaced
+# where a word before it says that it is one.
+BEFORE = {"host": "hosts?|on", "corpus": "corpus|corpora", "shard": "shards?"}
 HOSTS = ("hosts", "gone")  # fields whose items are names of hosts
 HASHED = ("fingerprint", "xxh3")
+
+
+def is_common(name: str) -> bool:
+    """Whether a name is also a number, or a word that megastable uses: it does not tell that it is a name."""
+    return bool(PLAIN.fullmatch(name)) or (is_known(name) and not re.search(r"\d", name))
+
+
+def apart(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Values by key. Keys that have become equal are numbered, so that no value is lost."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        unused = (f"{key} {number}" for number in count(2))
+        found[key if key not in found else next(name for name in unused if name not in found)] = value
+    return found
+
+
+def _either(names: Iterable[str]) -> str:
+    return "|".join(map(re.escape, names))
 
 
 def public_version(value: Any) -> str:
@@ -164,6 +196,9 @@ def collect(value: Any, names: PublicNames) -> None:
         for key, below in value.items():
             if key in NAMED and isinstance(below, str) and below:
                 names.of(NAMED[key], below)
+            elif key in KEYED and isinstance(below, Mapping):
+                for name in below:
+                    names.of(KEYED[key], str(name))
             elif key in HOSTS:
                 for host in below if isinstance(below, list | tuple) else ():
                     if isinstance(host, str) and host:

@@ -1,4 +1,5 @@
-"""Chooses which keys of a recipe a table of runs compares: those that everybody looks for, and those that were set."""
+"""Chooses the keys of a recipe that trackers are told, and those that a table of runs compares: what everybody looks
+for, and what was set."""
 
 from __future__ import annotations
 
@@ -13,6 +14,13 @@ ALWAYS = (
     "optimizer.weight_decay", "schedule.kind", "train.steps", "train.global_batch", "precision.kind", "run.seed",
 )  # fmt: skip
 SECTIONS = ("model.", "data.corpora.", "optimizer.", "schedule.", "train.", "parallel.", "precision.")
+# May hold secrets, and tell nothing of the training.
+UNTOLD = ("supervise", "logging.tracker_command", "eval.command")
+
+
+def is_untold(key: str) -> bool:
+    """Whether a key of a recipe, or a section of it, is kept from trackers."""
+    return any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in UNTOLD)
 
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import subprocess
@@ -19,6 +20,9 @@ from megastable.training.trackers.points import (
     line_of,
 )
 from megastable.training.trackers.tracker import Setting, TrackerError
+
+MOST = 1000  # lines that wait to be written
+BLOCK = 1 << 16  # bytes per read
 
 
 class _Lines:
@@ -49,23 +53,42 @@ class _Lines:
 
 
 class JsonlTracker(_Lines):
-    """RUN/trackers/records.jsonl, which every process of the run adds to."""
+    """RUN/trackers/records.jsonl, which every process of the run adds to, whole lines at a time."""
 
     def __init__(self, setting: Setting) -> None:
-        path = setting.folder / "records.jsonl"
-        self._file = path.open("a+b")
-        size = self._file.seek(0, os.SEEK_END)
-        if size:
-            self._file.seek(size - 1)
-            if self._file.read(1) != b"\n":  # a process ended within a line: it counts for nothing
-                self._file.write(b"\n")
-        super().__init__(lambda line: void(self._file.write(line.encode())), setting.run, setting.per_layer)
+        self._file = (setting.folder / "records.jsonl").open("a+b", buffering=0)
+        drop_torn_line(self._file)
+        self._waiting: list[bytes] = []
+        super().__init__(self._add, setting.run, setting.per_layer)
+
+    def _add(self, line: str) -> None:
+        self._waiting.append(line.encode())
+        if len(self._waiting) >= MOST:
+            self.flush()
 
     def flush(self) -> None:
-        self._file.flush()
+        content = memoryview(b"".join(self._waiting))
+        self._waiting.clear()
+        while content:
+            content = content[self._file.write(content) :]
 
     def close(self, status: str) -> None:
+        self.flush()
         self._file.close()
+
+
+def drop_torn_line(file: io.FileIO) -> None:
+    """Cut a file behind its last whole line: a full disk or a power cut ended a process within one."""
+    end = at = file.seek(0, os.SEEK_END)
+    while at:
+        begin = max(0, at - BLOCK)
+        file.seek(begin)
+        if (newline := file.read(at - begin).rfind(b"\n")) >= 0:
+            at = begin + newline + 1
+            break
+        at = begin
+    if at < end:
+        file.truncate(at)
 
 
 class CommandTracker(_Lines):
@@ -104,7 +127,3 @@ class CommandTracker(_Lines):
 
     def _ended(self) -> str:
         return f"the program of logging.tracker_command ended with code {self._process.wait()}"
-
-
-def void(_: object) -> None:
-    """Takes what nobody wants."""

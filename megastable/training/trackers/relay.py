@@ -6,15 +6,16 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megastable.base import durable
 from megastable.run.directory import RunDirectory, as_json, read_object
 from megastable.training.trackers.curves import INCIDENTS
 from megastable.training.trackers.lane import Lane
-from megastable.training.trackers.points import Point, RunPoint, StepPoint, point_of
+from megastable.training.trackers.points import Point, RunPoint, StepPoint, UndonePoint, point_of
 from megastable.training.trackers.told_steps import ToldSteps
 from megastable.training.trackers.tracker_notes import TrackerNotes
 
@@ -27,7 +28,8 @@ BLOCK = 1 << 16  # bytes per read
 
 class Relay:
     """Of one training process. Its state is RUN/trackers/relay.json: what was told is not told again, and steps that a
-    process told and the next one repeats are undone."""
+    process told and the next one repeats are undone. One that is killed, with all of its job, has told more steps than
+    it has kept: the next one says that any may have been told."""
 
     def __init__(self, run: RunPoint, lanes: Sequence[Lane]) -> None:
         self.run, self.lanes = run, lanes
@@ -38,8 +40,12 @@ class Relay:
         self._notes = TrackerNotes(RunDirectory(root).journal, told if isinstance(told, int) else 0)
         self._steps = ToldSteps.load(state.get("steps"))
         self._kept = time.monotonic()
+        self._write(state | {"closed": False})
         self._look()  # first: what happened between the processes
-        if undone := self._steps.back(run.step, run.tokens + 1, run.time):
+        undone = self._steps.back(run.step, run.tokens + 1, run.time)
+        if undone is None and state.get("closed") is False:
+            undone = UndonePoint(run.step + 1, run.step + 1, run.tokens + 1, run.time)
+        if undone is not None:
             self._put(undone)
 
     def tell(self, point: Point) -> None:
@@ -63,7 +69,7 @@ class Relay:
     def close(self, seconds: float) -> bool:
         """Close all trackers, within so many seconds; whether all of them worked to the end."""
         self._look()
-        self._keep()
+        self._keep(closed=True)
         for lane in self.lanes:
             lane.close(self._notes.status)
         until = time.monotonic() + seconds
@@ -81,9 +87,11 @@ class Relay:
         for note in self._notes.new():
             self._put(note if note.step else replace(note, step=self._steps.last))
 
-    def _keep(self) -> None:
+    def _keep(self, closed: bool = False) -> None:
         self._kept = time.monotonic()
-        state = {"events": self._notes.read, "steps": self._steps.dump()}
+        self._write({"events": self._notes.read, "steps": self._steps.dump(), "closed": closed})
+
+    def _write(self, state: Mapping[str, Any]) -> None:
         try:
             durable.write_file(self._path, as_json(state).encode())
         except OSError as error:  # the next process may tell something twice

@@ -18,9 +18,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megastable.training.trackers.curves import VALIDATION, apart, by_statistic, finite, shown
+from megastable.training.trackers.event_file import EventFile
 from megastable.training.trackers.hyperparameters import hyperparameters
 from megastable.training.trackers.points import (
     LayersPoint,
@@ -51,7 +51,7 @@ class TensorBoardTracker:
             known if isinstance(known, str) and known == folder_of(known) else folder_of(setting.run.name)
         )
         self._root = setting.root / "tensorboard" / folder
-        self._writers: dict[str, EventFileWriter] = {}
+        self._writers: dict[str, EventFile] = {}
         setting.memory.keep(folder=folder)
         # As if the process before had ended here.
         self._void("", setting.run.step + 1)
@@ -122,14 +122,14 @@ class TensorBoardTracker:
     def _void(self, part: str, step: int) -> None:
         """Later points of a folder, from `step` on, replace those before."""
         started = SessionLog(status=SessionLog.SessionStatus.START)
-        self._writer(part).add_event(Event(wall_time=time.time(), step=step, session_log=started))
+        self._writer(part).add(Event(wall_time=time.time(), step=step, session_log=started))
 
     def _add(self, part: str, summary: Any, step: int, at: float) -> None:
-        self._writer(part).add_event(Event(wall_time=at, step=step, summary=summary))
+        self._writer(part).add(Event(wall_time=at, step=step, summary=summary))
 
-    def _writer(self, part: str) -> EventFileWriter:
+    def _writer(self, part: str) -> EventFile:
         if part not in self._writers:
-            self._writers[part] = EventFileWriter(str(self._root / part), max_queue_size=1000, flush_secs=10)
+            self._writers[part] = EventFile(self._root / part)
         return self._writers[part]
 
 

@@ -9,8 +9,9 @@ from megastable.run.events import data_events, stability_events, supervisor_even
 from megastable.run.events.event import Event, tree
 from megastable.run.events.follow import Follower
 from megastable.run.events.stability_events import IncidentEvent
-from megastable.run.events.training_events import Finished, Stopped, TasksEvaluated
+from megastable.run.events.training_events import ConfigChanged, Finished, Stopped, TasksEvaluated
 from megastable.training.trackers.curves import TASKS
+from megastable.training.trackers.hyperparameters import is_untold
 from megastable.training.trackers.points import NotePoint, TasksPoint
 
 # Not every refused update, checkpoint or evaluation: what a person would write on the curve.
@@ -18,7 +19,7 @@ NOTED: tuple[type[Event], ...] = (
     IncidentEvent, stability_events.AlertEvent, stability_events.TrendEvent, stability_events.Handover,
     stability_events.RateCut, stability_events.RateLifted, stability_events.FellBack, stability_events.Returned,
     stability_events.ReplicasDiffer, stability_events.StateChanged, stability_events.ReplayDiffers,
-    stability_events.HostFaulty, training_events.Warned, training_events.Unstable, training_events.ConfigChanged,
+    stability_events.HostFaulty, training_events.Warned, training_events.Unstable, ConfigChanged,
     training_events.Resumed, training_events.CheckpointFailed, training_events.CheckpointRejected,
     training_events.TasksFailed, Stopped, Finished,
     supervisor_events.Hang, supervisor_events.HostLeftOut, supervisor_events.HostSlow, supervisor_events.Restart,
@@ -59,6 +60,10 @@ class TrackerNotes:
         if isinstance(event, TasksEvaluated):
             scores = {TASKS + name: value for name, value in event.numbers.items()}
             return TasksPoint(event.of_step or 0, event.tokens or 0, event.time or 0.0, scores)
+        if isinstance(event, ConfigChanged):
+            event = ConfigChanged.of({**event.fields, "changes": _told(event)})
+            if not event.changes:
+                return None
         if not isinstance(event, NOTED) or not (text := event.sentence()):
             return None
         if not isinstance(event, IncidentEvent) or (number := event.number) is None:
@@ -72,6 +77,11 @@ class TrackerNotes:
             lines.append(f"- step {step}: {text.removeprefix(f'incident {number}: ')}")
         story = f"**Incident {number}**\n\n" + "\n".join(lines) + "\n"
         return NotePoint(step, event.time or 0.0, event.event, text, number, what, event.summary, story)
+
+
+def _told(event: ConfigChanged) -> list[str]:
+    """Its changes, "key: old -> new" each, without those of keys that trackers are not told."""
+    return [text for text in map(str, event.changes) if not is_untold(text.partition(":")[0])]
 
 
 def _step(event: Event) -> int:

@@ -136,10 +136,10 @@ def test_a_build_that_fails_changes_nothing(output: Path) -> None:
 
 def test_two_at_once(output: Path) -> None:
     with building(output) as part:
-        (part / "mine").write_text("x")
+        (part / "site").write_text("x")
         with pytest.raises(DataError, match="another process writes this record now"), building(output):
             pass
-        assert (part / "mine").exists()
+        assert (part / "site").exists()
     assert not part.exists()
 
 
@@ -188,3 +188,20 @@ def test_a_lock_on_a_folder_that_was_removed_is_none(output: Path, monkeypatch: 
     with pytest.raises(DataError, match="wait for it"), building(output):
         pass
     publish(output, a="1")
+
+
+def test_the_folder_that_it_is_built_in_is_never_that_of_somebody_else(output: Path) -> None:
+    """Neither behind a link, nor under the same name."""
+    elsewhere, part = output.parent / "elsewhere", output.with_name(".public.partial")
+    elsewhere.mkdir()
+    (elsewhere / "site").write_text("mine")
+    part.symlink_to(elsewhere)
+    with pytest.raises(DataError, match=r"\.public\.partial cannot be made"):
+        publish(output, a="1")
+    assert listing(elsewhere) == {"site"}
+    part.unlink()
+    elsewhere.rename(part)
+    (part / "thesis.tex").write_text("mine")
+    with pytest.raises(DataError, match=r"thesis\.tex is in the way"):
+        publish(output, a="1")
+    assert (part / "thesis.tex").read_text() == "mine"

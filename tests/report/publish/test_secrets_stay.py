@@ -82,7 +82,14 @@ def test_what_is_kept_is_names_and_texts_alone(planted: Plants, tmp_path: Path, 
     places = {place for place, _ in found(planted, tmp_path / "public", drawn)}
     ends = (".host", "json host", ".hosts", ".gone", ".hosts 2")
     hosts = {place for place in planted.secrets if place.endswith(ends)}
-    names = {"skips corpus", "skips shard", "corpus", "shard"}
+    names = {
+        "skips corpus",
+        "skips shard",
+        "corpus",
+        "shard",
+        "evaluated.corpora key",
+        "tasks_evaluated.scores key",
+    }
     assert {"corpus", "shard", "launched.hosts", "last.hosts", "progress.json host"} <= places
     names |= {f"{event}.{when} key" for event in ("blend_changed", "mix_changed") for when in ("old", "new")}
     assert places <= hosts | names | {place for place in planted.secrets if ".corpus" in place}

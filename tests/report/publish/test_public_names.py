@@ -1,0 +1,195 @@
+"""Names of hosts, corpora and tasks in a record, whatever they are called, and the numbers that belong to them."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from benchmarks.made_run import record
+from megastable.base.text import visible
+from megastable.config.tree import RunConfig
+from megastable.report.postmortem import safe
+from megastable.report.publish import publish
+from megastable.report.publish.leak_check import leaks
+from megastable.report.publish.logbook import standing
+from megastable.report.publish.public_run import NOT_OF_RECIPE
+from megastable.report.publish.redaction import Keeping, PublicNames, Redactor, collect
+from megastable.report.run_page.page_file import whole
+from megastable.run.directory import as_json
+from megastable.run.records import Recorder
+from tests.report.run_page.made_runs import BEGIN, begin, curve, made_run, note, progress
+
+NONE = Keeping()
+PUBLIC_TEXTS = {
+    "data.corpora.path",
+    "precision.fp8.keep",
+    "eval.device",
+    "supervise.currency",
+}  # redacted by rules
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "data" / "journal.jsonl").read_text().splitlines()]
+    return [event for event in found if event["event"] == name]
+
+
+def test_losses_and_scores_keep_their_values_and_lose_their_names(tmp_path: Path) -> None:
+    """`web` and `code` are words that megastable uses; the names of the tasks are not."""
+    run = made_run(tmp_path / "run", eval={"command": "python -m megastable.train {model} {results}"})
+    scores = {"acme_quiz/acc": 0.25, "acme_talk/acc": 0.5, "other/acc": 0.75}
+    note(
+        run,
+        BEGIN + 900,
+        "tasks_evaluated",
+        checkpoint="step-50",
+        of_step=50,
+        manifest="m",
+        tokens=1,
+        scores=scores,
+    )
+    text = "no validation loss of the corpus code, which was taken out of the blend; the code is fine"
+    note(run, BEGIN + 901, "warning", step=3, text=text)
+    losses = {"web": 3.0, "code": 2.0}
+    run.summary.write_text(json.dumps({"steps": 200, "val_loss": 2.5, "val_loss_by_corpus": losses}))
+    done = publish(run.root, tmp_path / "public", NONE)
+    names = done.facts.made_from.names
+    web, code = (names.of("corpus", name) for name in losses)
+    assert list(events(tmp_path / "public", "evaluated")[0]["corpora"]) == [web, code]
+    told = events(tmp_path / "public", "tasks_evaluated")[-1]["scores"]
+    assert list(told.values()) == [0.25, 0.5, 0.75] and all(name.startswith("task-") for name in told)
+    shown = events(tmp_path / "public", "warning")[-1]["text"]
+    assert (
+        shown
+        == f"no validation loss of the corpus {code}, which was taken out of the blend; the code is fine"
+    )
+    summary = json.loads((tmp_path / "public" / "data" / "summary.json").read_text())
+    assert summary["val_loss_by_corpus"] == {web: 3.0, code: 2.0}
+    page = (tmp_path / "public" / "run.html").read_text()
+    assert "acme_quiz" not in page and '"web"' not in page and f'"{web}"' in page
+    assert {"eval.command"} <= set(done.facts.made_from.recipe_without)
+    publish(run.root, tmp_path / "named", Keeping(names=True))
+    assert events(tmp_path / "named", "tasks_evaluated")[-1]["scores"] == scores
+    assert list(events(tmp_path / "named", "evaluated")[0]["corpora"]) == ["web", "code"]
+
+
+def test_a_host_that_documentation_names_is_replaced_too() -> None:
+    """And one that is called as another one's pseudonym does not take the blame."""
+    names = PublicNames()
+    collect({"hosts": ["host-2", "host-1", "node-1", "step"]}, names)
+    redact = Redactor(names)
+    assert redact.text("rank 1 on host-1, host-2 and node-1 was killed") == (
+        "rank 1 on host-2, host-1 and host-3 was killed"
+    )
+    assert redact.text("rank 1 on step was killed at step 5") == "rank 1 on host-4 was killed at step 5"
+
+
+def test_a_name_that_is_a_number_changes_no_number() -> None:
+    names = PublicNames()
+    collect([{"corpus": "2023"}, {"corpus": "2023-06"}], names)
+    told = Redactor(names).text("step 2023 of 4000: corpus 2023 has 2023 documents, corpus '2023-06' none")
+    assert told == "step 2023 of 4000: corpus corpus-1 has 2023 documents, corpus 'corpus-2' none"
+
+
+def test_unknown_keys_stay_apart() -> None:
+    given = {"acme": 1, "hunter2": 2, "step": 3, "zebra9": {"acme": 4}}
+    assert Redactor(PublicNames()).tree(given) == {
+        "[withheld]": 1, "[withheld] 2": 2, "step": 3, "[withheld] 3": {"[withheld]": 4},
+    }  # fmt: skip
+
+
+def keys_of_texts(model: type[BaseModel], before: str = "") -> set[str]:
+    """Keys of the recipe that may hold any text."""
+    found = set()
+    for name, field in model.model_fields.items():
+        inner = [one for one in (field.annotation, *get_args(field.annotation)) if isinstance(one, type)]
+        if below := [one for one in inner if issubclass(one, BaseModel)]:
+            found |= {key for one in below for key in keys_of_texts(one, f"{before}{name}.")}
+        elif any(issubclass(one, str | Path) for one in inner):
+            found.add(f"{before}{name}")
+    return found
+
+
+def test_every_key_that_holds_any_text_is_private_or_looked_at_here() -> None:
+    """A new one must be added to NOT_OF_RECIPE, or to the list of this test."""
+    assert keys_of_texts(RunConfig) - NOT_OF_RECIPE == PUBLIC_TEXTS
+
+
+def test_a_change_of_a_private_key_is_told_without_its_values(tmp_path: Path) -> None:
+    """Numbers and words of megastable, which any other text may have."""
+    run = begin(tmp_path / "run")
+    private = [f"{key}: 9137 -> run the 9200" for key in sorted(NOT_OF_RECIPE)]
+    changes = [
+        "train.steps: 100 -> 220",
+        "data.corpora: [{'path': 'data/stdlib'}] -> []",
+        "supervise: None -> {8}",
+    ]
+    note(run, BEGIN + 30, "config_changed", changes=[*private, *changes])
+    publish(run.root, tmp_path / "public", NONE)
+    (event,) = events(tmp_path / "public", "config_changed")
+    keys = [*sorted(NOT_OF_RECIPE), "data.corpora", "supervise"]
+    assert sorted(event["changes"]) == sorted(
+        ["train.steps: 100 -> 220", *(f"{key}: [withheld]" for key in keys)]
+    )
+    everywhere = "".join(
+        (tmp_path / "public" / name).read_text() for name in ("run.html", "index.html", "README.md")
+    )
+    assert "9200" not in everywhere and "220" in everywhere
+
+
+def test_a_clock_that_was_set_back_undoes_no_step(tmp_path: Path) -> None:
+    run, time = begin(tmp_path / "run"), BEGIN + 22
+    recorder = Recorder(run.steps, 20)
+    for step in range(1, 101):
+        recorder.add(record(step, time, curve(step)))
+        time += 1 if step != 50 else -9.5
+    recorder.flush()
+    progress(run, 100, time, curve(100))
+    publish(run.root, tmp_path / "public", NONE)
+    for root in (run.root, tmp_path / "public" / "data"):
+        with whole(root).records.table() as table:
+            assert table.steps["step"].tolist() == list(range(1, 101)) and not table.steps["undone"].any()
+
+
+def test_an_evaluation_of_a_step_that_was_undone_is_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first incident undoes the steps 58 and 59."""
+    run, drawn = made_run(tmp_path / "run", incidents=[60]), list[Any]()
+    lines = run.journal.read_text().splitlines()
+    refused = next(n for n, line in enumerate(lines) if '"discarded"' in line)
+    moment = json.loads(lines[refused])["time"] - 0.5
+    undone = {"time": moment, "event": "evaluated", "step": 59, "loss": 77.0, "samples": 16}
+    run.journal.write_text("\n".join([*lines[:refused], json.dumps(undone), *lines[refused:]]) + "\n")
+
+    def seen(steps: Any, incidents: Any, evaluations: Any, path: Path) -> None:
+        drawn.extend(evaluations)
+
+    monkeypatch.setattr("megastable.report.publish.loss_picture", seen)
+    publish(run.root, tmp_path / "public", NONE)
+    assert [step for step, _ in drawn] == [50, 100, 150]
+
+
+def test_the_validation_of_a_day_is_of_a_step_that_counts() -> None:
+    steps = {"step": np.array([1, 2, 3, 2, 3]), "time": np.array([1.0, 2.0, 3.0, 5.0, 6.0])}
+    given = [(1, 4.0, 1.5), (2, 9.0, 2.5), (3, 9.5, 4.0), (3, 3.5, 7.0)]
+    assert standing(given, steps) == [given[0], given[3]]
+    assert standing(given, {name: column[:0] for name, column in steps.items()}) == given
+
+
+@pytest.mark.parametrize(
+    "name", ["gpu_~7~x", "<häuser-9>", "acme&sons", "ann@acme-box", "back\\slash9", "zwei\u202e9ab"]
+)
+def test_the_last_search_finds_a_name_in_every_form(name: str, tmp_path: Path) -> None:
+    texts = {
+        "README.md": safe.markdown(f"on {name} now"), "index.html": f"<p>on {html.escape(visible(name))}</p>",
+        "journal.jsonl": as_json({"text": f"on {name}"}), "plain.txt": f"on {name}",
+    }  # fmt: skip
+    for file, text in texts.items():
+        (tmp_path / file).write_text(text)
+    assert leaks(tmp_path, [name]) == sorted(texts)
