@@ -24,6 +24,7 @@ import xxhash
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError, user_errors
+from megastable.base.spared_output import spare_output
 from megastable.base.text import size, visible
 from megastable.cluster.child_process import ChildProcess
 from megastable.config import recipe
@@ -96,8 +97,8 @@ class Evaluator:
                 tell_trackers(self.config, self.run, self.log.say)
 
     def _only_one(self) -> IO[str]:
-        """The lock of the run's evaluation, once other processes have left it: one of a supervisor that was killed needs
-        a moment for that. Raises OSError, Leaving."""
+        """The lock of the run's evaluation, once other processes have left it: that of a supervisor that was killed
+        needs a moment. Raises OSError, Leaving."""
         lock, waiting = self.run.root / ".evaluation.lock", False
         while (held := durable.hold(lock)) is None:
             if not waiting:
@@ -216,6 +217,7 @@ def _named(one: SavedCheckpoint) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = beside_arguments("megastable.downstream.evaluator", __doc__, arguments)
+    spare_output()
     with user_errors():
         config = recipe.load(args.recipe, args.overrides)
         if config.eval.command is None:

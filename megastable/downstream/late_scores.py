@@ -17,7 +17,9 @@ def tell_trackers(config: RunConfig, run: RunDirectory, say: Callable[[str], Non
     """
     summary = read_object(run.summary)
     steps, tokens = whole(summary.get("steps")), whole(summary.get("tokens"))
-    if steps is None or tokens is None:  # after fewer steps than they know, they would take the others for undone
+    if (
+        steps is None or tokens is None
+    ):  # after fewer steps than they know, they would take the others for undone
         return
     tracking = Tracking(config.logging, run, run_point(config, run, steps, tokens, None), say)
     # They wait for those of the training as long as for one call, and end as long after it at the latest.

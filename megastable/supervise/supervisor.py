@@ -342,10 +342,10 @@ class Supervisor:
         self.evaluation.poll()
 
     def _finish_evaluation(self, end: RunExit) -> RunExit:
-        """Wait for the evaluation of the last checkpoint; a signal ends the wait, and the next start goes on with it."""
+        """Wait for the evaluation of the last checkpoint. A signal ends the wait; the next start goes on with it."""
         self.prescan.close()
         if self.evaluation.unfinished:
-            self.say("the training is complete; waiting for the evaluation of the last checkpoint (eval.command)")
+            self.say("the training is complete; waiting for the evaluation of its last checkpoint")
             self.evaluation.finish(self._look, lambda: self.signals > 0)
         if not self.evaluation.unfinished:
             return end

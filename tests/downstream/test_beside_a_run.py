@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import sys
@@ -29,16 +28,22 @@ from tests.supervise.test_supervisor import Supervised
 __all__ = ["text_corpus", "tokenizer"]  # fixtures
 # Reads the weights, says that it is there, and waits for leave to end.
 PROGRAM = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, socket, sys, time
 from safetensors.numpy import load_file
 model, results, step, notes = sys.argv[1:]
 (weights,) = pathlib.Path(model).glob("*.safetensors")
 found = {"tensors": len(load_file(weights)), "step": int(step)}
-(pathlib.Path(notes) / f"at-{step}-{os.getpid()}").touch()
+(pathlib.Path(notes) / f"at-{step}-{os.getpid()}-{socket.gethostname()}").touch()
 while not (pathlib.Path(notes) / f"go-{step}").exists():
     time.sleep(0.05)
 json.dump({"weights": found}, open(results, "w"))
 """
+
+
+def evaluated_by(notes: Path) -> dict[str, Any]:
+    """Settings of `PROGRAM`, which writes and waits for notes in that folder."""
+    words = [sys.executable, "-c", PROGRAM, "{model}", "{results}", "{step}", str(notes)]
+    return {"command": shlex.join(words), "interval": 2, "dtype": "fp32"}
 
 
 class Watched(Supervised):
@@ -49,8 +54,7 @@ class Watched(Supervised):
         self.folder = folder
         tree = yaml.safe_load(self.recipe.read_text())
         tree["supervise"] |= supervise
-        words = [sys.executable, "-c", PROGRAM, "{model}", "{results}", "{step}", str(folder)]
-        tree["eval"] |= {"command": shlex.join(words), "interval": 2, "dtype": "fp32"}
+        tree["eval"] |= evaluated_by(folder)
         tree["logging"]["trackers"] = ["jsonl", "tensorboard"]
         self.recipe.write_text(yaml.safe_dump(tree))
 
@@ -62,7 +66,7 @@ class Watched(Supervised):
 
         def waits() -> tuple[int, int] | None:
             for path in self.folder.glob("at-*"):
-                step, pid = map(int, path.name.split("-")[1:])
+                step, pid = map(int, path.name.split("-")[1:3])
                 if alive(pid) and not (self.folder / f"go-{step}").exists():
                     return step, pid
             return None
@@ -77,13 +81,19 @@ class Watched(Supervised):
     def evaluated(self) -> list[int]:
         """The steps of the checkpoints with scores, one by one."""
         events = self.events("tasks_evaluated")
-        assert all(event["scores"] == {"weights/step": event["of_step"], "weights/tensors": 25.0} for event in events)
+        assert all(
+            event["scores"] == {"weights/step": event["of_step"], "weights/tensors": 25.0} for event in events
+        )
         return [event["of_step"] for event in events]
 
     def tracked(self) -> list[int]:
         """Steps whose scores a tracker was told."""
         rows = map(json.loads, (self.run.root / "trackers/records.jsonl").read_text().splitlines())
-        return [row["step"] for row in rows if row["record"] == "tasks" and row["tasks/weights/step"] == row["step"]]
+        return [
+            row["step"]
+            for row in rows
+            if row["record"] == "tasks" and row["tasks/weights/step"] == row["step"]
+        ]
 
     def gone(self, program: int) -> None:
         """Wait until the program and the process that started it have ended."""
@@ -130,7 +140,9 @@ def scraped(port: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(9 * PATIENCE)  # for each wait of the test
-def test_scores_of_a_run_arrive_everywhere_and_a_killed_supervisor_loses_none(text_corpus: Path, tmp_path: Path) -> None:
+def test_scores_of_a_run_arrive_everywhere_and_a_killed_supervisor_loses_none(
+    text_corpus: Path, tmp_path: Path
+) -> None:
     steps, port = 60, free_port()
     config = settings(text_corpus, tmp_path / "run", steps, batch=32)
     s = Watched(config, tmp_path, metrics_port=port, hang_floor=PATIENCE)
@@ -159,6 +171,8 @@ def test_scores_of_a_run_arrive_everywhere_and_a_killed_supervisor_loses_none(te
         s.gone(program)
         s.start()
         assert s.program()[0] == steps
+        status = read_status(s.run.root)
+        assert status.state is State.FINISHED and "the evaluation of the last checkpoint" in status.reason
         s.let(steps)
         assert s.finish() == errors.OK, s.output.read_text()
         assert s.evaluated() == s.tracked() == [first, steps]
