@@ -84,8 +84,11 @@ class Evaluator:
                 )
                 for older in passed:
                     reason = f"{due.name} is there already" if due else ""
-                    self._tell(TasksSkipped(**_named(older), reason=reason))
+                    self._tell(TasksSkipped(**_named(older), reason=reason), say=False)
                     settled.add((older.step, older.manifest))
+                if due is not None and passed:
+                    named = " to ".join(dict.fromkeys((passed[0].name, passed[-1].name)))
+                    self.log.say(f"not evaluated: {named}, as {due.name} is there already")
                 if due is not None:
                     self._evaluate(due)
                     settled.add((due.step, due.manifest))
@@ -107,9 +110,9 @@ class Evaluator:
             self._wait(LOOK)
         return held
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: Event, say: bool = True) -> None:
         """Journal an event, waiting for a full disk: unknown to the next process, it would be done again."""
-        self.log.emit(event, say=True)
+        self.log.emit(event, say=say)
         self.told = True
         if self.log.waiting:
             self.log.say(f"WARNING: {self.run.journal} cannot be written: make room; waiting for it")

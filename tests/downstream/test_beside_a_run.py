@@ -74,6 +74,16 @@ class Watched(Supervised):
         found: tuple[int, int] = self.until(waits)
         return found
 
+    def first(self) -> tuple[int, int]:
+        """The first of these. The training is stopped until it waits: it could be at its end before anything is
+        exported."""
+        self.until(lambda: self.events("checkpoint"))
+        (rank,) = self.ranks().values()
+        rank.suspend()
+        found = self.program()
+        rank.resume()
+        return found
+
     def let(self, step: int) -> None:
         """Let the program end that evaluates this step."""
         (self.folder / f"go-{step}").touch()
@@ -148,12 +158,8 @@ def test_scores_of_a_run_arrive_everywhere_and_a_killed_supervisor_loses_none(
     s = Watched(config, tmp_path, metrics_port=port, hang_floor=PATIENCE)
     try:
         s.start()
-        s.at(2, attempt=1)
-        (rank,) = s.ranks().values()
-        rank.suspend()  # it may be at its end before anything is exported
-        first, _ = s.program()
+        first, _ = s.first()
         assert first < steps
-        rank.resume()
         s.until(lambda: s.events("finished"))  # a program that does not end holds nothing up
         s.let(first)
         assert s.program()[0] == steps
