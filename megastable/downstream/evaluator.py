@@ -13,25 +13,28 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError, user_errors
+from megastable.base.spared_output import spare_output
 from megastable.base.text import size, visible
 from megastable.cluster.child_process import ChildProcess
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.downstream.due_checkpoints import SavedCheckpoint, next_due
+from megastable.downstream.late_scores import tell_trackers
 from megastable.downstream.task_scores import read_scores
 from megastable.run.beside_arguments import beside_arguments
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.events.event import whole
+from megastable.run.events.event import Event, whole
 from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
 from megastable.run.log import RunLog
 
@@ -50,7 +53,7 @@ class Evaluator:
     def __init__(self, config: RunConfig, run: RunDirectory, parent: int) -> None:
         self.config, self.run, self.settings, self._parent = config, run, config.eval, parent
         self.log = RunLog(run, partial(print, flush=True))
-        self.leaving = False
+        self.leaving = self.told = False  # told: whether it has journaled anything
         self.folder = run.root.absolute() / "evaluation"
         if self.settings.scratch is not None:  # runs of one name may share it
             whose = xxhash.xxh3_64_hexdigest(os.fsencode(run.root.resolve()))
@@ -66,11 +69,9 @@ class Evaluator:
             )
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            held = durable.hold(self.run.root / ".evaluation.lock")
+            held = self._only_one()
         except OSError as error:
             raise ConfigError(f"{error.filename or self.folder}: {error.strerror or error}") from None
-        if held is None:
-            raise ConfigError(f"{self.run.root}: another process evaluates this run already")
         with held:
             settled = {
                 (whole(event.get("of_step")) or 0, str(event.get("manifest")))
@@ -83,31 +84,55 @@ class Evaluator:
                 )
                 for older in passed:
                     reason = f"{due.name} is there already" if due else ""
-                    self.log.emit(TasksSkipped(**_named(older), reason=reason), say=True)
+                    self._tell(TasksSkipped(**_named(older), reason=reason), say=False)
                     settled.add((older.step, older.manifest))
+                if due is not None and passed:
+                    named = " to ".join(dict.fromkeys((passed[0].name, passed[-1].name)))
+                    self.log.say(f"not evaluated: {named}, as {due.name} is there already")
                 if due is not None:
                     self._evaluate(due)
                     settled.add((due.step, due.manifest))
                 elif complete:
-                    return
+                    break
                 else:
                     self._wait(PAUSE)
+            if self.told:  # after the training has closed its trackers
+                tell_trackers(self.config, self.run, self.log.say)
+
+    def _only_one(self) -> IO[str]:
+        """The lock of the run's evaluation, once other processes have left it: that of a supervisor that was killed
+        needs a moment. Raises OSError, Leaving."""
+        lock, waiting = self.run.root / ".evaluation.lock", False
+        while (held := durable.hold(lock)) is None:
+            if not waiting:
+                self.log.say(f"another process evaluates {self.run.root}: waiting for its end")
+            waiting = True
+            self._wait(LOOK)
+        return held
+
+    def _tell(self, event: Event, say: bool = True) -> None:
+        """Journal an event, waiting for a full disk: unknown to the next process, it would be done again."""
+        self.log.emit(event, say=say)
+        self.told = True
+        if self.log.waiting:
+            self.log.say(f"WARNING: {self.run.journal} cannot be written: make room; waiting for it")
+        while self.log.waiting:
+            self._wait(PAUSE)
+            with suppress(DataError):
+                self.log.flush()
 
     def _evaluate(self, due: SavedCheckpoint) -> None:
         begin = time.monotonic()
         self.log.say(f"evaluating {due.name}")
+        event: Callable[..., Event]
         try:
             scores, tokens = self._scores(due)
+            event = partial(TasksEvaluated, tokens=tokens, scores=scores)
         except (DataError, OSError) as error:
-            seconds, reason = round(time.monotonic() - begin, 1), visible(error, REASON)
-            self.log.emit(TasksFailed(**_named(due), reason=reason, seconds=seconds), say=True)
-        else:
-            seconds = round(time.monotonic() - begin, 1)
-            self.log.emit(
-                TasksEvaluated(**_named(due), tokens=tokens, scores=scores, seconds=seconds), say=True
-            )
-        finally:
+            event = partial(TasksFailed, reason=visible(error, REASON))
+        finally:  # first: the journal may wait for room
             shutil.rmtree(self.folder, ignore_errors=True)
+        self._tell(event(**_named(due), seconds=round(time.monotonic() - begin, 1)))
 
     def _scores(self, due: SavedCheckpoint) -> tuple[dict[str, float], int]:
         """The scores of a checkpoint, and the tokens it was trained on."""
@@ -195,6 +220,7 @@ def _named(one: SavedCheckpoint) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = beside_arguments("megastable.downstream.evaluator", __doc__, arguments)
+    spare_output()
     with user_errors():
         config = recipe.load(args.recipe, args.overrides)
         if config.eval.command is None:

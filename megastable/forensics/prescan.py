@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import user_errors
+from megastable.base.spared_output import spare_output
 from megastable.base.text import plural, ranges, visible
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
@@ -168,6 +169,7 @@ class Scout:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = beside_arguments("megastable.forensics.prescan", __doc__, arguments)
+    spare_output()
     with user_errors():
         scout = Scout(recipe.load(args.recipe, args.overrides), RunDirectory(args.run))
         try:

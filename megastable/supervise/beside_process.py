@@ -17,6 +17,8 @@ from megastable.supervise.log_tail import LogTail
 
 AGAIN = 60.0  # seconds before a failed one is restarted
 TRIES = 5
+LONG = 3600.0  # seconds after which a failure counts as the first one
+PAUSE = 0.2  # seconds between two looks at it while somebody waits
 PARTING = 5.0  # seconds in which it ends what it has started
 LOOK = 0.05  # seconds between two looks whether it has
 
@@ -30,17 +32,18 @@ class BesideProcess:
         otherwise: str, say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.run, self.say = run, say
+        self._finishing = False  # whether somebody waits for it
         self._module, self._log, self._what, self._otherwise = module, log, what, otherwise
         self._output = LogTail(self._log)
         self._arguments = ["--parent", str(os.getpid()), str(run.root), *arguments]
         self._child: ChildProcess | None = None
         self._tries = TRIES if wanted else 0
-        self._due = 0.0
+        self._due = self._began = 0.0
 
     @property
-    def running(self) -> bool:
-        """As of the last `poll`."""
-        return self._child is not None
+    def unfinished(self) -> bool:
+        """Whether it is at work, or about to be started again, as of the last `poll`."""
+        return self._tries > 0
 
     def poll(self) -> None:
         """Start it, show its output, restart it after a failure. One that ends without is done."""
@@ -52,15 +55,24 @@ class BesideProcess:
             self._child = None
             if result.code == 0:
                 self._tries = 0
-                return
-            self._tries -= 1
-            self._due = time.monotonic() + AGAIN
-            more = "again in a minute" if self._tries else f"not again: {self._otherwise}"
-            self.say(f"WARNING: {self._what} ended with {result.code}: see {self._log}; {more}")
+            else:
+                self._failed(f"ended with {result.code}: see {self._log}")
         if self._tries and time.monotonic() >= self._due:
-            self._output = LogTail.at_end(self._log)
-            with suppress(OSError):
+            self._output, self._began = LogTail.at_end(self._log), time.monotonic()
+            try:
                 self._child = background(self.run, self._log, self._module, *self._arguments)
+            except OSError as error:
+                self._failed(f"cannot be started: {error}")
+
+    def finish(self, meanwhile: Callable[[], None], hurry: Callable[[], bool]) -> None:
+        """Wait until it is done or given up; `hurry` ends the wait. After a failure it is restarted at once."""
+        self._finishing, self._due = True, 0.0
+        while not hurry():
+            self.poll()
+            meanwhile()
+            if not self.unfinished:
+                return
+            time.sleep(PAUSE)
 
     def close(self) -> None:
         """End it, and what it has started."""
@@ -75,6 +87,16 @@ class BesideProcess:
             self._show()
             self._child = None
         self._tries = 0
+
+    def _failed(self, how: str) -> None:
+        now = time.monotonic()
+        # Failures of a run of weeks, days apart, must not add up.
+        self._tries = (TRIES if now - self._began > LONG else self._tries) - 1
+        self._due = now + (0.0 if self._finishing else AGAIN)
+        more = f"not again: {self._otherwise}"
+        if self._tries:
+            more = "again" if self._finishing else "again in a minute"
+        self.say(f"WARNING: {self._what} {how}; {more}")
 
     def _show(self) -> None:
         if text := self._output.new():

@@ -230,6 +230,9 @@ class RunWatch:
             stands = Standing(
                 State.FINISHED, errors.OK, "its journal is gone: summary.json says that it is complete"
             )
+        if stands.state is State.STARTING and s.word == "supervisor" and self._complete():
+            why = "the supervisor waits for the evaluation of the last checkpoint (eval.command)"
+            stands = Standing(State.FINISHED, errors.OK, why)
         goes_on = stands.state in (State.RUNNING, State.HUNG) and steps is not None and rate is not None
         recent, applied = self._steps.losses(step), progress.get("applied")
         return Status(

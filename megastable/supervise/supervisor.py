@@ -103,9 +103,8 @@ class Supervisor:
         self.ranks = RankFiles(run, listener.say)
         beside = (config, run, recipe, self.overrides, listener.say)
         self.prescan, self.evaluation = beside_process.look_ahead(*beside), beside_process.evaluation(*beside)
-        self.has_data = (
-            False  # whether this host could read the corpora at the start: later trouble is damage
-        )
+        # Whether this host could read the corpora at the start: later trouble is damage.
+        self.has_data = False
 
     # Attempts
 
@@ -117,7 +116,8 @@ class Supervisor:
         with only_supervisor(self.run, self.here):
             self.journal.catch_up()
             state = self.journal.state
-            if self._complete() and state.predecessor is None and not state.under_way and not state.open:
+            evaluated = self.config.eval.command is None or state.evaluated >= self.config.train.steps
+            if self._complete() and state.predecessor is None and evaluated:
                 self.say(
                     f"nothing to do: {self.run.summary} is there, all {self.config.train.steps} steps are done (to "
                     "train on: a larger train.steps; anew: another run.dir)"
@@ -140,7 +140,7 @@ class Supervisor:
         try:
             end = self._until_the_end(predecessor)
             if end.code == errors.OK:
-                self._finish_evaluation()
+                end = self._finish_evaluation(end)
             if end.code not in (errors.OK, errors.STOPPED):
                 self.say(f"ended with code {end.code}: {end.reason}")
         except MegastableError as error:
@@ -169,6 +169,8 @@ class Supervisor:
             # Its end was journaled, but not acted on.
             remedy = after_failure(state.failures, len(self.fleet.names), self.config.stability.policy)
             follows = self._mend(state.unmended, remedy, state.skipped)
+        elif attempt is None and self._complete():
+            follows = RunExit(errors.OK, "complete")  # but for the evaluation of its last checkpoint
         while not isinstance(follows, RunExit):
             if follows is not None:
                 self._pause(follows)
@@ -339,16 +341,17 @@ class Supervisor:
         self.prescan.poll()
         self.evaluation.poll()
 
-    def _finish_evaluation(self) -> None:
-        """Wait for the evaluation of the last checkpoint; a signal ends the wait."""
-        self._look()
-        if self.evaluation.running and not self.signals:
-            self.say(
-                "the training is complete; waiting for the evaluation of the last checkpoint (eval.command)"
-            )
-        while self.evaluation.running and not self.signals:
-            time.sleep(LOOK)
-            self._look()
+    def _finish_evaluation(self, end: RunExit) -> RunExit:
+        """Wait for the evaluation of the last checkpoint. A signal ends the wait; the next start goes on with it."""
+        self.prescan.close()
+        if self.evaluation.unfinished:
+            self.say("the training is complete; waiting for the evaluation of its last checkpoint")
+            self.evaluation.finish(self._look, lambda: self.signals > 0)
+        if not self.evaluation.unfinished:
+            return end
+        reason = "complete, but for the evaluation of its last checkpoint: the same command goes on with it"
+        self.say(f"stopped: {reason}")
+        return RunExit(errors.STOPPED, reason)
 
     def _somebody_died(self, attempt: Attempt) -> bool:
         """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""
@@ -486,8 +489,9 @@ class Supervisor:
         return ranges_of(found.positions)
 
     def _complete(self) -> bool:
-        done = whole(read_object(self.run.summary).get("steps"))
-        return done is not None and done >= self.config.train.steps
+        """Whether the training is over, and nothing of it is left to mend."""
+        state, done = self.journal.state, whole(read_object(self.run.summary).get("steps")) or 0
+        return done >= self.config.train.steps and not state.under_way and not state.open
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         # A scheduler that ends a job may send the same signal to every process and to their parent.

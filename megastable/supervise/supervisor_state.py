@@ -24,6 +24,9 @@ from megastable.run.events.training_events import (
     CheckpointSaved,
     Finished,
     Stopped,
+    TasksEvaluated,
+    TasksFailed,
+    TasksSkipped,
     Training,
     Unstable,
 )  # fmt: skip
@@ -44,8 +47,8 @@ class SupervisorState:
     began: the step that the current processes resumed from; rejected: of the newest checkpoint that they passed over.
     failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end not
     acted on yet; skipped: the positions skipped because of it. predecessor: (process, host) of a supervisor that ended
-    without a word. number: of the newest incident. open: our incidents that are not resolved. since: the training's
-    events about its end, in this attempt.
+    without a word. evaluated: the newest step whose checkpoint eval.command is done with. number: of the newest
+    incident. open: our incidents that are not resolved. since: the training's events about its end, in this attempt.
     """
 
     def __init__(self) -> None:
@@ -65,6 +68,7 @@ class SupervisorState:
         self.unmended: End | None = None
         self.skipped: list[tuple[int, int]] = []
         self.predecessor: tuple[int, str] | None = None
+        self.evaluated = 0
         self.number = 0
         self.open: dict[int, Incident] = {}
         self.since: list[Event] = []
@@ -109,6 +113,8 @@ class SupervisorState:
                 self.clock = max(self.clock, int(event["step"]))
             case CheckpointRejected():
                 self.rejected = max(self.rejected, int(str(event["name"]).removeprefix("step-")))
+            case TasksEvaluated() | TasksFailed() | TasksSkipped():
+                self.evaluated = max(self.evaluated, int(event["of_step"]))
             case Finished() | Stopped() | Handover() | HostFaulty() | Unstable():
                 self.since.append(event)
             case Ended():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megastable.cluster.child_process import ChildProcess
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.supervise import beside_process
@@ -59,6 +60,51 @@ def test_one_that_fails_is_started_again_and_then_given_up(
         "again in a minute", "not again: what comes is trained on unseen",
     ]  # fmt: skip
     assert any("no such recipe" in line for line in said)
+
+
+def test_one_that_fails_while_it_is_waited_for_is_started_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside_process, "TRIES", 2)
+    said: list[str] = []
+    config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
+    process, looks = (
+        look_ahead(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], said.append),
+        list[int](),
+    )
+    process.finish(lambda: looks.append(1), lambda: False)
+    assert not process.unfinished and looks
+    told = [line.rpartition("; ")[2] for line in said if "ended with 2" in line]
+    assert told == [*["again"] * (beside_process.TRIES - 1), "not again: what comes is trained on unseen"]
+
+
+def test_failures_that_are_far_apart_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_process, "LONG", -1.0)
+    config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
+    process = look_ahead(config, RunDirectory(tmp_path), "no-such-recipe.yaml", [], lambda text: None)
+    polls = 0
+
+    def enough() -> bool:
+        nonlocal polls
+        polls += 1
+        return polls > 2 * beside_process.TRIES
+
+    monkeypatch.setattr(beside_process, "background", _refuse)
+    process.finish(lambda: None, enough)
+    assert process.unfinished
+
+
+def _refuse(*arguments: object) -> ChildProcess:
+    raise OSError("no more processes")
+
+
+def test_one_that_cannot_be_started_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_process, "background", _refuse)
+    said: list[str] = []
+    config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
+    process = look_ahead(config, RunDirectory(tmp_path), "x", [], said.append)
+    process.finish(lambda: None, lambda: False)
+    assert len(said) == beside_process.TRIES and "cannot be started: no more processes" in said[0]
 
 
 def test_one_whose_supervisor_died_while_it_started_ends(clean: Path, tmp_path: Path) -> None:

@@ -50,6 +50,15 @@ def test_a_supervisor_that_did_not_say_goodbye_is_a_predecessor() -> None:
     assert told(STARTED).predecessor == (3, "a") and told(STARTED, OVER).predecessor is None
 
 
+def test_evaluated_is_the_newest_step_that_is_done_with() -> None:
+    events = [
+        {"event": f"tasks_{what}", "of_step": n}
+        for what, n in (("skipped", 4), ("evaluated", 8), ("failed", 6))
+    ]
+    assert told().evaluated == 0 and told(*events).evaluated == 8
+    assert told({"event": "tasks_evaluated", "of_step": "x"}).evaluated == 0
+
+
 def test_failures_are_counted_until_a_person_starts_it_again() -> None:
     took_over = STARTED | {"what": "took over"}
     memory = told(STARTED, LAUNCHED, ended("SIGKILL", 7), took_over, LAUNCHED | {"attempt": 2}, ended("", 9))

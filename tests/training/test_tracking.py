@@ -32,6 +32,7 @@ from megastable.training.trackers.told_steps import ToldSteps
 from megastable.training.trackers.tracker_memory import TrackerMemory
 from megastable.training.trackers.tracker_notes import TrackerNotes
 from megastable.training.tracking import Tracking, run_point
+from tests.journal import note
 from tests.training.tracked_run import configured, process, record, steps, until
 
 
@@ -243,6 +244,29 @@ def test_a_change_of_a_key_that_may_hold_a_secret_is_no_note(tmp_path: Path) -> 
     assert [note.text for note in notes.new()] == [
         "recipe changed: train.steps: 10 -> 20; eval.interval: 1 -> 2"
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [
+        (["finished"], [], "finished"),  # opened once more, for scores that came later
+        (["finished"], ["training"], "failed"),  # continued, and so far without an end
+        (["stopped"], [], "failed"),
+        ([], ["training", "stopped"], "stopped"),
+        (["stopped"], ["training", "finished"], "finished"),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, before: list[str], after: list[str], status: str) -> None:
+    run = RunDirectory(tmp_path)
+    for name in before:
+        note(run, name, steps=1)
+    told = TrackerNotes(run.journal)
+    list(told.new())
+    later = TrackerNotes(run.journal, told.read)
+    for name in after:
+        note(run, name, steps=1)
+    list(later.new())
+    assert later.status == status
 
 
 def test_a_copied_run_is_another_one_and_a_moved_one_is_not(tmp_path: Path) -> None:

@@ -262,7 +262,9 @@ def give_memory_back() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(MMAP_THRESHOLD, 1 << 20)
         library.mallopt(ARENA_MAX, 1)  # else every thread keeps memory of its own
-        library.prctl(THP_DISABLE, 1, 0, 0, 0)  # else the room of every column takes 2 MB more than is written
+        library.prctl(
+            THP_DISABLE, 1, 0, 0, 0
+        )  # else the room of every column takes 2 MB more than is written
 
 
 def serve(runs: Sequence[Path], host: str, port: int | None, token: bool, say: Callable[[str], None]) -> None:

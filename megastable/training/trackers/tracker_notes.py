@@ -9,7 +9,13 @@ from megastable.run.events import data_events, stability_events, supervisor_even
 from megastable.run.events.event import Event, tree
 from megastable.run.events.follow import Follower
 from megastable.run.events.stability_events import IncidentEvent
-from megastable.run.events.training_events import ConfigChanged, Finished, Stopped, TasksEvaluated
+from megastable.run.events.training_events import (
+    ConfigChanged,
+    Finished,
+    Stopped,
+    TasksEvaluated,
+    Training,
+)
 from megastable.training.trackers.curves import TASKS
 from megastable.training.trackers.hyperparameters import is_untold
 from megastable.training.trackers.points import NotePoint, TasksPoint
@@ -29,7 +35,7 @@ LONGEST = 200  # lines of an incident's story
 
 
 class TrackerNotes:
-    """told: how many events earlier processes have told. incidents: how many there were; status: how the process
+    """told: how many events earlier processes have told. incidents: how many there were; status: how the training
     ended, as far as the journal says."""
 
     def __init__(self, journal: Path, told: int = 0) -> None:
@@ -48,11 +54,14 @@ class TrackerNotes:
                 self._starts, self._told, self.read, again = self._follower.starts, 0, 0, True
                 self._stories.clear()
             self.read += 1
-            note = self._note(event)
-            if again or self.read <= self._told:
-                continue
-            if isinstance(event, Finished | Stopped):
+            note, known = self._note(event), again or self.read <= self._told
+            if isinstance(event, Training):
+                self.status = "failed"  # until it says otherwise
+            # A run that is complete stays so, whoever opens its trackers; one that was stopped is about to go on.
+            if isinstance(event, Finished) or (isinstance(event, Stopped) and not known):
                 self.status = event.NAME
+            if known:
+                continue
             if note is not None:
                 yield note
 
