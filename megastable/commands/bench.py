@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from megastable.config.stability import StabilityConfig
 
-app = App("What things cost, measured on this machine. Needs a checkout.")
+app = App("Measure costs and error rates of megastable on this machine. Needs a checkout.")
 SHORT = (  # steps during a save
     "train.global_batch=1", "train.micro_batch=1", "model.sequence_length=64", "train.batch_warmup=null",
     "train.sequence_warmup=null",

@@ -62,16 +62,16 @@ def lr_sensitivity(
     recipe_path: Recipe,
     overrides: Overrides = None,
     widths: Annotated[
-        str | None, typer.Option(help="Of the model, commas between", show_default="64,128,256")
+        str | None, typer.Option(help="Widths of the model, separated by commas", show_default="64,128,256")
     ] = None,
     rates: Annotated[
-        str | None, typer.Option(help="Learning rates, commas between", show_default="3e-4 to 3e-1")
+        str | None, typer.Option(help="Learning rates, separated by commas", show_default="3e-4 to 3e-1")
     ] = None,
     interventions: Annotated[
         list[str] | None,
-        typer.Option(help="Names, commas between, or one NAME=KEY=VALUE; repeatable", show_default="every one"),
+        typer.Option(help="Names, separated by commas, or one NAME=KEY=VALUE; repeatable", show_default="every one"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="At every rate")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds at every rate")] = 1,
     edge_seeds: Annotated[
         int | None,
         typer.Option(min=0, help="More, where a curve leaves its basin", show_default="0; --quick 1, --full 2"),
@@ -139,10 +139,11 @@ def coordinate_check(
     recipe_path: Recipe,
     overrides: Overrides = None,
     widths: Annotated[
-        str | None, typer.Option(help="Of the model, commas between", show_default="128,256,512,1024")
+        str | None,
+        typer.Option(help="Widths of the model, separated by commas", show_default="128,256,512,1024"),
     ] = None,
     depths: Annotated[
-        str | None, typer.Option(help="Numbers of blocks instead, at the recipe's width, commas between")
+        str | None, typer.Option(help="Numbers of blocks instead, at the recipe's width, separated by commas")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Updates; measured before each and after the last")] = 4,
     seeds: Annotated[int, typer.Option(min=1, help="Of weights and data; their geometric mean counts")] = 2,
@@ -205,7 +206,10 @@ def compare(
     overrides: Overrides = None,
     candidates: Annotated[
         list[str] | None,
-        typer.Option("--of", help="Overrides of one, spaces between; repeatable; the first is compared with"),
+        typer.Option(
+            "--of",
+            help="Overrides of one candidate, separated by spaces; repeatable. The others are compared with the first",
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each")] = 3,
     jobs: Jobs = None,
