@@ -177,11 +177,7 @@ def end_in_words(side: Side, last: int, budget: str) -> str:
 
 def inferred_in_words(count: int) -> str:
     """An addition to how a region was found."""
-    return (
-        f"; {plural(count, 'sample')} inside not measured, judged by likeness to those that were"
-        if count
-        else ""
-    )
+    return f"; {plural(count, 'sample')} inside not measured, but like those that were" if count else ""
 
 
 def spread(first: int, end: int, count: int) -> list[int]:
