@@ -85,7 +85,7 @@ def lr_sensitivity(
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Final loss against learning rate, for several widths and interventions (arXiv:2309.14322). Trains for real."""
+    """Plot final loss against learning rate over widths and interventions (arXiv:2309.14322). Trains for real."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other")
     from megastable.base.progress_bar import bar
@@ -155,7 +155,7 @@ def coordinate_check(
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:
-    """Does the scale of activations stay when the model gets wider, or deeper? Trains a few steps at each width."""
+    """Check whether activations keep their scale in wider or deeper models. Trains a few steps at each width."""
     if widths and depths:
         raise ConfigError("--widths and --depths exclude each other: one of them varies at a time")
     from megastable.base.progress_bar import bar
@@ -217,7 +217,7 @@ def compare(
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:
-    """Do overrides make a difference? Several seeds of each, paired, with confidence intervals. Trains for real."""
+    """Check whether overrides make a difference: paired seeds, with confidence intervals. Trains for real."""
     chosen = tuple(" ".join(one.split()) for one in candidates or [])
     if len(chosen) < 2 or len(set(chosen)) < len(chosen):
         raise ConfigError('give two different candidates or more, e.g. --of "" --of model.qk_norm=false')
