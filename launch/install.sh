@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv and installs megastable into it with the versions of constraints.txt. Returns at once when that is done.
 #
-#   bash launch/install.sh [EXTRA ...]     extras of pyproject.toml: dev, hf, gguf, lm-eval, wandb, mlflow, gpu, gputest
+#   bash launch/install.sh [EXTRA ...]     extras of pyproject.toml: watch, wandb, mlflow, lm-eval, hf, gguf,
+#                                          gpu, gputest, dev
 #
 # PYTHON names the interpreter (3.11 or newer; default: the first such python3 on PATH). What pip says goes to
 # .venv/install.log. Several at once wait for each other; an interrupted one is found and begun afresh.
@@ -15,6 +16,9 @@ log=.venv/install.log
 
 say() { printf 'install: %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+[ "$(uname -s)" = Linux ] ||
+  die "megastable needs Linux, and this is $(uname -s): use a Linux machine, container or virtual machine (on Windows: WSL)"
 
 # A virtual environment does not survive a change of its path or of its Python's minor version.
 place() {

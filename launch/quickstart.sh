@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a clone to a trained GPT in minutes, without a GPU: installs, prepares the source of Python's standard library
-# as a corpus, plants noise in a copy of it, trains on that on two processes with the supervisor above them, and says
+# From a clone to a trained GPT in minutes, on Linux, without a GPU: installs, prepares the source of Python's standard
+# library as a corpus, plants noise in a copy of it, trains on that copy on two processes under the supervisor, and says
 # what became of the noise and where everything is.
 #
 #   bash launch/quickstart.sh [OVERRIDE ...]     e.g. train.steps=150 run.dir=runs/short (noise: step 120)

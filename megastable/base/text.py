@@ -56,11 +56,15 @@ def put_off(
 
 
 def duration(seconds: float) -> str:
-    """A time span as text: 0.4 s, 59 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is not a number."""
+    """A time span as text: 0.4 s, 59 s, 3 min 14 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is not a
+    number."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    if seconds < 599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"

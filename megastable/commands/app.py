@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -102,7 +103,20 @@ class App(typer.Typer):
         lines = [line.strip() for line in examples.strip().splitlines()]
         self.examples.append(lines[0])
         self.info.epilog = _epilog(self.examples)
-        return self.command(name, cls=cls, epilog=_epilog(lines, more), context_settings=SETTINGS, **about)
+
+        def add_to_app(function: F) -> F:
+            command = self.command(
+                name, cls=cls, help=_paragraphs(function.__doc__ or ""), epilog=_epilog(lines, more),
+                context_settings=SETTINGS, **about,
+            )  # fmt: skip
+            return command(function)
+
+        return add_to_app
+
+
+def _paragraphs(docstring: str) -> str:
+    """The paragraphs of a docstring, a line each: typer would keep the line breaks of all but the first."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n"))
 
 
 def _epilog(examples: list[str], more: str = "") -> str:

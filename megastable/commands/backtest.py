@@ -34,12 +34,14 @@ app = App()
 )
 def backtest(
     source: Annotated[Path, typer.Argument(metavar="RUN|TRACE.csv", help="A run directory, or a CSV file")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="stability.KEY=VALUE ...")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[stability.KEY=VALUE]", help="Other thresholds")
+    ] = None,
     as_json: Json = False,
     output: JsonFile = None,
     plot: Plot = None,
 ) -> None:
-    """Replay recorded losses through detector and policy: what would have been done, and when.
+    """Replay recorded losses through detector and policy, and show what they would have done, and when.
 
     JSON: every step as {step, verdict, action, reason, reset}.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from megastable.config.stability import StabilityConfig
 
-app = App("What things cost, measured on this machine. Needs a checkout.")
+app = App("Measure costs and error rates of megastable on this machine. Needs a checkout.")
 SHORT = (  # steps during a save
     "train.global_batch=1", "train.micro_batch=1", "model.sequence_length=64", "train.batch_warmup=null",
     "train.sequence_warmup=null",
@@ -65,7 +65,7 @@ def stability(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """What gate, detector, snapshots and statistics add to a step. On random tokens: no corpus is needed."""
+    """Measure what gate, detector, snapshots and statistics add to a step. On random tokens: no corpus is needed."""
     from megastable.config import recipe
 
     find_beside("benchmarks")
@@ -109,8 +109,8 @@ def noise(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """False alarms of detector and policy in healthy runs whose noise is not white, and how soon planted faults are
-    acted on. About 10 s a kind; no GPU."""
+    """Count false alarms of detector and policy in healthy runs whose noise is not white, and measure how soon planted
+    faults are acted on. About 10 s a kind; no GPU."""
     from rich.table import Table
 
     from megastable.base.progress_bar import bar
@@ -159,7 +159,7 @@ def samples(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """False alarms of the running test of single samples, and how soon it notices bad ones. About 1 min a mixture."""
+    """Count false alarms of the test of single samples, and measure how soon it notices bad ones. 1 min a mixture."""
     from rich.table import Table
 
     from megastable.base.progress_bar import bar
@@ -214,7 +214,7 @@ def attribution(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """How often attribution convicts innocent samples, and finds bad ones: real small runs. Some 5 min a run."""
+    """Measure how often attribution convicts innocent samples, and finds bad ones, in small runs. Some 5 min a run."""
     from rich.table import Table
 
     from megastable.base.progress_bar import bar
@@ -293,7 +293,7 @@ def train(
     ] = None,
     profiled: Annotated[str, typer.Option("--profile-peer", help="Whose steps")] = "megastable",
 ) -> None:
-    """How fast we train, beside others on the same model and tokens. On random tokens: no corpus is needed.
+    """Compare our training speed with that of others, on the same model and random tokens: no corpus is needed.
 
     A step is of at most 4 micro-batches, and compiled where the recipe leaves it open; both are said in the output.
     """
@@ -382,7 +382,7 @@ def scaling(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """What ranks say to one another in a step: counted in real steps of tiny models, held against formulas.
+    """Count the traffic between ranks in real steps of tiny models, and compare it with the formulas.
 
     Exits with 1 where they differ.
     """
@@ -428,7 +428,7 @@ def checkpoint(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """How long steps wait for a checkpoint, what is done behind them, and what it takes to go on from one.
+    """Measure how long steps wait for a checkpoint, what is done behind them, and what it takes to resume from one.
 
     Steps are of one short sample, the state is that of the recipe's model; no corpus is needed. Six checkpoints must
     fit on the disk; 125M takes 5.5 GB of memory.
@@ -465,7 +465,7 @@ def data(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """What it costs to inspect, scan and prune, and how much of planted corruption a scan finds; takes minutes."""
+    """Measure what it costs to inspect, scan and prune, and how much planted corruption a scan finds. Takes minutes."""
     import torch
 
     find_beside("benchmarks")

@@ -40,7 +40,7 @@ def tuned(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Steps that recipes need to reach a loss, each tuned over the same number of learning rates. Trains for real."""
+    """Count the steps to a loss, each recipe tuned over the same number of learning rates. Trains for real."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -91,7 +91,7 @@ def optimizers(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """What optimizers add to the time of a step, compared with the first candidate. On random tokens, on one rank."""
+    """Measure what optimizers add to the time of a step, compared with the first candidate. On one rank."""
     from rich.console import Console
     from rich.table import Table
 

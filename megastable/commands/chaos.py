@@ -39,33 +39,37 @@ LIMITS = ("supervise.wait_for_hosts=60", "supervise.shrink_after=null")
     "hosts cannot be made here.",
 )
 def chaos(
-    hosts: Annotated[int, typer.Option(min=2, max=6, help="How many train")] = 2,
-    spares: Annotated[int, typer.Option(min=0, max=2, help="How many more stand by")] = 0,
-    faults: Annotated[int | None, typer.Option(min=1, help="How many; 12, --quick 3")] = None,
+    hosts: Annotated[int, typer.Option(min=2, max=6, help="Hosts that train")] = 2,
+    spares: Annotated[int, typer.Option(min=0, max=2, help="Spare hosts")] = 0,
+    faults: Annotated[
+        int | None, typer.Option(min=1, help="Number of faults. Default: 12; with --quick 3")
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
-            min=50, help="Of a run; 400, --quick 200, --one-run 2000 or 100 a fault if that is more"
+            min=50,
+            help="Steps of a run. Default: 400; with --quick 200; with --one-run 2000, or 100 a fault if that is more",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of kinds, hosts and times")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of kinds, hosts and times")] = 1,
     seconds: Annotated[
-        float | None, typer.Option(min=0, max=300, help="Of all faults that last; else drawn")
+        float | None, typer.Option(min=0, max=300, help="Duration of the faults that last. Default: drawn")
     ] = None,
-    only: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of faults; all")] = "",
+    only: Annotated[str, typer.Option(metavar="KIND,...", help="Kinds of faults. Default: all")] = "",
     one_run: Annotated[
-        bool, typer.Option("--one-run", help="All strike one run, one after the other; needs a spare")
+        bool,
+        typer.Option("--one-run", help="Inject all faults into one run, one after the other; needs a spare"),
     ] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Three faults, short runs, impatient limits")
-    ] = False,
-    corpus: Annotated[Path | None, typer.Option(help="Prepared; else Python's standard library is")] = None,
-    keep: Annotated[Path | None, typer.Option(help="Where logs and journals are left")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Name the faults, and do nothing")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Three faults, short runs, short timeouts")] = False,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Prepared corpus. Default: Python's standard library")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep logs and journals here")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the faults and exit")] = False,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Let hosts, links, processes and storage fail under the supervisor, and compare. Needs a checkout.
+    """Make hosts, links, processes and storage fail under the supervisor. Needs a checkout.
 
     The table says what was found after how long, which host was blamed, and whether the run ended with the bytes of an
     undisturbed one. JSON: a row per fault.

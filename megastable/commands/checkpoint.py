@@ -10,10 +10,10 @@ import typer
 from megastable.base.errors import BAD_INPUT, FAILED, DataError
 from megastable.commands.app import App
 from megastable.commands.checkpoint_makers import Checkpoint, add_makers
-from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, put_json
+from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, Run, put_json
 
-app = App("Verify, list, show, pin, compare, reshape, branch and average checkpoints; no GPU is needed.")
-Reason = Annotated[str, typer.Option(help="Why, for whoever wonders later")]
+app = App("Verify, list, show, pin, compare, reshape, branch and average checkpoints. Needs no GPU.")
+Reason = Annotated[str, typer.Option(help="Why, for later readers")]
 One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkpoints/latest")]
 
 
@@ -24,7 +24,7 @@ One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkp
     """,
     more="Exit codes: 0 all good, 2 one is damaged, or there is none.",
 )
-def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs: all of theirs")],
+def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or runs for all of theirs")],
            as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
            rows: Rows = 100) -> None:  # fmt: skip
     """Check every file against the manifests: torn, cut off, flipped bits, swapped, missing, of another checkpoint."""
@@ -42,10 +42,9 @@ def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or run
     megastable checkpoint list runs/7b
     """,
 )
-def list_(run: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart")],
-          as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
+def list_(run: Run, as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
           rows: Rows = 100) -> None:  # fmt: skip
-    """The checkpoints of a run: step, size, layout, fresh, healthy or suspect, pinned, loss, age. Nothing is hashed."""
+    """List a run's checkpoints: step, size, layout, fresh, healthy or suspect, pinned, loss, age. Hashes nothing."""
     from megastable.convert import catalogue
     from megastable.report.sheet.output import Output
 
@@ -58,10 +57,10 @@ def list_(run: Annotated[Path, typer.Argument(help="Directory of a run, such as 
     """,
 )
 def show(checkpoint: Checkpoint,
-         tensor: Annotated[str | None, typer.Option(help="Only tensors named so, e.g. 'blocks.0.*'")] = None,
+         tensor: Annotated[str | None, typer.Option(help="Only tensors whose name matches, e.g. 'blocks.0.*'")] = None,
          as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
          rows: Rows = 30) -> None:  # fmt: skip
-    """What one is: model, step, tokens, layout, versions, fingerprints, and every tensor's norm, largest and mean."""
+    """Show a checkpoint: model, step, tokens, layout, versions, fingerprints, norm, maximum and mean of each tensor."""
     from megastable.convert.tool.showing import show as look
     from megastable.report.sheet.output import Output
 
@@ -91,7 +90,7 @@ def pin(checkpoint: One, reason: Reason = "") -> None:
     """,
 )
 def unpin(checkpoint: One) -> None:
-    """Let a checkpoint go again as any other."""
+    """Undo pin: checkpoint.keep may delete it again."""
     from megastable.convert.tool.pinning import unpin as let_go
 
     print(let_go(checkpoint))
@@ -103,7 +102,7 @@ def unpin(checkpoint: One) -> None:
     """,
 )
 def accept(checkpoint: One, reason: Reason = "") -> None:
-    """Let runs go on from a checkpoint that was convicted or put aside (rejected-step-N, suspect-step-N)."""
+    """Allow runs to resume from a checkpoint that was rejected or set aside (rejected-step-N, suspect-step-N)."""
     from megastable.convert.tool.accepting import accept as take
 
     print(take(checkpoint, reason))
@@ -116,10 +115,10 @@ def accept(checkpoint: One, reason: Reason = "") -> None:
     more="Exit codes: 0 the same, 1 they differ, 2 bad input or a damaged checkpoint.",
 )
 def diff(a: Checkpoint, b: Checkpoint,
-         weights_only: Annotated[bool, typer.Option("--weights-only", help="No moments, no step and cursor")] = False,
+         weights_only: Annotated[bool, typer.Option("--weights-only", help="Ignore moments, step and cursor")] = False,
          as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
-         top: Annotated[int, typer.Option(min=0, help="Tensors that the terminal shows")] = 20) -> None:  # fmt: skip
-    """Which tensors differ, the most different first, and by how much; layouts may differ. Ends with 1 if any does."""
+         top: Annotated[int, typer.Option(min=0, help="Tensors to print")] = 20) -> None:  # fmt: skip
+    """Compare two checkpoints tensor by tensor, largest difference first. Layouts may differ. Exit code 1 if any."""
     from megastable.convert.tool.comparing import compare
     from megastable.report.sheet.output import Output
 

@@ -10,16 +10,14 @@ import typer
 from megastable.commands.app import App
 from megastable.commands.options import Json, Overrides
 
-app = App("Checkpoints to and from Hugging Face and llama.cpp, compared by logits each time.")
+app = App("Convert checkpoints to and from Hugging Face and llama.cpp, and compare the logits.")
 Checkpoint = Annotated[
-    Path, typer.Argument(help="A checkpoint (RUN/checkpoints/step-N), or a run: its newest")
+    Path, typer.Argument(help="A checkpoint (RUN/checkpoints/step-N), or a run for its newest")
 ]
 Folder = Annotated[Path, typer.Argument(help="A folder with config.json and .safetensors files")]
-Out = Annotated[Path, typer.Argument(help="Must not exist; appears whole or not at all")]
+Out = Annotated[Path, typer.Argument(help="Must not exist; appears complete or not at all")]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Do not compare logits afterwards")]
-Accept = Annotated[
-    list[str] | None, typer.Option(help="A key of config.json that does not matter; repeatable")
-]
+Accept = Annotated[list[str] | None, typer.Option(help="Ignore this key of config.json; repeatable")]
 
 
 @app.add(
@@ -32,10 +30,10 @@ Accept = Annotated[
 def to_hf(
     checkpoint: Checkpoint, out: Out,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32")] = "bf16",
-    shard_size: Annotated[str, typer.Option(help="The most that one file holds")] = "5GB",
-    tokenizer: Annotated[Path | None, typer.Option(help="A file or folder, if not that of the corpora")] = None,
-    no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Go on without one")] = False,
-    inexact_tokenizer: Annotated[bool, typer.Option("--inexact-tokenizer", help="Even if some ids differ")] = False,
+    shard_size: Annotated[str, typer.Option(help="Largest size of a file")] = "5GB",
+    tokenizer: Annotated[Path | None, typer.Option(help="File or folder. Default: that of the corpora")] = None,
+    no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Export without a tokenizer")] = False,
+    inexact_tokenizer: Annotated[bool, typer.Option("--inexact-tokenizer", help="Accept some other ids")] = False,
     no_check: NoCheck = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write OUT: weights, config.json, tokenizer and a README, and compare its logits with the checkpoint's."""
@@ -61,7 +59,7 @@ def to_gguf(folder: Folder, out: Out, as_json: Json = False) -> None:
 def from_hf(
     folder: Folder, out: Out,
     overrides: Overrides = None,
-    recipe: Annotated[Path, typer.Option(help="Data, optimizer, schedule and layout; its model is replaced")] = ...,  # type: ignore[assignment]
+    recipe: Annotated[Path, typer.Option(help="For data, optimizer, schedule and layout; its model is replaced")] = ...,  # type: ignore[assignment]
     accept: Accept = None,
     any_tokenizer: Annotated[
         bool, typer.Option("--any-tokenizer", help="Do not compare the corpora's tokenizer with the folder's")
@@ -79,7 +77,7 @@ def from_hf(
     more="Exit codes: 0 the same, 1 they differ or could not be compared, 2 bad input or a damaged checkpoint.",
 )
 def check(checkpoint: Checkpoint, folder: Folder, accept: Accept = None, as_json: Json = False) -> None:
-    """Compare logits on random tokens and on text, and all tensors; ends with 1 unless they are the same."""
+    """Compare logits on random tokens and on text, and all tensors. Exit code 1 unless they are the same."""
     from megastable.convert.huggingface import command
 
     command.check(checkpoint, folder, accept or [], as_json)

@@ -60,23 +60,26 @@ def drill(
     context: typer.Context,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SCENARIO|GROUP]... | sdc [LAYOUT|KIND]...", help="Which; all"),
+        typer.Argument(
+            metavar="[SCENARIO|GROUP]... | sdc [LAYOUT|KIND]...", help="What to run. Default: all"
+        ),
     ] = None,
-    policy: Annotated[list[PolicyName] | None, typer.Option(help="Repeatable; all four")] = None,
+    policy: Annotated[
+        list[PolicyName] | None, typer.Option(help="Policy to compare; repeatable. Default: all four")
+    ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two scenarios, ours alone; sdc: six faults")
+        bool, typer.Option("--quick", help="Only two scenarios under our policy; sdc: six faults")
     ] = False,
-    seeds: Annotated[str, typer.Option(help="Of model, data and faults, e.g. 1,2,3")] = "1",
+    seeds: Annotated[str, typer.Option(help="Seeds of model, data and faults, e.g. 1,2,3")] = "1",
     text: Annotated[
-        Path | None, typer.Option(help="To train on, file or folder; else the standard library")
+        Path | None,
+        typer.Option(help="Text to train on, a file or folder. Default: Python's standard library"),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Processes of a run; a divisor of 16")] = 2,
-    layers: Annotated[int, typer.Option(min=1, help="Of the model")] = 2,
+    ranks: Annotated[int, typer.Option(help="Processes of a run: a divisor of 16")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model")] = 2,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time")] = 1,
-    keep: Annotated[
-        Path | None, typer.Option(help="Where corpora and runs are left, and found again")
-    ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Name the scenarios, and train nothing")] = False,
+    keep: Annotated[Path | None, typer.Option(help="Keep corpora and runs here, and reuse them")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the scenarios and exit")] = False,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:

@@ -31,37 +31,37 @@ class Recipe(StrEnum):
     more="Exit codes: 0 stable by some recipe, with the layers kept that it names; 1 by none; 2 bad input.",
 )
 def check(
-    checkpoint: Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or a run: its newest")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint (RUN/checkpoints/step-N), or a run for its newest")],
     recipes: Annotated[
         list[Recipe] | None,
-        typer.Option("--recipe", help="Of FP8; repeatable. Default: all"),
+        typer.Option("--recipe", help="FP8 recipe to check; repeatable. Default: all"),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="To measure on, of the model's sequence length")] = 8,
-    micro_batch: Annotated[int | None, typer.Option(min=1, show_default="the run's", help="At a time")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to measure on, of the model's sequence length")] = 8,
+    micro_batch: Annotated[int | None, typer.Option(min=1, show_default="the run's", help="Samples at a time")] = None,
     history: Annotated[
-        int, typer.Option(min=1, max=1024, help="Micro-batches before them, for scales of delayed")
+        int, typer.Option(min=1, max=1024, help="Micro-batches run first, for the scales of the delayed recipe")
     ] = 4,
     text: Annotated[
-        Path | None, typer.Option(help="A text file, in place of the run's samples")
+        Path | None, typer.Option(help="Measure on this text file instead of the run's samples")
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="For --text", show_default="the run's")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer for --text", show_default="the run's")] = None,
     formats: Annotated[
         Literal["auto", "hybrid", "e4m3"] | None,
-        typer.Option(show_default="the run's, else auto", help="As precision.fp8.formats"),
+        typer.Option(show_default="the run's, else auto", help="FP8 formats, as in precision.fp8.formats"),
     ] = None,
     dtype: Annotated[
-        Literal["bf16", "fp32"] | None, typer.Option(show_default="as the run trains", help="Around FP8")
+        Literal["bf16", "fp32"] | None, typer.Option(show_default="as the run trains", help="Precision outside of FP8")
     ] = None,
     device: Annotated[str | None, typer.Option(show_default="cuda where there is one, else cpu")] = None,
-    rows: Annotated[int, typer.Option(min=0, help="Layers that a table shows")] = 8,
-    everything: Annotated[bool, typer.Option("--all", help="All layers, and every tensor")] = False,
+    rows: Annotated[int, typer.Option(min=0, help="Layers to print in each table")] = 8,
+    everything: Annotated[bool, typer.Option("--all", help="Print all layers and tensors")] = False,
     as_json: Json = False,
     output: JsonFile = None,
     plot: Plot = None,
 ) -> None:  # fmt: skip
-    """Would this model be stable in FP8, and which layers had better stay out of it?
+    """Check whether a model would be stable in FP8, and which layers should stay out of it.
 
-    No FP8 hardware is needed. The picture is a map of errors.
+    No FP8 hardware is needed. --plot draws a map of the errors.
     """
     from rich.console import Console
 

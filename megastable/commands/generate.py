@@ -19,33 +19,33 @@ app = App()
     megastable generate runs/quickstart --prompt "def main(" --max-tokens 100
     megastable generate runs/quickstart --prompt "import " --number 3 --seed 1
     megastable generate exported --prompt-file text.txt --temperature 0 --json
-    megastable generate runs/quickstart      (at a terminal: a loop, each line is continued)
+    megastable generate runs/quickstart      (at a terminal: continues each line typed)
     """
 )
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a run (its newest), or a Hugging Face folder")],
-    prompt: Annotated[str | None, typer.Option(help="Else --prompt-file, else the standard input")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Its last newline is left out")] = None,
-    temperature: Annotated[float, typer.Option(help="0: the most likely token always; 1: as the model says")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Only so many most likely tokens; 0: all")] = 0,
-    top_p: Annotated[float, typer.Option(help="Only the most likely ones that have this share together")] = 0.95,
+    prompt: Annotated[str | None, typer.Option(help="Default: --prompt-file, else standard input")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File of the prompt, without its last newline")] = None,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely; 1: as the model says")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Among the K most likely tokens; 0: among all")] = 0,
+    top_p: Annotated[float, typer.Option(help="Among the most likely tokens of this probability")] = 0.95,
     seed: Annotated[int | None, typer.Option(min=0, show_default="a new one", help="Same seed, same text")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each sample")] = 200,
-    number: Annotated[int, typer.Option(min=1, max=10_000, help="Samples, side by side")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="End where this text appears; repeatable")] = None,
-    past_eod: Annotated[bool, typer.Option("--past-eod", help="Go on behind the end of a document")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each sample, at most")] = 200,
+    number: Annotated[int, typer.Option(min=1, max=10_000, help="Samples to generate")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; repeatable")] = None,
+    past_eod: Annotated[bool, typer.Option("--past-eod", help="Continue after the end of a document")] = False,
     document_start: Annotated[
-        bool, typer.Option("--document-start", help="The prompt begins a document, as an empty one always does")
+        bool, typer.Option("--document-start", help="The prompt begins a document; an empty one always does")
     ] = False,
-    tokenizer: Annotated[Path | None, typer.Option(show_default="that of the run's corpus, or in the folder")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(show_default="that of the corpus or the folder")] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, typer.Option(show_default="fp32 on a CPU, else the run's")
     ] = None,
     device: Annotated[str | None, typer.Option(show_default="cuda where there is one, else cpu")] = None,
-    accept: Annotated[list[str] | None, typer.Option(help="A key of config.json that does not matter")] = None,
+    accept: Annotated[list[str] | None, typer.Option(help="Ignore this key of config.json; repeatable")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Text from a prompt, continued by a checkpoint, a run's newest one, or a Hugging Face folder.
+    """Continue a prompt with a checkpoint, a run's newest one, or a Hugging Face folder.
 
     JSON: texts, tokens and log-probabilities.
     """

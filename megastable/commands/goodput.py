@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from megastable.commands.app import App
-from megastable.commands.options import Json, JsonFile, Plot, Rows, put_json
+from megastable.commands.options import Json, JsonFile, Plot, Rows, Run, put_json
 
 if TYPE_CHECKING:
     from megastable.run.goodput.time_account import TimeAccount
@@ -28,16 +28,19 @@ app = App()
     "wanted.\n\nExit codes: 0, or 2 if there is no run or no journal.",
 )
 def goodput(
-    run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
+    run: Run,
     as_json: Json = False,
     output: JsonFile = None,
     plot: Plot = None,
     rows: Rows = 20,
 ) -> None:
-    """Where every second of a run went: training, or lost to which cause, incident and host."""
+    """Account for every second of a run: training, or lost to which cause, incident and host."""
     from megastable.run.goodput.watching import read_account
     from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
+    from megastable.supervise.status import require_run
 
+    if not (run / "steps").is_dir():  # else it is a run that lost its journal, which `read_account` says
+        require_run(run)
     alive = any(is_held(run / name) for name in (SUPERVISOR, TRAINING))
     account, problems = read_account(run, alive)
     for problem in problems:
@@ -78,7 +81,7 @@ def _show(run: Path, account: TimeAccount, rows: int) -> None:
     console.print(
         f"{visible(run)}: {account.goodput():.1%} of {duration(account.wall)} was training", soft_wrap=True
     )
-    table = Table("time", "", "share")
+    table = Table("kind", "time", "share")
     for kind, seconds in sorted(account.seconds().items(), key=lambda entry: -entry[1]):
         if seconds > 0:
             table.add_row(kind.value.replace("_", " "), duration(seconds), f"{seconds / wall:.2%}")
@@ -93,7 +96,17 @@ def _show(run: Path, account: TimeAccount, rows: int) -> None:
         )
     lost = sorted(account.lost().items(), key=lambda entry: -entry[1][0])
     if lost and rows:
-        table = Table("lost to", "as", "incident", "host", "times", "", "share")
+        table = Table(
+            "cause",
+            "kind",
+            "incident",
+            "host",
+            "spans",
+            "time",
+            "share",
+            title="lost time by cause",
+            title_justify="left",
+        )
         for (kind, cause, incident, host), (seconds, count) in lost[:rows]:
             number = "" if incident is None else str(incident)
             table.add_row(

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megastable.commands.app import App
-from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, Texts
+from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, Run, Texts
 
 if TYPE_CHECKING:
     from megastable.forensics.history import History
 
-app = App(
-    "What was in that batch? From steps, incidents and documents to text, and back; which ones are bad."
-)
-Run = Annotated[Path, typer.Argument(help="Directory of a run, such as runs/quickstart")]
+app = App("Find the text behind a step or an incident, the steps that read a document, and bad documents.")
 Shards = Annotated[list[Path], typer.Argument(help="A corpus, or shards by prefix, .idx or .bin")]
+IncidentNumber = Annotated[int, typer.Argument(metavar="NUMBER", help="Of the incident, from 1 on")]
+DocumentNumber = Annotated[
+    int, typer.Argument(metavar="NUMBER", help="Of the document in the shard, from 0 on")
+]
 Tokenizer = Annotated[Path | None, typer.Option(help="For shards without a manifest")]
 Checkpoint = Annotated[
     Path | None, typer.Option(help="Colour every token by its loss: a checkpoint, or a run")
@@ -29,7 +30,7 @@ Again = Annotated[bool, typer.Option("--again", help="Forget what an earlier cal
 def step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-STEP]")], checkpoint: Checkpoint = None,
          as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
          texts: Texts = 1) -> None:  # fmt: skip
-    """What a step trained on: positions, corpora, shards, documents, tokens, bytes, losses, text."""
+    """Show what a step trained on: positions, corpora, shards, documents, tokens, bytes, losses, text."""
     from megastable.forensics.samples import losses_under, step_range, step_sheet
     from megastable.report.sheet.output import Output
 
@@ -38,9 +39,10 @@ def step(run: Run, steps: Annotated[str, typer.Argument(metavar="STEP[-STEP]")],
 
 
 @app.add(examples="megastable inspect incident runs/quickstart 1 --checkpoint runs/quickstart")
-def incident(run: Run, number: int, checkpoint: Checkpoint = None, as_json: Json = False, output: JsonFile = None,
-             csv: Csv = None, html: Html = None, rows: Rows = 20, texts: Texts = 3) -> None:  # fmt: skip
-    """The samples of an incident, the guilty ones first."""
+def incident(run: Run, number: IncidentNumber, checkpoint: Checkpoint = None, as_json: Json = False,
+             output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
+             texts: Texts = 3) -> None:  # fmt: skip
+    """Show the samples of an incident, the guilty ones first."""
     from megastable.forensics.samples import incident_sheet, losses_under
     from megastable.report.sheet.output import Output
 
@@ -51,11 +53,12 @@ def incident(run: Run, number: int, checkpoint: Checkpoint = None, as_json: Json
 @app.add(
     examples="megastable inspect document data/stdlib-planted/stdlib-train-00000 490 --run runs/quickstart"
 )
-def document(shard: Annotated[Path, typer.Argument(help="PREFIX, .idx or .bin of a shard")], number: int,
-             run: Annotated[list[Path] | None, typer.Option(help="Every step of it that read the document")] = None,
+def document(shard: Annotated[Path, typer.Argument(metavar="SHARD", help="Its prefix, .idx or .bin")],
+             number: DocumentNumber,
+             run: Annotated[list[Path] | None, typer.Option(help="Runs whose steps to list")] = None,
              tokenizer: Tokenizer = None, as_json: Json = False, output: JsonFile = None,
              csv: Csv = None, html: Html = None, rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
-    """A document, and every step of the runs given that ever trained on it."""
+    """Show a document, and every step of the given runs that trained on it."""
     from megastable.forensics.shard_set import open_shelf, prefix_of
     from megastable.forensics.whereabouts import document_sheet
     from megastable.report.sheet.output import Output
@@ -69,7 +72,7 @@ def document(shard: Annotated[Path, typer.Argument(help="PREFIX, .idx or .bin of
 def run_(
     run: Run, as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None
 ) -> None:
-    """What a run has read so far: tokens and epochs of every corpus, skips, blends."""
+    """Show what a run has read so far: tokens and epochs of every corpus, skips, blends."""
     from megastable.forensics.consumption import run_sheet
     from megastable.report.sheet.output import Output
 
@@ -78,15 +81,15 @@ def run_(
 
 @app.add(examples="megastable inspect scan data/mine --html mine.html")
 def scan(shards: Shards,
-         against: Annotated[Path | None, typer.Option(help="A corpus that says what is usual, else this one")] = None,
-         keep: Annotated[Path | None, typer.Option(help="Where it is kept, and continued; else scans/NAME")] = None,
+         against: Annotated[Path | None, typer.Option(help="What is usual. Default: this corpus")] = None,
+         keep: Annotated[Path | None, typer.Option(help="Folder of the scan. Default: scans/NAME")] = None,
          workers: Annotated[int | None, typer.Option(min=1, show_default="one per CPU", help="Processes")] = None,
          near: Annotated[bool, typer.Option("--near", help="Look for near duplicates, too")] = False,
          top: Annotated[int, typer.Option(min=1, help="Worst documents in tables and pages")] = 200,
          tokenizer: Tokenizer = None, again: Again = False, as_json: Json = False, output: JsonFile = None,
          csv: Csv = None, html: Html = None,
          rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
-    """Measure every document of a corpus, and rank the odd ones, with reasons; interrupted, it goes on where it was."""
+    """Measure every document of a corpus, and rank the odd ones, with reasons. An interrupted scan resumes."""
     from megastable.forensics.scanning.scan import default_folder, scan_shards
     from megastable.forensics.scanning.scan_sheet import sheet_of
     from megastable.forensics.scanning.units import workers_for
@@ -102,18 +105,18 @@ def scan(shards: Shards,
 
 
 @app.add(examples="megastable inspect score data/mine --checkpoint runs/7b --sample 1000")
-def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a run: its newest")],
-          keep: Annotated[Path | None, typer.Option(help="Where the scores are kept; else scores/NAME")] = None,
+def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or a run for its newest")],
+          keep: Annotated[Path | None, typer.Option(help="Folder of the scores. Default: scores/NAME")] = None,
           documents: Annotated[Path | None, typer.Option(help="Only those of a plan or a list")] = None,
-          sample: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread")] = None,
-          gradients: Annotated[bool, typer.Option("--gradients", help="Norms of gradients: thrice the time")] = False,
-          exact: Annotated[bool, typer.Option("--exact", help="In fp32, slower")] = False,
+          sample: Annotated[int | None, typer.Option(min=1, help="Only N documents, evenly spread")] = None,
+          gradients: Annotated[bool, typer.Option("--gradients", help="Gradient norms: three times slower")] = False,
+          exact: Annotated[bool, typer.Option("--exact", help="Compute in fp32: slower")] = False,
           by: Annotated[str, typer.Option(help="Order: window, loss, low, odd or gradient")] = "window",
           top: Annotated[int, typer.Option(min=1, help="Documents in tables and pages")] = 200,
           tokenizer: Tokenizer = None, again: Again = False, as_json: Json = False, output: JsonFile = None,
          csv: Csv = None, html: Html = None,
           rows: Rows = 20, texts: Texts = 1) -> None:  # fmt: skip
-    """Loss and gradient norm of every document under a checkpoint, and where in it the worst is."""
+    """Measure the loss of every document under a checkpoint, its worst window, and its gradient norm."""
     from megastable.forensics.scoring.document_scores import Scorer, score_shelf
     from megastable.forensics.scoring.losses import load
     from megastable.forensics.scoring.pick import listed
@@ -137,10 +140,10 @@ def score(shards: Shards, checkpoint: Annotated[Path, typer.Option(help="A check
 
 
 @app.add(examples="megastable inspect ahead runs/7b --steps 500")
-def ahead(run: Run, steps: Annotated[int, typer.Option(min=1, help="How many")] = 100,
+def ahead(run: Run, steps: Annotated[int, typer.Option(min=1, help="Number of steps")] = 100,
           as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None, rows: Rows = 20,
           texts: Texts = 1) -> None:  # fmt: skip
-    """What of the next steps of a run looks corrupt."""
+    """Show which samples of the next steps of a run look corrupt."""
     from megastable.forensics.ahead import ahead_sheet
     from megastable.report.sheet.output import Output
 

@@ -25,13 +25,15 @@ def _picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
     return _in_a_folder(parameter, path)
 
 
-Json = Annotated[bool, typer.Option("--json", help="JSON on the standard output, and nothing else there")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else")]
 JsonFile = Annotated[
     Path | None,
     typer.Option("--output", metavar="FILE", callback=_in_a_folder, help="Write the JSON to a file"),
 ]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Write all rows as a table")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a page: sort, search, read")]
+Html = Annotated[
+    Path | None, typer.Option("--html", help="Write a page for a browser, to sort, search and read")
+]
 Plot = Annotated[
     Path | None, typer.Option("--plot", callback=_picture, help="Write a picture: .png, .svg or .pdf")
 ]
@@ -41,12 +43,16 @@ Picture = Annotated[
         "--picture", callback=_picture, help="Where to draw it. Default: picture.png in the directory"
     ),
 ]
-Rows = Annotated[int, typer.Option(min=0, help="Rows that the terminal shows")]
-Texts = Annotated[int, typer.Option(min=0, help="Rows whose text the terminal shows")]
+Rows = Annotated[int, typer.Option(min=0, help="Rows to print")]
+Texts = Annotated[int, typer.Option(min=0, help="Rows whose text is printed")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/quickstart")]
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, e.g. launch/recipes/quickstart.yaml")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]", help="Of the recipe")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]", help="Overrides of the recipe's keys, e.g. train.steps=1000"),
+]
 
 
 def put_json(facts: Any, as_json: bool, file: Path | None) -> None:

@@ -28,32 +28,38 @@ def plan(
     recipe_path: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or a run's recipe.yaml")],
     overrides: Overrides = None,
     cluster_path: Annotated[
-        Path, typer.Option("--cluster", help="Its GPUs, memory, links and price; write one for yours")
+        Path,
+        typer.Option(
+            "--cluster", help="Description of the cluster: GPUs, memory, links, price. Write one for yours"
+        ),
     ] = Path("launch/clusters/h100.yaml"),
     gpus: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1_000_000, help="How many. Default: the fewest on which the recipe's layout fits"
+            min=1, max=1_000_000, help="Number of GPUs. Default: the fewest on which the recipe's layout fits"
         ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="To train on, e.g. 15T or 300B. Default: the recipe's steps")
+        str | None, typer.Option(help="Tokens to train on, e.g. 15T or 300B. Default: the recipe's steps")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many suggestions")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="Number of suggestions")] = 5,
     vocab: Annotated[
-        int | None, typer.Option(min=1, help="Vocabulary. Default: the recipe's, the corpus's, an assumption")
+        int | None,
+        typer.Option(
+            min=1, help="Size of the vocabulary. Default: the recipe's, else the corpus's, else an assumption"
+        ),
     ] = None,
     fixed: Annotated[
-        bool, typer.Option("--fixed", help="Only the recipe's own layout; suggest none")
+        bool, typer.Option("--fixed", help="Only the recipe's own layout, without suggestions")
     ] = False,
     fp8: Annotated[bool, typer.Option("--fp8", help="Compare with and without FP8")] = False,
     as_json: Json = False,
     output: JsonFile = None,
     plot: Plot = None,
 ) -> None:
-    """Memory, time and cost of a recipe on a cluster, and the layouts that would be faster.
+    """Estimate memory, time and cost of a recipe on a cluster, and suggest faster layouts.
 
-    Nothing is started. The picture is of memory and time.
+    Nothing is started. --plot draws memory and time.
     """
     from megastable.plan.answer import answer, picture
 

@@ -51,14 +51,18 @@ def preflight(
     context: typer.Context,
     recipe: Annotated[
         str | None,
-        typer.Argument(metavar="RECIPE", help="For its run directory and the size of its checkpoints"),
+        typer.Argument(
+            metavar="RECIPE", help="Recipe of the run: for its run directory and the size of its checkpoints"
+        ),
     ] = None,
     overrides: Overrides = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Without matrix products and all-reduces")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out the matrix products and all-reduces")
+    ] = False,
     burn_in: Annotated[
         float | None,
         typer.Option(
-            "--burn-in", metavar="MINUTES", help="Compute what is known for so long, e.g. 30; fractions, too"
+            "--burn-in", metavar="MINUTES", help="Minutes to compute what has a known result, e.g. 30 or 0.5"
         ),
     ] = None,
     seed: Annotated[
@@ -68,13 +72,13 @@ def preflight(
             metavar="N",
             min=0,
             max=2**63 - 1,
-            help="Of its inputs, as an earlier report gave it. Default: random",
+            help="Seed of the burn-in's inputs, to repeat an earlier one. Default: random",
         ),
     ] = None,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Check every host before a run: code, versions, disks, GPUs, speed; is the run directory shared?
+    """Check every host before a run: code, versions, disks, GPUs, speed, and the shared run directory.
 
     No training is started. Every host reports within seconds, or after its burn-in; what differs, is broken, slow or
     wrong is named, with what to do.

@@ -16,21 +16,25 @@ from megastable.commands.options import Json, Overrides, put_json
 if TYPE_CHECKING:
     from megastable.data.command_summary import Summary
 
-app = App("Text into corpora to train on: a tokenizer, Megatron shards, a manifest with counts and hashes.")
+app = App(
+    "Turn text into corpora for training: a tokenizer, Megatron shards, a manifest with counts and hashes."
+)
 ModelType = Literal["bpe", "unigram"]
 IdType = Literal["uint16", "uint32"]
 SHARD_TOKENS = 1 << 30
 Inputs = Annotated[
     list[Path], typer.Option("--input", help="File or folder: text, JSON lines, table, tar; repeatable")
 ]
-Output = Annotated[Path, typer.Option(help="What to make; it appears whole or not at all")]
-Vocabulary = Annotated[int, typer.Option("--vocab-size", min=1, help="Tokens")]
+Output = Annotated[Path, typer.Option(help="What to make; it appears complete or not at all")]
+Vocabulary = Annotated[int, typer.Option("--vocab-size", min=1, help="Tokens of the vocabulary")]
 Tokenizer = Annotated[Path, typer.Option("--tokenizer", help="A .model, a tokenizer.json, or their folder")]
-Eod = Annotated[str | None, typer.Option(help="End-of-document token, name or id; else the usual one")]
+Eod = Annotated[
+    str | None, typer.Option(help="End-of-document token, by name or id. Default: the tokenizer's usual one")
+]
 Bos = Annotated[
     bool, typer.Option("--bos", help="Begin every document with the tokenizer's own token, as Llama 3")
 ]
-Name = Annotated[str | None, typer.Option(help="Name of the corpus; else that of its folder")]
+Name = Annotated[str | None, typer.Option(help="Name of the corpus. Default: that of its folder")]
 Share = Annotated[float, typer.Option(help="Share to hold back for validation")]
 Key = Annotated[
     str, typer.Option(help="JSON key, column (Parquet, Arrow, CSV) or WebDataset ending of the text")
@@ -138,13 +142,13 @@ def verify(directory: Path, as_json: Json = False) -> None:
     megastable prepare plant data/stdlib data/few --recipe runs/mine/recipe.yaml --text app.log --samples 20 --of-each 1
     """,
 )
-def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option(help="Of the run on OUTPUT")],
+def plant_noise(corpus: Path, output: Path, recipe: Annotated[Path, typer.Option(help="Recipe of the run on OUTPUT")],
                 overrides: Overrides = None,
-                step: Annotated[int, typer.Option(help="Of the run, where it begins")] = 120,
-                samples: Annotated[int, typer.Option(help="How many are replaced")] = 40,
-                text: Annotated[Path | None, typer.Option(help="UTF-8 to replace them by; else noise")] = None,
-                of_each: Annotated[int | None, typer.Option(help="Samples of each step; else consecutive ones")] = None,
-                seed: Annotated[int, typer.Option(help="Of the noise, and of the places with --of-each")] = 0,
+                step: Annotated[int, typer.Option(help="Step of the run at which it begins")] = 120,
+                samples: Annotated[int, typer.Option(help="Samples to replace")] = 40,
+                text: Annotated[Path | None, typer.Option(help="UTF-8 text to replace them by. Default: noise")] = None,
+                of_each: Annotated[int | None, typer.Option(help="Spread: so many of each step")] = None,
+                seed: Annotated[int, typer.Option(help="Seed of the noise, and of the places with --of-each")] = 0,
                 overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
     """Copy a corpus with noise or a text in samples that a run reads from a step on: a spike to practise on.
 

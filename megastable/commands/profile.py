@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megastable.commands.app import App
-from megastable.commands.options import Json, JsonFile, Rows, put_json
+from megastable.commands.options import Json, JsonFile, Rows, Run, put_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,21 +34,21 @@ NO_TRACE = "No trace: start or resume it with logging.profile='{from: STEP, step
     "mean is in docs/profiling.md.\n\nExit codes: 0, or 2 if there is no run, or none of its steps has phases.",
 )
 def profile(
-    run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
-    last: Annotated[int | None, typer.Option(min=1, help="Phases of the last so many steps only")] = None,
+    run: Run,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the phases of the last N steps")] = None,
     as_json: Json = False,
     output: JsonFile = None,
     rows: Rows = 12,
 ) -> None:
-    """What a run's steps spend their time on: phases of all of them, operators of those that were traced."""
+    """Show where the time of a run's steps goes: phases of every step, operators of the traced ones."""
     from megastable.base.errors import DataError
     from megastable.report.phase_shares import read_phases
     from megastable.report.trace_summary import read_trace
     from megastable.run.directory import RunDirectory
     from megastable.run.trace_names import of_trace
+    from megastable.supervise.status import require_run
 
-    if not run.is_dir():
-        raise DataError(f"{run}: no such directory: give the directory of a run, such as runs/quickstart")
+    require_run(run)
     directory = RunDirectory(run)
     phases = read_phases(directory.steps, last)
     traces, problems = list["TraceSummary"](), list(phases.problems)

@@ -10,17 +10,15 @@ import typer
 
 from megastable.base.errors import DataError
 from megastable.commands.app import App
-from megastable.commands.options import Json, put_json
+from megastable.commands.options import Json, Run, put_json
 
 if TYPE_CHECKING:
     from megastable.forensics.pruning.token_loss import Loss
 
-app = App(
-    "Documents, or spans of them, out of a corpus: a plan to edit, a new corpus, the proof of the rest."
-)
+app = App("Remove documents or spans from a corpus: a plan to edit, a new corpus, a check of what is left.")
 USUAL = "5%"
 Most = Annotated[
-    str, typer.Option(metavar="SHARE", help="Of the tokens, and of the documents, that may be gone")
+    str, typer.Option(metavar="SHARE", help="The largest share of tokens or documents that may be removed")
 ]
 
 
@@ -34,17 +32,17 @@ Most = Annotated[
 def plan(corpus: Path,
          incident: Annotated[list[str] | None, typer.Option(help="RUN:NUMBER, e.g. runs/7b:3; repeatable")] = None,
          scan: Annotated[Path | None, typer.Option(help="A scan that `megastable inspect scan` made")] = None,
-         score: Annotated[float | None, typer.Option(help="Of the scan: this and more")] = None,
-         kind: Annotated[list[str] | None, typer.Option(help="Of the scan: of this kind; repeatable")] = None,
-         duplicates: Annotated[bool, typer.Option("--duplicates", help="Of the scan: copies, but the first")] = False,
-         listed: Annotated[list[Path] | None, typer.Option("--list", help="SHARD DOCUMENT, CSV, JSONL")] = None,
+         score: Annotated[float | None, typer.Option(help="With --scan: documents with at least this score")] = None,
+         kind: Annotated[list[str] | None, typer.Option(help="With --scan: documents of this kind; repeatable")] = None,
+         duplicates: Annotated[bool, typer.Option("--duplicates", help="With --scan: later duplicates")] = False,
+         listed: Annotated[list[Path] | None, typer.Option("--list", help="A text, CSV or JSONL list")] = None,
          spans: Annotated[bool, typer.Option("--spans", help="Of an incident the tokens of its samples, of a scan what "
                                               "is odd: not whole documents")] = False,
          most: Most = USUAL,
          output: Annotated[Path, typer.Option(help="The plan")] = Path("prune-plan.txt"),
          overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there")] = False,
          as_json: Json = False) -> None:  # fmt: skip
-    """Write down which documents are to go, or which spans of them, and why: a text file to read and to edit."""
+    """Write a plan: which documents or spans to remove, and why. It is a text file to read and edit."""
     from megastable.forensics.pruning import choose
     from megastable.forensics.pruning.token_loss import share_of
 
@@ -62,9 +60,9 @@ def plan(corpus: Path,
 
 @app.add(examples="megastable prune apply bad.txt data/mine-pruned")
 def apply(plan: Path, output: Path,
-          corpus: Annotated[Path | None, typer.Option(help="Where it lies now, if not where the plan says")] = None,
+          corpus: Annotated[Path | None, typer.Option(help="Where it is now, if it was moved")] = None,
           most: Most = USUAL, as_json: Json = False) -> None:  # fmt: skip
-    """Make OUTPUT, a new corpus without the documents and spans of a plan; the old one stays as it is."""
+    """Write OUTPUT, a new corpus without the documents and spans of a plan; the old one is not changed."""
     from megastable.base.progress_bar import bar
     from megastable.forensics.pruning import prune
     from megastable.forensics.pruning.token_loss import share_of
@@ -85,10 +83,10 @@ def apply(plan: Path, output: Path,
 
 @app.add(examples="megastable prune verify data/mine-pruned --plan bad.txt")
 def verify(pruned: Path,
-           original: Annotated[Path | None, typer.Option(help="Where it lies now, if not where it lay")] = None,
-           plan: Annotated[Path | None, typer.Option(help="Are just its documents gone?")] = None,
+           original: Annotated[Path | None, typer.Option(help="Where it is now, if it was moved")] = None,
+           plan: Annotated[Path | None, typer.Option(help="Check that exactly its documents are gone")] = None,
            as_json: Json = False) -> None:  # fmt: skip
-    """Prove that PRUNED is the original without the documents that are gone; ends with 2 if it is not."""
+    """Check that PRUNED is the original without the removed documents and spans. Exit code 2 if it is not."""
     from megastable.base.progress_bar import bar
     from megastable.forensics.pruning import proof
 
@@ -106,10 +104,10 @@ def verify(pruned: Path,
     megastable prune skip runs/7b --corpus web
     """
 )
-def skip(run: Path, plan: Annotated[Path | None, typer.Argument(help="Of documents of one of its corpora")] = None,
-         corpus: Annotated[str | None, typer.Option(help="Swap a whole corpus out instead, by its name")] = None,
+def skip(run: Run, plan: Annotated[Path | None, typer.Argument(help="A plan for one of the run's corpora")] = None,
+         corpus: Annotated[str | None, typer.Option(help="Leave a whole corpus out instead, by its name")] = None,
          as_json: Json = False) -> None:  # fmt: skip
-    """Have a run leave the documents of a plan out, from its next step on if it is at work; no shard is changed."""
+    """Make a run skip the documents of a plan, a live run from its next step on. No shard is changed."""
     from megastable.forensics.history import History
     from megastable.forensics.skip import skip_plan, swap_out
 

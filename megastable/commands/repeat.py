@@ -47,7 +47,7 @@ def repeat(
     context: typer.Context,
     recipe_path: Recipe,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Of each run, from the recipe's first one on")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run, from the recipe's first one on")] = 20,
     ranks: Annotated[
         int | None, typer.Option(min=1, show_default="1", help="Processes on this host, a GPU each if there are some")
     ] = None,
@@ -82,7 +82,7 @@ def repeat(
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Run the same steps twice: at which step, layer and operation do they first differ, bit for bit?"""
+    """Run the same steps twice, and find the first step, layer and operation that differ, bit for bit."""
     import os
 
     from rich.console import Console

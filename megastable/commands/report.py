@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megastable.commands.app import App
-from megastable.commands.options import Json, put_json
+from megastable.commands.options import Json, Run, put_json
 
 if TYPE_CHECKING:
     from megastable.report.publish import PublishedRecord
@@ -31,7 +31,7 @@ app = App()
     "run, or the folder is not a record or cannot be written.",
 )
 def report(
-    run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
+    run: Run,
     output: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where to write the record; its name is the record's title")
     ],
@@ -45,7 +45,7 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """The record of a run as a folder to publish: logbook, run page, post-mortems, cost; nothing private."""
+    """Write the record of a run for publication: logbook, run page, post-mortems, cost; nothing private."""
     from megastable.report.publish import publish
     from megastable.report.publish.redaction import Keeping
 

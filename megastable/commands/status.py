@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megastable.base.errors import ConfigError
 from megastable.commands.app import App
-from megastable.commands.options import Json, JsonFile, put_json
+from megastable.commands.options import Json, JsonFile, Run, put_json
 
 app = App()
 
@@ -24,12 +23,12 @@ app = App()
     "that it ended with, 1 where its processes vanished without one. All of them in docs/exit-codes.md.",
 )
 def status(
-    run: Annotated[Path, typer.Argument(help="The directory of a run, e.g. runs/quickstart")],
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C")] = False,
+    run: Run,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C")] = False,
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Show how a run stands, who watches it, and what to do next."""
+    """Show the state of a run, who supervises it, and what to do next."""
     from rich.console import Console
 
     from megastable.supervise.status import RunWatch, exit_code, facts, read_status

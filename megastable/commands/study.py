@@ -62,16 +62,16 @@ def lr_sensitivity(
     recipe_path: Recipe,
     overrides: Overrides = None,
     widths: Annotated[
-        str | None, typer.Option(help="Of the model, commas between", show_default="64,128,256")
+        str | None, typer.Option(help="Widths of the model, separated by commas", show_default="64,128,256")
     ] = None,
     rates: Annotated[
-        str | None, typer.Option(help="Learning rates, commas between", show_default="3e-4 to 3e-1")
+        str | None, typer.Option(help="Learning rates, separated by commas", show_default="3e-4 to 3e-1")
     ] = None,
     interventions: Annotated[
         list[str] | None,
-        typer.Option(help="Names, commas between, or one NAME=KEY=VALUE; repeatable", show_default="every one"),
+        typer.Option(help="Names, separated by commas, or one NAME=KEY=VALUE; repeatable", show_default="every one"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="At every rate")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds at every rate")] = 1,
     edge_seeds: Annotated[
         int | None,
         typer.Option(min=0, help="More, where a curve leaves its basin", show_default="0; --quick 1, --full 2"),
@@ -85,7 +85,7 @@ def lr_sensitivity(
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Final loss against learning rate, for several widths and interventions (arXiv:2309.14322). Trains for real."""
+    """Plot final loss against learning rate over widths and interventions (arXiv:2309.14322). Trains for real."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other")
     from megastable.base.progress_bar import bar
@@ -139,10 +139,11 @@ def coordinate_check(
     recipe_path: Recipe,
     overrides: Overrides = None,
     widths: Annotated[
-        str | None, typer.Option(help="Of the model, commas between", show_default="128,256,512,1024")
+        str | None,
+        typer.Option(help="Widths of the model, separated by commas", show_default="128,256,512,1024"),
     ] = None,
     depths: Annotated[
-        str | None, typer.Option(help="Numbers of blocks instead, at the recipe's width, commas between")
+        str | None, typer.Option(help="Numbers of blocks instead, at the recipe's width, separated by commas")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Updates; measured before each and after the last")] = 4,
     seeds: Annotated[int, typer.Option(min=1, help="Of weights and data; their geometric mean counts")] = 2,
@@ -154,7 +155,7 @@ def coordinate_check(
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:
-    """Does the scale of activations stay when the model gets wider, or deeper? Trains a few steps at each width."""
+    """Check whether activations keep their scale in wider or deeper models. Trains a few steps at each width."""
     if widths and depths:
         raise ConfigError("--widths and --depths exclude each other: one of them varies at a time")
     from megastable.base.progress_bar import bar
@@ -205,7 +206,10 @@ def compare(
     overrides: Overrides = None,
     candidates: Annotated[
         list[str] | None,
-        typer.Option("--of", help="Overrides of one, spaces between; repeatable; the first is compared with"),
+        typer.Option(
+            "--of",
+            help="Overrides of one candidate, separated by spaces; repeatable. The others are compared with the first",
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each")] = 3,
     jobs: Jobs = None,
@@ -213,7 +217,7 @@ def compare(
     picture: Picture = None,
     as_json: Json = False,
 ) -> None:
-    """Do overrides make a difference? Several seeds of each, paired, with confidence intervals. Trains for real."""
+    """Check whether overrides make a difference: paired seeds, with confidence intervals. Trains for real."""
     chosen = tuple(" ".join(one.split()) for one in candidates or [])
     if len(chosen) < 2 or len(set(chosen)) < len(chosen):
         raise ConfigError('give two different candidates or more, e.g. --of "" --of model.qk_norm=false')

@@ -19,7 +19,7 @@ app = App()
     megastable supervise launch/recipes/quickstart.yaml run.dir=runs/mine -- --num_gpus 2
     megastable supervise launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
     """,
-    more="The same command again goes on where the run stopped, takes over what a killed supervisor left running, and "
+    more="The same command again resumes the run, takes over what a killed supervisor left running, and "
     "does nothing when the run is complete. SIGTERM and Ctrl-C end in a checkpoint; once more ends at once.\n\n"
     "Exit codes: 0 complete, 2 bad input, 75 stopped with a checkpoint, 76 needs a person (budgets are spent), 77 no "
     "space; all of them in docs/exit-codes.md.",
@@ -28,9 +28,9 @@ def supervise(
     context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
-    module: Annotated[str, typer.Option(help="What every rank runs")] = "megastable.train",
+    module: Annotated[str, typer.Option(help="The module that every rank runs")] = "megastable.train",
 ) -> None:
-    """Train under a supervisor, which restarts after a crash or a hang from a good checkpoint.
+    """Train under a supervisor, which restarts the run from a good checkpoint after a crash or a hang.
 
     It leaves incidents/ in the run directory, for people to read. `megastable status RUN` says how a run stands.
     """

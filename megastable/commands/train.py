@@ -19,7 +19,7 @@ app = App()
     megastable train launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
     srun megastable train launch/recipes/7b.yaml run.dir=/shared/runs/7b
     """,
-    more="The same command again goes on where the run stopped; `megastable supervise` does so by itself. What a "
+    more="The same command again resumes the run; `megastable supervise` does so by itself. What a "
     "launcher has started as a rank (torchrun --no-python, srun with MASTER_ADDR and MASTER_PORT) starts no other. "
     "Exit codes of a rank: docs/exit-codes.md; the deepspeed launcher passes on that of the first rank that failed.",
 )
@@ -28,7 +28,7 @@ def train(
     recipe: Recipe,
     overrides: Overrides = None,
 ) -> None:
-    """Train without a supervisor: start the deepspeed launcher on a recipe."""
+    """Train without a supervisor, by the deepspeed launcher."""
     from megastable.base.errors import ConfigError
     from megastable.run.membership import is_rank
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 
 from megastable.base.errors import ConfigError, MegastableError, user_errors
+from megastable.base.text import plural
 from megastable.config import deepspeed_json, reference
 from megastable.config.lint import lint
 from megastable.config.recipe import find, load, read_yaml
@@ -77,15 +79,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not args.no_data:
             _check_corpora(config)
         warnings = [*config.supervise.exposed, *lint(config)]
-        for text in warnings:
-            print(f"WARNING: {text}", file=sys.stderr)
         tree = config.model_dump(mode="json")
         if args.json:
             print(json.dumps({"config": tree, "deepspeed": ds, "warnings": warnings}, indent=2))
         else:
             print(f"# {args.recipe}, resolved\n{yaml.safe_dump(tree, sort_keys=False)}")
-            print(f"# DeepSpeed, {world} ranks\n{json.dumps(ds, indent=2)}")
+            print(f"# DeepSpeed, {world} ranks\n{json.dumps(ds, indent=2)}", flush=True)
+        for text in warnings:  # behind the long page, where a terminal shows them
+            print(f"WARNING: {text}", file=sys.stderr)
+        print(
+            f"{args.recipe}: valid on {plural(world, 'rank')}, {plural(len(warnings), 'warning')}",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the page is long: `| head` must not end in a traceback
     main()

@@ -294,7 +294,7 @@ class Growth:
         budget = f"{self.of.config.region} steps of time (stability.attribution.region)"
         front = region.end_in_words(self.ahead, int(every.max()), budget)
         if self.back.reach == 0:
-            rear = "nobody before the window is like them"
+            rear = "no sample before the window is like them"
         else:
             rear = (
                 f"it begins {self.back.reach} steps before the window, at position {int(every.min())}, by recorded "

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from megastable.base.text import plural
+
 RISK = 0.01  # error rate: a spot inside judged as outside, or vice versa
 STRAY = 0.005  # share of harmless samples that look bad
 SOLID = 0.85  # maximum required share of bad samples: some look ordinary even if all are bad
@@ -158,24 +160,24 @@ def grow(
 
 def end_in_words(side: Side, last: int, budget: str) -> str:
     """How the end ahead was found. last: the position of the last guilty sample; budget: of the search."""
-    clean = ", ".join(str(n + 1) for n in side.clean)
+    *most, last_clean = [str(n + 1) for n in side.clean] or [""]
+    clean = f"{', '.join(most)} and {last_clean}" if most else last_clean
     if side.endless:
         return "it extends beyond the search"
     if not side.found:
         return f"its end was not found within {budget}"
     if side.reach == 0:
         return f"nothing is bad beyond the window: the batches {clean} ahead of it are clean"
-    batches = "batch" if side.reach == 1 else "batches"
     return (
-        f"it extends {side.reach} {batches} beyond the window and ends at position {last}, found by doubling the "
-        f"distance until {len(side.clean)} spots in a row were clean (from the batches {clean} ahead on), and by "
-        "bisection"
+        f"it extends {side.reach} {'batch' if side.reach == 1 else 'batches'} beyond the window and ends at position "
+        f"{last}, found by doubling the distance until {len(side.clean)} probes in a row were clean ({clean} batches "
+        "ahead), and by bisection"
     )
 
 
 def inferred_in_words(count: int) -> str:
     """An addition to how a region was found."""
-    return f"; {count} samples inside were not measured and are like those that were" if count else ""
+    return f"; {plural(count, 'sample')} inside not measured, but like those that were" if count else ""
 
 
 def spread(first: int, end: int, count: int) -> list[int]:

@@ -196,7 +196,7 @@ class RunWatch:
         self, run: Path, clock: Callable[[], float] = time.time, goodput: GoodputWatch | None = None
     ) -> None:
         self.run, self.clock = RunDirectory(run), clock
-        _check(run)
+        require_run(run)
         self._journal = Follower(self.run.journal, skim)
         self._told, self._starts = JournalView(), self._journal.starts
         self._recipe = _Recipe()
@@ -407,7 +407,8 @@ class RunWatch:
         return (sizes.reach(cursor, left) - cursor) / sizes.at(cursor)
 
 
-def _check(run: Path) -> None:
+def require_run(run: Path) -> None:
+    """Raises DataError if a directory is not that of a run."""
     marks = ("recipe.yaml", "journal.jsonl", "progress.json", SUPERVISOR, TRAINING)
     if not run.is_dir():
         raise DataError(f"{run}: no such directory: give the directory of a run, such as runs/quickstart")

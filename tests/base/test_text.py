@@ -24,7 +24,8 @@ def test_text_that_is_cut_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.42, "0.4 s"), (9.96, "10 s"), (59.4, "59 s"), (59.9, "1 min"), (3599, "1 h 0 min"), (12_000, "3 h 20 min"),
+    [(0.42, "0.4 s"), (9.96, "10 s"), (59.4, "59 s"), (59.9, "1 min"), (80, "1 min 20 s"), (599.4, "9 min 59 s"),
+     (599.6, "10 min"), (3599, "1 h 0 min"), (12_000, "3 h 20 min"),
      (360_000, "4 d 4 h"), (float("nan"), "?"), (float("inf"), "?")],
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:

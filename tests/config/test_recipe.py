@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
+from megastable.base.text import plural
 from megastable.config import __main__, deepspeed_json
 from megastable.config.recipe import ROOT, find, load, override, read_yaml, validate
 from megastable.config.tree import RunConfig
@@ -321,7 +324,7 @@ def config_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_the_tree_and_the_deepspeed_json(corpus: Path) -> None:
     given = ["parallel.tensor=2", "train.steps=40", f"data.corpora=[{{path: {corpus}}}]"]
     done = config_command(QUICKSTART, "--world", "8", *given)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"{QUICKSTART}: valid on 8 ranks, 0 warnings\n")
     tree, ds = done.stdout.split("# DeepSpeed, 8 ranks\n")
     assert RunConfig.model_validate(yaml.safe_load(tree)) == load(QUICKSTART, given)
     assert json.loads(ds)["gradient_accumulation_steps"] == 1
@@ -392,7 +395,8 @@ def test_the_command_refuses_what_training_would_refuse(
     assert (code, out) == (2, "") and err.startswith("error: ") and told in err
     assert ("--no-data" in err) == override.startswith("data.")
     code, out, err = main(capsys, *given, "--no-data")
-    assert (code, err) == (0, "") and RunConfig.model_validate(yaml.safe_load(out.split("# DeepSpeed")[0]))
+    assert (code, err) == (0, f"{QUICKSTART}: valid on 1 rank, 0 warnings\n")
+    assert RunConfig.model_validate(yaml.safe_load(out.split("# DeepSpeed")[0]))
 
 
 @pytest.mark.parametrize(
@@ -411,7 +415,21 @@ def test_the_command_warns_of_what_is_dangerous(
     assert err.startswith("WARNING: ") and told in err
     code, out, again = main(capsys, *given, "--json")
     assert code == 0 and again == err
-    assert [f"WARNING: {text}" for text in json.loads(out)["warnings"]] == err.splitlines()
+    *warnings, verdict = err.splitlines()
+    assert [f"WARNING: {text}" for text in json.loads(out)["warnings"]] == warnings
+    assert verdict == f"{QUICKSTART}: valid on 1 rank, {plural(len(warnings), 'warning')}"
+
+
+def test_the_command_ends_quietly_when_its_reader_is_gone() -> None:
+    """As in `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "megastable.config", QUICKSTART, "--no-data"],
+        cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(writing)
+    assert done.returncode == -signal.SIGPIPE and done.stderr == ""
 
 
 @pytest.mark.parametrize("content", ["", "# nothing\n", "{}\n"])

@@ -77,6 +77,15 @@ def test_an_old_python_is_refused(clone: Path) -> None:
     assert "Python 3.9.2" in done.stderr
 
 
+def test_another_system_is_refused_before_anything_is_made(clone: Path) -> None:
+    """flock, setsid and mv -T are missing there, and DeepSpeed would not build."""
+    (clone / "uname").write_text("#!/bin/sh\necho Darwin\n")
+    (clone / "uname").chmod(0o755)
+    done = install(clone, PATH=f"{clone}:{os.environ['PATH']}")
+    assert done.returncode == errors.BAD_INPUT and "needs Linux, and this is Darwin" in done.stderr
+    assert not (clone / ".venv").exists()
+
+
 def test_an_interrupted_install_is_begun_anew_and_a_failed_one_shows_why(clone: Path) -> None:
     environment = clone / ".venv"
     environment.mkdir()

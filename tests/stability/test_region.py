@@ -161,10 +161,14 @@ def test_where_the_record_ends_the_region_is_what_there_is_of_it(batches: int, l
 def test_how_an_end_was_found_is_told_as_it_was() -> None:
     clean = grow(region(0)[0], BATCH, 1.0, budget=120)
     assert end_in_words(clean, 9, "x").startswith(
-        "nothing is bad beyond the window: the batches 1, 2, 4 ahead"
+        "nothing is bad beyond the window: the batches 1, 2 and 4 ahead"
     )
     ended = end_in_words(grow(region(5000)[0], BATCH, 1.0, budget=120), 5009, "x")
     assert "313 batches beyond the window and ends at position 5009" in ended
+    one = end_in_words(grow(region(BATCH)[0], BATCH, 1.0, budget=120), 25, "x")
+    assert "it extends 1 batch beyond the window" in one and one.endswith(
+        "3 probes in a row were clean (2, 4 and 8 batches ahead), and by bisection"
+    )
     for budget in (0, 4):
         assert end_in_words(grow(region(5000)[0], BATCH, 1.0, budget), 9, "4 batches").endswith(
             "within 4 batches"

@@ -113,6 +113,28 @@ def test_every_command_has_examples_of_its_own_that_it_can_parse(words: list[str
             command.make_context(words[-1], rest).close()  # raises where there is no such option
 
 
+@pytest.mark.parametrize("line", ["watsh", "inspect incidnt"])
+def test_a_misspelled_command_is_corrected(line: str) -> None:
+    done = megastable(*line.split())
+    wanted = {"watsh": "watch", "inspect incidnt": "incident"}[line]
+    assert done.returncode == 2 and f"Did you mean '{wanted}'?" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "command"), LEAVES, ids=[" ".join(words) for words, _ in LEAVES])
+def test_paragraphs_of_help_have_no_line_breaks_of_the_source(words: list[str], command: Any) -> None:
+    assert "\n" not in str(command.help).replace("\n\n", "")
+
+
+@pytest.mark.parametrize("name", ["goodput", "profile", "report", "status", "watch"])
+def test_a_folder_that_is_no_run_is_refused_in_the_same_words(name: str, tmp_path: Path) -> None:
+    more = ["--output", tmp_path / "record"] if name == "report" else []
+    done = megastable(name, tmp_path, *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == f"error: {tmp_path} is not the directory of a run: give one, such as runs/quickstart\n"
+    )
+
+
 @pytest.mark.parametrize(
     "words", [[], *([name] for name in COMMANDS), ["checkpoint", "verify"]], ids=" ".join
 )

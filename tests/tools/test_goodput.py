@@ -27,8 +27,8 @@ def test_the_table_adds_up(run: Path, tmp_path: Path) -> None:
     done = call(app, run, cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == ""
     lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
-    assert f"{run}: 38.8% of 1 min was training" in done.stdout
-    assert "all 1 min 100.00%" in lines
+    assert f"{run}: 38.8% of 1 min 20 s was training" in done.stdout
+    assert "all 1 min 20 s 100.00%" in lines
     assert "training 31 s 38.75%" in lines and "waiting for hosts 16 s 20.00%" in lines
     assert "SIGKILL redone 1 b 1 10 s 12.50%" in lines
     short = call(app, run, "--rows", 1, cwd=tmp_path)

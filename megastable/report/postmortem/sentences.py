@@ -331,19 +331,20 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         )
         for corpus in r.corpora:
             yield FollowUp(
-                text="Take them out for all runs to come: a plan to edit, then prune_data.py apply and verify.",
+                text="Remove them from the corpus, for all later runs: this writes a plan to edit. Then come "
+                "prune_data.py apply and verify.",
                 command=f"python tools/prune_data.py plan {shlex.quote(corpus)} --incident "
                 f"{shlex.quote(r.directory)}:{i.number} --spans",
             )
             yield FollowUp(
-                text="Make sure that the corpus is still the one that was prepared: every file is hashed again.",
+                text="Check that the corpus is still the one that was prepared: this hashes every file again.",
                 command=f"python tools/prepare_data.py verify {shlex.quote(corpus)}",
             )
         if any(isinstance(entry, SampleEntry) for entry in e.skipped):
             ledger = shlex.quote(f"{r.directory}/skips.jsonl")
             yield FollowUp(
-                text="This run skips them in every epoch. Another one on the same corpora has to be told, whatever its "
-                "seed, blend and sequence length (here RUN).",
+                text="This run skips them in every epoch. To make another run on the same corpora skip them (RUN, with "
+                "any seed, blend and sequence length), copy them to its skip ledger before it starts.",
                 # Without the incident and step of this run, which RUN would take for its own.
                 command=f'grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} | '
                 "sed -E 's/,\"(incident|step)\":[0-9]+//g' >> RUN/skips.jsonl",

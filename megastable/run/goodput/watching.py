@@ -119,6 +119,6 @@ def read_account(root: Path, alive: bool = False) -> tuple[TimeAccount, list[str
     if account is None:
         why = "; ".join(watch.problems) or "it is missing or empty"
         raise DataError(
-            f"{watch.run.journal}: no event of a run ({why}): without its journal, nobody knows where its time went"
+            f"{watch.run.journal}: no event of a run ({why}): the account is made from the journal; restore it"
         )
     return account, watch.problems
