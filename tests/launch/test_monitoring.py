@@ -72,6 +72,11 @@ def test_all_that_alerts_and_panels_ask_for_is_served(full: str) -> None:
     )
     assert values["megastable_validation_corpus_loss_nats", "a"] == 3.5
     assert values["megastable_task_score", "arc/acc"] == 0.25 and values["megastable_task_step",] == 40
+    assert values["megastable_task_settled_step",] == 48 and values["megastable_task_interval_steps",] == 8
+    assert values["megastable_task_failures_in_a_row",] == 1 and values["megastable_in_step",] == 1
+    drop = (values["megastable_task_drop_ratio", "arc/acc"], values["megastable_task_drop_sigmas", "arc/acc"])
+    assert drop == pytest.approx((1 / 30, 0.01 * 0.954 / 0.03))  # medians of 0.29 and 0.3, distances of 0.03
+    assert values["megastable_rank_own_seconds", "b", "1", "1"] == 0.7  # rank 1 is stage 1
     assert values["megastable_step_phase_seconds", "forward"] == pytest.approx(0.2)
     assert (
         values["megastable_last_checkpoint_bytes",] == 1000

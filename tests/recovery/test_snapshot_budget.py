@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.base import free_memory
 from megastable.base.errors import ConfigError
-from megastable.base.free_memory import GIB, Demand, demand, free, group_limits
+from megastable.base.free_memory import GIB, Demand, GroupMemory, demand, free, group_limits, total
 from megastable.base.host_memory import taken
 from megastable.config.stability import SnapshotConfig
 from megastable.recovery.snapshot_budget import plan
@@ -52,6 +53,15 @@ def test_version_1_and_a_group_that_is_over_its_limit(tmp_path: Path) -> None:
         memory__stat="cache 9\ninactive_file 1\ntotal_inactive_file 100",
     )  # fmt: skip
     assert list(group_limits(root, own)) == [(1000, 0)]
+
+
+def test_the_smallest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "group_limits", lambda: [GroupMemory(1000, 400), GroupMemory(2000, 300)])
+    assert (total(), free()) == (1000, 300)
+    monkeypatch.setattr(
+        free_memory, "group_limits", lambda: [GroupMemory(1 << 62, 1 << 62)]
+    )  # none, in version 1
+    assert 0 < free() < total() < 1 << 60
 
 
 @pytest.mark.parametrize("content", ["", "0::/\n", "0::/none\n", "4:memory:/none\n"])
