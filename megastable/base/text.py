@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+
+FOREVER = 1e12  # seconds
 
 
 def visible(text: object, most: int | None = None, keep: str = "") -> str:
@@ -56,8 +58,9 @@ def put_off(
 
 
 def duration(seconds: float) -> str:
-    """A time span as text: 0.4 s, 59 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is not a number."""
-    if not math.isfinite(seconds):
+    """A time span as text: 0.4 s, 59 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is not a number, or none that
+    a clock tells."""
+    if not abs(seconds) < FOREVER:
         return "?"
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"

@@ -30,6 +30,7 @@ from megastable.run.events.training_events import (
 )
 
 KEPT = 20_000  # events in the list
+FAR = 1e11  # unix seconds, which no clock tells
 REFUSED = re.compile(rb'"event": "(?:discarded|discard_examined)"')
 # Events by what a reader looks for.
 GROUPS = {
@@ -141,6 +142,7 @@ class JournalNotes:
             n.passed += event.refused or 0
             return
         time = event.time or 0.0
+        time = time if abs(time) < FAR else 0.0
         if n.began is None and time:
             n.began = time
         step = whole(event.get("to_step", event.get("step")))

@@ -143,7 +143,7 @@ def _tokens(s: Status, recipe: Mapping[str, Any], skipped: int) -> Figure:
 
 def _left(s: Status, account: Mapping[str, Any] | None, now: float) -> Figure:
     took = "" if account is None else f"{duration(account['wall'])} so far"
-    if s.eta is not None:
+    if s.eta is not None and s.eta < 1e10:
         when = datetime.fromtimestamp(now + s.eta, UTC)
         form = "%H:%M UTC" if s.eta < 20 * 3600 else "%b %-d, %H:%M UTC"
         return Figure("time left", duration(s.eta), f"done about {when.strftime(form)}")

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megastable.base.folder_stamp import folder_stamp
+from megastable.report.run_page.journal_notes import FAR
 from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.step_table import SOMETIMES, STEP, StepTable
 from megastable.run.events.event import real, whole
@@ -34,7 +35,6 @@ BATCH = 256  # files read at a time
 SAMPLE = 120  # files of a first picture
 MANY = 400  # files, from which on there is a first picture
 LONG = 200_000  # steps
-FAR = 1e11  # unix seconds, which no clock tells
 KEEP_AFTER = 500  # new files, after which the cache is written again
 
 

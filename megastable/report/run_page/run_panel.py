@@ -21,6 +21,7 @@ from megastable.report.run_page import machine_map, page_headline
 from megastable.report.run_page.journal_notes import IncidentNote, JournalLine, SomeValues, selected
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.plot_data import encoded
+from megastable.run.events.event import LARGEST
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
 
 if TYPE_CHECKING:
@@ -50,10 +51,11 @@ class PlacesOfSteps:
             self.time = np.maximum.accumulate(table.steps["time"][live])
 
     def of(self, step: int | None, time: float | None) -> Place:
-        """A step, a time, or both."""
+        """A step, a time, or both. time: 0 is none, too."""
+        time = time or None
         if step is None and len(self.step):
-            step = int(np.interp(time or 0.0, self.time, self.step))
-        step = step or 0
+            step = int(np.interp(time or self.began, self.time, self.step))
+        step = max(-LARGEST, min(LARGEST, step or 0))
         if not len(self.step):
             return {"step": step, "tokens": 0, "time": (time or self.began) - self.began}
         tokens = float(np.interp(step, self.step, self.position)) * self.length
@@ -97,7 +99,7 @@ def head(r: RunReader) -> dict[str, Any]:
         r.status, recent, cases, noted.evaluations[-1:], list(noted.trends.values()), r.account, r.recipe,
         r.data.skipped(r.length), time.time(),
     )  # fmt: skip
-    problems = [*r.status.problems, *r.journal.problems, *r.data.problems]
+    problems = [*r.failures.values(), *r.status.problems, *r.journal.problems, *r.data.problems]
     damaged = r.records.damaged | r.layers.damaged
     if damaged:
         name, why = next(iter(damaged.items()))

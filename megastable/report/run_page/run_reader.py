@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ class RunReader:
         self.account: dict[str, Any] | None = None  # where the time went (run_panel.account)
         self._accounted: tuple[float, int] | None = None
         self.version = 0
+        self.failures: dict[str, str] = {}  # by part of the reader: what is wrong
         self.recipe: dict[str, Any] = {}
         self._recipe_stamp = 0
         self._lock = threading.RLock()
@@ -81,17 +84,33 @@ class RunReader:
             news |= before.state != self.status.state or before.step != self.status.step
         with self._lock:
             self._read_recipe()
-            news |= self.journal.look() | self.layers.look() | self.machines.look() | self.data.look()
+            for part in (self.journal, self.layers, self.machines, self.data):
+                with self._failing(type(part).__name__):
+                    news |= part.look()
         if news:
             self.version += 1
 
     def _follow(self) -> None:
         while not self._over.wait(0.01 if self.records.loaded < 1 else PAUSE):
-            try:
+            with self._failing("RunReader"):
                 self.look()
-            except Exception:  # a page must not end because of one file
-                log.exception("%s", self.root)
+            if "RunReader" in self.failures:
                 self._over.wait(5.0)
+
+    @contextmanager
+    def _failing(self, part: str) -> Iterator[None]:
+        """A page must not end, nor lack its other parts, because of one file that nobody foresaw."""
+        try:
+            yield
+        except Exception as error:
+            told = f"a part of this page is not up to date: {part} cannot read the run ({type(error).__name__}: {error})"
+            if told != self.failures.get(part):
+                log.exception("%s", self.root)
+                self.failures[part] = told
+                self.version += 1
+        else:
+            if self.failures.pop(part, None):
+                self.version += 1
 
     # What the page asks for
 
