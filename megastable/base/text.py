@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-FOREVER = 1e12  # seconds
+FOREVER = 1e12  # seconds; its square is more than all bytes there are
 
 
 def visible(text: object, most: int | None = None, keep: str = "") -> str:
@@ -80,8 +80,8 @@ def number(value: object, form: str = ".3f") -> str:
 
 
 def size(of: object) -> str:
-    """Bytes as text."""
-    if isinstance(of, bool) or not isinstance(of, int | float):
+    """Bytes as text; a question mark if it is not a number of bytes."""
+    if isinstance(of, bool) or not isinstance(of, int | float) or not abs(of) < FOREVER**2:
         return "?"
     return f"{of / 1e9:.3g} GB" if of >= 1e9 else f"{of / 1e6:.3g} MB"
 

@@ -70,6 +70,11 @@ class RunReader:
         while until_all and self.records.loaded < 1:
             self.records.look()
         news |= self.records.see(read_object(self.run.progress))
+        with self._lock:
+            self._read_recipe()
+            for part in (self.journal, self.layers, self.machines, self.data):
+                with self._failing(type(part).__name__):
+                    news |= part.look()
         if until_all or time.monotonic() >= self._due:
             self._due = time.monotonic() + STATUS
             with HEAVY:
@@ -77,16 +82,11 @@ class RunReader:
                 alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
                 found = self._time.look(alive) if until_all else self._time.account(alive)
                 if found is not None and (found.end, len(found.at)) != self._accounted:
-                    self.account = run_panel.account(found, self.began)
+                    self.account = run_panel.account(found, self.began, self.journal.noted.starts)
                     self._accounted = (found.end, len(found.at))
                     news = True
                 del found
             news |= before.state != self.status.state or before.step != self.status.step
-        with self._lock:
-            self._read_recipe()
-            for part in (self.journal, self.layers, self.machines, self.data):
-                with self._failing(type(part).__name__):
-                    news |= part.look()
         if news:
             self.version += 1
 
