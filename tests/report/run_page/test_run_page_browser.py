@@ -16,6 +16,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from benchmarks.made_run import BEGIN, note, progress, record
 from megastable.report.run_page.page_file import write_page
+from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
 from megastable.run.records import Recorder
 from tests.patience import PATIENCE, until
@@ -261,6 +262,41 @@ def test_several_runs(page: Pages, made: RunDirectory, tmp_path: Path) -> None:
         until(lambda: page.run(lines % "lr") == 1)
         until(lambda: page.window() == [1, 90])
         page.leave()
+
+
+def test_pages_that_nobody_looks_at_hold_up_no_other(page: Pages, made: RunDirectory) -> None:
+    """A browser opens six connections to a server, and a page that follows a run keeps one."""
+    first = page.driver.current_window_handle
+    with serving(made.root) as address:
+        for _ in range(8):
+            page.driver.switch_to.new_window("tab")
+            page.open(address)
+        assert page.run(LAST) == 150
+        for handle in page.driver.window_handles:
+            if handle != first:
+                page.driver.switch_to.window(handle)
+                page.driver.close()
+        page.driver.switch_to.window(first)
+
+
+def test_an_answer_that_fails_is_told_and_the_rest_is_drawn(
+    driver: webdriver.Chrome, made: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, other = Pages(driver), made_run(tmp_path / "other", last=90, incidents=())
+    inner = RunReader.panel
+
+    def fails(reader: RunReader) -> dict[str, Any]:
+        if reader.name == "other":
+            raise RuntimeError("unforeseen")
+        return inner(reader)
+
+    monkeypatch.setattr(RunReader, "panel", fails)
+    with serving(made.root, other.root) as address:
+        page.open(address)
+        until(lambda: "could not be loaded" in page.text(".problems"))
+        assert page.run(LAST) == 150 and page.texts(".flags .flag") == ["1", "2"]
+        page.leave()
+    page.errors()  # the server's answer
 
 
 @pytest.mark.parametrize("width", [800, 3840])

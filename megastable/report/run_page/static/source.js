@@ -72,9 +72,17 @@ const serverSource = {
   journal: (run, query, group, most) => asked(`run/${run}/journal`, { query, group, most }),
   incidentPage: (run, page) => ({ src: `run/${run}/incidents/${page}/report.html` }),
   follow(heard, lost) {
-    const events = new EventSource("events");
-    events.onmessage = (event) => heard(JSON.parse(event.data));
-    events.onerror = () => lost();
+    // A browser keeps six connections to a server: pages that nobody looks at hold none of them.
+    let events = null;
+    const watch = () => {
+      if (document.hidden === !events) return;
+      if (document.hidden) { events.close(); events = null; return; }
+      events = new EventSource("events");
+      events.onmessage = (event) => heard(JSON.parse(event.data));
+      events.onerror = () => lost();
+    };
+    document.addEventListener("visibilitychange", watch);
+    watch();
   },
 };
 
