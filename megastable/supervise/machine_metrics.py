@@ -40,11 +40,16 @@ def machine_families(run: str, sample: MachineSample) -> Iterator[Metric]:
             for host, r in hosts.items() for n, value in enumerate(r.gauges.get(key, [])) if value is not None
         ]  # fmt: skip
         yield labelled(run, name, about, ("host", "gpu"), rows)
-    held = [((host, str(n)), float(n in r.throttled)) for host, r in hosts.items() for n in range(r.gpus)]
+    # What nobody can read is left out: 0 would say that all is well.
+    held = [
+        ((host, str(n)), float(n in r.throttled))
+        for host, r in hosts.items() if "throttled" not in r.unread for n in range(r.gpus)
+    ]  # fmt: skip
     yield labelled(run, "gpu_throttled", "1 while the GPU's clocks are held back.", ("host", "gpu"), held)
     xids = [
-        ((host, str(n)), float(len(r.xid.get(n, ())))) for host, r in hosts.items() for n in range(r.gpus)
-    ]
+        ((host, str(n)), float(len(r.xid.get(n, ()))))
+        for host, r in hosts.items() if "xid" not in r.unread for n in range(r.gpus)
+    ]  # fmt: skip
     yield labelled(run, "gpu_xid_kinds", "Kinds of Xid errors of the last day.", ("host", "gpu"), xids)
     of_rank = {rank: host for host, r in hosts.items() for rank in r.ranks}
     own = [((of_rank.get(n, ""), str(n)), s) for n, s in enumerate(sample.own) if s is not None]

@@ -260,7 +260,8 @@ def heat(r: RunReader, axis: str, begin: float | None, end: float | None) -> dic
 def machine_maps(r: RunReader, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
     """Ranks, GPUs and hosts over what is between `begin` and `end` of an axis."""
     places = PlacesOfSteps(r)
-    samples = machine_map.with_gaps(r.machines.read(*places.times(axis, begin, end)))
+    samples = r.machines.read(*places.times(axis, begin, end))
+    samples = machine_map.with_gaps(samples if axis == "time" else machine_map.forward(samples))
     stages = r.recipe.get("parallel", {}).get("pipeline")
     found = machine_map.maps(samples, stages if isinstance(stages, int) else 1)
     last = r.machines.newest
