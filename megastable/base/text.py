@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
 FOREVER = 1e12  # seconds; its square is more than all bytes there are
 
 
@@ -58,8 +57,8 @@ def put_off(
 
 
 def duration(seconds: float) -> str:
-    """A time span as text: 0.4 s, 59 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is not a number, or none that
-    a clock tells."""
+    """A time span as text: 0.4 s, 59 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is no number that a clock
+    tells."""
     if not abs(seconds) < FOREVER:
         return "?"
     if seconds < 59.5:

@@ -67,8 +67,8 @@ class Progress(BaseModel):
     """progress.json, from rank 0: where the run stands. phase: starting, step, evaluate, checkpoint, rewind or ended.
 
     step: steps done; cursor: the next data position; tokens: of the steps done. The others are of the last step: None
-    before it; "nan" or "inf" in the file if not finite. That is `measured_step`, which is not `step` while its outcome is
-    open and after a rewind; measured_cursor: the data position after it. stepped: when this process ended it, unix
+    before it; "nan" or "inf" in the file if not finite. That is `measured_step`, which is not `step` while its outcome
+    is open and after a rewind; measured_cursor: the data position after it. stepped: when this process ended it, unix
     seconds.
     """
 

@@ -117,7 +117,9 @@ def test_a_clock_that_is_set_back_holds_nothing_in_memory(tmp_path: Path) -> Non
         writer.add(sample(n).model_copy(update={"time": back + 30 * n}))
     assert all(len(waiting) <= 30 for waiting in writer._open.values())
     levels = places(tmp_path)
-    assert all([place.time for place in level] == sorted(place.time for place in level) for level in levels.values())
+    assert all(
+        [place.time for place in level] == sorted(place.time for place in level) for level in levels.values()
+    )
     assert len(levels["30s"]) == 140 and len(levels["15min"]) == 2 + 3
     (before,) = (read_sample(place) for place in levels["6h"])
     assert before is not None and (before.time, before.seconds) == (1.79e9 + 30 * 39, 1200.0)

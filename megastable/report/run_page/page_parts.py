@@ -50,7 +50,7 @@ def served(told: Sequence[str]) -> str:
 
 def self_contained(data: dict[str, Any]) -> str:
     """The page as one file that needs no network. data: what a server would answer (source.js)."""
-    css, code = f"\n{style()}", f"\n{script()}"
+    css, code, given = f"\n{style()}", f"\n{script()}", embed(_finite(data))
     policy = (
         f"default-src 'none'; script-src '{_hash(code)}'; style-src 'unsafe-inline'; img-src data:; frame-src 'self'; "
         "base-uri 'none'; form-action 'none'"
@@ -60,7 +60,7 @@ def self_contained(data: dict[str, Any]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>megastable</title>\n'
         f'<link rel="icon" href="data:,">\n<style>{css}</style>\n</head>\n<body>\n{BODY % ""}'
-        f'<script type="application/json" id="data">{embed(_finite(data))}</script>\n<script>{code}</script>\n</body>\n</html>\n'
+        f'<script type="application/json" id="data">{given}</script>\n<script>{code}</script>\n</body>\n</html>\n'
     )
 
 

@@ -34,7 +34,7 @@ class RecordCache:
         self.path = (folder or default_folder()) / f"{name}.steps"
 
     def read(self, names: Sequence[str]) -> tuple[StepTable, int, Broken] | None:
-        """The table of the first of the record files `names`, how many these are, and those of them that were damaged."""
+        """The table of the first of the record files `names`, how many these are, and which of them were damaged."""
         try:
             with self.path.open("rb") as file:
                 head = json.loads(file.readline(1 << 20))
@@ -47,7 +47,9 @@ class RecordCache:
                 for columns, length in ((table.steps, head["steps"]), (table.looks, head["looks"])):
                     _fill(columns, int(length), file)
                 table.recorded = len(table.steps)
-                broken = {str(name): (str(why), (int(a), int(b))) for name, (why, (a, b)) in head["broken"].items()}
+                broken = {
+                    str(name): (str(why), (int(a), int(b))) for name, (why, (a, b)) in head["broken"].items()
+                }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return table, known, broken

@@ -122,7 +122,11 @@ class RecordReader:
         """Add the last step of progress.json, if it is news."""
         measured = "measured_step" in progress
         names = ("measured_step", "measured_cursor", "stepped") if measured else ("step", "cursor", "time")
-        step, cursor, moment = whole(progress.get(names[0])), whole(progress.get(names[1])), real(progress.get(names[2]))
+        step, cursor, moment = (
+            whole(progress.get(names[0])),
+            whole(progress.get(names[1])),
+            real(progress.get(names[2])),
+        )
         loss, table = real(progress.get("loss")), self._table
         if step is None or moment is None or not table.end < moment < FAR or loss is None or self.loaded < 1:
             return False
@@ -131,7 +135,11 @@ class RecordReader:
             # Of older versions: after a rewind it names the step gone back to, with the numbers of the last one.
             if told["loss"] == self._seen.get("loss"):
                 return False
-            if table.recorded and step <= table.steps["step"][-1] and loss == np.float32(table.steps["loss"][-1]):
+            if (
+                table.recorded
+                and step <= table.steps["step"][-1]
+                and loss == np.float32(table.steps["loss"][-1])
+            ):
                 return False
         self._seen = told
         numbers = {

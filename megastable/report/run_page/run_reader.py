@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ from megastable.supervise.status import RunWatch, Status
 log = logging.getLogger(__name__)
 PAUSE = 0.3  # seconds between two looks
 HEAVY = threading.Lock()  # for what takes much memory for a moment, of runs of millions of steps
+CHECKPOINT = re.compile(r"step-\d{1,18}")
+CHECKPOINTS = 100  # that are looked at every time
 STATUS = 1.0  # seconds between two looks at how the run stands
 
 
@@ -47,6 +51,7 @@ class RunReader:
         self.data = DataMap(self.run)
         self.account: dict[str, Any] | None = None  # where the time went (run_panel.account)
         self._accounted: tuple[float, int] | None = None
+        self.committed: set[str] = set()  # names of the checkpoints that are there
         self.version = 0
         self.failures: dict[str, str] = {}  # by part of the reader: what is wrong
         self.recipe: dict[str, Any] = {}
@@ -77,6 +82,7 @@ class RunReader:
                     news |= part.look()
         if until_all or time.monotonic() >= self._due:
             self._due = time.monotonic() + STATUS
+            news |= self._find_checkpoints()
             with HEAVY:
                 before, self.status = self.status, self._watch.status()
                 alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
@@ -89,6 +95,20 @@ class RunReader:
             news |= before.state != self.status.state or before.step != self.status.step
         if news:
             self.version += 1
+
+    def _find_checkpoints(self) -> bool:
+        """Of very many checkpoints on a file server, only the last ones are looked at again."""
+        try:
+            names = {name for name in os.listdir(self.run.checkpoints) if CHECKPOINT.fullmatch(name)}
+        except OSError:
+            names = set()
+        last = sorted(names, key=lambda name: int(name.removeprefix("step-")))[-CHECKPOINTS:]
+        before, known = self.committed, (self.committed & names).difference(last)
+        folder = self.run.checkpoints
+        self.committed = known | {
+            name for name in names - known if (folder / name / "manifest.json").is_file()
+        }
+        return self.committed != before
 
     def _follow(self) -> None:
         while not self._over.wait(0.01 if self.records.loaded < 1 else PAUSE):
@@ -103,7 +123,8 @@ class RunReader:
         try:
             yield
         except Exception as error:
-            told = f"a part of this page is not up to date: {part} cannot read the run ({type(error).__name__}: {error})"
+            why = f"{part} cannot read the run ({type(error).__name__}: {error})"
+            told = f"a part of this page is not up to date: {why}"
             if told != self.failures.get(part):
                 log.exception("%s", self.root)
                 self.failures[part] = told
