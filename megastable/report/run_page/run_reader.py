@@ -7,7 +7,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,12 @@ class RunReader:
                 self.recipe = parts
         except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
             return  # the status says what is wrong with it
+
+
+def told_apart(readers: Sequence[RunReader]) -> Sequence[RunReader]:
+    """The same; runs whose directories have the same name are also called by the one above."""
+    names = Counter(reader.name for reader in readers)
+    for reader in readers:
+        if names[reader.name] > 1:
+            reader.name = visible("/".join(reader.root.resolve().parts[-2:]), 80)
+    return readers

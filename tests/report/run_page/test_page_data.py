@@ -27,7 +27,7 @@ from megastable.report.run_page.journal_notes import JournalNotes, selected
 from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.page_headline import short
 from megastable.report.run_page.recipe_facts import recipe_facts
-from megastable.report.run_page.run_reader import RunReader
+from megastable.report.run_page.run_reader import RunReader, told_apart
 from megastable.run.directory import RunDirectory
 from megastable.run.events.reading import read_events
 from megastable.run.goodput.watching import read_account
@@ -446,3 +446,9 @@ def test_checkpoints_come_and_go(tmp_path: Path) -> None:
     assert there() == [False, False]
     (tmp_path / "manifest.json").rename(run.checkpoints / "step-100" / "manifest.json")
     assert there() == [False, True]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    roots = [made_run(tmp_path / name, last=20, incidents=()).root for name in ("a/out", "b/out", "other")]
+    readers = told_apart([RunReader(root, cache=False) for root in roots])
+    assert [reader.head()["name"] for reader in readers] == ["a/out", "b/out", "other"]

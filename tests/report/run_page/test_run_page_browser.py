@@ -18,10 +18,10 @@ from benchmarks.made_run import BEGIN, note, progress, record
 from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
-from megastable.run.records import Recorder
+from megastable.run.records import LAYER_SCHEMA, Recorder
 from tests.patience import PATIENCE, until
 from tests.report.run_page.conftest import serving
-from tests.report.run_page.made_runs import curve, machines, made_run, summary
+from tests.report.run_page.made_runs import curve, looks, machines, made_run, summary
 
 HOSTILE = (
     "<img src=x onerror=document.title='bad'>\x1b[31m\u202e</script><script>document.title='bad'</script>"
@@ -261,6 +261,30 @@ def test_several_runs(page: Pages, made: RunDirectory, tmp_path: Path) -> None:
         page.all(".run input")[0].click()
         until(lambda: page.run(lines % "lr") == 1)
         until(lambda: page.window() == [1, 90])
+        page.leave()
+
+
+def test_a_map_without_news_stays_under_the_pointer(page: Pages, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", incidents=())
+    with serving(run.root) as address:
+        page.open(address)
+        until(lambda: page.all("#layers canvas"))
+        page.run("document.querySelector('#layers canvas').mine = true")
+        progress(run, 151, time.time(), 3.21)
+        until(lambda: page.run(LAST) == 151)
+        assert page.run("return document.querySelector('#layers canvas').mine")
+        Recorder(run.layers, 1, LAYER_SCHEMA).add(*looks(160, BEGIN + 900))
+        progress(run, 152, time.time(), 3.2)
+        until(lambda: not page.run("return document.querySelector('#layers canvas').mine"))
+        page.leave()
+
+
+def test_a_link_with_the_token_leads_here_from_another_site(page: Pages, made: RunDirectory) -> None:
+    with serving(made.root, token="tok") as address:
+        page.driver.get(f"data:text/html,<a href='{address}/?token=tok'>the run</a>")
+        page.find("a").click()
+        until(lambda: page.run("return document.documentElement.dataset.ready"))
+        assert page.run("return location.search") == ""
         page.leave()
 
 

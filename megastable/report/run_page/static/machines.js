@@ -31,7 +31,7 @@ function makeMachineMaps() {
     list.hidden = !found.hosts.length;
   };
   const paint = () => drawn.forEach((one) => one.canvas.paint());
-  state.on("machines theme axis", build);
+  state.on("machines theme axis focus", build);
   state.on("range panels", paint);
   return whole;
 }

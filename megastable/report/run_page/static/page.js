@@ -23,10 +23,13 @@ async function load() {
     }))]);
     state.tell("plots");
     state.tell("panels");
-    await tried(async () => { state.heats[state.focus] = await source.heat(state.focus, axis, range); });
-    state.tell("heats");
-    await tried(async () => { state.machines[state.focus] = await source.machines(state.focus, axis, range); });
-    state.tell("machines");
+    for (const [name, ask] of [["heats", source.heat], ["machines", source.machines]]) {
+      await tried(async () => {
+        const run = state.focus, before = state[name][run];
+        state[name][run] = await ask(run, axis, range);
+        if (state[name][run] !== before) state.tell(name);
+      });
+    }
   } catch (error) {
     failed.add(String(error));
     console.warn(String(error));
