@@ -152,7 +152,7 @@ class Trainer:
                 batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept
             )
             self.heart.stepped(
-                loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
+                state, loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
                 tokens_per_second=tokens / seconds,
             )  # fmt: skip
             recorder.step(result)

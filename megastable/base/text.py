@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+FOREVER = 1e12  # seconds; its square is more than all bytes there are
 
 
 def visible(text: object, most: int | None = None, keep: str = "") -> str:
@@ -56,9 +57,9 @@ def put_off(
 
 
 def duration(seconds: float) -> str:
-    """A time span as text: 0.4 s, 59 s, 3 min 14 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is not a
-    number."""
-    if not math.isfinite(seconds):
+    """A time span as text: 0.4 s, 59 s, 3 min 14 s, 12 min, 3 h 20 min, 4 d 3 h; a question mark if it is no number
+    that a clock tells."""
+    if not abs(seconds) < FOREVER:
         return "?"
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
@@ -81,8 +82,8 @@ def number(value: object, form: str = ".3f") -> str:
 
 
 def size(of: object) -> str:
-    """Bytes as text."""
-    if isinstance(of, bool) or not isinstance(of, int | float):
+    """Bytes as text; a question mark if it is not a number of bytes."""
+    if isinstance(of, bool) or not isinstance(of, int | float) or not abs(of) < FOREVER**2:
         return "?"
     return f"{of / 1e9:.3g} GB" if of >= 1e9 else f"{of / 1e6:.3g} MB"
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from megastable.base import free_memory
 from megastable.cluster.gpu_health import read_gpus
@@ -33,17 +36,23 @@ class HostWatch:
             self._thread.start()
         return self._latest
 
+    def _read(self, gpus: Sequence[Mapping[str, Any]], why: str) -> HostReading:
+        return host_reading(free_memory.total(), free_memory.free(), os.getloadavg()[0], gpus, why)
+
     def _follow(self) -> None:
         pause = threading.Event()
         why, wait, left = "", self.seconds, 0.0
         while True:
             gpus = None
             if left <= 0:
-                gpus, problem = read_gpus()
+                try:
+                    gpus, problem = read_gpus()
+                except (OSError, ValueError) as error:  # such as a /proc that is hidden from this user
+                    problem = str(error)
                 why = "" if problem is None or NONE in problem else problem
                 wait = self.seconds if problem is None else min(LONGEST, 2 * wait)
                 left = wait
-            memory, load = free_memory.total(), os.getloadavg()[0]
-            self._latest = host_reading(memory, free_memory.free(), load, gpus or [], why)
+            with suppress(OSError, ValueError):
+                self._latest = self._read(gpus or [], why)
             pause.wait(self.seconds)
             left -= self.seconds

@@ -41,9 +41,13 @@ class MachineWriter:
         self.folder, self.lines, self.size = folder, lines, size
         self._open: dict[str, list[MachineSample]] = {name: [] for name in list(LEVELS)[1:]}
         self._count = dict[str, int]()
+        self._newest = 0.0  # time of the sample before
 
     def add(self, sample: MachineSample) -> None:
         """Write it, and the coarser ones that it completes."""
+        if sample.time < self._newest:  # a clock was set back: what waits for it may wait for years
+            self.close()
+        self._newest = sample.time
         for name, seconds in LEVELS.items():
             if name in self._open:
                 waiting = self._open[name]
@@ -91,7 +95,7 @@ def old_file(path: Path) -> Path:
 def places(folder: Path) -> dict[str, list[SamplePlace]]:
     """All samples by level, oldest first, without reading more of them than when they are of."""
     return {
-        name: [place for path in (old_file(file), file) for place in _places(path, seconds)]
+        name: sorted(place for path in (old_file(file), file) for place in _places(path, seconds))
         for name, seconds in LEVELS.items() if (file := folder / f"{name}.jsonl")
     }  # fmt: skip
 

@@ -24,11 +24,16 @@ GAUGES: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+# What only tells of trouble: field of a reading, and its name in `cluster.gpu_health`.
+SIGNS = {"throttled": "clocks_throttled", "xid": "xid"}
+
+
 class HostReading(BaseModel):
     """A host. memory: of the machine or, if that has less, the control group; memory_free: that a process may still
     allocate [GiB]; load: average of a minute; gauges: by key of GAUGES, the value of each GPU, None where it does not
     tell; throttled: why clocks are held back, xid: errors of the last day, both by GPU and only where there is one;
-    unknown: why GPUs cannot be read; ranks: that run there."""
+    unread: which of these two no GPU tells, such as xid where the kernel's log is not for this user; unknown: why GPUs
+    cannot be read; ranks: that run there."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -38,6 +43,7 @@ class HostReading(BaseModel):
     gauges: dict[str, list[float | None]] = {}
     throttled: dict[int, list[str]] = {}
     xid: dict[int, list[int]] = {}
+    unread: list[str] = []
     unknown: str = ""
     ranks: list[int] = []
 
@@ -73,7 +79,9 @@ def host_reading(
     return HostReading(
         memory=round(memory / GIB, 2), memory_free=round(free / GIB, 2), load=round(load, 2), gauges=gauges,
         throttled={n: held for n, gpu in enumerate(gpus) if (held := gpu.get("clocks_throttled"))},
-        xid={n: codes for n, gpu in enumerate(gpus) if (codes := gpu.get("xid"))}, unknown=why,
+        xid={n: codes for n, gpu in enumerate(gpus) if (codes := gpu.get("xid"))},
+        unread=[name for name, key in SIGNS.items() if all(gpu.get(key) is None for gpu in gpus)] if gpus else [],
+        unknown=why,
     )  # fmt: skip
 
 

@@ -67,7 +67,9 @@ class Progress(BaseModel):
     """progress.json, from rank 0: where the run stands. phase: starting, step, evaluate, checkpoint, rewind or ended.
 
     step: steps done; cursor: the next data position; tokens: of the steps done. The others are of the last step: None
-    before it; "nan" or "inf" in the file if not finite. stepped: when this process ended it, unix seconds.
+    before it; "nan" or "inf" in the file if not finite. That is `measured_step`, which is not `step` while its outcome
+    is open and after a rewind; measured_cursor: the data position after it. stepped: when this process ended it, unix
+    seconds.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -82,6 +84,8 @@ class Progress(BaseModel):
     step: int | None = None
     cursor: int | None = None
     tokens: int | None = None
+    measured_step: int | None = None
+    measured_cursor: int | None = None
     stepped: float | None = None
     loss: float | None = None
     grad_norm: float | None = None

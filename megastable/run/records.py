@@ -1,7 +1,8 @@
 """Writes and reads step records (columnar files steps/*.parquet) and layer records (layers/*.parquet).
 
-A file holds the rows of one flush and is complete once it has its name. After a restart from an older checkpoint the
-same steps are recorded again: `read` keeps the newest record of each.
+A file holds the rows of one flush and is complete once it has its name: first step, last step, and the time of the last
+step in milliseconds, by which files are in the order in which they were written, also if a clock was set back. After a
+restart from an older checkpoint the same steps are recorded again: `read` keeps the newest record of each.
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ class Recorder:
         self.folder, self.flush_steps, self.columns = folder, flush_steps, columns
         self.pending: list[StepRecord | LayerRecord] = []
         self._steps = 0
+        self._stamp: int | None = None  # of the newest file
 
     def add(self, *records: StepRecord | LayerRecord) -> None:
         """Add the records of one step; its rows have the same time."""
@@ -195,12 +197,17 @@ class Recorder:
         if not self.pending:
             return
         first, last = self.pending[0], self.pending[-1]
-        path = self.folder / f"{first.step:08d}-{last.step:08d}-{int(last.time * 1000)}.parquet"
+        if self._stamp is None:
+            self._stamp = max((stamp_of(path.name) for path in self.folder.glob("*.parquet")), default=0)
+        # Readers order files by it. A clock may be set back, or be another host's that is behind.
+        stamp = max(int(last.time * 1000), self._stamp + 1)
+        path = self.folder / f"{first.step:08d}-{last.step:08d}-{stamp}.parquet"
         try:
             durable.write_file(path, encoded(self.pending, self.columns))
         except OSError as error:
             log.warning("%s: %s; %d records wait in memory", path, error, len(self.pending))
         else:
+            self._stamp = stamp
             self.pending.clear()
 
     def restore(self, file: Path) -> None:
@@ -217,13 +224,19 @@ class Recorder:
             return
         written = set[tuple[int, float]]()
         for path in self.folder.glob("*.parquet"):
-            stamp = path.stem.rpartition("-")[2]
-            if not stamp.isdecimal() or int(stamp) >= int(rows[0].time * 1000):  # of its last row
+            stamp = stamp_of(path.name)
+            if not stamp or stamp >= int(rows[0].time * 1000):  # of its last row
                 with suppress(pa.ArrowException, OSError):  # a damaged file: `read` names it
                     table = pq.read_table(path, columns=["step", "time"])
                     written.update(zip(*(column.to_pylist() for column in table.columns)))
         self.pending = [row for row in rows if (row.step, row.time) not in written]
         self.flush()
+
+
+def stamp_of(name: str) -> int:
+    """The last part of a record file's name; 0 if it has another."""
+    last = name.removesuffix(".parquet").rpartition("-")[2]
+    return int(last) if last.isascii() and last.isdecimal() else 0
 
 
 def encoded(records: Sequence[StepRecord | LayerRecord], columns: pa.Schema = SCHEMA) -> bytes:

@@ -52,12 +52,16 @@ def machine_families(
             for host, r in hosts.items() for n, value in enumerate(r.gauges.get(key, [])) if value is not None
         ]  # fmt: skip
         yield labelled(run, name, about, ("host", "gpu"), rows)
-    held = [((host, str(n)), float(n in r.throttled)) for host, r in hosts.items() for n in range(r.gpus)]
+    # What nobody can read is left out: 0 would say that all is well.
+    held = [
+        ((host, str(n)), float(n in r.throttled))
+        for host, r in hosts.items() if "throttled" not in r.unread for n in range(r.gpus)
+    ]  # fmt: skip
     yield labelled(run, "gpu_throttled", "1 while the GPU's clocks are held back.", ("host", "gpu"), held)
     # Others are a program's, such as that of a process that was killed.
     xids = [
         ((host, str(n)), float(len(HARDWARE_XID.keys() & r.xid.get(n, ()))))
-        for host, r in hosts.items() for n in range(r.gpus)
+        for host, r in hosts.items() if "xid" not in r.unread for n in range(r.gpus)
     ]  # fmt: skip
     about = (
         "Kinds of Xid errors of the last day that hardware or driver are to blame for (docs/preflight.md)."

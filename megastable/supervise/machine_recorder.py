@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from megastable.cluster.fleet import Fleet
@@ -19,6 +20,7 @@ from megastable.run.machine_state import MachineSample
 from megastable.run.rank_ipc import WorkBlock
 
 SECONDS = LEVELS["30s"]
+BLOCKS = 100  # of a rank between two samples: a file system that hangs must not fill the memory
 GOODBYE = 5.0  # seconds for the last samples
 STALE = 900.0  # seconds, after which the last word of a rank on its work no longer counts: ten steps may take long
 
@@ -40,7 +42,7 @@ class MachineRecorder:
     def began(self) -> None:
         """Another attempt begins: its ranks are others."""
         with self._lock:
-            self._work = dict[int, list[WorkBlock]]()  # by rank; the last one stays
+            self._work = dict[int, deque[WorkBlock]]()  # by rank; the last one stays
             self._heard = dict[int, tuple[float, Heard]]()  # by rank: when it spoke of its work
 
     def hear(self, reports: Iterable[tuple[Heard, WorkBlock]]) -> None:
@@ -50,7 +52,7 @@ class MachineRecorder:
             self._thread.start()
         with self._lock:
             for heard, block in reports:
-                self._work.setdefault(heard.rank, []).append(block)
+                self._work.setdefault(heard.rank, deque(maxlen=BLOCKS)).append(block)
                 self._heard[heard.rank] = (time.monotonic(), heard)
 
     def close(self) -> None:
@@ -81,7 +83,8 @@ class MachineRecorder:
             known = {rank: list(blocks) for rank, blocks in self._work.items()}
             heard = {n: (at, rank) for n, (at, rank) in self._heard.items() if rank.closed is None}
             for blocks in self._work.values():
-                del blocks[:-1]
+                while len(blocks) > 1:
+                    blocks.popleft()
         fresh = {n: blocks for n, blocks in known.items() if n in heard and now - heard[n][0] < STALE}
         own: list[float | None] = [None] * (max(fresh, default=-1) + 1)
         for n, blocks in fresh.items():

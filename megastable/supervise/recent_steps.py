@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megastable.run.records import SCHEMA
+from megastable.base.folder_stamp import folder_stamp
+from megastable.run.records import SCHEMA, stamp_of
 from megastable.run.step_phases import COLUMNS, OTHER
 
 KEPT = 240  # steps
@@ -34,21 +35,21 @@ class RecentSteps:
         self.newest: dict[str, float] = {}
         self.phases: dict[str, float] = {}
         self._records: list[tuple[int, float, float]] = []  # step, loss, seconds
-        self._changed = -1  # mtime of the folder
+        self._changed: int | None = None  # when the folder was (folder_stamp.py)
         self._read: tuple[str, ...] = ()
         self._seen: deque[tuple[int, float, float]] = deque(maxlen=KEPT)
 
     def read(self) -> None:
         """Read the newest record files, if there are new ones."""
         try:
-            changed = self.folder.stat().st_mtime_ns
-            if changed == self._changed:
+            changed = folder_stamp(self.folder)
+            if changed is not None and changed == self._changed:
                 return
             names = [n for n in os.listdir(self.folder) if n.endswith(".parquet")]
         except OSError:
             return
         self._changed = changed
-        newest = tuple(sorted(names, key=lambda n: n.rpartition("-")[2])[-FILES:])
+        newest = tuple(sorted(names, key=stamp_of)[-FILES:])
         if newest == self._read:
             return
         self._read, rows = newest, dict[int, tuple[int, float, float]]()

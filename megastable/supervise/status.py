@@ -218,7 +218,8 @@ class RunWatch:
         phase = "" if stale else visible(progress.get("phase") or "", 20)
         step, steps = self._step(progress), self._recipe.steps or whole(progress.get("steps"))
         loss, seconds = real(progress.get("loss")), _finite(progress.get("seconds"))
-        self._steps.see(step, loss, seconds)
+        measured = whole(progress.get("measured_step"))
+        self._steps.see(step if measured is None else measured, loss, seconds)
         last, rate = self._last_progress(progress), self._steps.rate()
         age = max(0.0, now - last) if last is not None else None  # clocks may jump
         slowest = max((x for x in (rate, seconds) if x is not None), default=None)

@@ -88,10 +88,12 @@ class Heartbeat:
             self.phase(activity.REST)
         activity.begin(state.step)
 
-    def stepped(self, **numbers: Any) -> None:
-        """Measurements of the step, which is over: fields of `Progress`."""
+    def stepped(self, state: RunState, **numbers: Any) -> None:
+        """Measurements of the step that led to `state`, which is over: fields of `Progress`."""
         activity.end(numbers["seconds"])
-        self._facts |= {**numbers, "stepped": round(time.time(), 3)}
+        # Where the run stands is said later: the guard may still take the step back, or an evaluation begin.
+        measured = {"measured_step": state.step, "measured_cursor": state.cursor}
+        self._facts |= {**numbers, **measured, "stepped": round(time.time(), 3)}
         self._dirty = True
 
     # Skip ledger

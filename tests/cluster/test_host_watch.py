@@ -106,3 +106,17 @@ def test_an_agent_tells_the_supervisor(tmp_path: Path, monkeypatch: pytest.Monke
         until(lambda: store.agents["first"].machine.get("memory") == "of another version")
         assert fleet.readings() == {}
         link.close()
+
+
+def test_a_reading_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = list[bool]()
+
+    def fails(*given: Any) -> Any:
+        failed.append(True)
+        raise ValueError("unexpected")
+
+    monkeypatch.setattr(host_watch, "read_gpus", fails)
+    free = host_watch.free_memory.free
+    monkeypatch.setattr(host_watch.free_memory, "free", lambda: free() if len(failed) > 1 else fails())
+    watch = HostWatch(0.01)
+    assert until(watch.latest).unknown == "unexpected"

@@ -106,3 +106,27 @@ def test_a_thousand_hosts_stay_within_the_bound(tmp_path: Path, monkeypatch: pyt
 
 def test_no_folder_is_no_sample(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") is None and not any(places(tmp_path / "none").values())
+
+
+def test_a_clock_that_is_set_back_holds_nothing_in_memory(tmp_path: Path) -> None:
+    writer = MachineWriter(tmp_path)
+    for n in range(40):
+        writer.add(sample(n))
+    back = 1.79e9 - 4e8  # years
+    for n in range(100):
+        writer.add(sample(n).model_copy(update={"time": back + 30 * n}))
+    assert all(len(waiting) <= 30 for waiting in writer._open.values())
+    levels = places(tmp_path)
+    assert all(
+        [place.time for place in level] == sorted(place.time for place in level) for level in levels.values()
+    )
+    assert len(levels["30s"]) == 140 and len(levels["15min"]) == 2 + 3
+    (before,) = (read_sample(place) for place in levels["6h"])
+    assert before is not None and (before.time, before.seconds) == (1.79e9 + 30 * 39, 1200.0)
+
+
+def test_what_no_gpu_tells_is_not_nothing() -> None:
+    gpus = [{"utilization": 97, "xid": None, "clocks_throttled": []}] * 2
+    assert host_reading(1 << 30, 1 << 30, 0.0, gpus, "").unread == ["xid"]
+    assert host_reading(1 << 30, 1 << 30, 0.0, [{**gpus[0], "xid": []}, gpus[1]], "").unread == []
+    assert host_reading(1 << 30, 1 << 30, 0.0, [], "").unread == []

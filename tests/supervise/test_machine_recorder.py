@@ -118,3 +118,25 @@ def test_prometheus_gets_the_same(tmp_path: Path) -> None:
     assert served["megastable_gpu_throttled", "0", "node-0"] == 1
     assert served["megastable_host_memory_free_bytes", "node-1"] == 16 << 30
     assert not any(name == "megastable_gpu_temperature_celsius" for name, *_ in served)
+
+
+def test_what_no_gpu_tells_is_not_served_as_0(tmp_path: Path) -> None:
+    found = recorder(tmp_path, seconds=1000.0)
+    sample = found.sample()
+    found.close()
+    sample.hosts["node-0"].unread = ["throttled", "xid"]
+    served = {
+        (row.name, row.labels["host"])
+        for family in machine_families("mine", sample) for row in cast(GaugeMetricFamily, family).samples
+        if row.name in ("megastable_gpu_throttled", "megastable_gpu_xid_kinds")
+    }  # fmt: skip
+    assert served == {("megastable_gpu_throttled", "node-1"), ("megastable_gpu_xid_kinds", "node-1")}
+
+
+def test_a_file_system_that_hangs_fills_no_memory(tmp_path: Path) -> None:
+    found = recorder(tmp_path, seconds=1000.0)  # nobody takes a sample
+    rank = heard(0)
+    for number in range(10_000):
+        found.hear([(rank, block(number, 0.5))])
+    assert len(found._work[0]) <= 100 and found.sample().own == [0.5] and len(found._work[0]) == 1
+    found.close()

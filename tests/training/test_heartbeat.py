@@ -70,7 +70,7 @@ def test_progress_is_rank_0s_from_the_start_to_the_end(run: RunDirectory) -> Non
         assert soon(lambda: read(run)).phase == "starting"
         beat.at(state(4))
         assert soon(lambda: (read(run) or beat).step == 4 and read(run)).phase == "starting"  # type: ignore[union-attr]
-        beat.stepped(loss=float("nan"), seconds=0.5)
+        beat.stepped(state(5), loss=float("nan"), seconds=0.5)
         beat.at(state(5))
         found = soon(lambda: (p := read(run)) and p.phase == "step" and p)
         assert (found.step, found.cursor, found.seconds, found.attempt) == (5, 40, 0.5, 3)
@@ -78,6 +78,18 @@ def test_progress_is_rank_0s_from_the_start_to_the_end(run: RunDirectory) -> Non
         beat.phase("checkpoint")
         soon(lambda: read(run).phase == "checkpoint")  # type: ignore[union-attr]
     assert read(run).phase == "ended"  # type: ignore[union-attr]
+
+
+def test_numbers_name_their_step_while_it_is_open_and_after_a_rewind(run: RunDirectory) -> None:
+    with heart(run) as beat:
+        beat.at(state(4))
+        beat.stepped(state(5), loss=3.0, seconds=0.5)
+        beat.phase("evaluate")
+        found = soon(lambda: (p := read(run)) and p.phase == "evaluate" and p)
+        assert (found.step, found.measured_step, found.measured_cursor, found.loss) == (4, 5, 40, 3.0)
+        beat.at(state(2))  # rewound
+        found = soon(lambda: (p := read(run)) and p.step == 2 and p)
+        assert (found.measured_step, found.loss) == (5, 3.0)
 
 
 def test_other_ranks_report_nothing(run: RunDirectory) -> None:

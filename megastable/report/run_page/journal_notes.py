@@ -31,6 +31,8 @@ from megastable.run.events.training_events import (
 )
 
 KEPT = 20_000  # events in the list
+NO_END = "its end is not recorded: the supervisor was killed, too"
+FAR = 1e11  # unix seconds, which no clock tells
 REFUSED = re.compile(rb'"event": "(?:discarded|discard_examined)"')
 # Events by what a reader looks for.
 GROUPS = {
@@ -147,6 +149,7 @@ class JournalNotes:
             n.passed += event.refused or 0
             return
         time = event.time or 0.0
+        time = time if abs(time) < FAR else 0.0
         if n.began is None and time:
             n.began = time
         step = whole(event.get("to_step", event.get("step")))
@@ -198,6 +201,8 @@ class JournalNotes:
                 if event.peak_tflops is not None and math.isfinite(event.peak_tflops):
                     n.peaks.append((step or 0, event.peak_tflops, event.peak_source or ""))
             case Launched():
+                if n.attempts and "ended" not in n.attempts[-1]:
+                    n.attempts[-1]["how"] = NO_END
                 n.slow.clear()
                 n.hosts = [str(host) for host in event.hosts]
                 n.attempts.append(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megastable.base.folder_stamp import folder_stamp
 from megastable.run.records import LAYER_SCHEMA
 
 # Kinds of heat map: title, unit, the columns of which the largest value in a layer counts.
@@ -54,15 +55,15 @@ class LayerMap:
     def look(self) -> bool:
         """Look for new files, without reading them."""
         try:
-            changed = self.folder.stat().st_mtime_ns
-            if changed == self._changed:
+            changed = folder_stamp(self.folder)
+            if changed is not None and changed == self._changed:
                 return False
             found = [NAME.fullmatch(name) for name in os.listdir(self.folder)]
         except OSError:
             return False
-        self._changed = changed
+        self._changed, before = changed, self.files
         self.files = sorted(LayerFile(int(m[3]) / 1000, int(m[2]), m[0]) for m in found if m)
-        return True
+        return self.files != before
 
     def chosen(self, begin: float, end: float, axis: str) -> list[LayerFile]:
         """At most MOST files of the looks between two steps or times, in order. By step those that were done again are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -39,6 +40,9 @@ GAUGES = {
     "power": Gauge("GPU power", "W", np.nanmax),
     "clock": Gauge("GPU clock", "MHz", np.nanmin),
 }
+
+
+UNREAD = {"throttled": "why clocks are held back", "xid": "Xid errors"}  # that no GPU of a host tells
 
 
 class MachineMap:
@@ -102,13 +106,25 @@ def chosen(levels: dict[str, list[SamplePlace]], begin: float, end: float) -> li
     return found
 
 
+def forward(samples: Sequence[MachineSample]) -> list[MachineSample]:
+    """Those after whose step the run never went back: an axis of steps has a place for them."""
+    found, lowest = list[MachineSample](), math.inf
+    for sample in reversed(samples):
+        step = lowest if sample.step is None else sample.step
+        if step <= lowest:
+            found.append(sample)
+            lowest = step
+    return found[::-1]
+
+
 def with_gaps(samples: Sequence[MachineSample]) -> list[MachineSample]:
     """The same, with empty samples where nothing was recorded."""
     found = list[MachineSample]()
+    # Of very many samples only some are drawn, which are farther apart.
+    usual = float(np.median(np.diff([sample.time for sample in samples]))) if len(samples) > 1 else 0.0
     for sample in samples:
-        if found and sample.time - sample.seconds - found[-1].time > GAP * max(
-            sample.seconds, found[-1].seconds
-        ):
+        least = GAP * max(sample.seconds, found[-1].seconds, usual) if found else 0.0
+        if found and sample.time - sample.seconds - found[-1].time > least:
             found.append(MachineSample(time=found[-1].time + 1.0, seconds=1.0, step=found[-1].step))
             found.append(MachineSample(time=sample.time - sample.seconds, seconds=1.0, step=sample.step))
         found.append(sample)
@@ -170,7 +186,13 @@ def shared(values: Floats, names: Sequence[str], worst: Any) -> tuple[Floats, li
     for n, part in enumerate(parts):
         some = ~np.isnan(values[part]).all(axis=0)
         found[n, some] = worst(values[part][:, some], axis=0)
-    return found, [f"{names[part.start]} to {names[part.stop - 1].split()[-1]}" for part in parts]
+    return found, [_from_to(names[part.start], names[part.stop - 1]) for part in parts]
+
+
+def _from_to(first: str, last: str) -> str:
+    """Names of rows; of the last one only the number, if the rest is that of the first."""
+    before, _, number = last.rpartition(" ")
+    return f"{first} to {number if first.startswith(before + ' ') else last}"
 
 
 def _map(
@@ -197,6 +219,7 @@ def hosts(sample: MachineSample | None) -> list[dict[str, Any]]:
         found.append({
             "name": visible(name, 80), "memory": host.memory, "memory_free": host.memory_free, "load": host.load,
             "ranks": host.ranks[:64], "gpus": host.gpus, "trouble": [visible(text, 300) for text in trouble[:20]],
+            "unread": [told for key, told in UNREAD.items() if key in host.unread],
             "range": {key: [min(values), max(values)] for key, values in gauges.items() if values},
         })  # fmt: skip
     return sorted(found, key=lambda host: not host["trouble"])

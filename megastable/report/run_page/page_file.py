@@ -8,7 +8,7 @@ from typing import Any
 
 from megastable.base import durable
 from megastable.report.run_page import page_parts, run_panel
-from megastable.report.run_page.run_reader import RunReader
+from megastable.report.run_page.run_reader import RunReader, told_apart
 
 COLUMNS = 6000  # of a plot: what a zoom can still tell apart
 LINES = 5000  # of the journal
@@ -17,7 +17,7 @@ PAGES = 24 << 20  # bytes of incidents' pages
 
 def write_page(runs: Sequence[Path], output: Path) -> list[str]:
     """Write the page of run directories. Returns what could not be read. Raises DataError."""
-    readers = [whole(run) for run in runs]
+    readers = told_apart([whole(run) for run in runs])
     durable.write_output(output, page_parts.self_contained(content(readers)))
     return [problem for reader in readers for problem in reader.head()["problems"]]
 

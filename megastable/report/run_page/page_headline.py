@@ -62,15 +62,16 @@ def headline(
     recipe: Mapping[str, Any],
     skipped: int,
     usable: UsableCheckpoints,
+    undone: int,
     now: float,
 ) -> dict[str, Any]:
     """recent: columns of the last steps that were not undone. incidents: all. evaluations: the last, (step, loss,
     time). trends: warnings that are not over. account: see `run_panel.account`. recipe: the sections of the
-    frozen one. skipped: samples."""
+    frozen one. skipped: samples. undone: updates, as far as they are recorded."""
     word, mood = _word(s, incidents, trends)
     figures = [
         _progress(s), _tokens(s, recipe, skipped), _left(s, account, now), _loss(recent, evaluations),
-        _speed(s, recent), _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents),
+        _speed(s, recent), _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents, undone),
         _goodput(account), _cost(account, recipe), _checkpoint(usable),
     ]  # fmt: skip
     shown = [{key: visible(text, 200) for key, text in figure._asdict().items()} for figure in figures]
@@ -152,7 +153,7 @@ def _tokens(s: Status, recipe: Mapping[str, Any], skipped: int) -> Figure:
 
 def _left(s: Status, account: Mapping[str, Any] | None, now: float) -> Figure:
     took = "" if account is None else f"{duration(account['wall'])} so far"
-    if s.eta is not None:
+    if s.eta is not None and s.eta < 1e10:
         when = datetime.fromtimestamp(now + s.eta, UTC)
         form = "%H:%M UTC" if s.eta < 20 * 3600 else "%b %-d, %H:%M UTC"
         return Figure("time left", duration(s.eta), f"done about {when.strftime(form)}")
@@ -209,8 +210,9 @@ def _skipped(s: Status, skipped: int) -> Figure:
     return Figure("samples skipped", f"{skipped:,}", share)
 
 
-def _lost(s: Status, incidents: Sequence[IncidentFacts]) -> Figure:
-    lost = sum(i.steps_lost for i in incidents)
+def _lost(s: Status, incidents: Sequence[IncidentFacts], undone: int) -> Figure:
+    # Records lack the last steps of a process that was killed, incidents lack restarts without a supervisor.
+    lost = max(sum(i.steps_lost for i in incidents), undone)
     return Figure("steps lost", f"{lost:,}", f"undone and repeated; {plural(s.refused, 'update')} refused")
 
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -49,7 +50,7 @@ def served(told: Sequence[str]) -> str:
 
 def self_contained(data: dict[str, Any]) -> str:
     """The page as one file that needs no network. data: what a server would answer (source.js)."""
-    css, code = f"\n{style()}", f"\n{script()}"
+    css, code, given = f"\n{style()}", f"\n{script()}", embed(_finite(data))
     policy = (
         f"default-src 'none'; script-src '{_hash(code)}'; style-src 'unsafe-inline'; img-src data:; frame-src 'self'; "
         "base-uri 'none'; form-action 'none'"
@@ -59,12 +60,24 @@ def self_contained(data: dict[str, Any]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>megastable</title>\n'
         f'<link rel="icon" href="data:,">\n<style>{css}</style>\n</head>\n<body>\n{BODY % ""}'
-        f'<script type="application/json" id="data">{embed(data)}</script>\n<script>{code}</script>\n</body>\n</html>\n'
+        f'<script type="application/json" id="data">{given}</script>\n<script>{code}</script>\n</body>\n</html>\n'
     )
 
 
 def as_json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    """For a browser, which knows no nan: numbers that are not finite are null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(below) for below in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(path: Path) -> str:

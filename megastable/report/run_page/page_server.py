@@ -19,7 +19,7 @@ from megastable.base.errors import ConfigError
 from megastable.report.run_page import page_parts, run_panel
 from megastable.report.run_page.page_guard import HEADERS, INCIDENT_POLICY, POLICY, PageGuard, is_loopback
 from megastable.report.run_page.plot_data import AXES
-from megastable.report.run_page.run_reader import RunReader
+from megastable.report.run_page.run_reader import RunReader, told_apart
 
 try:
     import uvicorn
@@ -86,9 +86,10 @@ class PageServer:
 
     async def _page(self, request: Request) -> Response:
         if self.guard.token and "token" in request.query_params:
-            # Out of the address, so that it is not in the browser's history or on a screenshot.
+            # Out of the address, so that it is not in the browser's history or on a screenshot. Lax: a link on another
+            # page, such as that of a chat, may lead here; what is asked from there without the user is refused.
             answer = RedirectResponse("/", 303)
-            answer.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="strict")
+            answer.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="lax")
             return answer
         told = [reader.line() for reader in self.readers]
         return Response(page_parts.served(told), media_type="text/html; charset=utf-8")
@@ -272,7 +273,7 @@ def serve(runs: Sequence[Path], host: str, port: int | None, token: bool, say: C
 
     Raises ConfigError, and DataError for a directory without a run."""
     give_memory_back()
-    readers = [RunReader(run) for run in runs]
+    readers = told_apart([RunReader(run) for run in runs])
     with listen(host, port) as bound:
         loopback, number = is_loopback(host), bound.getsockname()[1]
         guard = PageGuard(loopback, secrets.token_urlsafe(24) if token or not loopback else "", number)

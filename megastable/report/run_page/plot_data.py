@@ -82,7 +82,8 @@ def plot_data(
         }
     looks = table.looks["row"]
     kept = np.flatnonzero(~undone[looks]) if len(looks) else np.empty(0, np.intp)
-    kept = kept[_slice(axes.values(axis, looks[kept]), window)]
+    rows, inside = _inside(axes, axis, looks[kept], window)
+    kept = np.searchsorted(looks, rows[inside])
     starts = columns_of(axes.values(axis, looks[kept]), *window, columns)
     some = {name: _column(table.looks, name, kept) for name in SOMETIMES}
     found["sometimes"] = _group(axes, looks[kept], starts, some)
@@ -94,11 +95,11 @@ def _ends(axes: AxisOfSteps) -> tuple[dict[str, float], dict[str, float]]:
     steps = axes.table.steps
     if not len(steps):
         return dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 1.0)
-    ends = np.array(
-        [[0], [int(steps["step"].argmax())], [int(steps["next_position"].argmax())], [len(steps) - 1]]
-    )
-    first = {axis: float(axes.values(axis, ends[0])[0]) for axis in AXES}
-    last = {axis: float(axes.values(axis, ends[n])[0]) for n, axis in enumerate(AXES, start=1)}
+    first, last = dict[str, float](), dict[str, float]()
+    for axis, name in zip(AXES, ("step", "next_position", "time"), strict=True):
+        # Not the first and the last row: there are ways back, and a clock may be set back.
+        rows = np.array([steps[name].argmin(), steps[name].argmax()], np.intp)
+        first[axis], last[axis] = axes.values(axis, rows).tolist()
     return first, last
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +20,9 @@ import xxhash
 from megastable.report.run_page.step_table import GrowingColumns, StepTable
 
 log = logging.getLogger(__name__)
-VERSION = 2
+VERSION = 3
+Broken = Mapping[str, tuple[str, tuple[int, int]]]
+"""Damaged record files: why, and their size and time."""
 MOST = 1 << 31  # bytes of a column
 
 
@@ -31,8 +33,8 @@ class RecordCache:
         name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:32]
         self.path = (folder or default_folder()) / f"{name}.steps"
 
-    def read(self, names: Sequence[str]) -> tuple[StepTable, int] | None:
-        """The table of the first of the record files `names`, and how many these are."""
+    def read(self, names: Sequence[str]) -> tuple[StepTable, int, Broken] | None:
+        """The table of the first of the record files `names`, how many these are, and which of them were damaged."""
         try:
             with self.path.open("rb") as file:
                 head = json.loads(file.readline(1 << 20))
@@ -45,16 +47,19 @@ class RecordCache:
                 for columns, length in ((table.steps, head["steps"]), (table.looks, head["looks"])):
                     _fill(columns, int(length), file)
                 table.recorded = len(table.steps)
-        except (OSError, ValueError, KeyError, TypeError):
+                broken = {
+                    str(name): (str(why), (int(a), int(b))) for name, (why, (a, b)) in head["broken"].items()
+                }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return table, known
+        return table, known, broken
 
-    def write(self, table: StepTable, names: Sequence[str]) -> None:
+    def write(self, table: StepTable, names: Sequence[str], broken: Broken) -> None:
         """Keep a table, all of which is recorded in the files `names`. If that fails, it is read again next time."""
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         head = {
             "version": VERSION, "files": len(names), "names": digest(names), "steps": table.recorded,
-            "looks": len(table.looks),
+            "looks": len(table.looks), "broken": broken,
         }  # fmt: skip
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

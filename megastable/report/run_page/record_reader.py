@@ -20,11 +20,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megastable.base.folder_stamp import folder_stamp
+from megastable.report.run_page.journal_notes import FAR
 from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.step_table import SOMETIMES, STEP, StepTable
 from megastable.run.events.event import real, whole
 from megastable.run.goodput.step_times import StepTimes
-from megastable.run.records import SCHEMA
+from megastable.run.records import SCHEMA, stamp_of
 
 COLUMNS = pa.schema([SCHEMA.field(name) for name in (*STEP, *SOMETIMES)])
 FLOATS = {field.name for field in COLUMNS if pa.types.is_floating(field.type)}
@@ -46,13 +48,15 @@ class RecordReader:
         self.starts = 0
         self._changed: int | None = None  # mtime of the folder
         self._looked = False
+        self._lock = Lock()
         self._forget()
 
     def _forget(self) -> None:
         self.starts += 1
-        self._table = StepTable()
-        self._sample: StepTable | None = None
-        self._lock = Lock()
+        self.damaged.clear()
+        with self._lock:
+            self._table = StepTable()
+            self._sample: StepTable | None = None
         self._read = list[str]()  # names, in the order of the table
         self._waiting = list[str]()
         self._kept = 0  # number of names in the cache
@@ -83,11 +87,16 @@ class RecordReader:
         self._looked = True
         if not self._read and len(self._waiting) > MANY:
             if self.cache is not None and (kept := self.cache.read(self._waiting)) is not None:
-                with self._lock:
-                    self._table, known = kept
+                table, known, broken = kept
+                # A file that was damaged then may be whole now.
+                if all(self._stamp(name) == tuple(stamp) for name, (_, stamp) in broken.items()):
+                    with self._lock:
+                        self._table = table
                     self._read, self._waiting = self._waiting[:known], self._waiting[known:]
                     self._kept = known
-                return True
+                    for name, (why, stamp) in broken.items():
+                        self.damaged[name], self._broken[name] = why, tuple(stamp)
+                    return True
             if self._sample is None:
                 chosen = np.unique(np.linspace(0, len(self._waiting) - 1, SAMPLE).astype(int))
                 sample = StepTable()
@@ -104,30 +113,40 @@ class RecordReader:
             with self._lock:
                 self._sample = None
             if self.cache is not None and len(self._read) - self._kept > KEEP_AFTER:
-                self.cache.write(self._table, self._read)
+                broken = {name: (self.damaged[name], stamp) for name, stamp in self._broken.items()}
+                self.cache.write(self._table, self._read, broken)
                 self._kept = len(self._read)
         return True
 
     def see(self, progress: Mapping[str, Any]) -> bool:
         """Add the last step of progress.json, if it is news."""
-        step, moment, loss = (
-            whole(progress.get("step")), real(progress.get("time")), real(progress.get("loss")),
-        )  # fmt: skip
-        if step is None or moment is None or loss is None or self.loaded < 1:
+        measured = "measured_step" in progress
+        names = ("measured_step", "measured_cursor", "stepped") if measured else ("step", "cursor", "time")
+        step, cursor, moment = (
+            whole(progress.get(names[0])),
+            whole(progress.get(names[1])),
+            real(progress.get(names[2])),
+        )
+        loss, table = real(progress.get("loss")), self._table
+        if step is None or moment is None or not table.end < moment < FAR or loss is None or self.loaded < 1:
             return False
         told = {"step": step, "loss": progress.get("loss"), "grad_norm": progress.get("grad_norm")}
-        table = self._table
-        # After a rewind it names the step gone back to, with the numbers of the last one.
-        if told == self._seen or told["loss"] == self._seen.get("loss") or moment <= table.end:
-            return False
-        if table.recorded and step <= table.steps["step"][-1] and loss == table.steps["loss"][-1]:
-            return False
+        if not measured:
+            # Of older versions: after a rewind it names the step gone back to, with the numbers of the last one.
+            if told["loss"] == self._seen.get("loss"):
+                return False
+            if (
+                table.recorded
+                and step <= table.steps["step"][-1]
+                and loss == np.float32(table.steps["loss"][-1])
+            ):
+                return False
         self._seen = told
         numbers = {
             name: real(progress.get(name)) for name in ("grad_norm", "lr", "tokens_per_second", "seconds")
         }
         row: dict[str, Any] = {
-            "step": step, "time": moment, "next_position": whole(progress.get("cursor")) or 0, "loss": loss,
+            "step": step, "time": moment, "next_position": cursor or 0, "loss": loss,
             "applied": progress.get("applied") is not False, "attempt": whole(progress.get("attempt")) or 0,
             **{name: np.nan if value is None else value for name, value in numbers.items()},
         }  # fmt: skip
@@ -138,8 +157,8 @@ class RecordReader:
     def _find(self) -> bool:
         """Whether there are new files."""
         try:
-            changed = self.folder.stat().st_mtime_ns
-            if changed == self._changed:
+            changed = folder_stamp(self.folder)
+            if changed is not None and changed == self._changed:
                 return False
             names = [name for name in os.listdir(self.folder) if name.endswith(".parquet")]
         except FileNotFoundError:
@@ -148,16 +167,19 @@ class RecordReader:
             self.damaged[str(self.folder)] = error.strerror or str(error)
             return False
         self._changed = changed
+        self.damaged.pop(str(self.folder), None)
         for name, stamp in list(self._broken.items()):
             if stamp != self._stamp(name):  # it was only half there
                 del self._broken[name], self.damaged[name]
                 self._read.remove(name)
         new = sorted(set(names).difference(self._read), key=age)
-        if new and self._read and age(new[0]) < age(self._read[-1]):
-            self._forget()  # copied later, or a clock was set back
+        gone = set(self._read).difference(names)
+        if gone or (new and self._read and age(new[0]) < age(self._read[-1])):
+            # Copied later; or another run has begun in a directory of this name.
+            self._forget()
             new = sorted(names, key=age)
         self._waiting = new
-        return bool(new)
+        return bool(new or gone)
 
     def _columns(self, names: Sequence[str]) -> Iterator[dict[str, npt.NDArray[Any]]]:
         """The columns of files, in order; nothing of damaged ones."""
@@ -199,10 +221,8 @@ class SharedStepTimes:
     def __init__(self, reader: RecordReader, wait: float = 0.0) -> None:
         self.reader, self.wait = reader, wait
         self._since = 0.0
-        self._known, self._whole = (
-            (-1, -1),
-            StepTimes(*(np.empty(0, kind) for kind in ("i8", "f8", "f8", "?", "i8"))),
-        )
+        self._known = (-1, -1, -1)  # starts, rows and moves
+        self._whole = StepTimes(*(np.empty(0, kind) for kind in ("i8", "f8", "f8", "?", "i8")))
 
     @property
     def damaged(self) -> dict[str, str]:
@@ -223,8 +243,8 @@ class SharedStepTimes:
     def all(self) -> StepTimes:
         """All recorded steps."""
         with self.reader.table() as table:
-            rows, known = table.recorded, (table.recorded, table.steps.moves)
-            if known != self._known:
+            rows, moves = table.recorded, table.steps.moves
+            if (known := (self.reader.starts, rows, moves)) != self._known:
                 columns = [table.steps[name][:rows] for name in StepTimes._fields]
                 step, ends, seconds, applied, attempt = columns
                 seconds = np.nan_to_num(seconds.astype(np.float64), posinf=0.0)
@@ -243,6 +263,5 @@ def as_array(column: pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def age(name: str) -> tuple[int, str]:
-    """The time of a file's last step, which is the last part of its name."""
-    last = name.removesuffix(".parquet").rpartition("-")[2]
-    return (int(last) if last.isdecimal() else 0, name)
+    """The place of a file in the order of writing."""
+    return (stamp_of(name), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,10 +17,11 @@ from megastable.report.goodput_picture import thick
 from megastable.report.postmortem import sentences
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.report.run_page import machine_map, page_headline
-from megastable.report.run_page.journal_notes import IncidentNote, JournalLine, SomeValues, selected
+from megastable.report.run_page.journal_notes import NO_END, IncidentNote, JournalLine, SomeValues, selected
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.plot_data import encoded
 from megastable.report.run_page.recipe_facts import recipe_facts
+from megastable.run.events.event import LARGEST
 from megastable.run.goodput.gpu_hours import gpu_hours
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
 
@@ -52,10 +52,11 @@ class PlacesOfSteps:
             self.time = np.maximum.accumulate(table.steps["time"][live])
 
     def of(self, step: int | None, time: float | None) -> Place:
-        """A step, a time, or both."""
+        """A step, a time, or both. time: 0 is none, too."""
+        time = time or None
         if step is None and len(self.step):
-            step = int(np.interp(time or 0.0, self.time, self.step))
-        step = step or 0
+            step = int(np.interp(time or self.began, self.time, self.step))
+        step = max(-LARGEST, min(LARGEST, step or 0))
         if not len(self.step):
             return {"step": step, "tokens": 0, "time": (time or self.began) - self.began}
         tokens = float(np.interp(step, self.step, self.position)) * self.length
@@ -94,12 +95,13 @@ def head(r: RunReader) -> dict[str, Any]:
         tail = slice(max(0, len(table.steps) - TAIL), None)
         rows = tail.start + np.flatnonzero(~table.steps["undone"][tail])[-page_headline.RECENT :]
         recent = {name: table.steps[name][rows] for name in page_headline.COLUMNS}
+        undone = int(np.count_nonzero(table.steps["undone"] & table.steps["applied"]))
     cases = [case for note in noted.incidents.values() if (case := facts_of(note)) is not None]
     told = page_headline.headline(
         r.status, recent, cases, noted.evaluations[-1:], list(noted.trends.values()), r.account, r.recipe,
-        r.data.skipped(r.length), usable_checkpoints(r), time.time(),
+        r.data.skipped(r.length), usable_checkpoints(r), undone, time.time(),
     )  # fmt: skip
-    problems = [*r.status.problems, *r.journal.problems, *r.data.problems]
+    problems = [*r.failures.values(), *r.status.problems, *r.journal.problems, *r.data.problems]
     damaged = r.records.damaged | r.layers.damaged
     if damaged:
         name, why = next(iter(damaged.items()))
@@ -152,7 +154,7 @@ def incident(r: RunReader, note: IncidentNote, places: PlacesOfSteps) -> dict[st
     case = facts_of(note) or IncidentFacts(number=note.number)
     folder = f"{case.number:04d}"
     return {
-        "number": case.number, "x": places.of(case.onset or case.step, note.opened if case.breakdown else None),
+        "number": case.number, "x": _onset(case, note, places),
         "opened": note.opened, "closed": note.closed, "onset": case.onset, "step": case.step,
         "until": None if note.closed is None else places.of(None, note.closed),
         "title": visible(sentences.seen(case), 600), "mood": _mood(case.outcome),
@@ -171,6 +173,12 @@ def incident(r: RunReader, note: IncidentNote, places: PlacesOfSteps) -> dict[st
         "page": folder if (r.run.incidents / folder / REPORT).is_file() else None,
         "timeline": [line(entry, places) for entry in note.lines[-TIMELINE:]],
     }  # fmt: skip
+
+
+def _onset(case: IncidentFacts, note: IncidentNote, places: PlacesOfSteps) -> Place:
+    """Where it began. The step may have been done again since: not later than the incident was opened."""
+    place = places.of(case.onset or case.step, note.opened if case.breakdown else None)
+    return {**place, "time": min(place["time"], note.opened - places.began)} if note.opened else place
 
 
 def facts_of(note: IncidentNote) -> IncidentFacts | None:
@@ -229,6 +237,8 @@ def machines(r: RunReader, places: PlacesOfSteps) -> dict[str, Any]:
         {**entry, "x": places.of(None, entry["began"]), "how": visible(entry["how"], 300)}
         for entry in noted.attempts[-50:]
     ]
+    if attempts and "ended" not in attempts[-1] and s.trainer.alive is False and s.supervisor.alive is False:
+        attempts[-1]["how"] = NO_END
     return {
         "supervisor": process(s.supervisor), "trainer": process(s.trainer), "phase": s.phase, "world": s.world,
         "hosts": [visible(host, 80) for host in noted.hosts], "starts": s.starts, "restarts": s.restarts,
@@ -258,7 +268,8 @@ def heat(r: RunReader, axis: str, begin: float | None, end: float | None) -> dic
 def machine_maps(r: RunReader, axis: str, begin: float | None, end: float | None) -> dict[str, Any]:
     """Ranks, GPUs and hosts over what is between `begin` and `end` of an axis."""
     places = PlacesOfSteps(r)
-    samples = machine_map.with_gaps(r.machines.read(*places.times(axis, begin, end)))
+    samples = r.machines.read(*places.times(axis, begin, end))
+    samples = machine_map.with_gaps(samples if axis == "time" else machine_map.forward(samples))
     stages = r.recipe.get("parallel", {}).get("pipeline")
     found = machine_map.maps(samples, stages if isinstance(stages, int) else 1)
     last = r.machines.newest
@@ -293,16 +304,11 @@ def usable_checkpoints(r: RunReader) -> page_headline.UsableCheckpoints:
     """What the journal and the disk say; whether their bytes are right is checked by the start that resumes."""
     newest: int | None = None
     for note in sorted(r.journal.noted.checkpoints.values(), key=lambda note: -note.step):
-        if note.state in ("saved", "healthy") and _is_there(r, note.name):
+        if note.state in ("saved", "healthy") and note.name in r.committed:
             newest = note.step if newest is None else newest
             if note.state == "healthy":
                 return page_headline.UsableCheckpoints(newest, note.step)
     return page_headline.UsableCheckpoints(newest, None)
-
-
-def _is_there(r: RunReader, name: str) -> bool:
-    safe = re.fullmatch(r"step-\d{1,18}", name) is not None
-    return safe and (r.run.checkpoints / name / "manifest.json").is_file()
 
 
 def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any]:
@@ -311,7 +317,7 @@ def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any
         "name": visible(name, 80), "x": places.of(note.step, note.time), "step": note.step, "time": note.time,
         "bytes": note.bytes, "seconds": _plain(note.seconds), "blocked": _plain(note.blocked), "state": note.state,
         "why": note.why, "proved": note.proved,
-        "there": _is_there(r, name),
+        "there": name in r.committed,
     }  # fmt: skip
 
 

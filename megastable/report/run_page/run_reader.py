@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,8 @@ from megastable.supervise.status import RunWatch, Status
 log = logging.getLogger(__name__)
 PAUSE = 0.3  # seconds between two looks
 HEAVY = threading.Lock()  # for what takes much memory for a moment, of runs of millions of steps
+CHECKPOINT = re.compile(r"step-\d{1,18}")
+CHECKPOINTS = 100  # that are looked at every time
 STATUS = 1.0  # seconds between two looks at how the run stands
 
 
@@ -45,7 +52,9 @@ class RunReader:
         self.data = DataMap(self.run)
         self.account: dict[str, Any] | None = None  # where the time went (run_panel.account)
         self._accounted: tuple[float, int] | None = None
+        self.committed: set[str] = set()  # names of the checkpoints that are there
         self.version = 0
+        self.failures: dict[str, str] = {}  # by part of the reader: what is wrong
         self.recipe: dict[str, Any] = {}
         self._recipe_stamp = 0
         self._lock = threading.RLock()
@@ -69,9 +78,12 @@ class RunReader:
         news |= self.records.see(read_object(self.run.progress))
         with self._lock:
             self._read_recipe()
-            news |= self.journal.look() | self.layers.look() | self.machines.look() | self.data.look()
+            for part in (self.journal, self.layers, self.machines, self.data):
+                with self._failing(type(part).__name__):
+                    news |= part.look()
         if until_all or time.monotonic() >= self._due:
             self._due = time.monotonic() + STATUS
+            news |= self._find_checkpoints()
             with HEAVY:
                 before, self.status = self.status, self._watch.status()
                 alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
@@ -85,13 +97,42 @@ class RunReader:
         if news:
             self.version += 1
 
+    def _find_checkpoints(self) -> bool:
+        """Of very many checkpoints on a file server, only the last ones are looked at again."""
+        try:
+            names = {name for name in os.listdir(self.run.checkpoints) if CHECKPOINT.fullmatch(name)}
+        except OSError:
+            names = set()
+        last = sorted(names, key=lambda name: int(name.removeprefix("step-")))[-CHECKPOINTS:]
+        before, known = self.committed, (self.committed & names).difference(last)
+        folder = self.run.checkpoints
+        self.committed = known | {
+            name for name in names - known if (folder / name / "manifest.json").is_file()
+        }
+        return self.committed != before
+
     def _follow(self) -> None:
         while not self._over.wait(0.01 if self.records.loaded < 1 else PAUSE):
-            try:
+            with self._failing("RunReader"):
                 self.look()
-            except Exception:  # a page must not end because of one file
-                log.exception("%s", self.root)
+            if "RunReader" in self.failures:
                 self._over.wait(5.0)
+
+    @contextmanager
+    def _failing(self, part: str) -> Iterator[None]:
+        """A page must not end, nor lack its other parts, because of one file that nobody foresaw."""
+        try:
+            yield
+        except Exception as error:
+            why = f"{part} cannot read the run ({type(error).__name__}: {error})"
+            told = f"a part of this page is not up to date: {why}"
+            if told != self.failures.get(part):
+                log.exception("%s", self.root)
+                self.failures[part] = told
+                self.version += 1
+        else:
+            if self.failures.pop(part, None):
+                self.version += 1
 
     # What the page asks for
 
@@ -150,3 +191,12 @@ class RunReader:
                 self.recipe = parts
         except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
             return  # the status says what is wrong with it
+
+
+def told_apart(readers: Sequence[RunReader]) -> Sequence[RunReader]:
+    """The same; runs whose directories have the same name are also called by the one above."""
+    names = Counter(reader.name for reader in readers)
+    for reader in readers:
+        if names[reader.name] > 1:
+            reader.name = visible("/".join(reader.root.resolve().parts[-2:]), 80)
+    return readers

@@ -42,6 +42,8 @@ class GrowingColumns:
     def append(self, columns: Columns) -> None:
         """Add rows. Columns that are not given are nan, or 0."""
         more = len(next(iter(columns.values())))
+        if not more:
+            return
         end = self.length + more
         self.moves += any(end > len(room) for room in self._room.values())
         for name, room in self._room.items():
@@ -82,6 +84,7 @@ class StepTable:
         self.steps = GrowingColumns({**STEP, "undone": "?"})
         self.looks = GrowingColumns(LOOK)
         self.recorded = 0  # number of rows that are on disk
+        self._doubted = np.empty(0, np.intp)  # of these, those that only what was seen has marked as undone
 
     @property
     def end(self) -> float:
@@ -91,6 +94,9 @@ class StepTable:
     def record(self, columns: Columns) -> None:
         """Add recorded steps, in order. What was only seen is forgotten; `see` it again where it is newer."""
         self.steps.cut(self.recorded)
+        if len(self._doubted):
+            self.steps["undone"][self._doubted] = False
+            self._doubted = self._doubted[:0]
         self._add(columns)
         some = np.zeros(len(columns["step"]), bool)
         for name in SOMETIMES:
@@ -102,7 +108,10 @@ class StepTable:
 
     def see(self, columns: Columns) -> None:
         """Add steps that are not recorded yet."""
+        before = self.steps["undone"][: self.recorded].copy()
         self._add(columns)
+        newly = np.flatnonzero(self.steps["undone"][: self.recorded] & ~before)
+        self._doubted = np.concatenate([self._doubted, newly])
 
     def _add(self, columns: Columns) -> None:
         first = len(self.steps)

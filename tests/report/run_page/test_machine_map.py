@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.made_run import BEGIN
 from megastable.report.run_page import page_parts
-from megastable.report.run_page.machine_map import MOST, ROWS, chosen, own_work, shared, with_gaps
+from megastable.report.run_page.machine_map import MOST, ROWS, chosen, forward, own_work, shared, with_gaps
 from megastable.report.run_page.page_file import content
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.machine_files import LEVELS, SamplePlace
@@ -101,3 +101,24 @@ def test_as_fine_as_can_be_drawn() -> None:
     early = chosen(levels, 100_000.0, 200_000.0)
     assert {place.seconds for place in early} == {21_600.0}
     assert chosen(levels, end + 1, end + 2) == [] and chosen({name: [] for name in levels}, 0, end) == []
+
+
+def test_an_axis_of_steps_does_not_go_back() -> None:
+    steps = [None, 10, 20, 30, 12, 22, 22, 32]
+    samples = [MachineSample(time=100.0 + 30 * n, seconds=30.0, step=step) for n, step in enumerate(steps)]
+    assert [sample.step for sample in forward(samples)] == [None, 10, 12, 22, 22, 32]
+
+
+def test_samples_far_apart_because_there_are_many_have_no_gaps() -> None:
+    samples = [MachineSample(time=3000.0 * n, seconds=30.0, step=n) for n in range(1, 10)]
+    assert with_gaps(samples) == samples
+    later = MachineSample(time=3000.0 * 60, seconds=30.0, step=60)
+    assert len(with_gaps([*samples, later])) == len(samples) + 3
+
+
+def test_rows_of_several_hosts_are_named_in_full() -> None:
+    names = [f"node-{host} GPU {gpu}" for host in range(100) for gpu in range(8)]
+    _, labels = shared(np.ones((800, 2)), names, np.nanmax)
+    assert labels[:3] == ["node-0 GPU 0 to 3", "node-0 GPU 4 to 7", "node-1 GPU 0 to 3"]
+    _, labels = shared(np.ones((600, 2)), [f"node-{n // 8} GPU {n % 8}" for n in range(600)], np.nanmax)
+    assert labels[2] == "node-0 GPU 6 to node-1 GPU 0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.made_run import BATCH, BEGIN, LENGTH, begin, note
+from benchmarks.made_run import BATCH, BEGIN, LENGTH, begin, note, progress, record
 from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Skips
@@ -25,11 +27,12 @@ from megastable.report.run_page.journal_notes import JournalNotes, selected
 from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.page_headline import short
 from megastable.report.run_page.recipe_facts import recipe_facts
-from megastable.report.run_page.run_reader import RunReader
+from megastable.report.run_page.run_reader import RunReader, told_apart
 from megastable.run.directory import RunDirectory
 from megastable.run.events.reading import read_events
 from megastable.run.goodput.watching import read_account
-from tests.report.run_page.made_runs import curve, made_run, summary
+from megastable.run.records import Recorder
+from tests.report.run_page.made_runs import curve, machines, made_run, summary
 
 
 def config_of(run: RunDirectory) -> RunConfig:
@@ -306,3 +309,146 @@ def test_no_run(tmp_path: Path) -> None:
 )
 def test_short(value: float, told: str) -> None:
     assert short(value) == told
+
+
+def answers(reader: RunReader) -> list[dict[str, Any]]:
+    """All that a page may ask for, as JSON gives it back."""
+    asked = [reader.head(), reader.panel(), run_panel.journal(reader)]
+    for axis in ("step", "tokens", "time"):
+        asked += [
+            reader.plots(axis, None, None, 50),
+            reader.heat(axis, 1, 500),
+            reader.machine_maps(axis, 1, 50),
+        ]
+    found: list[dict[str, Any]] = json.loads(page_parts.as_json(asked))
+    return found
+
+
+ODD = {
+    "nan": float("nan"), "inf": float("inf"), "minus-inf": -float("inf"), "large": 1e300, "integer": 10**19,
+    "enormous": 10**400, "text": "x", "list": [], "negative": -1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_no_number_leaves_a_page_without_an_answer(tmp_path: Path, odd: Any) -> None:
+    run = made_run(tmp_path / "run", last=30, incidents=())
+    for number, key in enumerate(summary(1, 5), start=1):
+        told = {**summary(number, 5), key: odd}
+        note(run, BEGIN + 100, "incident", what="opened", number=number, step=5, summary=told)
+    for name, fields in {
+        "evaluated": ("step", "loss", "samples"), "launched": ("attempt", "wanted"), "ended": ("attempt", "code"),
+        "checkpoint": ("step", "bytes", "seconds", "blocked"), "host_left_out": ("host", "until"),
+        "tasks_evaluated": ("of_step",), "rate_cut": ("step", "factor"), "training": ("step", "cursor", "world"),
+    }.items():  # fmt: skip
+        note(run, BEGIN + 100, name, **dict.fromkeys(fields, odd))
+    note(run, odd, "evaluated", step=5, loss=3.5, samples=1)
+    numbers = dict.fromkeys(("loss", "grad_norm", "lr", "seconds", "stepped"), odd)
+    progress(run, 31, BEGIN + 200, 3.0)
+    run.progress.write_text(json.dumps(json.loads(run.progress.read_text()) | numbers))
+    reader = RunReader(run.root, cache=False)
+    reader.look(until_all=True)
+    head, panel, journal, *_ = answers(reader)
+    assert not reader.failures and journal["lines"][0]["text"] and head["figures"]
+    assert len(panel["incidents"]) >= 15
+    write_page([run.root], tmp_path / "run.html")
+
+
+def test_steps_that_take_for_ever_are_no_time_left(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run")
+    recorder = Recorder(run.steps, 10)
+    for step in range(1, 21):
+        recorder.add(record(step, BEGIN + step, 3.0, seconds=1e30))
+    progress(run, 20, time.time(), 3.0, seconds=1e30)
+    reader = RunReader(run.root, cache=False)
+    reader._watch.clock = time.time
+    assert answers(reader)
+
+
+def test_a_part_that_fails_is_told_and_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made_run(tmp_path / "run", last=30, incidents=())
+    reader = RunReader(run.root, cache=False)
+
+    def fails() -> bool:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(reader.journal, "look", fails)
+    before = reader.version
+    machines(run)
+    reader.look(until_all=True)
+    assert reader.version > before and reader.machine_maps("time", None, None)["maps"]
+    assert "JournalNotes cannot read the run (RuntimeError: unforeseen)" in reader.head()["problems"][0]
+    monkeypatch.undo()
+    reader.look()
+    assert not reader.head()["problems"]
+
+
+def test_a_mark_is_where_it_happened_also_if_the_step_was_done_again(reader: RunReader) -> None:
+    plots, panel = reader.plots("time", None, None, 1000), reader.panel()
+    refused = floats(plots["refused"]["x"]["time"], "f8")
+    for incident, first in zip(panel["incidents"], (refused[0], refused[2]), strict=True):
+        assert first <= incident["x"]["time"] <= first + 6.0
+        assert incident["x"]["time"] < incident["until"]["time"]
+
+
+def resumed_by_hand(root: Path) -> RunDirectory:
+    """Killed after step 55, resumed from step 40, without a supervisor."""
+    run, now = begin(root), BEGIN + 22
+    recorder = Recorder(run.steps, 5)
+    for first, last in ((1, 55), (41, 99)):
+        note(run, now, "training", step=first - 1, cursor=BATCH * (first - 1), world=2, seconds=5.0)
+        for step in range(first, last + 1):
+            recorder.add(record(step, now + 2 * step, curve(step), attempt=None))
+        now += 200
+    recorder.flush()
+    return run
+
+
+def test_steps_that_a_restart_by_hand_undid_are_lost(tmp_path: Path) -> None:
+    reader = RunReader(resumed_by_hand(tmp_path / "run").root, cache=False)
+    assert figures(reader.head())["steps lost"][0] == "15"
+    assert reader.plots("step", None, None, 1000)["undone"]["count"] == 15
+
+
+def test_an_attempt_whose_end_nobody_recorded_runs_no_longer(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", last=30, incidents=())
+    note(run, BEGIN + 300, "launched", attempt=2, hosts=["host-1"], wanted=1)
+    note(run, BEGIN + 310, "launched", attempt=3, hosts=["host-1"], wanted=1)
+    reader = RunReader(run.root, cache=False)
+    told = [attempt["how"] for attempt in reader.panel()["machines"]["attempts"]]
+    assert told == ["its end is not recorded: the supervisor was killed, too"] * 2 + ["runs"]
+
+
+def test_the_axis_of_time_ends_with_the_latest_step(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run")
+    recorder = Recorder(run.steps, 10)
+    for step in range(1, 61):
+        recorder.add(record(step, BEGIN + 100 + step - (50 if step > 40 else 0), curve(step)))
+    plots = RunReader(run.root, cache=False).plots("time", None, None, 1000)
+    assert plots["ends"]["time"] == 140.0 and plots["ends"]["step"] == 60.0
+    x = floats(plots["sometimes"]["x"]["time"], "f8")
+    assert x == sorted(x) and len(x) == 6 and len(floats(plots["accepted"]["x"]["time"], "f8")) == 60
+
+
+def test_checkpoints_come_and_go(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", last=120, incidents=())
+    reader = RunReader(run.root, cache=False)
+
+    def there() -> list[bool]:
+        reader.look(until_all=True)
+        return [one["there"] for one in reader.panel()["checkpoints"]]
+
+    assert there() == [True, True]
+    shutil.rmtree(run.checkpoints / "step-50")
+    (run.checkpoints / "step-100" / "manifest.json").rename(tmp_path / "manifest.json")
+    assert there() == [False, False]
+    (tmp_path / "manifest.json").rename(run.checkpoints / "step-100" / "manifest.json")
+    assert there() == [False, True]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    roots = [made_run(tmp_path / name, last=20, incidents=()).root for name in ("a/out", "b/out", "other")]
+    readers = told_apart([RunReader(root, cache=False) for root in roots])
+    assert [reader.head()["name"] for reader in readers] == ["a/out", "b/out", "other"]

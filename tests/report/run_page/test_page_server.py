@@ -131,7 +131,7 @@ def test_a_token_becomes_a_cookie(run: RunDirectory) -> None:
         ) as answer:
             assert answer.url == address + "/"  # the token is not in the address any more
         (cookie,) = jar.cookiejar
-        assert cookie.has_nonstandard_attr("HttpOnly") and cookie.get_nonstandard_attr("SameSite") == "strict"
+        assert cookie.has_nonstandard_attr("HttpOnly") and cookie.get_nonstandard_attr("SameSite") == "lax"
 
 
 def test_news_are_sent_within_two_seconds(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_run import BEGIN, record
+from megastable.base import folder_stamp
 from megastable.report.run_page import record_reader
 from megastable.report.run_page.record_cache import RecordCache
 from megastable.report.run_page.record_reader import RecordReader, SharedStepTimes
@@ -215,3 +218,104 @@ def test_the_account_of_time_keeps_no_room_that_was_left(tmp_path: Path) -> None
 def test_an_empty_table() -> None:
     table = StepTable()
     assert table.end == 0.0 and len(table.steps) == 0
+
+
+def test_a_clock_that_is_set_back_undoes_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 31):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    reader = read(tmp_path)
+    recorder = Recorder(tmp_path, 10)  # of the next process, whose host's clock is an hour behind
+    for step in range(31, 61):
+        recorder.add(record(step, BEGIN + step - 3600, curve(step)))
+    reader.look()
+    for found in (columns(reader), columns(read(tmp_path))):
+        assert found["step"] == list(range(1, 61)) and not any(found["undone"])
+
+
+def test_another_run_in_a_directory_of_the_same_name(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 61):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    reader = read(tmp_path)
+    for path in list(tmp_path.iterdir()):
+        path.unlink()
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 21):
+        recorder.add(record(step, BEGIN + 1000 + step, 5.0))
+    assert reader.look()
+    found = columns(reader)
+    assert found["step"] == list(range(1, 21)) and not any(found["undone"]) and set(found["loss"]) == {5.0}
+
+
+def test_a_file_that_comes_within_a_tick_of_the_file_systems_clock_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_stamp, "RECENT", 1e9)  # also on a machine that is slow
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 11):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    reader, tick = read(tmp_path), tmp_path.stat()
+    for step in range(11, 21):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    os.utime(tmp_path, ns=(tick.st_atime_ns, tick.st_mtime_ns))
+    reader.look()
+    assert columns(reader)["step"] == list(range(1, 21))
+
+
+def test_the_stamp_of_a_folder(tmp_path: Path) -> None:
+    for seconds, known in ((-3600, True), (3600, False)):  # a file server's clock may be ahead
+        moment = time.time_ns() + seconds * 10**9
+        os.utime(tmp_path, ns=(moment, moment))
+        assert folder_stamp.folder_stamp(tmp_path) == (moment if known else None)
+
+
+def test_what_was_only_seen_marks_nothing_for_good(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 11):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    reader = read(tmp_path)
+    # As versions without `measured_step` said it: back at step 8, with the numbers of step 12, which nobody saw.
+    assert reader.see({"step": 8, "cursor": 64, "loss": 9.0, "time": BEGIN + 13})
+    for step in (11, 12, *range(9, 17)):
+        recorder.add(record(step, BEGIN + 20 + step, curve(step)))
+    reader.look()
+    assert columns(reader) == columns(read(tmp_path))
+
+
+def test_numbers_are_those_of_the_step_that_they_are_of(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 10)
+    for step in range(1, 11):
+        recorder.add(record(step, BEGIN + step, curve(step)))
+    reader = read(tmp_path)
+    # An evaluation goes on after step 12, whose outcome was open until it began; then a rewind to step 8.
+    told = {"measured_step": 12, "measured_cursor": 96, "stepped": BEGIN + 12, "loss": 3.0, "applied": True}
+    assert reader.see({**told, "step": 11, "cursor": 88, "time": BEGIN + 13})
+    assert not reader.see({**told, "step": 12, "cursor": 96, "time": BEGIN + 60})
+    assert not reader.see({**told, "step": 8, "cursor": 64, "time": BEGIN + 61})
+    with reader.table() as table:
+        last = {name: table.steps[name][-1] for name in ("step", "next_position", "time", "loss")}
+    assert last == {"step": 12, "next_position": 96, "time": BEGIN + 12, "loss": 3.0}
+    assert not any(columns(reader)["undone"])
+    assert reader.see({**told, "measured_step": 9, "step": 9, "cursor": 72, "stepped": BEGIN + 62})
+    found = columns(reader)
+    assert [s for s, gone in zip(found["step"], found["undone"], strict=True) if gone] == [9, 10, 12]
+    for odd in ({"stepped": float("inf")}, {"stepped": "nan"}, {"measured_step": None}):
+        assert not reader.see({**told, **odd})
+
+
+@pytest.mark.usefixtures("few")
+def test_the_cache_knows_which_files_are_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    long(folder, 1, 60)
+    path = sorted(folder.iterdir())[5]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    cache = RecordCache(folder, tmp_path / "cache")
+    for _ in range(2):
+        reader = read(folder, cache)
+        assert list(reader.damaged) == [path.name] and len(columns(reader)["step"]) == 58
+    path.write_bytes(whole)
+    reader = read(folder, cache)
+    assert not reader.damaged and columns(reader)["step"] == list(range(1, 61))

@@ -16,11 +16,12 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from benchmarks.made_run import BEGIN, note, progress, record
 from megastable.report.run_page.page_file import write_page
+from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
-from megastable.run.records import Recorder
+from megastable.run.records import LAYER_SCHEMA, Recorder
 from tests.patience import PATIENCE, until
 from tests.report.run_page.conftest import serving
-from tests.report.run_page.made_runs import curve, machines, made_run, summary
+from tests.report.run_page.made_runs import curve, looks, machines, made_run, summary
 
 HOSTILE = (
     "<img src=x onerror=document.title='bad'>\x1b[31m\u202e</script><script>document.title='bad'</script>"
@@ -261,6 +262,65 @@ def test_several_runs(page: Pages, made: RunDirectory, tmp_path: Path) -> None:
         until(lambda: page.run(lines % "lr") == 1)
         until(lambda: page.window() == [1, 90])
         page.leave()
+
+
+def test_a_map_without_news_stays_under_the_pointer(page: Pages, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", incidents=())
+    with serving(run.root) as address:
+        page.open(address)
+        until(lambda: page.all("#layers canvas"))
+        page.run("document.querySelector('#layers canvas').mine = true")
+        progress(run, 151, time.time(), 3.21)
+        until(lambda: page.run(LAST) == 151)
+        assert page.run("return document.querySelector('#layers canvas').mine")
+        Recorder(run.layers, 1, LAYER_SCHEMA).add(*looks(160, BEGIN + 900))
+        progress(run, 152, time.time(), 3.2)
+        until(lambda: not page.run("return document.querySelector('#layers canvas').mine"))
+        page.leave()
+
+
+def test_a_link_with_the_token_leads_here_from_another_site(page: Pages, made: RunDirectory) -> None:
+    with serving(made.root, token="tok") as address:
+        page.driver.get(f"data:text/html,<a href='{address}/?token=tok'>the run</a>")
+        page.find("a").click()
+        until(lambda: page.run("return document.documentElement.dataset.ready"))
+        assert page.run("return location.search") == ""
+        page.leave()
+
+
+def test_pages_that_nobody_looks_at_hold_up_no_other(page: Pages, made: RunDirectory) -> None:
+    """A browser opens six connections to a server, and a page that follows a run keeps one."""
+    first = page.driver.current_window_handle
+    with serving(made.root) as address:
+        for _ in range(8):
+            page.driver.switch_to.new_window("tab")
+            page.open(address)
+        assert page.run(LAST) == 150
+        for handle in page.driver.window_handles:
+            if handle != first:
+                page.driver.switch_to.window(handle)
+                page.driver.close()
+        page.driver.switch_to.window(first)
+
+
+def test_an_answer_that_fails_is_told_and_the_rest_is_drawn(
+    driver: webdriver.Chrome, made: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, other = Pages(driver), made_run(tmp_path / "other", last=90, incidents=())
+    inner = RunReader.panel
+
+    def fails(reader: RunReader) -> dict[str, Any]:
+        if reader.name == "other":
+            raise RuntimeError("unforeseen")
+        return inner(reader)
+
+    monkeypatch.setattr(RunReader, "panel", fails)
+    with serving(made.root, other.root) as address:
+        page.open(address)
+        until(lambda: "could not be loaded" in page.text(".problems"))
+        assert page.run(LAST) == 150 and page.texts(".flags .flag") == ["1", "2"]
+        page.leave()
+    page.errors()  # the server's answer
 
 
 @pytest.mark.parametrize("width", [800, 3840])

@@ -3,6 +3,13 @@
 function makeHeadline() {
   const badge = el("span.badge"), sentence = el("h1"), figures = el("dl.figures"), fresh = el("span.fresh"), more = el("p.advice");
   const problems = el("ul.problems"), loading = el("div.loading", { role: "progressbar" }, el("i"));
+  const tellProblems = () => {
+    const head = state.heads[state.focus], told = head ? [...head.problems] : [];
+    // A server that cannot be reached is "not connected".
+    if (state.failed && !state.cut) told.push(`A part of this page could not be loaded: ${state.failed}`);
+    problems.hidden = !told.length;
+    fill(problems, told.map((problem) => el("li", {}, problem)));
+  };
   const build = () => {
     const head = state.heads[state.focus];
     if (!head) return;
@@ -12,8 +19,7 @@ function makeHeadline() {
     fill(figures, head.figures.map((figure) => el(`div.${figure.mood}`, {}, el("dt", {}, figure.name), el("dd", {}, figure.value, el("small", {}, figure.remark)))));
     fill(more, head.advice ? head.advice : "");
     more.hidden = !head.advice;
-    problems.hidden = !head.problems.length;
-    fill(problems, head.problems.map((problem) => el("li", {}, problem)));
+    tellProblems();
     loading.hidden = head.loaded >= 1;
     loading.firstChild.style.width = percent(head.loaded, 1).replace(" ", "");
     loading.title = `step records read: ${percent(head.loaded, 0)}; the plots show a sample until then`;
@@ -32,6 +38,7 @@ function makeHeadline() {
   };
   state.on("heads focus", () => { told = Date.now(); build(); });
   state.on("cut", age);
+  state.on("cut failed", tellProblems);
   if (source.live) setInterval(age, 1000);
   return el("header.headline", {}, el("div.over", {}, badge, fresh), sentence, loading, problems, figures, more);
 }

@@ -107,7 +107,7 @@ function makeHeat() {
     fill(box, maps.map((one) => one.figure));
   };
   const paint = () => maps.forEach((one) => one.canvas.paint());
-  state.on("heats theme axis", build);
+  state.on("heats theme axis focus", build);
   state.on("range panels", paint);
   return whole;
 }

@@ -27,11 +27,11 @@ function makeMachineMaps() {
       el("td", {}, `${number(host.memory_free, 3)} of ${number(host.memory, 3)} GiB`), el("td", {}, number(host.load, 3)),
       el("td", {}, host.gpus ? commas(host.gpus) : "none read"), el("td", {}, gpuRange(host, "utilization", "", (v) => percent(v, 0))), el("td", {}, gpuRange(host, "memory_used", " GiB")),
       el("td", {}, gpuRange(host, "temperature", " °C")), el("td", {}, gpuRange(host, "power", " W")), el("td", {}, gpuRange(host, "clock", " MHz")),
-      el("td", {}, host.trouble.join("; ")))));
+      el("td", {}, host.trouble.join("; "), host.unread.length ? el("small", {}, ` not readable: ${host.unread.join(", ")}`) : null))));
     list.hidden = !found.hosts.length;
   };
   const paint = () => drawn.forEach((one) => one.canvas.paint());
-  state.on("machines theme axis", build);
+  state.on("machines theme axis focus", build);
   state.on("range panels", paint);
   return whole;
 }

@@ -7,27 +7,35 @@ let busy = false, wanted = false, took = 0;
 async function load() {
   if (busy) { wanted = true; return; }
   busy = true;
-  const began = performance.now();
+  const began = performance.now(), failed = new Set();
+  // What cannot be had is told, and the rest is drawn.
+  const tried = async (ask) => { try { await ask(); } catch (error) { failed.add(String(error.message || error).slice(0, 200)); } };
   try {
     const axis = state.axis, range = state.range && padded(state.range), columns = Math.min(2000, Math.max(400, page.clientWidth || 1200));
     const runs = [...new Set([state.focus, ...state.shown])];
-    await Promise.all([...runs.map(async (run) => {
+    await Promise.all([...runs.map((run) => tried(async () => {
       const plots = await source.plots(run, axis, range, columns);
       if (axis === state.axis || !source.live) state.plots[run] = plots;
-    }), ...runs.map(async (run) => {
+    })), ...runs.map((run) => tried(async () => {
       if (state.panels[run] && source.live && state.panels[run].version === state.heads[run].version) return;
       const version = state.heads[run] ? state.heads[run].version : -1;
       state.panels[run] = { ...(await source.panel(run)), version };
-    })]);
+    }))]);
     state.tell("plots");
     state.tell("panels");
-    state.heats[state.focus] = await source.heat(state.focus, axis, range);
-    state.tell("heats");
-    state.machines[state.focus] = await source.machines(state.focus, axis, range);
-    state.tell("machines");
+    for (const [name, ask] of [["heats", source.heat], ["machines", source.machines]]) {
+      await tried(async () => {
+        const run = state.focus, before = state[name][run];
+        state[name][run] = await ask(run, axis, range);
+        if (state[name][run] !== before) state.tell(name);
+      });
+    }
   } catch (error) {
+    failed.add(String(error));
     console.warn(String(error));
   }
+  const told = [...failed].join("; ");
+  if (told !== state.failed) { state.failed = told; state.tell("failed"); }
   took = performance.now() - began;
   busy = false;
   if (wanted) { wanted = false; setTimeout(load, 0); }

@@ -51,12 +51,24 @@ function decodedPanel(panel) {
   return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) }, by_corpus: decodedCurves(panel.by_corpus), tasks: decodedCurves(panel.tasks) };
 }
 
-async function asked(path, given = {}) {
+async function askedText(path, given = {}) {
   const query = new URLSearchParams();
   for (const [key, value] of Object.entries(given)) if (value !== null && value !== undefined) query.set(key, value);
   const answer = await fetch(`${path}${[...query].length ? `?${query}` : ""}`, { credentials: "same-origin" });
   if (!answer.ok) throw new Error(await answer.text());
-  return answer.json();
+  return answer.text();
+}
+
+const asked = async (path, given) => JSON.parse(await askedText(path, given));
+
+/** The same object as long as the answer is the same: what it shows need not be made anew under somebody's pointer. */
+const answers = new Map();
+async function askedAgain(path, given, decode) {
+  const text = await askedText(path, given), before = answers.get(path);
+  if (before && before.text === text) return before.value;
+  const value = decode(JSON.parse(text));
+  answers.set(path, { text, value });
+  return value;
 }
 
 const windowOf = (axis, range) => ({ axis, from: range ? range[0] : null, to: range ? range[1] : null });
@@ -67,14 +79,22 @@ const serverSource = {
   panel: async (run) => decodedPanel(await asked(`run/${run}/panel`)),
   plots: async (run, axis, range, columns) =>
     decodedPlots(await asked(`run/${run}/plots`, { ...windowOf(axis, range), columns })),
-  heat: async (run, axis, range) => decodedHeat(await asked(`run/${run}/heat`, windowOf(axis, range))),
-  machines: async (run, axis, range) => decodedMachines(await asked(`run/${run}/machines`, windowOf(axis, range))),
+  heat: (run, axis, range) => askedAgain(`run/${run}/heat`, windowOf(axis, range), decodedHeat),
+  machines: (run, axis, range) => askedAgain(`run/${run}/machines`, windowOf(axis, range), decodedMachines),
   journal: (run, query, group, most) => asked(`run/${run}/journal`, { query, group, most }),
   incidentPage: (run, page) => ({ src: `run/${run}/incidents/${page}/report.html` }),
   follow(heard, lost) {
-    const events = new EventSource("events");
-    events.onmessage = (event) => heard(JSON.parse(event.data));
-    events.onerror = () => lost();
+    // A browser keeps six connections to a server: pages that nobody looks at hold none of them.
+    let events = null;
+    const watch = () => {
+      if (document.hidden === !events) return;
+      if (document.hidden) { events.close(); events = null; return; }
+      events = new EventSource("events");
+      events.onmessage = (event) => heard(JSON.parse(event.data));
+      events.onerror = () => lost();
+    };
+    document.addEventListener("visibilitychange", watch);
+    watch();
   },
 };
 

@@ -11,6 +11,7 @@ const state = {
   axis: "step",
   range: null, // [from, to] of the axis; null = all
   log: false,
+  failed: "", // what of the page could not be had
   listeners: [],
   on(what, act) { this.listeners.push([what.split(" "), act]); },
   tell(what) { for (const [names, act] of this.listeners) if (names.includes(what)) act(); },
