@@ -29,7 +29,7 @@ OPEN = (CODE[TimeKind.BETWEEN], CODE[TimeKind.STALLED], CODE[TimeKind.UNKNOWN])
 BACK = ("opened", "attributed", "rewound", "released")  # what happens to an incident between two steps
 
 
-class Usual(NamedTuple):
+class UsualSeconds(NamedTuple):
     """The usual seconds of steps, or of gaps: the medians of blocks of `block`."""
 
     medians: npt.NDArray[Any]
@@ -78,7 +78,7 @@ class ProcessTime:
         before[0], ends = begin, before[1:]
         np.clip(np.maximum.accumulate(steps.time), begin, until, out=ends)
         np.clip(steps.time - steps.seconds, before[:-1], ends, out=begins)
-        usual = _usual(steps.seconds) if count >= FEWEST else Usual(steps.seconds, 1)
+        usual = _usual(steps.seconds) if count >= FEWEST else UsualSeconds(steps.seconds, 1)
         farthest = np.maximum.accumulate(np.r_[self.done, steps.step])
         far = int(farthest[-1])
 
@@ -97,7 +97,7 @@ class ProcessTime:
         rest -= before
         for n, low, high in evaluations:
             rest[n] -= high - low
-        ordinary = _usual(rest[:-1]) if count >= FEWEST else Usual(np.zeros(1), BLOCK)
+        ordinary = _usual(rest[:-1]) if count >= FEWEST else UsualSeconds(np.zeros(1), BLOCK)
         gaps[:] = _gaps(steps.step, rest, usual, ordinary)
         del rest
         if count:
@@ -215,7 +215,7 @@ def _gap(begins: npt.NDArray[Any], event: Event) -> int:
 
 
 def _gaps(
-    step: npt.NDArray[Any], rest: npt.NDArray[Any], usual: Usual, ordinary: Usual
+    step: npt.NDArray[Any], rest: npt.NDArray[Any], usual: UsualSeconds, ordinary: UsualSeconds
 ) -> npt.NDArray[np.int8]:
     """What the time before each step is, and that after the last one, if no event explains it. rest: [n + 1] seconds,
     evaluations left out; usual, ordinary: of the steps, and of the gaps before them.
@@ -254,7 +254,7 @@ def _within(
     return changes
 
 
-def _usual(seconds: npt.NDArray[Any]) -> Usual:
+def _usual(seconds: npt.NDArray[Any]) -> UsualSeconds:
     """Of at least FEWEST steps or gaps: the median of each one's block, the first one left out: it compiles and warms
     up."""
     count, medians = len(seconds), []
@@ -262,10 +262,10 @@ def _usual(seconds: npt.NDArray[Any]) -> Usual:
         # Not of a few steps that remain: those before are better known.
         begin = max(1, min(first, count - BLOCK))
         medians.append(np.median(seconds[begin : first + BLOCK]))
-    return Usual(np.array(medians), BLOCK)
+    return UsualSeconds(np.array(medians), BLOCK)
 
 
-def _stalls(seconds: npt.NDArray[Any], usual: Usual) -> npt.NDArray[np.intp]:
+def _stalls(seconds: npt.NDArray[Any], usual: UsualSeconds) -> npt.NDArray[np.intp]:
     found = [np.empty(0, np.intp)]
     for here in _pieces(0, len(seconds)):
         taken, normal = seconds[here], usual.at(here)
