@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import median
 
 from megastable.base.text import visible
@@ -96,8 +97,9 @@ class TaskHistory:
                 self._step, self._failures = step, 0
                 self._scores = {visible(name, 120): value for name, value in event.numbers.items()}
                 for name, score in self._scores.items():
-                    less = LESS_IS_BETTER.fullmatch(name) is not None
-                    self._tasks.setdefault(name, _OneTask()).add(score, less)
+                    one = self._tasks.setdefault(name, _OneTask())
+                    if isfinite(score):
+                        one.add(score, LESS_IS_BETTER.fullmatch(name) is not None)
             case TasksFailed():
                 self._counts["failed"] += 1
                 self._failures += 1

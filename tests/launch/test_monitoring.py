@@ -227,3 +227,11 @@ def test_every_alert_fires_when_it_should_and_only_then(number: int, tmp_path: P
 
 def test_amtool_accepts_the_receivers() -> None:
     assert "3 receivers" in tool("amtool", "check-config", "alertmanager.yaml")
+
+
+@pytest.mark.parametrize(
+    ("severity", "receivers"), [("critical", "pagerduty,slack,email"), ("warning", "slack,email")]
+)
+def test_only_what_is_critical_wakes_somebody(severity: str, receivers: str) -> None:
+    words = ("config", "routes", "test", "--config.file=alertmanager.yaml", f"severity={severity}")
+    assert receivers in tool("amtool", *words).splitlines()  # beside a warning

@@ -70,6 +70,8 @@ def test_a_noisy_task_at_chance_has_not() -> None:
         ([0.0] * 9, None),  # nothing to fall from
         ([0.5] * 6, ScoreDrop(0.0, 0.0)),
         ([0.5] * 9 + [0.25] * 2, ScoreDrop(0.5, float("inf"))),  # without any noise
+        ([0.5] * 6 + [float("nan"), float("inf")], ScoreDrop(0.0, 0.0)),
+        ([float("nan")] * 9, None),
         ([-4.0] * 9 + [-6.0] * 2, ScoreDrop(0.5, float("inf"))),  # a log likelihood
     ],
 )
