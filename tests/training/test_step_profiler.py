@@ -97,6 +97,19 @@ def test_other_ranks_and_runs_without_a_profile_do_nothing(tmp_path: Path) -> No
     assert not (tmp_path / "profiles").exists()
 
 
+def test_what_a_killed_process_had_begun_to_write_is_removed(tmp_path: Path) -> None:
+    """Also if nothing is traced again; not that of another rank, which may be at work."""
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    for rank in (0, 1):
+        (folder / f".step-00000100-rank-{rank}.json").write_text("half")
+        (folder / f".step-00000100-rank-{rank}.json.gz").write_text("half")
+    run_steps(tmp_path, 10)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".step-00000100-rank-1.json", ".step-00000100-rank-1.json.gz",
+    ]  # fmt: skip
+
+
 def test_a_profile_of_which_nothing_comes_says_why(tmp_path: Path) -> None:
     """Not the next process, if there is a trace."""
     config = ProfileConfig(start=200, steps=3, ranks=(2, 5))
