@@ -89,13 +89,13 @@ class RecordReader:
             if self.cache is not None and (kept := self.cache.read(self._waiting)) is not None:
                 table, known, broken = kept
                 # A file that was damaged then may be whole now.
-                if all(self._stamp(name) == tuple(stamp) for name, (_, stamp) in broken.items()):
+                if all(self._stamp(name) == stamp for name, (_, stamp) in broken.items()):
                     with self._lock:
                         self._table = table
                     self._read, self._waiting = self._waiting[:known], self._waiting[known:]
                     self._kept = known
                     for name, (why, stamp) in broken.items():
-                        self.damaged[name], self._broken[name] = why, tuple(stamp)
+                        self.damaged[name], self._broken[name] = why, stamp
                     return True
             if self._sample is None:
                 chosen = np.unique(np.linspace(0, len(self._waiting) - 1, SAMPLE).astype(int))
