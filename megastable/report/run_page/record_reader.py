@@ -221,7 +221,7 @@ class SharedStepTimes:
     def __init__(self, reader: RecordReader, wait: float = 0.0) -> None:
         self.reader, self.wait = reader, wait
         self._since = 0.0
-        self._known = (-1, -1)  # starts and rows
+        self._known = (-1, -1, -1)  # starts, rows, moves
         self._whole = StepTimes(*(np.empty(0, kind) for kind in ("i8", "f8", "f8", "?", "i8")))
 
     @property
@@ -243,8 +243,8 @@ class SharedStepTimes:
     def all(self) -> StepTimes:
         """All recorded steps."""
         with self.reader.table() as table:
-            rows = table.recorded
-            if (known := (self.reader.starts, rows)) != self._known:
+            rows, known = table.recorded, (self.reader.starts, table.recorded, table.steps.moves)
+            if known != self._known:
                 columns = [table.steps[name][:rows] for name in StepTimes._fields]
                 step, ends, seconds, applied, attempt = columns
                 seconds = np.nan_to_num(seconds.astype(np.float64), posinf=0.0)
