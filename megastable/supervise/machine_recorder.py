@@ -82,9 +82,9 @@ class MachineRecorder:
         with self._lock:
             known = {rank: list(blocks) for rank, blocks in self._work.items()}
             heard = {n: (at, rank) for n, (at, rank) in self._heard.items() if rank.closed is None}
-            for blocks in self._work.values():
-                while len(blocks) > 1:
-                    blocks.popleft()
+            for waiting in self._work.values():
+                while len(waiting) > 1:
+                    waiting.popleft()
         fresh = {n: blocks for n, blocks in known.items() if n in heard and now - heard[n][0] < STALE}
         own: list[float | None] = [None] * (max(fresh, default=-1) + 1)
         for n, blocks in fresh.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megastable.base import free_memory
 from megastable.cluster import gpu_health, host_watch
 from megastable.cluster.agent import Agent
 from megastable.cluster.fleet import Here
@@ -116,7 +117,7 @@ def test_a_reading_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -
         raise ValueError("unexpected")
 
     monkeypatch.setattr(host_watch, "read_gpus", fails)
-    free = host_watch.free_memory.free
-    monkeypatch.setattr(host_watch.free_memory, "free", lambda: free() if len(failed) > 1 else fails())
+    free = free_memory.free
+    monkeypatch.setattr(free_memory, "free", lambda: free() if len(failed) > 1 else fails())
     watch = HostWatch(0.01)
     assert until(watch.latest).unknown == "unexpected"

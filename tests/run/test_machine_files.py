@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,7 +127,7 @@ def test_a_clock_that_is_set_back_holds_nothing_in_memory(tmp_path: Path) -> Non
 
 
 def test_what_no_gpu_tells_is_not_nothing() -> None:
-    gpus = [{"utilization": 97, "xid": None, "clocks_throttled": []}] * 2
+    gpus: list[dict[str, Any]] = [{"utilization": 97, "xid": None, "clocks_throttled": []}] * 2
     assert host_reading(1 << 30, 1 << 30, 0.0, gpus, "").unread == ["xid"]
     assert host_reading(1 << 30, 1 << 30, 0.0, [{**gpus[0], "xid": []}, gpus[1]], "").unread == []
     assert host_reading(1 << 30, 1 << 30, 0.0, [], "").unread == []
