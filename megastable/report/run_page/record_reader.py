@@ -89,13 +89,13 @@ class RecordReader:
             if self.cache is not None and (kept := self.cache.read(self._waiting)) is not None:
                 table, known, broken = kept
                 # A file that was damaged then may be whole now.
-                if all(self._stamp(name) == tuple(stamp) for name, (_, stamp) in broken.items()):
+                if all(self._stamp(name) == stamp for name, (_, stamp) in broken.items()):
                     with self._lock:
                         self._table = table
                     self._read, self._waiting = self._waiting[:known], self._waiting[known:]
                     self._kept = known
                     for name, (why, stamp) in broken.items():
-                        self.damaged[name], self._broken[name] = why, tuple(stamp)
+                        self.damaged[name], self._broken[name] = why, stamp
                     return True
             if self._sample is None:
                 chosen = np.unique(np.linspace(0, len(self._waiting) - 1, SAMPLE).astype(int))
@@ -221,7 +221,7 @@ class SharedStepTimes:
     def __init__(self, reader: RecordReader, wait: float = 0.0) -> None:
         self.reader, self.wait = reader, wait
         self._since = 0.0
-        self._known = (-1, -1, -1)  # starts, rows and moves
+        self._known = (-1, -1, -1)  # starts, rows, moves
         self._whole = StepTimes(*(np.empty(0, kind) for kind in ("i8", "f8", "f8", "?", "i8")))
 
     @property
@@ -243,8 +243,8 @@ class SharedStepTimes:
     def all(self) -> StepTimes:
         """All recorded steps."""
         with self.reader.table() as table:
-            rows, moves = table.recorded, table.steps.moves
-            if (known := (self.reader.starts, rows, moves)) != self._known:
+            rows, known = table.recorded, (self.reader.starts, table.recorded, table.steps.moves)
+            if known != self._known:
                 columns = [table.steps[name][:rows] for name in StepTimes._fields]
                 step, ends, seconds, applied, attempt = columns
                 seconds = np.nan_to_num(seconds.astype(np.float64), posinf=0.0)
