@@ -22,6 +22,7 @@ from megastable.supervise.standing import State
 from megastable.supervise.status import read_status
 from tests.convert.huggingface.conftest import text_corpus, tokenizer
 from tests.downstream.complete_run import complete_run, settings
+from tests.downstream.test_evaluator import gone
 from tests.patience import PATIENCE, until
 from tests.supervise.test_supervisor import Supervised
 
@@ -67,7 +68,7 @@ class Watched(Supervised):
         def waits() -> tuple[int, int] | None:
             for path in self.folder.glob("at-*"):
                 step, pid = map(int, path.name.split("-")[1:3])
-                if alive(pid) and not (self.folder / f"go-{step}").exists():
+                if not gone(pid) and not (self.folder / f"go-{step}").exists():
                     return step, pid
             return None
 
@@ -108,15 +109,15 @@ class Watched(Supervised):
     def gone(self, program: int) -> None:
         """Wait until the program and the process that started it have ended."""
 
-        def left() -> bool:
-            evaluators = [p for p in self.everything() if "megastable.downstream.evaluator" in p.cmdline()]
-            return bool(evaluators) or alive(program)
-
-        until(lambda: not left())
+        evaluators = [p.pid for p in self.everything() if "megastable.downstream.evaluator" in command_of(p)]
+        until(lambda: all(map(gone, [program, *evaluators])))
 
 
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
 
 
 def test_a_complete_run_is_evaluated_by_the_next_start(text_corpus: Path, tmp_path: Path) -> None:

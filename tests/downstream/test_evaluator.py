@@ -100,7 +100,10 @@ def evaluate(config: RunConfig, run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_the_newest_is_evaluated_with_the_loss_of_the_plain_model(trained: RunConfig, tmp_path: Path) -> None:
