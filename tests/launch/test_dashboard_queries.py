@@ -4,9 +4,11 @@ dashboard asks."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -61,7 +63,13 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         config["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
         del config["alerting"]
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-        words = [prometheus, "--config.file=prometheus.yaml", "--storage.tsdb.path=data"]
+        tether = [
+            sys.executable,
+            "-m",
+            "megastable.downstream.tether",
+            str(os.getpid()),
+        ]  # ends with this process
+        words = [*tether, prometheus, "--config.file=prometheus.yaml", "--storage.tsdb.path=data"]
         with (folder / "log").open("wb") as log:
             running = subprocess.Popen(
                 [*words, f"--web.listen-address=127.0.0.1:{port}"], cwd=folder, stdout=log, stderr=log
