@@ -107,10 +107,24 @@ class ReplicaWatch:
             if len(odd) < len(held):
                 wrong |= {r: f"{name} ({kind})" for r in odd if r not in wrong}
         if wrong:
-            hosts, told = [host for host, _ in everyone], sorted(wrong)
-            reason = f"step {found.step} done again gives another {wrong[told[0]]} than {ranks_on(told, hosts)} held"
+            hosts, held_by = [host for host, _ in everyone], sorted(wrong)
+            what, who = wrong[held_by[0]], ranks_on(held_by, hosts)
+            reason = f"step {found.step} done again gives another {what} than {who} held"
+            told = self._suspects(held_by, found)
+            if told != held_by:
+                reason += f", made from gradients of {ranks_on(told, hosts)}"
             where = [hosts[r] for r in told]
             self.log.emit(WrongCopy(step=found.step, ranks=told, hosts=where, reason=reason), say=True)
+
+    def _suspects(self, holders: Sequence[int], found: Open) -> list[int]:
+        """A rank whose copy alone is wrong; if its data ranks were not compared, as of replicas on tensor ranks, each
+        of these may have sent the gradient that is wrong in it."""
+        suspects = set(holders)
+        for ranks in self.replicas.engine.topology.layout.groups("data"):
+            here = suspects.intersection(ranks)
+            if here and not any(set(ranks) <= set(group) for *_, group in found.held):
+                suspects.update(ranks)
+        return sorted(suspects)
 
     def rewound(self, step: int) -> None:
         """The run is back at an earlier step."""

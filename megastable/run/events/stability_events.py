@@ -98,7 +98,7 @@ class ReplicasDiffer(OfHardware):
 
 class WrongCopy(OfHardware):
     """Copies differed after `step`, which was not known to be wrong on which of the ranks. The step done again gives
-    what the others held. ranks: whose copy it does not give."""
+    what the others held. ranks: whose copy it does not give, and those whose gradients were in it."""
 
     NAME = "wrong_copy"
 
