@@ -239,7 +239,7 @@ def test_it_ends_with_the_process_that_started_it(trained: RunConfig) -> None:
     run = run_of(trained)
     config = asking(trained, python(SCORE, "{results}", "{step}", "{model}"))
     with pytest.raises(Leaving):
-        Evaluator(config, run, parent=1)._wait(0)
+        Evaluator(config, run, parent=os.getpid())._wait(0)
 
 
 def test_a_program_does_not_outlive_an_evaluation_that_is_killed(trained: RunConfig, tmp_path: Path) -> None:
