@@ -1,4 +1,5 @@
-"""The processes of a layout's ranks: started once, they do all of its runs; after an error, or a hang, new ones do."""
+"""The processes of a layout's ranks: they do its runs one after another; after an error, a hang, or many runs new ones
+do."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from megastable.config.tree import RunConfig
 
 HUNG, DIED, ABANDONED = "hung", "died", "waited for another rank"
 GRACE = 10.0  # seconds after the first error of a rank; others may be in a collective that it never reaches
+# Every run leaves a few of gloo's threads behind, which wake a hundred times a second.
+RUNS = 16
 # What ranks import, beside torch and the package only on the first engine and step, 1,500 modules. A server imports it
 # once, and is forked.
 PRELOAD = [
@@ -32,6 +35,7 @@ class Crew:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        self._runs = 0  # of these members
         self._members: list[tuple[ForkServerProcess, Connection]] = []
 
     def __enter__(self) -> Crew:
@@ -46,8 +50,11 @@ class Crew:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        if self._runs >= RUNS:
+            self._end()
         if not self._members:
-            self._members = list(_started(self.ranks))
+            self._members, self._runs = list(_started(self.ranks)), 0
+        self._runs += 1
         for _, pipe in self._members:
             pipe.send(Job(config, fault, store.port, log))
         try:

@@ -107,6 +107,10 @@ class Ledger:
             found.append(kind_of_line(given).model_validate(given))
         return found
 
+    def newest(self, most: int) -> list[AnyEntry]:
+        """The last `most` lines as objects, oldest first."""
+        return Ledger(self.table.slice(max(0, len(self.table) - most))).entries
+
     @property
     def exclusions(self) -> Exclusions:
         """The exclusions of all lines together."""

@@ -165,8 +165,9 @@ def end_in_words(side: Side, last: int, budget: str) -> str:
         return f"its end was not found within {budget}"
     if side.reach == 0:
         return f"nothing is bad beyond the window: the batches {clean} ahead of it are clean"
+    batches = "batch" if side.reach == 1 else "batches"
     return (
-        f"it extends {side.reach} batches beyond the window and ends at position {last}, found by doubling the "
+        f"it extends {side.reach} {batches} beyond the window and ends at position {last}, found by doubling the "
         f"distance until {len(side.clean)} spots in a row were clean (from the batches {clean} ahead on), and by "
         "bisection"
     )

@@ -70,6 +70,13 @@ def test_processes_are_used_again_until_there_is_trouble(crew: Crew) -> None:
     assert [end.error for end in run(crew, "finishes")] == ["", ""]
 
 
+def test_processes_are_replaced_after_many_runs(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corruption_crew, "RUNS", 2)
+    pids = [run(crew, "finishes")[0].text for _ in range(5)]
+    assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
+    assert not psutil.pid_exists(int(pids[0])) and psutil.pid_exists(int(pids[4]))
+
+
 def test_none_is_left(crew: Crew) -> None:
     with Crew(2) as other:
         pids = [int(end.text) for end in run(other, "finishes")]

@@ -49,7 +49,7 @@ def test_of_a_crash_the_failure_is_told(corpus: Path) -> None:
     crash = {"verdict": "crash", "cause": "process", "positions": [], "action": "restart", "failure": failure}
     seen, done, _ = lines(corpus, **crash, loss_before=None, loss_peak=None)
     assert seen == f"step 120     {failure}; recoverable, cause: process".replace("\x1b", "\\x1b")
-    assert done.startswith("done         restarted the processes from the newest good checkpoint, or ")
+    assert done.startswith("done         restarted the processes from the newest intact checkpoint, or ")
     assert done.endswith(": healed")
 
 

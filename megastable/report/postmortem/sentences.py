@@ -43,7 +43,7 @@ ACTIONS = {
     "cut_lr": "rewound in memory to before the onset and cut the learning rate",
     "swap_corpus": "rewound in memory to before the onset and continued without the corpus",
     "handover": "ended the processes for a restart from a checkpoint before the onset",
-    "restart": "restarted the processes from the newest good checkpoint, or from the beginning without one",
+    "restart": "restarted the processes from the newest intact checkpoint, or from the beginning without one",
     "alert": "raised an alert: training continued, outlier updates were refused, nothing else was done automatically",
     "stop": "stopped: a person is needed",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -15,8 +14,6 @@ from megastable import __version__
 from megastable.base.errors import DataError
 from megastable.data.blends import BlendEntry, read_blends
 from megastable.data.manifest import Manifest
-from megastable.data.order import LAST_POSITION
-from megastable.data.skip_entries import SkipEntry
 from megastable.data.skip_ledger import Ledger
 from megastable.report.postmortem.facts import Evidence
 from megastable.report.publish.logbook import LogbookDay
@@ -24,11 +21,13 @@ from megastable.report.publish.public_run import PublicRun
 from megastable.report.publish.record_folder import FORMAT
 from megastable.report.publish.redaction import HASH, public_version
 from megastable.report.run_page.run_reader import RunReader
+from megastable.report.skip_lines import SkipLine, skip_lines
 from megastable.run.directory import read_object
 from megastable.run.events.event import Event
 from megastable.run.events.supervisor_events import Launched
 from megastable.run.events.training_events import Training
-from megastable.run.goodput.time_account import TimeAccount, TimeKind
+from megastable.run.goodput.gpu_hours import gpu_hours
+from megastable.run.goodput.time_account import TimeAccount
 
 SKIPS = 100  # lines of the ledger that the pages show
 
@@ -45,18 +44,6 @@ class CorpusFacts:
     documents: dict[str, int] = field(default_factory=dict)
     text_bytes: int | None = None
     tokenizer: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SkipFacts:
-    """A line of the skip ledger. what: is skipped; samples: how many, None if it is not known."""
-
-    time: str
-    what: str
-    samples: int | None
-    reason: str
-    incident: int | None
-    step: int | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +81,7 @@ class RecordFacts:
     starts: list[StartFacts]
     software: dict[str, list[str]]
     corpora: list[CorpusFacts]
-    skips: list[SkipFacts]
+    skips: list[SkipLine]
     goodput: dict[str, Any] | None
     spending: SpendingFacts | None
     checkpoints: list[dict[str, Any]]
@@ -164,17 +151,14 @@ def software_of(starts: Sequence[StartFacts], reader: RunReader) -> dict[str, li
 def spending(
     account: TimeAccount | None, starts: Sequence[StartFacts], price: float | None, currency: str
 ) -> SpendingFacts | None:
-    """Every second in which processes existed, times the ranks of that time."""
-    if account is None or not (known := [(start.time, start.ranks) for start in starts if start.ranks]):
+    """What the run spent; None if nobody knows its ranks."""
+    ranks = [(start.time, start.ranks) for start in starts]
+    spent = None if account is None else gpu_hours(account.spans(), ranks)
+    if spent is None:
         return None
-    hours, training = 0.0, 0.0
-    for span in account.spans():
-        if span.kind is not TimeKind.NOT_RUNNING:
-            # Before the first step of an attempt its ranks are there already.
-            ranks = next((n for at, n in reversed(known) if at <= span.end), known[0][1]) or 0
-            hours += (span.end - span.begin) * ranks / 3600
-            training += span.seconds * ranks / 3600 if span.kind is TimeKind.TRAINING else 0.0
-    return SpendingFacts(hours, training, price, currency, None if price is None else hours * price)
+    return SpendingFacts(
+        spent.all, spent.training, price, currency, None if price is None else spent.all * price
+    )
 
 
 def corpora_of(made: PublicRun, reader: RunReader) -> list[CorpusFacts]:
@@ -209,7 +193,7 @@ def corpora_of(made: PublicRun, reader: RunReader) -> list[CorpusFacts]:
     return found
 
 
-def skips_of(reader: RunReader, problems: list[str]) -> list[SkipFacts]:
+def skips_of(reader: RunReader, problems: list[str]) -> list[SkipLine]:
     """The skip ledger, in order."""
     odd = list[str]()
     try:
@@ -218,25 +202,7 @@ def skips_of(reader: RunReader, problems: list[str]) -> list[SkipFacts]:
         problems.append(f"the skip ledger: {error}")
         return []
     problems += odd[:3]
-    found = []
-    for entry in entries:
-        if isinstance(entry, SkipEntry):
-            ahead = entry.end >= LAST_POSITION
-            what = (
-                f"from position {entry.first:,} on"
-                if ahead
-                else f"positions {entry.first:,} to {entry.end - 1:,}"
-            )
-            what = f"{entry.corpus}, {what}" if entry.corpus else what
-            samples = None if ahead or entry.corpus else entry.end - entry.first
-        else:
-            tokens = sum(end - first for first, end in entry.tokens)
-            what = f"{entry.corpus}, {tokens:,} tokens"
-            what += ", read again" if entry.released else ""
-            samples = math.ceil(tokens / reader.length)
-        time = "" if entry.time is None else entry.time.strftime("%Y-%m-%d %H:%M")
-        found.append(SkipFacts(time, what, samples, entry.reason, entry.incident, entry.step))
-    return found
+    return skip_lines(entries, reader.length)
 
 
 def checkpoints_of(reader: RunReader) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import pyarrow as pa
 from megastable.base.errors import DataError
 from megastable.base.text import visible
 from megastable.data.blends import Share, in_force, read_blends
+from megastable.data.skip_entries import AnyEntry
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import NOTHING, Exclusions, Skips
+from megastable.report.skip_lines import skip_lines
 from megastable.run.directory import RunDirectory
 
 BINS = 600  # of a strip
 REASONS = 12
+LINES = 60  # of the ledger
 
 
 class DataMap:
@@ -32,6 +36,8 @@ class DataMap:
         self._exclusions: Exclusions = NOTHING
         self._shares: dict[str, Share] = {}
         self._reasons: Counter[str] = Counter()
+        self._newest: list[AnyEntry] = []
+        self._count = 0  # of lines
 
     def look(self) -> bool:
         """Read the ledgers again, if they have changed."""
@@ -42,6 +48,7 @@ class DataMap:
         try:
             ledger = Ledger.read(self.run.skips, odd := list[str]())
             self._exclusions, self._reasons = ledger.exclusions, ledger.reasons
+            self._count, self._newest = len(ledger.table), ledger.newest(LINES)
             self.problems += odd[:3]
         except (DataError, OSError, pa.ArrowException) as error:
             self.problems.append(f"the skip ledger: {error}")
@@ -51,6 +58,11 @@ class DataMap:
         except (DataError, OSError) as error:
             self.problems.append(f"the ledger of blends: {error}")
         return True
+
+    @property
+    def mixture(self) -> list[tuple[str, float]]:
+        """The corpora in force, with their weights."""
+        return [(share.name, share.weight) for share in self._shares.values()]
 
     def skipped(self, length: int) -> int:
         """Number of samples of `length` tokens that are skipped. Corpora that are swapped out do not count."""
@@ -87,8 +99,14 @@ class DataMap:
                     }
                 )
         reasons = [[visible(why, 300), n] for why, n in self._reasons.most_common(REASONS)]
+        lines = [
+            {**asdict(line), "what": visible(line.what, 200), "documents": visible(line.documents, 200),
+             "reason": visible(line.reason, 600)}
+            for line in skip_lines(reversed(self._newest), length)
+        ]  # fmt: skip
         return {
             "cursor": cursor, "positions": last, "marks": marks, "corpora": corpora, "reasons": reasons,
+            "lines": lines, "count": self._count,
             "by_position": binned(self._exclusions.positions, last), "skipped": self.skipped(length),
             "swapped": [visible(str(name), 80) for name in self._exclusions.swapped],
         }  # fmt: skip

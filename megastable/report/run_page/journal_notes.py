@@ -27,6 +27,7 @@ from megastable.run.events.training_events import (
     CheckpointSuspect,
     Evaluated,
     TasksEvaluated,
+    Training,
 )
 
 KEPT = 20_000  # events in the list
@@ -72,12 +73,14 @@ class CheckpointNote:
 
 @dataclass
 class IncidentNote:
-    """An incident: its latest summary, and what was said of it when. opened, closed: unix seconds."""
+    """An incident: its latest summary, and what was said of it when. opened, closed: unix seconds; back_to: the step
+    that the run went back to."""
 
     number: int
     opened: float
     closed: float | None = None
     summary: dict[str, Any] = field(default_factory=dict)
+    back_to: int | None = None
     lines: list[JournalLine] = field(default_factory=list)
 
 
@@ -104,6 +107,9 @@ class _Noted:
     trends: dict[str, str] = field(default_factory=dict)  # warnings that are not over, by signal
     alert: str = ""
     attempts: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[tuple[float, int | None]] = field(default_factory=list)  # of training: time, ranks
+    peaks: list[tuple[int, float, str]] = field(default_factory=list)  # step, TFLOP/s of a device, source
+    software: dict[str, Any] = field(default_factory=dict)  # of the newest start
     hosts: list[str] = field(default_factory=list)
     slow: dict[str, str] = field(default_factory=dict)
     began: float | None = None
@@ -154,6 +160,8 @@ class JournalNotes:
             case.lines.append(line)
             if isinstance(event, IncidentEvent) and event.what == "closed":
                 case.closed = time
+            if event.get("what") in ("rewound", "restarted") and step is not None:
+                case.back_to = step
         match event:
             case Evaluated():
                 if step is not None and event.loss is not None and math.isfinite(event.loss):
@@ -184,6 +192,11 @@ class JournalNotes:
                     n.trends[str(event.signal)] = line.text
             case AlertEvent():
                 n.alert = line.text if event.what == "begun" else ""
+            case Training():
+                n.starts.append((time, event.world))
+                n.software = dict(event.software) or n.software
+                if event.peak_tflops is not None and math.isfinite(event.peak_tflops):
+                    n.peaks.append((step or 0, event.peak_tflops, event.peak_source or ""))
             case Launched():
                 n.slow.clear()
                 n.hosts = [str(host) for host in event.hosts]

@@ -1,4 +1,4 @@
-"""Says in a sentence and ten figures how a run stands, for somebody who has never seen it. Pure."""
+"""Says in a sentence and twelve figures how a run stands, for somebody who has never seen it. Pure."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ class Figure(NamedTuple):
     mood: str = "plain"
 
 
+class UsableCheckpoints(NamedTuple):
+    """Steps of checkpoints on disk; None: there is none. newest: of those that a start may resume from, in doubt or
+    damage no further; proved: the newest that proved healthy."""
+
+    newest: int | None
+    proved: int | None
+
+
 def headline(
     s: Status,
     recent: Mapping[str, npt.NDArray[Any]],
@@ -53,6 +61,7 @@ def headline(
     account: Mapping[str, Any] | None,
     recipe: Mapping[str, Any],
     skipped: int,
+    usable: UsableCheckpoints,
     now: float,
 ) -> dict[str, Any]:
     """recent: columns of the last steps that were not undone. incidents: all. evaluations: the last, (step, loss,
@@ -62,12 +71,12 @@ def headline(
     figures = [
         _progress(s), _tokens(s, recipe, skipped), _left(s, account, now), _loss(recent, evaluations),
         _speed(s, recent), _mfu(recent), _incidents(incidents), _skipped(s, skipped), _lost(s, incidents),
-        _goodput(account, s, recipe),
+        _goodput(account), _cost(account, recipe), _checkpoint(usable),
     ]  # fmt: skip
     shown = [{key: visible(text, 200) for key, text in figure._asdict().items()} for figure in figures]
     return {
         "word": word, "mood": mood, "sentence": visible(_sentence(s, incidents, trends), 1000),
-        "advice": "" if s.advice == "nothing to do" else s.advice,
+        "advice": "" if s.advice.startswith("nothing to do") else s.advice,
         "step": s.step, "steps": s.steps, "state": s.state.value, "figures": shown,
         "running": s.state in (State.RUNNING, State.STARTING, State.HUNG, State.WAITING), "age": s.age, "now": now,
     }  # fmt: skip
@@ -154,9 +163,9 @@ def _loss(recent: Mapping[str, npt.NDArray[Any]], evaluations: Sequence[tuple[in
     accepted = recent["loss"][recent["applied"].astype(bool)] if len(recent["loss"]) else np.empty(0)
     accepted = accepted[np.isfinite(accepted)][-USUAL:]
     remark = (
-        f"validation {evaluations[-1][1]:.3f} at step {evaluations[-1][0]:,}"
+        f"median of {USUAL} steps; validation {evaluations[-1][1]:.3f} at step {evaluations[-1][0]:,}"
         if evaluations
-        else "no validation yet"
+        else f"median of {USUAL} steps; no validation yet"
     )
     return Figure("loss", f"{float(np.median(accepted)):.3f}" if len(accepted) else "?", remark)
 
@@ -205,16 +214,33 @@ def _lost(s: Status, incidents: Sequence[IncidentFacts]) -> Figure:
     return Figure("steps lost", f"{lost:,}", f"undone and repeated; {plural(s.refused, 'update')} refused")
 
 
-def _goodput(account: Mapping[str, Any] | None, s: Status, recipe: Mapping[str, Any]) -> Figure:
+def _goodput(account: Mapping[str, Any] | None) -> Figure:
     if account is None or not account["wall"]:
         return Figure("goodput", "?", "share of the time that was training")
     lost = account["wall"] - account["seconds"].get(TimeKind.TRAINING.value, 0.0)
-    remark = f"{duration(lost)} were not training"
+    return Figure("goodput", f"{100 * account['share']:.1f} %", f"{duration(lost)} were not training")
+
+
+def _cost(account: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> Figure:
+    hours = None if account is None else account["gpu_hours"]
+    if hours is None:
+        return Figure("cost", "?", "in GPU-hours")
+    told = f"{short(hours)} GPU-{'hour' if hours == 1 else 'hours'}"
     price = recipe.get("supervise", {}).get("gpu_hour_price")
-    if isinstance(price, int | float) and s.world:
-        money = account["wall"] / 3600 * s.world * price
-        remark += f"; all of it cost {money:,.0f} {str(recipe['supervise'].get('currency', ''))[:8]}"
-    return Figure("goodput", f"{math.floor(1000 * account['share']) / 10:.1f} %", remark)
+    if not isinstance(price, int | float):
+        return Figure("cost", told, "ranks × time, idle time too")
+    money = hours * price
+    currency = str(recipe["supervise"].get("currency", ""))[:8]
+    return Figure("cost", f"{money:,.{0 if money >= 10 else 2}f} {currency}", f"{told}, idle time too")
+
+
+def _checkpoint(usable: UsableCheckpoints) -> Figure:
+    if usable.newest is None:
+        return Figure("checkpoint", "none", "to resume from")
+    if usable.proved is None:
+        return Figure("checkpoint", f"step {usable.newest:,}", "the newest; none has proved healthy yet")
+    more = f"; newest of all: step {usable.newest:,}" if usable.newest != usable.proved else ""
+    return Figure("checkpoint", f"step {usable.proved:,}", f"the newest proved healthy{more}")
 
 
 def _median(values: npt.NDArray[Any]) -> float | None:

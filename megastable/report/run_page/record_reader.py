@@ -199,8 +199,8 @@ class SharedStepTimes:
     def __init__(self, reader: RecordReader, wait: float = 0.0) -> None:
         self.reader, self.wait = reader, wait
         self._since = 0.0
-        self._rows, self._whole = (
-            -1,
+        self._known, self._whole = (
+            (-1, -1),
             StepTimes(*(np.empty(0, kind) for kind in ("i8", "f8", "f8", "?", "i8"))),
         )
 
@@ -223,15 +223,15 @@ class SharedStepTimes:
     def all(self) -> StepTimes:
         """All recorded steps."""
         with self.reader.table() as table:
-            rows = table.recorded
-            if rows != self._rows:
+            rows, known = table.recorded, (table.recorded, table.steps.moves)
+            if known != self._known:
                 columns = [table.steps[name][:rows] for name in StepTimes._fields]
                 step, ends, seconds, applied, attempt = columns
                 seconds = np.nan_to_num(seconds.astype(np.float64), posinf=0.0)
                 times = StepTimes(step, ends, seconds, applied, attempt)
                 ordered = not np.any(ends[1:] < ends[:-1])
                 self._whole = times if ordered else times.rows(np.argsort(ends, kind="stable"))
-                self._rows = rows
+                self._known = known
         return self._whole
 
 

@@ -21,6 +21,8 @@ from megastable.report.run_page import machine_map, page_headline
 from megastable.report.run_page.journal_notes import IncidentNote, JournalLine, SomeValues, selected
 from megastable.report.run_page.layer_map import KINDS as HEAT_KINDS
 from megastable.report.run_page.plot_data import encoded
+from megastable.report.run_page.recipe_facts import recipe_facts
+from megastable.run.goodput.gpu_hours import gpu_hours
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
 
 if TYPE_CHECKING:
@@ -43,9 +45,9 @@ class PlacesOfSteps:
     def __init__(self, reader: RunReader) -> None:
         self.length, self.began = reader.length, reader.began
         with reader.records.table() as table:
-            live = np.flatnonzero(~table.steps["undone"])
             # 100,000 rows place a mark as well as millions.
-            live = live[:: max(1, len(live) // 100_000)]
+            some = np.arange(0, len(table.steps), max(1, len(table.steps) // 100_000))
+            live = some[~table.steps["undone"][some]]
             self.step, self.position = table.steps["step"][live], table.steps["next_position"][live]
             self.time = np.maximum.accumulate(table.steps["time"][live])
 
@@ -95,7 +97,7 @@ def head(r: RunReader) -> dict[str, Any]:
     cases = [case for note in noted.incidents.values() if (case := facts_of(note)) is not None]
     told = page_headline.headline(
         r.status, recent, cases, noted.evaluations[-1:], list(noted.trends.values()), r.account, r.recipe,
-        r.data.skipped(r.length), time.time(),
+        r.data.skipped(r.length), usable_checkpoints(r), time.time(),
     )  # fmt: skip
     problems = [*r.status.problems, *r.journal.problems, *r.data.problems]
     damaged = r.records.damaged | r.layers.damaged
@@ -121,6 +123,21 @@ def panel(r: RunReader) -> dict[str, Any]:
         "by_corpus": _curves(noted.by_corpus, places),
         "tasks": _curves(noted.tasks, places),
         "checkpoints": [_checkpoint(r, name, places) for name in noted.checkpoints],
+        "usable": {
+            **usable_checkpoints(r)._asdict(),
+            "after": r.recipe.get("checkpoint", {}).get("healthy_after"),
+        },
+        "recipe": recipe_facts(
+            r.recipe,
+            noted.starts[-1][1] if noted.starts else None,
+            r.data.mixture,
+            noted.software,
+            noted.peaks[-1][1:] if noted.peaks else None,
+        ),
+        "peaks": [
+            {"step": step, "tflops": peak, "source": visible(source, 80)}
+            for step, peak, source in noted.peaks[-20:]
+        ],
         "rates": [{"x": places.of(step, at), "text": told} for step, at, told in noted.rates],
         "trends": list(noted.trends.values()),
         "time": r.account,
@@ -143,7 +160,8 @@ def incident(r: RunReader, note: IncidentNote, places: PlacesOfSteps) -> dict[st
         "cause": visible(sentences.cause(case), 300), "cause_word": visible(case.cause, 40),
         "actions": [visible(sentences.acted(action), 300) for action in case.actions],
         "action_words": [visible(action, 40) for action in case.actions],
-        "outcome": visible(case.outcome, 40), "reasons": [visible(reason, 600) for reason in case.reasons],
+        "outcome": visible(case.outcome, 40), "back_to": note.back_to,
+        "reasons": [visible(reason, 600) for reason in case.reasons],
         "positions": [list(pair) for pair in case.positions], "guilty": bool(case.guilty),
         "deferred": [list(pair) for pair in case.deferred], "returns": [list(pair) for pair in case.returns],
         "skipped": sum(end - first for first, end in case.positions), "documents": len(case.documents),
@@ -163,10 +181,13 @@ def facts_of(note: IncidentNote) -> IncidentFacts | None:
         return None
 
 
-def account(found: TimeAccount, began: float) -> dict[str, Any]:
+def account(
+    found: TimeAccount, began: float, starts: Sequence[tuple[float, int | None]] = ()
+) -> dict[str, Any]:
     """Where the time went. charged: seconds by incident. spans: [kind, begin, end, cause, incident, host], in seconds
-    since the run began."""
+    since the run began. starts, gpu_hours: see `gpu_hours`."""
     seconds = found.seconds()
+    hours = gpu_hours(found.spans(), starts)
     spans = [span for span in found.spans() if span.kind is not TimeKind.TRAINING]
     if len(spans) <= SPANS:
         drawn = [
@@ -186,7 +207,7 @@ def account(found: TimeAccount, began: float) -> dict[str, Any]:
             charged[number] += spent
     return {
         "begin": found.begin - began, "end": found.end - began, "wall": found.wall,
-        "share": found.goodput(), "smaller": found.smaller(),
+        "share": found.goodput(), "smaller": found.smaller(), "gpu_hours": None if hours is None else hours.all,
         "seconds": {kind.value: round(value, 3) for kind, value in seconds.items() if value > 0}, "spans": drawn,
         "lost": [
             {"kind": kind.value, "cause": visible(cause, 160), "incident": number, "host": visible(host, 60),
@@ -268,14 +289,29 @@ def line(entry: JournalLine, places: PlacesOfSteps | None = None) -> dict[str, A
     }  # fmt: skip
 
 
+def usable_checkpoints(r: RunReader) -> page_headline.UsableCheckpoints:
+    """What the journal and the disk say; whether their bytes are right is checked by the start that resumes."""
+    newest: int | None = None
+    for note in sorted(r.journal.noted.checkpoints.values(), key=lambda note: -note.step):
+        if note.state in ("saved", "healthy") and _is_there(r, note.name):
+            newest = note.step if newest is None else newest
+            if note.state == "healthy":
+                return page_headline.UsableCheckpoints(newest, note.step)
+    return page_headline.UsableCheckpoints(newest, None)
+
+
+def _is_there(r: RunReader, name: str) -> bool:
+    safe = re.fullmatch(r"step-\d{1,18}", name) is not None
+    return safe and (r.run.checkpoints / name / "manifest.json").is_file()
+
+
 def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any]:
     note = r.journal.noted.checkpoints[name]
-    safe = re.fullmatch(r"step-\d{1,18}", name) is not None
     return {
         "name": visible(name, 80), "x": places.of(note.step, note.time), "step": note.step, "time": note.time,
         "bytes": note.bytes, "seconds": _plain(note.seconds), "blocked": _plain(note.blocked), "state": note.state,
         "why": note.why, "proved": note.proved,
-        "there": safe and (r.run.checkpoints / name / "manifest.json").is_file(),
+        "there": _is_there(r, name),
     }  # fmt: skip
 
 

@@ -67,6 +67,9 @@ class RunReader:
         while until_all and self.records.loaded < 1:
             self.records.look()
         news |= self.records.see(read_object(self.run.progress))
+        with self._lock:
+            self._read_recipe()
+            news |= self.journal.look() | self.layers.look() | self.machines.look() | self.data.look()
         if until_all or time.monotonic() >= self._due:
             self._due = time.monotonic() + STATUS
             with HEAVY:
@@ -74,14 +77,11 @@ class RunReader:
                 alive = bool(self.status.supervisor.alive or self.status.trainer.alive)
                 found = self._time.look(alive) if until_all else self._time.account(alive)
                 if found is not None and (found.end, len(found.at)) != self._accounted:
-                    self.account = run_panel.account(found, self.began)
+                    self.account = run_panel.account(found, self.began, self.journal.noted.starts)
                     self._accounted = (found.end, len(found.at))
                     news = True
                 del found
             news |= before.state != self.status.state or before.step != self.status.step
-        with self._lock:
-            self._read_recipe()
-            news |= self.journal.look() | self.layers.look() | self.machines.look() | self.data.look()
         if news:
             self.version += 1
 

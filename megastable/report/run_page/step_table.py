@@ -25,11 +25,12 @@ Columns = Mapping[str, npt.NDArray[Any]]
 
 
 class GrowingColumns:
-    """Columns of equal length that grow at their end. Pages that are not written yet cost no memory."""
+    """Columns of equal length that grow at their end. Pages that are not written yet cost no memory. moves: how often
+    they were copied to more room; who keeps views of them takes new ones then, or the old room stays."""
 
     def __init__(self, types: Mapping[str, str]) -> None:
         self.types = types
-        self.length = 0
+        self.length = self.moves = 0
         self._room = {name: np.empty(1024, kind) for name, kind in types.items()}
 
     def __len__(self) -> int:
@@ -42,6 +43,7 @@ class GrowingColumns:
         """Add rows. Columns that are not given are nan, or 0."""
         more = len(next(iter(columns.values())))
         end = self.length + more
+        self.moves += any(end > len(room) for room in self._room.values())
         for name, room in self._room.items():
             if end > len(room):
                 larger = np.empty(max(end, 2 * len(room)), room.dtype)
@@ -55,6 +57,7 @@ class GrowingColumns:
         """Take over columns as they are, in place of all rows; the first rows to be added copy them."""
         self._room = dict(columns)
         self.length = len(next(iter(columns.values())))
+        self.moves += 1
 
     def cut(self, length: int) -> None:
         """Forget all rows from `length` on."""

@@ -11,7 +11,8 @@ SHOWN = 8  # corpora in a sentence
 class Training(Event):
     """Training begins, after `step`. cursor: the next data position; world: ranks; seconds: since this process was
     started. lineage: of its copies in the hosts' memories, if there are any. software: what rank 0 computes with
-    (base/software.py)."""
+    (base/software.py). peak_tflops: of a device, which MFU is a share of; peak_source: a data sheet, a measurement, the
+    recipe."""
 
     NAME = "training"
     step: Whole
@@ -20,6 +21,8 @@ class Training(Event):
     seconds: Real = None
     lineage: Text = None
     software: Tree = NOTHING
+    peak_tflops: Real = None
+    peak_source: Text = None
 
     def words(self) -> str:
         return f"training from position {self.get('cursor')} on {self.get('world')} ranks"

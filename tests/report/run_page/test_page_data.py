@@ -9,20 +9,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.made_run import BATCH, BEGIN, LENGTH, begin, note
 from megastable.base.errors import DataError
+from megastable.config.tree import RunConfig
 from megastable.data.skips import Skips
+from megastable.model.flops import parameters
+from megastable.report.publish.record_facts import spending, starts_of
 from megastable.report.run_page import page_parts, run_panel
 from megastable.report.run_page.data_map import BINS, binned
 from megastable.report.run_page.journal_notes import JournalNotes, selected
 from megastable.report.run_page.page_file import write_page
 from megastable.report.run_page.page_headline import short
+from megastable.report.run_page.recipe_facts import recipe_facts
 from megastable.report.run_page.run_reader import RunReader
 from megastable.run.directory import RunDirectory
+from megastable.run.events.reading import read_events
+from megastable.run.goodput.watching import read_account
 from tests.report.run_page.made_runs import curve, made_run, summary
+
+
+def config_of(run: RunDirectory) -> RunConfig:
+    return RunConfig.model_validate(yaml.safe_load(run.recipe.read_text())["config"])
+
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e</script><img src=x onerror=alert(1)>"
 
@@ -54,9 +66,77 @@ def test_the_headline(reader: RunReader) -> None:
     assert told["tokens"] == (short(150 * BATCH * LENGTH), f"of {all_of}, {skipped} of them skipped")
     assert told["incidents"] == ("2", "all over: 2 rewinds")
     assert told["samples skipped"][0] == "10" and told["steps lost"][0] == "4"
-    assert told["loss"] == (f"{curve(140):.3f}"[:3] + told["loss"][0][3:], "validation 3.827 at step 150")
+    assert told["loss"] == (
+        f"{curve(140):.3f}"[:3] + told["loss"][0][3:],
+        "median of 20 steps; validation 3.827 at step 150",
+    )
     assert told["MFU"][0] == "41.0 %" and told["goodput"][0].endswith(" %")
     assert "Both incidents were resolved without a person." in reader.head()["sentence"]
+
+
+def test_what_it_cost_and_which_checkpoint_to_take(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", supervise={"gpu_hour_price": 3.0})
+    reader = RunReader(run.root, cache=False)
+
+    def told(name: str) -> tuple[str, str]:
+        reader.look(until_all=True)
+        return figures(reader.head())[name]
+
+    # Two ranks, from the first event to the last; the same as in the record.
+    account, _ = read_account(run.root)
+    record = spending(account, starts_of(read_events(run.journal)), 3.0, "USD")
+    assert record is not None and record.gpu_hours == pytest.approx(2 * account.wall / 3600)
+    assert told("cost") == (f"{record.money:.2f} USD", f"{short(record.gpu_hours)} GPU-hours, idle time too")
+    assert told("checkpoint") == ("step 100", "the newest proved healthy; newest of all: step 150")
+    note(run, BEGIN + 900, "checkpoint_rejected", name="step-150", reason="damaged")
+    assert told("checkpoint") == ("step 100", "the newest proved healthy")
+    (run.checkpoints / "step-100" / "manifest.json").unlink()
+    assert told("checkpoint")[0] == "step 50"
+    (run.checkpoints / "step-50" / "manifest.json").unlink()
+    assert told("checkpoint") == ("none", "to resume from")
+    note(run, BEGIN + 901, "checkpoint", step=150, name="step-150", bytes=1, seconds=1.0, blocked=0.1)
+    assert told("checkpoint") == ("step 150", "the newest; none has proved healthy yet")
+    assert reader.panel()["usable"] == {"newest": 150, "proved": None, "after": 50}
+
+
+def test_what_is_trained(tmp_path: Path) -> None:
+    run = made_run(
+        tmp_path / "run", parallel={"tensor": 2}, supervise={"gpu_hour_price": 2.5}, optimizer={"lr": 3e-4}
+    )
+    note(run, BEGIN + 900, "training", step=150, cursor=1, world=8, peak_tflops=989.0, peak_source="nominal, H100",
+         software={"device": "NVIDIA H100", "torch": "2.11"})  # fmt: skip
+    reader = RunReader(run.root, cache=False)
+    reader.look(until_all=True)
+    told = dict(reader.panel()["recipe"])
+    assert told["model"].startswith(
+        f"{short(parameters(config_of(run).model))} parameters: 2 layers of 32, 2 heads, "
+    )
+    assert told["batch"] == "8 samples of 32 tokens, micro-batches of 2"
+    assert told["data"] == "web 0.5, code 0.5" and told["layout"] == "8 ranks: tensor 2 × data 4, ZeRO 1"
+    assert told["device"] == "NVIDIA H100, peak 989 TFLOP/s (nominal, H100), torch 2.11"
+    assert (
+        told["optimizer"].startswith("adamw, rate 0.0003, clipped at 1")
+        and told["price"] == "2.5 USD a GPU-hour"
+    )
+    assert reader.panel()["peaks"] == [{"step": 150, "tflops": 989.0, "source": "nominal, H100"}]
+
+
+@given(recipe=st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: (
+    st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([
+        "model", "train", "parallel", "optimizer", "schedule", "precision", "supervise", "layers", "lr", "tensor",
+        "global_batch", "sequence_length", "zero", "kind", "gpu_hour_price", "currency", "warmup_steps",
+    ]), inner, max_size=6)
+), max_leaves=12).filter(lambda made: isinstance(made, dict)))  # fmt: skip
+def test_a_recipe_of_any_kind(recipe: Any) -> None:
+    for name, text in recipe_facts(recipe, 3, [("a", 0.0)], {}, None):
+        assert name and text
+
+
+def test_skipped_data_is_told_in_numbers(reader: RunReader) -> None:
+    data = reader.panel()["data"]
+    assert data["count"] == len(data["lines"]) == 2
+    assert [line["incident"] for line in data["lines"]] == [2, 1]  # the newest first
+    assert all(line["what"].startswith("web, tokens ") and line["samples"] == 5 for line in data["lines"])
 
 
 def test_plots_tell_accepted_refused_and_undone_apart(reader: RunReader) -> None:

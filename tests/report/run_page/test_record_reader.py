@@ -199,6 +199,19 @@ def test_the_account_of_time_sees_what_it_would_read_itself(tmp_path: Path) -> N
         assert mine.tolist() == theirs.tolist()
 
 
+def test_the_account_of_time_keeps_no_room_that_was_left(tmp_path: Path) -> None:
+    reader = read(made_run(tmp_path / "run", last=60, incidents=()).steps)
+    shared = SharedStepTimes(reader)
+    before = shared.all()
+    with reader.table() as table:
+        table.see(
+            {"step": np.arange(61, 5000), "time": BEGIN + 1000 + np.arange(4939.0)}
+        )  # more than there is room for
+        assert not np.shares_memory(before.step, now := table.steps["step"])
+    after = shared.all()
+    assert np.shares_memory(after.step, now) and np.array_equal(after.step, before.step)
+
+
 def test_an_empty_table() -> None:
     table = StepTable()
     assert table.end == 0.0 and len(table.steps) == 0

@@ -149,6 +149,20 @@ def test_steps_that_come_faster_than_their_data_are_drawn(page: Pages, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["address", "file"])
+def test_checkpoints_and_skipped_data_are_told(
+    page: Pages, kind: str, request: pytest.FixtureRequest
+) -> None:
+    page.open(request.getfixturevalue(kind))
+    until(lambda: page.texts("#data tbody tr") != [])
+    assert "resumes from step 150" in page.text("#checkpoints .note")
+    assert "branch off, take step 100" in page.text("#checkpoints .note")
+    newest, older = page.texts("#data tbody tr")
+    assert "web, tokens 450560-450719" in newest and "web, tokens 245760-245919" in older
+    page.run("document.querySelector('#data tbody button').click()")
+    until(lambda: "incident 2" in page.text("dialog[open]"))
+
+
+@pytest.mark.parametrize("kind", ["address", "file"])
 def test_a_drag_zooms_all_plots(page: Pages, kind: str, request: pytest.FixtureRequest) -> None:
     page.open(request.getfixturevalue(kind))
     whole = page.window()

@@ -45,8 +45,8 @@ const GROUPS = [
   ]],
   ["speed", "Speed and memory", [
     { key: "tokens_per_second", title: "Tokens per second", zero: true, help: "Of the whole run.", lines: [{ name: "tokens_per_second", label: "tokens/s", tone: "run2" }] },
-    { key: "mfu", title: "MFU", unit: "share of peak", share: true, zero: true, help: "Model FLOPs utilization, counting the full attention matrix.", lines: [{ name: "mfu_full", label: "MFU", tone: "run5" }] },
-    { key: "seconds", title: "Time of a step", unit: "seconds", zero: true, help: "Of the slowest rank, and of that the wait for data.", lines: [{ name: "seconds", label: "step", tone: "run0" }, { name: "data_seconds", label: "waiting for data", tone: "run1" }] },
+    { key: "mfu", title: "MFU", unit: "share of peak", share: true, zero: true, help: "Model FLOPs utilization, counting the full attention matrix: of the data sheet's peak, or, of a device that is not known, as a CPU, of a matrix product that every start measures anew, so that it may jump at a restart.", lines: [{ name: "mfu_full", label: "MFU", tone: "run5" }] },
+    { key: "seconds", title: "Time of a step", unit: "seconds", zero: true, help: "Of the slowest rank, and of that the wait for data.", lines: [{ name: "seconds", label: "step", tone: "run0" }, { name: "data_seconds", label: "data", tone: "run1" }] },
     { key: "memory", title: "Device memory", unit: "GiB", zero: true, help: "The most that rank 0 had allocated.", lines: [{ name: "memory", label: "memory", tone: "run3", area: true }] },
   ]],
 ];

@@ -19,9 +19,9 @@ function short(value) {
 }
 
 function span(seconds) {
-  const sign = seconds < 0 ? "-" : "", exact = Math.abs(seconds), s = exact < 59.5 ? exact : Math.round(exact);
+  const sign = seconds < 0 ? "-" : "", exact = Math.abs(seconds), s = exact < 59.5 ? exact : exact < 599.5 ? Math.round(exact) : 60 * Math.round(exact / 60);
   if (s < 60) return `${sign}${Number(s.toPrecision(s < 10 ? 2 : 3))} s`;
-  if (s < 3600) return `${sign}${Math.floor(s / 60)} min${s % 60 >= 1 && s < 600 ? ` ${s % 60} s` : ""}`;
+  if (s < 3600) return `${sign}${Math.floor(s / 60)} min${s % 60 >= 1 ? ` ${s % 60} s` : ""}`;
   const hours = Math.floor(s / 3600), minutes = Math.floor((s % 3600) / 60);
   if (hours < 48) return `${sign}${hours} h${minutes ? ` ${minutes} min` : ""}`;
   return `${sign}${Math.floor(hours / 24)} d${hours % 24 ? ` ${hours % 24} h` : ""}`;
@@ -48,6 +48,15 @@ const INCREMENTS = {
   time: [1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 432000, 864000,
     1728000, 4320000, 8640000],
 };
+
+/** Round values of an axis, at most `most` of them. */
+function ticks(axis, from, to, most = 5) {
+  const least = (to - from) / most, unit = 10 ** Math.floor(Math.log10(least || 1));
+  const step = axis === "time" ? INCREMENTS.time.find((one) => one >= least) || 8640000 : unit * [1, 2, 5, 10].find((one) => one * unit >= least);
+  const found = [];
+  for (let n = Math.ceil(from / step); n * step <= to; n++) found.push(n * step);
+  return found;
+}
 
 /** The labels of an axis. */
 function tick(axis, value) {

@@ -1,4 +1,4 @@
-// The top of the page: how the run stands, in a sentence and ten figures.
+// The top of the page: how the run stands, in a sentence and twelve figures.
 
 function makeHeadline() {
   const badge = el("span.badge"), sentence = el("h1"), figures = el("dl.figures"), fresh = el("span.fresh"), more = el("p.advice");
@@ -24,7 +24,7 @@ function makeHeadline() {
   const age = () => {
     const head = state.heads[state.focus];
     if (!head) return;
-    if (!source.live) { fill(fresh, `as of ${clock(head.now)} UTC`); return; }
+    if (!source.live) { fill(fresh, head.running || head.age === null ? `as of ${clock(head.now)} UTC` : `last sign of life ${clock(head.now - head.age)} UTC`); return; }
     if (state.cut) { fill(fresh, "not connected"); fresh.className = "fresh bad"; return; }
     fresh.className = `fresh${head.running ? " on" : ""}`;
     const seconds = head.age === null ? null : head.age + (Date.now() - told) / 1000;

@@ -57,13 +57,11 @@ function heatMap(kind, map) {
     const every = Math.ceil(13 / row);
     rows.forEach((n, place_) => {
       if (place_ % every && row < 13) return;
-      pen.fillText(clipped(map.layers[n]), LEFT - 6, place_ * row + row / 2);
+      pen.fillText(shortened(map.layers[n]), LEFT - 6, place_ * row + row / 2, LEFT - 8); // narrower letters, if it is too long
     });
     pen.textBaseline = "alphabetic";
-    for (let n = 0; n <= 4; n++) {
-      pen.textAlign = n === 0 ? "left" : n === 4 ? "right" : "center";
-      pen.fillText(tick(state.axis, rounded(from + ((to - from) * n) / 4, to - from)), LEFT + (wide * n) / 4, rows.length * row + 14);
-    }
+    pen.textAlign = "center";
+    for (const value of ticks(state.axis, from, to)) pen.fillText(tick(state.axis, value), Math.min(at(value), LEFT + wide - 8), rows.length * row + 14);
   });
   canvas.addEventListener("mousemove", (event) => {
     const [from, to] = view(), wide = canvas.clientWidth - LEFT - RIGHT;
@@ -80,8 +78,12 @@ function heatMap(kind, map) {
   return { figure, canvas };
 }
 
-const clipped = (name) => (name.includes(" GPU ") ? name.replace(" GPU ", ":").slice(-9) : name.startsWith("block ") ? name.slice(6) : name.length > 9 ? `${name.slice(0, 8)}…` : name);
-const rounded = (value, width) => { const unit = 10 ** Math.floor(Math.log10(width / 100 || 1)); return Math.round(value / unit) * unit; };
+/** What fits beside a map; the end of a long name tells more than its beginning. */
+function shortened(name) {
+  const told = name.startsWith("block ") ? name.slice(6) : name.replace(" GPU ", ":");
+  return told.length > 13 ? `…${told.slice(-12)}` : told;
+}
+
 
 /** A look stands for the time from halfway to the one before it to halfway to the next. */
 function edgesOf(x) {
@@ -100,7 +102,7 @@ function makeHeat() {
     const map = state.heats[state.focus];
     whole.hidden = !map || !map.kinds.length || !map.looks;
     if (whole.hidden) return;
-    fill(note, `Largest value in each layer, the first layer on top, at ${plural(map.looks, "look")}${map.of > map.looks ? ` of ${commas(map.of)}; zoom in for the others` : ""}.`);
+    fill(note, `Largest value in each layer, the first layer on top, ${map.of > map.looks ? `${commas(map.looks)} of ${plural(map.of, "record")}; zoom in for the others` : plural(map.looks, "record")}.`);
     maps = map.kinds.map((kind) => heatMap(kind, map));
     fill(box, maps.map((one) => one.figure));
   };

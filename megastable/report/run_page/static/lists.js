@@ -3,17 +3,34 @@
 function makeCheckpoints() {
   const table = el("tbody"), note = el("p.note");
   const whole = section("checkpoints", "Checkpoints", "", note, el("div.scroll.low", {}, el("table", {}, el("thead", {}, el("tr", {},
-    ["checkpoint", "state", "step", "saved, UTC", "size", "took", "held up steps"].map((t, n) => el([2, 4, 5, 6].includes(n) ? "th.n" : "th", {}, t)))), table)));
+    ["checkpoint", "state", "step", "saved, UTC", "size", "took", "steps waited"].map((t, n) => el([2, 4, 5, 6].includes(n) ? "th.n" : "th", {}, t)))), table)));
   state.on("panels", () => {
     const panel = state.panels[state.focus];
     if (!panel) return;
     whole.hidden = !panel.checkpoints.length;
     const kept = panel.checkpoints.filter((one) => one.there), proved = kept.filter((one) => one.state === "healthy");
-    fill(note, `${plural(panel.checkpoints.length, "checkpoint")} saved, ${commas(kept.length)} on disk, ${commas(proved.length)} of these proved healthy: training went on from there on trend.`);
+    const { newest, proved: best } = panel.usable;
+    fill(note, `${plural(panel.checkpoints.length, "checkpoint")} saved, ${commas(kept.length)} on disk, ${commas(proved.length)} of these proved healthy: ${panel.usable.after ? `${plural(panel.usable.after, "later step")} in a row were` : "training went on from there"} on trend. `,
+      newest === null ? "" : ["A start resumes from ", el("b", {}, `step ${commas(newest)}`), ", the newest, if its bytes are intact. ",
+        best === null ? "None has proved healthy yet." : best === newest ? "It has proved healthy." : ["To export, or to branch off, take ", el("b", {}, `step ${commas(best)}`), ", the newest that proved healthy."]]);
     refill(table, [...panel.checkpoints].reverse().slice(0, 60).map((one) => el("tr", { title: one.why }, el("td", {}, one.name),
       el("td", {}, el(`span.badge.${{ healthy: "good", suspect: "bad", rejected: "bad" }[one.state] || "plain"}`, {}, one.state === "saved" ? "not proved yet" : one.state), one.there ? "" : " deleted since"),
-      el("td.n", {}, commas(one.step)), el("td", {}, clock(one.time)), el("td.n", {}, bytes(one.bytes)),
+      el("td.n", {}, commas(one.step)), el("td.when", {}, clock(one.time)), el("td.n", {}, bytes(one.bytes)),
       el("td.n", {}, one.seconds === null ? "" : span(one.seconds)), el("td.n", {}, one.blocked === null ? "" : span(one.blocked)))));
+  });
+  return whole;
+}
+
+function makeRecipe() {
+  const box = el("div");
+  const whole = section("recipe", "What is trained", "", box);
+  state.on("panels", () => {
+    const panel = state.panels[state.focus];
+    if (!panel) return;
+    whole.hidden = !panel.recipe.length;
+    const peaks = panel.peaks.filter((one, n) => !n || one.tflops !== panel.peaks[n - 1].tflops);
+    const facts = [...panel.recipe, ...(peaks.length > 1 ? [["peak of MFU", peaks.map((one) => `${number(one.tflops, 3)} TFLOP/s from step ${commas(one.step)} on`).join(", ")]] : [])];
+    fill(box, el("dl.facts", {}, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
   });
   return whole;
 }
@@ -31,7 +48,7 @@ function makeMachines() {
       ...Object.entries(m.slow).map(([host, told]) => [`slow: ${host}`, told]), ...Object.entries(m.left_out).map(([host, until]) => [`last choice: ${host}`, `until ${clock(until)} UTC`])];
     fill(box, el("dl.facts", {}, facts.filter(([, value]) => value).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
       m.attempts.length > 1 ? el("div.scroll.low", {}, el("table", {}, el("thead", {}, el("tr", {}, ["attempt", "began, UTC", "lasted", "hosts", "how it ended"].map((t) => el("th", {}, t)))),
-        el("tbody", {}, [...m.attempts].reverse().map((one) => el("tr", {}, el("td", {}, String(one.number)), el("td", {}, clock(one.began)), el("td", {}, one.ended ? span(one.ended - one.began) : ""), el("td", {}, commas(one.hosts)), el("td", {}, one.how)))))) : null);
+        el("tbody", {}, [...m.attempts].reverse().map((one) => el("tr", {}, el("td", {}, String(one.number)), el("td.when", {}, clock(one.began)), el("td.when", {}, one.ended ? span(one.ended - one.began) : ""), el("td", {}, commas(one.hosts)), el("td", {}, one.how)))))) : null);
   });
   return whole;
 }

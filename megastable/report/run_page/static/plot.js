@@ -79,6 +79,19 @@ function makePlot(spec) {
     const data = tables.length > 1 ? uPlot.join(tables.map(plain)) : plain(tables[0]);
     if (plot) plot.setData(data, false); else plot = new uPlot(options(series, bands), data, body);
     plot.setScale("x", { min: view()[0], max: view()[1] });
+    if (!(plot.cursor.left >= 0)) fill(values, legend());
+  }
+
+  /** What the lines of the run in focus are, if there are several. */
+  function legend() {
+    const named = drawn.filter((layer) => layer.run === state.focus && layer.y && ["line", "points"].includes(layer.kind));
+    return named.length < 2 ? [] : named.map((layer) => el("span", {}, dotOf(layer), layer.label));
+  }
+
+  function dotOf(layer) {
+    const dot = el("i");
+    dot.style.background = layer.kind === "refused" ? colour("bad") : layer.kind === "undone" ? colour("soft") : layer.stroke;
+    return dot;
   }
 
   const build = () => update(true);
@@ -153,7 +166,7 @@ function makePlot(spec) {
 
   function tellValues(u) {
     const { left } = u.cursor;
-    if (left === null || left < 0) { fill(values); return; }
+    if (left === null || left < 0) { fill(values, legend()); return; }
     const at = u.posToVal(left, "x"), told = [];
     let where = null;
     for (const layer of drawn) {
@@ -165,9 +178,7 @@ function makePlot(spec) {
       if (where === null && layer.kind === "line") where = layer.x[i];
       const spread = layer.low && layer.high[i] > layer.low[i] ? ` (${shown(layer.low[i])} to ${shown(layer.high[i])})` : "";
       const name = state.shown.size > 1 ? `${state.heads[layer.run].name} ${layer.label}` : layer.label;
-      const dot = el("i");
-      dot.style.background = layer.kind === "refused" ? colour("bad") : layer.kind === "undone" ? colour("soft") : layer.stroke;
-      told.push(el("span", {}, dot, `${name} ${shown(layer.y[i])}${spread}`));
+      told.push(el("span", {}, dotOf(layer), `${name} ${shown(layer.y[i])}${spread}`));
     }
     fill(values, el("span.at", {}, place(state.axis, where === null ? at : where)), told);
   }

@@ -37,7 +37,7 @@ function makeTime() {
     whole.hidden = !time;
     if (!time) return;
     const wall = time.end - time.begin;
-    fill(note, `Goodput: ${percent(time.share)} of ${span(wall)} was training (steps done for the first time, and applied).`);
+    fill(note, `Goodput: ${percent(time.share)} of ${span(wall)} was training (steps done for the first time, and applied).${time.lost.length ? " In the table: what is charged to a cause." : ""}`);
     fill(legend, Object.entries(time.seconds).sort((a, b) => b[1] - a[1]).map(([kind, seconds]) => {
       const [name, tone] = KINDS[kind] || [kind, "ink"], dot = el("i");
       dot.style.background = colour(tone);
@@ -57,8 +57,10 @@ function makeTime() {
 const FATES = { positions: ["skipped", "bad"], deferred: ["deferred", "warn"], returns: ["read later", "run0"] };
 
 function makeData() {
-  const rows = el("div.map"), note = el("p.note"), why = el("ul.why");
-  const whole = section("data", "Skipped data", "", note, rows, el("div.told", {}, why));
+  const rows = el("div.map"), note = el("p.note"), why = el("ul.why"), lines = el("tbody"), more = el("p.note");
+  const table = el("div.scroll.low", {}, el("table", {}, el("thead", {}, el("tr", {},
+    ["time, UTC", "step", "what", "documents", "samples", "incident", "reason"].map((t, n) => el([1, 4].includes(n) ? "th.n" : "th", {}, t)))), lines));
+  const whole = section("data", "Skipped data", "", note, rows, el("div.told", {}, why), more, table);
   const build = () => {
     const panel = state.panels[state.focus];
     const data = panel && panel.data;
@@ -69,7 +71,12 @@ function makeData() {
       ? `${plural(data.skipped, "sample")} skipped for the rest of the run. Above: positions of the data order, in which samples are read; below: places in each corpus.${gone}`
       : `Nothing is skipped. Above: how far the data order was read; below: the corpora.${gone}`);
     fill(rows, orderStrip(data), data.corpora.map(corpusStrip));
-    fill(why, data.reasons.map(([reason, n]) => el("li", {}, el("b", {}, plural(n, "line")), ` ${reason}`)));
+    table.hidden = more.hidden = !data.lines.length;
+    fill(more, `The skip ledger, skips.jsonl: ${data.count > data.lines.length ? `the newest ${commas(data.lines.length)} of ` : ""}${plural(data.count, "line")}.`);
+    refill(lines, data.lines.map((line) => el("tr", {}, el("td.when", {}, line.time), el("td.n", {}, line.step === null ? "" : commas(line.step)),
+      el("td", {}, line.what), el("td", {}, line.documents), el("td.n", {}, line.samples === null ? "" : commas(line.samples)),
+      el("td", {}, line.incident === null ? "" : el("button.link", { type: "button", onclick: () => openIncident(line.incident) }, String(line.incident))), el("td", {}, line.reason))));
+    fill(why, data.count <= data.lines.length ? [] : data.reasons.map(([reason, n]) => el("li", {}, el("b", {}, plural(n, "line")), ` ${reason}`)));
   };
   state.on("panels theme", build);
   return whole;
