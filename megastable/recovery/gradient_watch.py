@@ -168,7 +168,7 @@ class GradientWatch:
                 )
             else:
                 reason = "and on another rank, so it is the data, or chance"
-            return "data", [], hosts, f"{why}: the same when repeated, {reason}"
+            return "data", [], hosts, f"{why}: the same when repeated, {reason}; the step is done again"
         proof = self._traced(proof, [moved for *_, moved, _ in everyone])
         who = ranks_on(proof.ranks, hosts)
         if not proof.lasting:

@@ -89,7 +89,9 @@ def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[
                 )
             for row in reader:
                 lines.append(_parse(path, reader.line_num, row))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not lines:
         raise DataError(f"{path}: no steps in it")
