@@ -256,7 +256,7 @@ def read(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.T
     Raises DataError naming a damaged file.
     """
     tables = []
-    for path in sorted(folder.glob("*.parquet")):
+    for path in sorted(folder.glob("*.parquet"), key=lambda path: (stamp_of(path.name), path.name)):
         try:
             tables.append(pq.read_table(path, schema=columns))
         except (pa.ArrowException, OSError) as error:
@@ -265,7 +265,9 @@ def read(folder: Path, columns: pa.Schema = SCHEMA, newest: bool = True) -> pa.T
             ) from None
     if not tables:
         return columns.empty_table()
-    table = pa.concat_tables(tables).sort_by([("step", "ascending"), ("time", "ascending")])
+    table = pa.concat_tables(tables)
+    # Of one step in the order of writing, which is right also if a clock was set back.
+    table = table.take(np.argsort(table.column("step").to_numpy(), kind="stable"))
     steps, times = table.column("step").to_numpy(), table.column("time").to_numpy()
     last = np.searchsorted(steps, steps, side="right") - 1
     chosen = times[last if newest else np.searchsorted(steps, steps, side="left")]

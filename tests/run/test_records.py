@@ -20,6 +20,7 @@ from megastable.run.records import (
     StepRecord,
     encoded,
     read,
+    stamp_of,
     worst_samples,
 )
 from tests.full_disk import files_no_larger_than
@@ -195,6 +196,16 @@ def test_pending_records_of_a_killed_process_are_written_once(tmp_path: Path) ->
         assert sum(len(read_file(path)) for path in folder.iterdir()) == 10
         first = read(folder, newest=False).column("time").to_pylist()
         assert first[5:7] == [record(6).time, record(7).time]
+
+
+def test_the_newest_is_what_was_written_last_whatever_the_clock_says(tmp_path: Path) -> None:
+    first, again = ([record(step) for step in range(1, 7)], [record(n, time=1.6e9 + n) for n in range(4, 9)])
+    write(tmp_path, first)
+    write(tmp_path, again)  # by a host whose clock is years behind
+    stamps = sorted(stamp_of(path.name) for path in tmp_path.iterdir())
+    assert stamps == [int(first[-1].time * 1000), int(first[-1].time * 1000) + 1]
+    assert read(tmp_path).column("time").to_pylist() == [r.time for r in [*first[:3], *again]]
+    assert read(tmp_path, newest=False).column("time").to_pylist() == [r.time for r in [*first, *again[3:]]]
 
 
 def read_file(path: Path) -> list[dict[str, Any]]:
