@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -65,7 +66,7 @@ def eventful_run(folder: Path) -> Iterator[Metrics]:
         begin=now - 100,
     )  # fmt: skip
     (run / "steps").mkdir()
-    made = {"forward_seconds": 0.2, "other_seconds": 0.1, "loss_scale": 65536.0}
+    made: dict[str, Any] = {"forward_seconds": 0.2, "other_seconds": 0.1, "loss_scale": 65536.0}
     write(run / "steps", [record(step, now - 110 + step, **made) for step in range(1, 101)])
     (run / "progress.json").write_text(json.dumps({
         "attempt": 2, "phase": "step", "step": 100, "steps": 900, "cursor": 808, "tokens": 100 * 8 * 64, "loss": 3.0,
