@@ -138,7 +138,7 @@ def tell(run: Path) -> None:
     )
     print(*(f"{name:<{width}}  {what}" for name, what in files.items()), sep="\n")
     print(
-        f"\nThe run:   .venv/bin/python tools/watch.py {run} --output run.html   then open run.html\n"
+        f"\nThe run:   .venv/bin/megastable watch {run}   then open http://localhost:8765\n"
         f"Curves:    .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
         f"Decisions: .venv/bin/python tools/backtest.py {run} --plot {run}/decisions.png"
     )

@@ -31,8 +31,8 @@ try:
     from starlette.types import ASGIApp, Receive, Scope, Send
 except ImportError as error:
     raise ConfigError(
-        f"the page needs Starlette and uvicorn ({error}): pip install 'megastable[watch]', or write it as a file with "
-        "--output run.html"
+        f"a live page needs Starlette and uvicorn ({error}): install megastable with its dependencies (bash "
+        "launch/install.sh), or write the page as a file with --output run.html"
     ) from None
 
 PORT = 8765

@@ -82,7 +82,6 @@ def opened(name: str, setting: Setting) -> Tracker:
         found = getattr(import_module(f"megastable.training.trackers.{module}"), kind)
     except ModuleNotFoundError as error:
         raise TrackerError(
-            f"the library {error.name} is not installed: bash launch/install.sh {name}, or pip install "
-            f"'megastable[{name}]'"
+            f"the library {error.name} is not installed: bash launch/install.sh {name}, or pip install it"
         ) from None
     return cast(Tracker, found(setting))
