@@ -104,7 +104,7 @@ function makePlot(spec) {
   }
 
   function stroke(layer) {
-    if (layer.kind === "refused") return { stroke: colour("bad"), paths: () => null, points: { show: true, size: 7, paths: crosses } };
+    if (layer.kind === "refused") return { stroke: colour("bad"), width: 2, paths: () => null, points: { show: true, size: 8, width: 2, paths: crosses } };
     if (layer.kind === "undone") return { stroke: colour("soft"), paths: () => null, points: { show: true, size: 3, fill: colour("soft"), width: 0 } };
     if (layer.kind === "points") return { stroke: layer.stroke, width: 1.5, spanGaps: true, dash: [4, 3], points: { show: true, size: 6, fill: colour("card"), width: 2 } };
     return {
@@ -152,7 +152,7 @@ function makePlot(spec) {
 
   /** ✕ for updates that were refused; at the upper edge if the loss was not finite. */
   function crosses(u, n) {
-    const path = new Path2D(), r = 3.5 * uPlot.pxRatio, x = u.data[0], y = u.data[n], { min, max } = u.scales.x;
+    const path = new Path2D(), r = 4.5 * uPlot.pxRatio, x = u.data[0], y = u.data[n], { min, max } = u.scales.x;
     const refused = drawn.find((layer) => layer.kind === "refused"), mine = new Set(refused ? refused.x : []);
     for (let i = 0; i < x.length; i++) {
       if (x[i] < min || x[i] > max || !mine.has(x[i])) continue;

@@ -30,7 +30,7 @@ function makeTime() {
   });
   strip.addEventListener("mouseleave", () => fill(told));
   const whole = section("time", "Where the time went", "", note, strip, el("div.told", {}, told), legend,
-    el("div.scroll", {}, el("table", {}, el("thead", {}, el("tr", {}, ["lost to", "as", "incident", "host", "times", "time"].map((t, n) => el(n > 3 ? "th.n" : "th", {}, t)))), table)));
+    el("div.scroll", {}, el("table", {}, el("thead", {}, el("tr", {}, ["cause", "kind", "incident", "host", "spans", "time"].map((t, n) => el(n > 3 ? "th.n" : "th", {}, t)))), table)));
   state.on("panels", () => {
     const panel = state.panels[state.focus];
     time = panel ? panel.time : null;
