@@ -4,7 +4,8 @@
     python -m benchmarks.gradient_doubts --ranks 3 --samples 4 --steps 6000 --corpora 2
 
 Trains a tiny GPT in one process that plays all data ranks, on samples of 32 tokens: random walks, and with two corpora
-also runs of a few ids. A doubt is no blame: repeating the step would clear it.
+also runs of a few ids. --resume 60: what was learnt is forgotten again and again. A doubt is no blame: repeating the
+step would clear it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, value in (("ranks", 4), ("samples", 4), ("steps", 500), ("corpora", 1), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument(
+        "--resume", type=int, help="start judging anew every so many steps, as after a resume"
+    )
     args = parser.parse_args(arguments)
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
@@ -94,6 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
                 hits[kind] += any(d.kind is kind for d in judge.doubts(seen(flat)))
                 flat[wrong] /= times
         judge.accept(seen(flat))
+        if args.resume and step % args.resume == 0:
+            judge = Consistency()
         norm = float(flat.mean(0).norm())
         rate = args.lr * min(1.0, step / 20) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
         for name, g in found.items():
