@@ -23,7 +23,8 @@ from megastable.checkpoint.store import name_of
 from megastable.run.directory import RunDirectory
 
 PATIENCE = 600.0  # seconds of a clean run
-HUNG, TIMES = 60.0, 20.0  # a run with a fault may take so long, or so many times as long as the clean one
+# A run with a fault may take so long, or so many times as long as the clean one: the machine may be busy.
+HUNG, TIMES = 300.0, 20.0
 
 Bytes = dict[str, bytes]
 

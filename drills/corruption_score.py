@@ -139,6 +139,7 @@ def judge(
     """events: of the run's journal; errors: what was raised on its ranks, text: of the first of them. struck: when the
     fault did, in unix time."""
     told = [event for event in events if is_finding(event)]
+    known = struck is not None or not any(errors)  # of a run that was ended, when the fault struck is not
     late = [event for event in told if struck is not None and event["time"] >= struck]
     # A rewind point that is rejected is of an earlier step.
     first = min(late, key=lambda event: event["event"] == "snapshot_rejected") if late else {}
@@ -158,7 +159,7 @@ def judge(
         naming=naming(ranks, planned.rank) if late else None,
         ranks=ranks,
         reason=str(first.get("reason", "")),
-        early=[str(event["event"]) for event in told if event not in late],
+        early=[str(event["event"]) for event in told if event not in late] if known else [],
         guard=[] if late else incidents(events) + refused,
         seconds=round(seconds, 1),
     )

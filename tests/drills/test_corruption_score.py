@@ -82,6 +82,8 @@ def test_what_was_said_before_the_fault_is_a_false_alarm() -> None:
     told = judged(early)
     assert (told.found, told.early) == ("", ["replicas_differ"])
     assert judged(early, struck=None).early == ["replicas_differ"]
+    # When the fault struck is not known of a run that was ended.
+    assert judged(early, struck=None, errors=("", "hung", "hung")).early == []
     of = total([told], [])
     assert (of.false_alarms, of.met) == (1, False)
 
