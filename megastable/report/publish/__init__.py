@@ -24,7 +24,7 @@ from megastable.report.goodput_picture import goodput_picture
 from megastable.report.postmortem import write_incidents
 from megastable.report.postmortem.sample_source import PublicView
 from megastable.report.publish.leak_check import leaks
-from megastable.report.publish.logbook import logbook, standing
+from megastable.report.publish.logbook import logbook
 from megastable.report.publish.public_run import PublicRun, linked, public_copy, unlinked
 from megastable.report.publish.public_view import public_view
 from megastable.report.publish.record_facts import (
@@ -149,7 +149,7 @@ def _facts(reader: RunReader, made: PublicRun, problems: list[str]) -> tuple[Rec
             account, starts, price if isinstance(price, int | float) else None, str(recipe.get("currency", "USD"))
         ),
         checkpoints=checkpoints_of(reader), incidents=incidents,
-        days=logbook(events, incidents, _steps(reader), _evaluations(reader)),
+        days=logbook(events, incidents, _steps(reader), reader.journal.noted.evaluations),
         made_from=made, problems=list(dict.fromkeys([*problems, *head["problems"]])),
     ), account  # fmt: skip
 
@@ -161,15 +161,8 @@ def _steps(reader: RunReader) -> dict[str, Any]:
         return {name: table.steps[name][live] for name in COLUMNS}
 
 
-def _evaluations(reader: RunReader) -> list[tuple[int, float, float]]:
-    """Step, loss and time of those whose step was not undone."""
-    with reader.records.table() as table:
-        steps = {name: table.steps[name] for name in ("step", "time")}
-        return standing(reader.journal.noted.evaluations, steps)
-
-
 def _pictures(facts: RecordFacts, account: TimeAccount | None, reader: RunReader, site: Path) -> None:
-    evaluations = [(step, loss) for step, loss, _ in _evaluations(reader)]
+    evaluations = [(step, loss) for step, loss, _ in reader.journal.noted.evaluations]
     marks = [(e.incident.number, e.incident.onset or e.incident.step) for e in facts.incidents]
     loss_picture(_steps(reader), marks, evaluations, site / "loss.png")
     if account is not None and account.wall:

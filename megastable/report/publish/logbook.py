@@ -113,20 +113,6 @@ class LogbookDay:
     entries: list[LogbookEntry] = field(default_factory=list)
 
 
-def standing(
-    evaluations: Iterable[tuple[int, float, float]], steps: Columns
-) -> list[tuple[int, float, float]]:
-    """Evaluations (step, loss, time) after which no step up to theirs was done again. steps: columns step and time of
-    all."""
-    order = np.argsort(steps["time"], kind="stable")
-    times = steps["time"][order]
-    later = np.minimum.accumulate(steps["step"][order][::-1])[::-1]  # the lowest step from a row on
-    return [
-        (step, loss, time) for step, loss, time in evaluations
-        if (at := int(np.searchsorted(times, time, side="right"))) == len(times) or later[at] > step
-    ]  # fmt: skip
-
-
 def logbook(
     events: Sequence[Event], incidents: Sequence[Evidence], steps: Columns,
     evaluations: Sequence[tuple[int, float, float]],

@@ -116,6 +116,12 @@ class _Noted:
     slow: dict[str, str] = field(default_factory=dict)
     began: float | None = None
 
+    def undo(self, step: int) -> None:
+        """The run goes on from `step`: what was measured of later weights is of none that there are."""
+        self.evaluations = [one for one in self.evaluations if one[0] <= step]
+        self.by_corpus = [one for one in self.by_corpus if one.step <= step]
+        self.tasks = [one for one in self.tasks if one.step <= step]
+
 
 class JournalNotes:
     """Of one run. `noted` grows with every `look`; it begins anew when the file was repaired."""
@@ -165,6 +171,7 @@ class JournalNotes:
                 case.closed = time
             if event.get("what") in ("rewound", "restarted") and step is not None:
                 case.back_to = step
+                n.undo(step)
         match event:
             case Evaluated():
                 if step is not None and event.loss is not None and math.isfinite(event.loss):
@@ -197,6 +204,8 @@ class JournalNotes:
                 n.alert = line.text if event.what == "begun" else ""
             case Training():
                 n.starts.append((time, event.world))
+                if step is not None:
+                    n.undo(step)
                 n.software = dict(event.software) or n.software
                 if event.peak_tflops is not None and math.isfinite(event.peak_tflops):
                     n.peaks.append((step or 0, event.peak_tflops, event.peak_source or ""))

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 from pydantic import BaseModel
 
@@ -17,7 +16,6 @@ from megastable.config.tree import RunConfig
 from megastable.report.postmortem import safe
 from megastable.report.publish import publish
 from megastable.report.publish.leak_check import leaks
-from megastable.report.publish.logbook import standing
 from megastable.report.publish.public_run import NOT_OF_RECIPE
 from megastable.report.publish.redaction import Keeping, PublicNames, Redactor, collect
 from megastable.report.run_page.page_file import whole
@@ -173,13 +171,6 @@ def test_an_evaluation_of_a_step_that_was_undone_is_not_drawn(
     monkeypatch.setattr("megastable.report.publish.loss_picture", seen)
     publish(run.root, tmp_path / "public", NONE)
     assert [step for step, _ in drawn] == [50, 100, 150]
-
-
-def test_the_validation_of_a_day_is_of_a_step_that_counts() -> None:
-    steps = {"step": np.array([1, 2, 3, 2, 3]), "time": np.array([1.0, 2.0, 3.0, 5.0, 6.0])}
-    given = [(1, 4.0, 1.5), (2, 9.0, 2.5), (3, 9.5, 4.0), (3, 3.5, 7.0)]
-    assert standing(given, steps) == [given[0], given[3]]
-    assert standing(given, {name: column[:0] for name, column in steps.items()}) == given
 
 
 @pytest.mark.parametrize(

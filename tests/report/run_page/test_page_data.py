@@ -102,6 +102,24 @@ def test_what_it_cost_and_which_checkpoint_to_take(tmp_path: Path) -> None:
     assert reader.panel()["usable"] == {"newest": 150, "proved": None, "after": 50}
 
 
+def test_what_was_measured_of_undone_weights_is_not_shown(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run")
+    notes = JournalNotes(run.journal)
+    for step in (50, 100):
+        corpora = {"web": {"loss": 3.0, "samples": 8}}
+        note(run, BEGIN + step, "evaluated", step=step, loss=4.0, samples=16, corpora=corpora)
+        note(run, BEGIN + step, "tasks_evaluated", of_step=step, scores={"arc/acc": 0.5})
+    assert notes.look() and len(notes.noted.evaluations) == 2 == len(notes.noted.by_corpus) == len(
+        notes.noted.tasks
+    )
+    note(run, BEGIN + 120, "incident", what="rewound", to_step=90, number=1, summary={"number": 1})
+    note(run, BEGIN + 130, "evaluated", step=100, loss=3.5, samples=16)
+    assert notes.look() and [one[:2] for one in notes.noted.evaluations] == [(50, 4.0), (100, 3.5)]
+    assert [one.step for one in notes.noted.by_corpus] == [one.step for one in notes.noted.tasks] == [50]
+    note(run, BEGIN + 140, "training", step=40, cursor=1, world=2)
+    assert notes.look() and notes.noted.evaluations == notes.noted.tasks == []
+
+
 def test_what_is_trained(tmp_path: Path) -> None:
     run = made_run(
         tmp_path / "run", parallel={"tensor": 2}, supervise={"gpu_hour_price": 2.5}, optimizer={"lr": 3e-4}
