@@ -52,7 +52,8 @@ class GrowingColumns:
                 larger[: self.length] = room[: self.length]
                 self._room[name] = room = larger
             given = columns.get(name)
-            room[self.length : end] = (np.nan if room.dtype.kind == "f" else 0) if given is None else given
+            with np.errstate(over="ignore"):  # a loss beyond fp32 is infinite
+                room[self.length : end] = (np.nan if room.dtype.kind == "f" else 0) if given is None else given
         self.length = end
 
     def adopt(self, columns: Columns) -> None:
