@@ -53,7 +53,9 @@ class GrowingColumns:
                 self._room[name] = room = larger
             given = columns.get(name)
             with np.errstate(over="ignore"):  # a loss beyond fp32 is infinite
-                room[self.length : end] = (np.nan if room.dtype.kind == "f" else 0) if given is None else given
+                room[self.length : end] = (
+                    (np.nan if room.dtype.kind == "f" else 0) if given is None else given
+                )
         self.length = end
 
     def adopt(self, columns: Columns) -> None:
