@@ -129,7 +129,7 @@ def test_the_sheet_and_the_post_mortem_of_the_incident_show_what_was_put_off(
         first = next(r["first_byte"] for r in sheet.rows if r["position"] == position)
         assert tuple(raw[first // 2 :][:LENGTH].tolist()) == before[position]
     case = Gatherer(Run(root), 1).gather()
-    texts = Run(root).library(0.0)
+    texts = Run(root).samples.library(0.0)
     put_off = put_off[:SHOWN]
     assert [s.position for s in case.samples] == put_off
     assert all("tokenizer.model cannot be read" in told for told in case.problems), "this corpus has none"

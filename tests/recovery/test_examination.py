@@ -92,7 +92,7 @@ def test_all_of_a_long_region_are_named_though_their_losses_overlap_those_of_har
     assert found.region is not None and found.region.found
     assert (found.region.first, found.region.end) == (FIRST + 4, FIRST + 4 + count)
     assert found.region.steps <= 12 and laboratory.forwards <= 36  # 40 where likeness tells nothing
-    assert f"{len(found.inferred)} samples inside were not measured" in found.region.how
+    assert f"{len(found.inferred):,} samples inside not measured" in found.region.how
 
 
 def test_no_innocent_sample_inside_a_thin_region_is_named() -> None:

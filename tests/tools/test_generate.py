@@ -73,7 +73,7 @@ def test_bad_input_is_named_and_ends_with_2(
 
 def test_help_has_examples() -> None:
     out, _ = generate("--help")
-    assert "Text from a prompt" in out and "--number 3 --seed 1" in out
+    assert "Continue a prompt" in out and "--number 3 --seed 1" in out
 
 
 @pytest.mark.timeout(5 * PATIENCE + 60)

@@ -226,11 +226,11 @@ def _goodput(account: Mapping[str, Any] | None) -> Figure:
 def _cost(account: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> Figure:
     hours = None if account is None else account["gpu_hours"]
     if hours is None:
-        return Figure("cost", "?", "in GPU-hours")
-    told = f"{short(hours)} GPU-{'hour' if hours == 1 else 'hours'}"
+        return Figure("GPU-hours", "?")
+    told = f"{short(hours)} GPU-hours"
     price = recipe.get("supervise", {}).get("gpu_hour_price")
     if not isinstance(price, int | float):
-        return Figure("cost", told, "ranks × time, idle time too")
+        return Figure("GPU-hours", short(hours), "ranks × time, idle time too")
     money = hours * price
     currency = str(recipe["supervise"].get("currency", ""))[:8]
     return Figure("cost", f"{money:,.{0 if money >= 10 else 2}f} {currency}", f"{told}, idle time too")
