@@ -405,6 +405,7 @@ def test_compiled_blocks_are_watched_from_outside(recipe_of: Callable[[str], Pat
     assert not [name for name in names if "mlp" in name or "attention" in name]
 
 
+@pytest.mark.slow
 def test_under_the_real_launcher(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Two ranks, a fault on the second."""
     done = subprocess.run(

@@ -124,6 +124,7 @@ def test_over_ssh(sshd: int, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "") and "2 hosts checked: nothing found" in done.stdout, done
 
 
+@pytest.mark.slow
 def test_a_burn_in_over_ssh(sshd: int, tmp_path: Path) -> None:
     """Both names at the same time, with the same inputs."""
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")

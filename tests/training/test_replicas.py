@@ -108,7 +108,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         ("dp3", "point", 10, [1]),
         ("zero2-dp2", "weight", 10, []),
         ("tp2", "norm", 10, []),
-        ("tp2-dp2", "norm", 10, []),
+        pytest.param("tp2-dp2", "norm", 10, [], marks=pytest.mark.slow),
     ],
 )
 def test_it_is_found_and_undone(
