@@ -102,7 +102,8 @@ def test_an_attempt_from_start_to_end(run: RunDirectory) -> None:
         until(lambda: attempt.look() and len(pids(run)) == 2)
         assert attempt.code is None and not attempt.gone
         assert set(attempt.states()) == {0, 1}
-        (run.root / "finish").write_text("0")
+        (run.root / "finishing").write_text("0")
+        (run.root / "finishing").rename(run.root / "finish")  # with its content: ranks read it at once
         over(attempt)
         assert attempt.code == 0 and not any(fate.signal for fate in attempt.fates.values())
 
