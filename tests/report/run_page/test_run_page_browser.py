@@ -133,6 +133,17 @@ def test_a_run_that_goes_on(page: Pages, tmp_path: Path) -> None:
         page.leave()
 
 
+def test_steps_that_nobody_knows_yet_are_a_gap(page: Pages, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", incidents=())
+    progress(run, 180, time.time(), 3.2)
+    with serving(run.root) as address:
+        page.open(address)
+        until(lambda: page.run(LAST) == 180)
+        data = "const d = document.querySelector('#plot-loss').plot().data, n = d[0].indexOf(165)"
+        assert page.run(f"{data}; return d.slice(1).filter((column) => column[n] === null).length") == 1
+        page.leave()
+
+
 def test_steps_that_come_faster_than_their_data_are_drawn(page: Pages, tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", incidents=())
     with serving(run.root) as address:

@@ -2,6 +2,20 @@
 
 const SYNC = uPlot.sync("plots");
 const TALL = innerWidth > 2700 ? 1.35 : 1; // plots of a very wide page are taller
+const GAP = 5; // steps
+
+/** A line of every step has a gap where some are not known, such as those whose records are not written yet. */
+function withGaps(group, series) {
+  const x = group.x[state.axis], y = series.mean, step = group.x.step;
+  if (series.low) return { x, y };
+  const xs = [], ys = [];
+  for (let i = 0; i < x.length; i++) {
+    if (i && step[i] - step[i - 1] > GAP) { xs.push((x[i - 1] + x[i]) / 2); ys.push(NaN); }
+    xs.push(x[i]); ys.push(y[i]);
+  }
+  return xs.length > x.length ? { x: Float64Array.from(xs), y: Float32Array.from(ys) } : { x, y };
+}
+
 const runColour = (run) => colour(`run${run % 8}`);
 
 /**
@@ -35,7 +49,7 @@ function makePlot(spec) {
         const group = plots[line.group || "accepted"], series = group.series[line.name];
         if (!series || (several && n && !main)) return;
         found.push({
-          x: group.x[state.axis], y: series.mean, low: series.low, high: series.high, kind: "line", run,
+          ...(line.group ? { x: group.x[state.axis], y: series.mean } : withGaps(group, series)), low: series.low, high: series.high, kind: "line", run,
           label: line.label, stroke: several && !n ? runColour(run) : colour(line.tone || "run0"), main, style: line,
           sparse: line.group === "sometimes",
         });
@@ -108,7 +122,7 @@ function makePlot(spec) {
     if (layer.kind === "undone") return { stroke: colour("soft"), paths: () => null, points: { show: true, size: 3, fill: colour("soft"), width: 0 } };
     if (layer.kind === "points") return { stroke: layer.stroke, width: 1.5, spanGaps: true, dash: [4, 3], points: { show: true, size: 6, fill: colour("card"), width: 2 } };
     return {
-      stroke: layer.stroke, width: layer.main ? 1.6 : 1.2, spanGaps: true, alpha: layer.main ? 1 : 0.85,
+      stroke: layer.stroke, width: layer.main ? 1.6 : 1.2, spanGaps: layer.sparse, alpha: layer.main ? 1 : 0.85,
       fill: layer.style.area ? layer.stroke + "26" : undefined,
       points: { show: layer.x.length < 2 || (layer.sparse && layer.x.length < 60), size: 4, fill: layer.stroke, width: 0 },
     };
