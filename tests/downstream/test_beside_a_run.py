@@ -167,7 +167,10 @@ def test_scores_of_a_run_arrive_everywhere_and_a_killed_supervisor_loses_none(
         assert s.evaluated() == [first]
         s.until(lambda: f'megastable_task_score{{run="run",task="weights/step"}} {first}.0' in scraped(port))
         status = read_status(s.run.root)
-        assert status.tasks == (first, {"weights/step": first, "weights/tensors": 25.0})
+        assert (status.tasks.step, status.tasks.scores) == (
+            first,
+            {"weights/step": first, "weights/tensors": 25.0},
+        )
         assert status.state is State.FINISHED
         s.until(lambda: s.events("ended"))
 
