@@ -103,8 +103,11 @@ def measure(config: RunConfig) -> list[Row]:
     try:
         train(config, Path("recipe.yaml"))
     finally:
-        for process in watchers:
+        for process in psutil.Process().children(
+            recursive=True
+        ):  # the last block may have been one without them
             process.send_signal(signal.SIGCONT)
+        for process in watchers:
             process.kill()
             process.communicate()
     return rows[: len(rows) // (2 * BLOCK) * 2 * BLOCK]
