@@ -103,10 +103,9 @@ def measure(config: RunConfig) -> list[Row]:
     try:
         train(config, Path("recipe.yaml"))
     finally:
-        for process in psutil.Process().children(
-            recursive=True
-        ):  # the last block may have been one without them
-            process.send_signal(signal.SIGCONT)
+        # The last block may have been one without them.
+        for child in psutil.Process().children(recursive=True):
+            child.send_signal(signal.SIGCONT)
         for process in watchers:
             process.kill()
             process.communicate()
