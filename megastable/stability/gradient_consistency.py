@@ -48,7 +48,7 @@ QUIET, LONGEST = 100, 6400  # accepted steps without a doubt of what was cleared
 RATIO_SCATTER = 0.05  # the least that scatter is taken to be
 COSINE_SCATTER = 0.02
 # The scatter of few steps, at the start and after every resume, is often too small: it counts for this much more, over
-# the number of steps. Of normal numbers a sound rank is then doubted as rarely with 16 steps as with 64: 0.3 times in
+# the number of steps. Of normal numbers a sound rank is then doubted as rarely with 16 steps as with 64: 0.4 times in
 # 1,000 steps at most, instead of 1.4.
 FEWNESS = 6.0
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from megastable.stability import gradient_consistency
 from megastable.stability.gradient_consistency import (
     COLUMNS,
+    FEW,
+    WINDOW,
     Consistency,
     Kind,
     RankGradient,
@@ -220,3 +222,16 @@ def test_zero_or_stale_that_was_cleared_is_doubted_again_after_a_while() -> None
             assert doubts(1) == [] and doubts(2) == [2]
             judge.accept(rows(columns_of(usual(random, 3, 0.3))))
         assert doubts(1) == [1]
+
+
+@pytest.mark.parametrize("far", [1.2, 1.6, 2.0, 2.5])
+def test_few_steps_doubt_a_sound_rank_as_rarely_as_many(far: float) -> None:
+    """As after a resume. far: of the usual cosine from 0, in its scatter; each of 40,000 ranks is a try."""
+    random, judge, tries, scatter = np.random.default_rng(5), Consistency(), 40_000, 0.05
+    for steps in range(1, WINDOW + 1):
+        judge._cosines.append(random.normal(far * scatter, scatter, tries))
+        if steps in (FEW, 20, 24, 32, 48, WINDOW):
+            found = judge._negated(random.normal(far * scatter, scatter, tries))
+            assert len(found) < 0.5e-3 * tries, steps
+    wrong = judge._negated(random.normal(-4 * scatter, scatter, tries)) if far == 2.5 else None
+    assert wrong is None or len(wrong) > 0.3 * tries  # it still sees what is wrong
