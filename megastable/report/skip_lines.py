@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megastable.base.text import ranges
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_entries import AnyEntry, SampleEntry
+from megastable.data.skips import ranges_of
 
 RANGES = 4  # of a line that are told
 DOCUMENTS = 8  # of a shard
@@ -58,10 +59,4 @@ def skip_line(entry: AnyEntry, length: int) -> SkipLine:
 
 def numbers(given: list[int]) -> str:
     """Numbers of documents as text: those in a row as a range."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(set(given)):
-        if found and found[-1][1] == number:
-            found[-1] = (found[-1][0], number + 1)
-        else:
-            found.append((number, number + 1))
-    return ("document " if len(given) == 1 else "documents ") + ranges(found, DOCUMENTS)
+    return ("document " if len(given) == 1 else "documents ") + ranges(ranges_of(given), DOCUMENTS)

@@ -91,9 +91,8 @@ class StepProfiler:
         self._ranges: list[Callable[[], object]] = []  # ends of the step's range and of that of its phase
         self._over = config is None
         self._writer: threading.Thread | None = None
-        for path in folder.glob(
-            f".step-*-rank-{rank}.json*"
-        ):  # of a process that was killed while it wrote them
+        # Of a process that was killed while it wrote them.
+        for path in folder.glob(f".step-*-rank-{rank}.json*"):
             with suppress(OSError):
                 path.unlink()
 

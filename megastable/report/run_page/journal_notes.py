@@ -169,7 +169,11 @@ class JournalNotes:
             case.lines.append(line)
             if isinstance(event, IncidentEvent) and event.what == "closed":
                 case.closed = time
-            if event.get("what") in ("rewound", "restarted") and step is not None:
+            if (
+                isinstance(event, IncidentEvent)
+                and event.what in ("rewound", "restarted")
+                and step is not None
+            ):
                 case.back_to = step
                 n.undo(step)
         match event:

@@ -45,8 +45,8 @@ class Figure(NamedTuple):
 
 
 class UsableCheckpoints(NamedTuple):
-    """Steps of checkpoints on disk; None: there is none. newest: of those that a start may resume from, in doubt or
-    damage no further; proved: the newest that proved healthy."""
+    """Steps of checkpoints on disk; None: there is none. newest: of those that are neither suspect nor rejected;
+    proved: the newest of these that proved healthy."""
 
     newest: int | None
     proved: int | None

@@ -195,8 +195,9 @@ def account(
     """Where the time went. charged: seconds by incident. spans: [kind, begin, end, cause, incident, host], in seconds
     since the run began. starts, gpu_hours: see `gpu_hours`."""
     seconds = found.seconds()
-    hours = gpu_hours(found.spans(), starts)
-    spans = [span for span in found.spans() if span.kind is not TimeKind.TRAINING]
+    spans = list(found.spans())
+    hours = gpu_hours(spans, starts)
+    spans = [span for span in spans if span.kind is not TimeKind.TRAINING]
     if len(spans) <= SPANS:
         drawn = [
             [span.kind.value, span.begin - began, span.end - began, visible(span.cause, 120), span.incident,

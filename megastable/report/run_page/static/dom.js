@@ -42,6 +42,11 @@ function refill(parent, given) {
   for (const made of children.slice(before, children.length - after)) parent.insertBefore(made, next);
 }
 
+/** Names with their values, without those that have none. */
+function factList(facts) {
+  return el("dl.facts", {}, facts.filter(([, value]) => value).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}
+
 /** A section of the page: heading, what it shows in a sentence, content. */
 function section(id, title, note, ...content) {
   return el("section", { id, "aria-label": title },

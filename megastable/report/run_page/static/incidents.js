@@ -3,9 +3,7 @@
 function makeIncidents() {
   const list = el("ol.incidents"), note = el("p.note");
   const whole = section("incidents", "Incidents", "", note, list);
-  state.on("panels", () => {
-    const panel = state.panels[state.focus];
-    if (!panel) return;
+  onPanel("panels", (panel) => {
     const all = [...panel.incidents].reverse();
     fill(note, all.length ? "What went wrong, what was done about it, and what it cost. The newest first; a click opens the post-mortem."
       : "Nothing has gone wrong so far.");
@@ -61,7 +59,7 @@ function openIncident(number_) {
       el("button", { type: "button", title: "the plots around it (z)", onclick: () => { dialog.close(); zoomTo(incident); } }, "zoom to it"),
       page && page.src ? el("a", { href: page.src, target: "_blank", rel: "noopener" }, "post-mortem in a tab") : null),
     el("h2", {}, incident.title),
-    frame || el("div.facts", {}, el("dl.facts", {}, facts.filter(([, value]) => value).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+    frame || el("div.facts", {}, factList(facts),
       el("h3", {}, "Timeline"), el("ul.timeline", {}, incident.timeline.map((line) => el("li", {}, el("small", {}, clock(line.time)), ` ${line.text}`))),
       el("p.note", {}, incident.page ? "Its post-mortem page is not in this file: it is too large." : "Its post-mortem page is not written yet: python -m megastable.report.postmortem RUN writes it.")));
 }

@@ -4,9 +4,7 @@ function makeCheckpoints() {
   const table = el("tbody"), note = el("p.note");
   const whole = section("checkpoints", "Checkpoints", "", note, el("div.scroll.low", {}, el("table", {}, el("thead", {}, el("tr", {},
     ["checkpoint", "state", "step", "saved, UTC", "size", "took", "steps waited"].map((t, n) => el([2, 4, 5, 6].includes(n) ? "th.n" : "th", {}, t)))), table)));
-  state.on("panels", () => {
-    const panel = state.panels[state.focus];
-    if (!panel) return;
+  onPanel("panels", (panel) => {
     whole.hidden = !panel.checkpoints.length;
     const kept = panel.checkpoints.filter((one) => one.there), proved = kept.filter((one) => one.state === "healthy");
     const { newest, proved: best } = panel.usable;
@@ -24,13 +22,11 @@ function makeCheckpoints() {
 function makeRecipe() {
   const box = el("div");
   const whole = section("recipe", "What is trained", "", box);
-  state.on("panels", () => {
-    const panel = state.panels[state.focus];
-    if (!panel) return;
+  onPanel("panels", (panel) => {
     whole.hidden = !panel.recipe.length;
     const peaks = panel.peaks.filter((one, n) => !n || one.tflops !== panel.peaks[n - 1].tflops);
     const facts = [...panel.recipe, ...(peaks.length > 1 ? [["peak of MFU", peaks.map((one) => `${number(one.tflops, 3)} TFLOP/s from step ${commas(one.step)} on`).join(", ")]] : [])];
-    fill(box, el("dl.facts", {}, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
+    fill(box, factList(facts));
   });
   return whole;
 }
@@ -38,15 +34,13 @@ function makeRecipe() {
 function makeMachines() {
   const box = el("div");
   const whole = section("machines", "Processes and machines", "", box);
-  state.on("panels heads", () => {
-    const panel = state.panels[state.focus];
-    if (!panel) return;
+  onPanel("panels heads", (panel) => {
     const m = panel.machines, alive = (one) => (one.alive === null ? "cannot be told" : one.alive ? `alive${one.pid ? `, process ${one.pid}` : ""}${one.host ? ` on ${one.host}` : ""}` : "not running");
     const restarts = Object.entries(m.restarts).map(([how, n]) => `${n} after ${how.replace("_", " ")}`).join(", ");
     const facts = [["training process", alive(m.trainer)], ["supervisor", alive(m.supervisor)], ["phase", m.trainer.alive ? m.phase : ""],
       ["ranks", m.world === null ? "" : commas(m.world)], ["hosts", m.hosts.join(", ")], ["starts", `${commas(m.starts)}${restarts ? `; restarts: ${restarts}` : ""}`],
       ...Object.entries(m.slow).map(([host, told]) => [`slow: ${host}`, told]), ...Object.entries(m.left_out).map(([host, until]) => [`last choice: ${host}`, `until ${clock(until)} UTC`])];
-    fill(box, el("dl.facts", {}, facts.filter(([, value]) => value).map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+    fill(box, factList(facts),
       m.attempts.length > 1 ? el("div.scroll.low", {}, el("table", {}, el("thead", {}, el("tr", {}, ["attempt", "began, UTC", "lasted", "hosts", "how it ended"].map((t) => el("th", {}, t)))),
         el("tbody", {}, [...m.attempts].reverse().map((one) => el("tr", {}, el("td", {}, String(one.number)), el("td.when", {}, clock(one.began)), el("td.when", {}, one.ended ? span(one.ended - one.began) : ""), el("td", {}, commas(one.hosts)), el("td", {}, one.how)))))) : null);
   });

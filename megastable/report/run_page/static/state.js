@@ -17,6 +17,14 @@ const state = {
   tell(what) { for (const [names, act] of this.listeners) if (names.includes(what)) act(); },
 };
 
+/** Draw what is about the run in focus, whenever one of these changes and its panel is there. */
+function onPanel(what, draw) {
+  state.on(what, () => {
+    const panel = state.panels[state.focus];
+    if (panel) draw(panel);
+  });
+}
+
 const AXES = [
   ["step", "step", "x axis: steps done (a)"],
   ["tokens", "tokens", "x axis: tokens of the data passed, skipped ones included (a)"],
