@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Installs what the tests need, then lints, checks types and runs the tests; fails if any of them does, or if the
 # tests leave a process or shared memory behind. A test that fails is run again, alone: one that passes then is named as
-# FLAKY, and is not a failure.
+# FLAKY, and is not a failure. What the tests cost: .pytest_cache/durations.tsv (python -m tests.durations).
 #
-#   bash launch/test.sh                           without the tests marked slow
-#   bash launch/test.sh all [PYTEST ARGUMENT ...] all tests: also every layout of every choice, drills and clusters
-#   bash launch/test.sh PYTEST ARGUMENT ...       e.g. tests/data -k order, or -n0 for one test at a time
+#   bash launch/test.sh                           quick: what CI runs, under ten minutes on two cores. No test of it may
+#                                                 cost over 5 s without a reason in tests/durations.py
+#   bash launch/test.sh all [PYTEST ARGUMENT ...] full: also those marked slow: every layout of every choice, drills,
+#                                                 browsers, clusters, installs, benchmarks
+#   bash launch/test.sh gpu [PYTEST ARGUMENT ...] those that need a GPU; without one they are skipped
 #   bash launch/test.sh gpu-static [...]          what of a GPU can be verified without one: gpu_static.sh, several GB
+#   bash launch/test.sh PYTEST ARGUMENT ...       e.g. tests/data -k order, or -n0 for one test at a time
 #
 # The test across two hosts needs iproute2, openssh-server and pdsh, that of pages chromium and chromium-driver, that of
 # alerts prometheus and prometheus-alertmanager (for promtool and amtool, 30 MB); where that starts no service (root, in
@@ -15,9 +18,11 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/test.sh; exit 0 ;; esac
 [ "${1-}" != gpu-static ] || exec bash launch/gpu_static.sh "${@:2}"
+tier=some
 case ${1-} in
-  '') set -- -m 'not slow' ;;
-  all) shift ;;
+  '') tier=quick; set -- -m 'not slow' ;;
+  all) tier=full; shift ;;
+  gpu) tier=gpu; set -- -m gpu -n 0 "${@:2}" ;;
 esac
 bash launch/install.sh dev || exit
 
@@ -78,9 +83,18 @@ unset PYTHONDONTWRITEBYTECODE # each of some 2,000 processes would compile the t
 .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || export DS_ACCELERATOR=cpu
 shm_before=$(ls -A /dev/shm | LC_ALL=C sort)
 
-check 'ruff check' .venv/bin/ruff check .
-check 'ruff format' .venv/bin/ruff format --check .
-check 'mypy' .venv/bin/mypy
+# Beside the tests, whose ranks often wait for each other.
+lint() {
+  local name code=0
+  for name in 'ruff check .' 'ruff format --check .' mypy; do
+    printf '== %s\n' "$name"
+    .venv/bin/$name || code=1
+  done
+  return $code
+}
+lint >.venv/lint.log 2>&1 &
+linting=$!
+
 # Two at a time: a test of several ranks spends much of its time waiting.
 run_tests() {
   env "$mark" .venv/bin/python -m pytest -n 2 --dist worksteal "$@"
@@ -92,8 +106,14 @@ run_tests() {
     sed 's/^PASSED /FLAKY: failed at first, passed alone: /'
   return "${PIPESTATUS[0]}"
 }
+tests_started=$SECONDS
 check 'pytest' run_tests "$@"
 check 'nothing left behind' leaves_nothing
+printf '== durations\n'
+.venv/bin/python -m tests.durations || [ $tier != quick ] || failed+=('durations')
+wait $linting || failed+=('lint')
+cat .venv/lint.log
+printf 'tests and lint: %d s, after %d s of installing\n' $((SECONDS - tests_started)) $tests_started
 
 [ ${#failed[@]} -eq 0 ] || { printf 'FAILED: %s\n' "$(IFS=,; echo "${failed[*]}")"; exit 1; }
 echo 'all passed'

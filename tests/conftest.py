@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import pytest
 from megastable.config.tree import RunConfig
 from megastable.data.manifest import Manifest, TokenizerInfo, adopt
 from megastable.data.shards import ShardWriter
+from tests import durations, tiers
 
 VOCABULARY = 250
 LENGTH = 32
+# What only extras install.
+CLIENTS = {"gguf", "lm_eval", "megatron", "mlflow", "selenium", "transformers", "wandb"}
 
 
 def pytest_configure() -> None:
@@ -33,10 +37,72 @@ def pytest_configure() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.mark_slow_cases(items)
+
+
 def pytest_collection_finish() -> None:
     """Some 6,000 tests and all that they import live to the end: no collection of garbage is to look at them again."""
     gc.collect()
     gc.freeze()
+
+
+_costs: dict[str, float] = {}
+_phase_start = durations.Clock.read()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logstart() -> None:
+    global _phase_start
+    _phase_start = durations.Clock.read()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note on the report what its phase has cost; xdist carries it to the process that writes them all."""
+    global _phase_start
+    report = yield
+    end = durations.Clock.read()
+    report.cost = _phase_start.cost_until(end)  # type: ignore[attr-defined]
+    _phase_start = end
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    name = report.nodeid if report.when == "call" else f"{report.nodeid.partition('::')[0]}::fixtures"
+    _costs[name] = _costs.get(name, 0.0) + report.cost  # type: ignore[attr-defined]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ and _costs:
+        durations.write_durations(_costs)
+
+
+@contextlib.contextmanager
+def _skip_without_client() -> Iterator[None]:
+    """A test for a program of others is skipped where that is not installed, wherever in our code it was missed."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] in CLIENTS:
+                pytest.skip(f"{cause.name} is not installed (pyproject.toml says with which extra it is)")
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    with _skip_without_client():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    with _skip_without_client():
+        yield
 
 
 @pytest.fixture(autouse=True)

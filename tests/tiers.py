@@ -1,20 +1,31 @@
-"""What is left to the full suite, `bash launch/test.sh all`: more of what the quick suite tests once."""
+"""Which tests are quick, `bash launch/test.sh`, and which only in the full suite, `bash launch/test.sh all`.
+
+A test marked `slow` is only in the full suite. Of the cases of a parametrized test that is marked `quick("one",
+"tp2*")` only those with these ids are quick, and the others are slow: they repeat in another layout, or for another
+kind, what the quick ones hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 import pytest
 
 
-def thinned(every: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """All values of a parameter (tuples: of several); those that are not among `quick` are slow."""
-    values = list(every)
-    assert all(value in values for value in quick), "a value of the quick suite is gone"
-    return [value if value in quick else _slow(value) for value in values]
-
-
-def _slow(value: Any) -> Any:
-    values = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*values, marks=pytest.mark.slow)
+def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases slow that their test's mark `quick` does not name. UsageError if it names none of several."""
+    cases: defaultdict[tuple[pytest.Item | None, str], list[bool]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("quick")
+        if mark is None or not isinstance(item, pytest.Function):
+            continue
+        case = item.nodeid.partition("[")[2].removesuffix("]")
+        is_quick = any(fnmatchcase(case, pattern) for pattern in mark.args)
+        cases[item.parent, item.originalname].append(is_quick)
+        if not is_quick:
+            item.add_marker(pytest.mark.slow)
+    for (_, name), quick in cases.items():
+        if len(quick) > 1 and not any(quick):
+            raise pytest.UsageError(f"{name}: its mark `quick` names none of its {len(quick)} cases")

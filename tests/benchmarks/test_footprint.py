@@ -22,7 +22,6 @@ from megastable.model.gpt import Block
 from megastable.model.kernels import DTYPES
 from megastable.parallel.topology import TensorParallel
 from megastable.plan import activations
-from tests.tiers import thinned
 
 # The rest takes minutes: MEGASTABLE_FOOTPRINTS=all.
 SOME = ["one", "one, Gemma 2", "one, Gemma 2, reference", "one, fp16", "one, full", "PP2", "DP2 ZeRO 3 full"]
@@ -35,7 +34,8 @@ def holds(config: RunConfig) -> bool:
     return products.NATIVE or config.precision.kind != "bf16"
 
 
-@pytest.mark.parametrize("which", thinned(["few", "more"], ["few"]))
+@pytest.mark.quick("few")
+@pytest.mark.parametrize("which", ["few", "more"])
 def test_formulas_hold(which: str) -> None:
     names = FEW if which == "few" else [name for name in (LAYOUTS if ALL else SOME) if name not in FEW]
     chosen = [name for name in names if holds(LAYOUTS[name].config)]

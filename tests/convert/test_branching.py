@@ -26,7 +26,6 @@ from megastable.stability.policy_state import PolicyState
 from tests.checkpoint.states import state_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.tiers import thinned
 from tests.training.test_resume import identical, train
 
 PEAK, AT, STEPS = 3e-3, 6, 12  # of the parent: it is branched at step AT
@@ -74,7 +73,8 @@ def constant(run: Path, *overrides: str) -> RunConfig:
     return recipe.load(run / "recipe.yaml", ["schedule.kind=constant", *overrides])
 
 
-@pytest.mark.parametrize("name", thinned(LAYOUTS, ["one"]))
+@pytest.mark.quick("one")
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_but_for_its_schedule_a_branch_is_its_parent(name: str, corpus: Path, tmp_path: Path) -> None:
     """With a constant rate it ends with the parent's bytes, and the parent stays as it is."""
     world, parts = LAYOUTS[name]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest, TokenizerInfo, adopt
@@ -21,6 +20,8 @@ from megastable.forensics.pruning.prune import apply
 from megastable.forensics.pruning.prune_plan import Removal, text_of
 from tests.forensics.shelves import VOCABULARY, Plain, corpus, read
 
+megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="bash launch/install.sh dev")
+
 Sequences = list[tuple[list[int], int]]
 
 # uint16 below 65,500 ids, int32 from there on, in both.
@@ -29,7 +30,9 @@ MODES = pytest.mark.parametrize("modes", [False, True])
 
 
 def theirs(prefix: Path, documents: list[Sequences], vocabulary: int, modes: bool) -> None:
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", DType.optimal_dtype(vocabulary), multimodal=modes)
+    builder = megatron.IndexedDatasetBuilder(
+        f"{prefix}.bin", megatron.DType.optimal_dtype(vocabulary), multimodal=modes
+    )
     for document in documents:
         for tokens, mode in document:
             builder.add_item(torch.tensor(tokens, dtype=torch.int64), mode)
@@ -52,7 +55,9 @@ def both_files(prefix: Path) -> tuple[bytes, bytes]:
 
 def read_theirs(prefix: Path, modes: bool) -> list[Sequences]:
     """All documents of a shard as megatron-core reads them."""
-    dataset = IndexedDataset(str(prefix), multimodal=modes, mmap=Path(f"{prefix}.bin").stat().st_size > 0)
+    dataset = megatron.IndexedDataset(
+        str(prefix), multimodal=modes, mmap=Path(f"{prefix}.bin").stat().st_size > 0
+    )
     items = [dataset[n] if modes else (dataset[n], 0) for n in range(len(dataset))]
     found = [(tokens.tolist(), int(mode)) for tokens, mode in items]
     indices = dataset.document_indices.tolist()
@@ -105,7 +110,7 @@ def test_one_sequence_for_each_document(tmp_path: Path) -> None:
 
 def test_a_document_given_whole(tmp_path: Path) -> None:
     """Its other way to write a document of several sequences."""
-    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), np.uint16, multimodal=True)
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "x.bin"), np.uint16, multimodal=True)
     builder.add_document(torch.tensor([1, 2, 3, 4, 5]), [2, 0, 3], [7, 8, 9])
     builder.finalize(str(tmp_path / "x.idx"))
     assert read_ours(tmp_path / "x") == [[([1, 2], 7), ([], 8), ([3, 4, 5], 9)]]
@@ -114,7 +119,7 @@ def test_a_document_given_whole(tmp_path: Path) -> None:
 def test_what_it_merges_is_read(tmp_path: Path) -> None:
     for name in ("a", "b"):
         theirs(tmp_path / name, DOCUMENTS, 65_499, True)
-    builder = IndexedDatasetBuilder(str(tmp_path / "merged.bin"), np.uint16, multimodal=True)
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "merged.bin"), np.uint16, multimodal=True)
     for name in ("a", "b"):
         builder.add_index(str(tmp_path / name))
     builder.finalize(str(tmp_path / "merged.idx"))
@@ -122,9 +127,11 @@ def test_what_it_merges_is_read(tmp_path: Path) -> None:
 
 
 def test_the_types_have_its_codes() -> None:
-    assert {dtype: DType[dtype].value for dtype in CODES.values()} == {v: k for k, v in CODES.items()}
+    assert {dtype: megatron.DType[dtype].value for dtype in CODES.values()} == {
+        v: k for k, v in CODES.items()
+    }
     for vocabulary in (1, 65_499, 65_500, 2**31):
-        assert DType.optimal_dtype(vocabulary).__name__ == dtype_for(vocabulary)
+        assert megatron.DType.optimal_dtype(vocabulary).__name__ == dtype_for(vocabulary)
 
 
 @settings(max_examples=40)
@@ -178,7 +185,7 @@ def test_its_shards_adopted_pruned_and_read_by_it(tmp_path: Path, modes: bool) -
 
 def test_types_that_are_no_token_ids_are_refused(tmp_path: Path) -> None:
     for dtype in (np.uint8, np.int8, np.int16, np.int64, np.float64, np.float32):
-        builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype)
+        builder = megatron.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype)
         builder.add_item(torch.tensor([1, 2]))
         builder.end_document()
         builder.finalize(str(tmp_path / "x.idx"))

@@ -9,7 +9,6 @@ import pytest
 from tests.distributed import run_ranks
 from tests.optim import clip_rules, clipped, rules
 from tests.parallel.test_layouts import relative
-from tests.tiers import thinned
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16-tp2-dp2": (4, {"precision": "bf16", "tensor": 2}),
@@ -52,7 +51,8 @@ WORKERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", thinned(WORKERS, list(WORKERS)[:1]))
+@pytest.mark.quick("dp3")
+@pytest.mark.parametrize("layout", WORKERS)
 def test_workers(layout: str) -> None:
     """Each data-parallel rank's own gradient is clipped, then averaged; the gate sees the average of unclipped ones."""
     world, options = WORKERS[layout]

@@ -12,7 +12,6 @@ from tests.distributed import run_ranks
 from tests.optim import clip_rules, rules, trained
 from tests.optim.test_optimizers import LAYOUTS
 from tests.parallel.test_layouts import ROUNDING, relative
-from tests.tiers import thinned
 
 SPIKE = 7
 # By name: the recipe's section, and the rule that it stands for; its argument: the name of the output layer.
@@ -52,7 +51,8 @@ def plainly(name: str, tied: bool, layers: int) -> Any:
 MORE = [name for name in LAYOUTS if name not in ("one", "pp2", "zero2-dp2")]
 
 
-@pytest.mark.parametrize("layout", thinned(MORE, ["tp2", "dp3"]))
+@pytest.mark.quick("*-tp2", "*-dp3")
+@pytest.mark.parametrize("layout", MORE)
 @pytest.mark.parametrize("name", CLIPPINGS)
 def test_ten_steps(layout: str, name: str) -> None:
     recipes, ranks = ran(layout)

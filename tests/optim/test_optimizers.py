@@ -13,7 +13,6 @@ from megastable.config.tree import RunConfig
 from tests.distributed import run_ranks
 from tests.optim import rules, trained
 from tests.parallel.test_layouts import BIAS, QWEN2, ROUNDING, relative
-from tests.tiers import thinned
 
 # By name: the recipe's section, and the rule that it stands for.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -62,7 +61,8 @@ def plainly(name: str, tied: bool, layers: int) -> Any:
     return trained.expected(model, OPTIMIZERS[name][1])
 
 
-@pytest.mark.parametrize("layout", thinned(LAYOUTS, ["one", "tp2", "pp2", "zero2-dp2"]))
+@pytest.mark.quick("*-one", "*-tp2", "*-pp2", "*-zero2-dp2")
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps(layout: str, name: str) -> None:
     recipes, ranks = ran(layout)

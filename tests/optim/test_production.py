@@ -20,7 +20,6 @@ from tests.optim.test_optimizers import OPTIMIZERS
 from tests.parallel.test_gradients import Pieces, joined, pieces
 from tests.parallel.test_layouts import mine, relative
 from tests.patience import PATIENCE
-from tests.tiers import thinned
 
 # QK-clip's rule needs the logits as well: tests/engine/test_logit_clipping.py.
 NAMES = [name for name in OPTIMIZERS if name != "muon-clip"]
@@ -79,7 +78,8 @@ def ran(layout: str) -> list[dict[str, Any]]:
     return run_ranks(world, train_rank, recipes, world)
 
 
-@pytest.mark.parametrize("layout", thinned(LAYOUTS, ["tp2-dp2", "zero3-dp2"]))
+@pytest.mark.quick("*-tp2-dp2", "*-zero3-dp2")
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_updates_of_fp32_masters(layout: str, name: str) -> None:
     ranks = [rank[name] for rank in ran(layout)]

@@ -14,7 +14,6 @@ from tests.distributed import run_ranks
 from tests.optim import trained
 from tests.parallel.test_layouts import ROUNDING, relative
 from tests.shapes import rates_of
-from tests.tiers import thinned
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 16, "beta_fast": 4.0}
 # By name: keys of the model, and of the optimizer.
@@ -74,7 +73,8 @@ def plainly(name: str, tied: bool, layers: int = 2) -> Any:
     return trained.expected(c.model, rule)
 
 
-@pytest.mark.parametrize("layout", thinned(LAYOUTS, ["one", "tp2"]))
+@pytest.mark.quick("*-one", "*-tp2")
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CHOICES)
 def test_ten_steps(layout: str, name: str) -> None:
     ranks, c = ran(layout), recipe(name, LAYOUTS[layout][1])

@@ -21,7 +21,6 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from tests.conftest import tiny
 from tests.distributed import run_ranks
-from tests.tiers import thinned
 from tests.training.test_resume import identical
 
 DIES = 15  # the step after which the ranks die
@@ -162,7 +161,8 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, hosts
 }
 
 
-@pytest.mark.parametrize("name", thinned(LAYOUTS, list(LAYOUTS)[:1]))
+@pytest.mark.quick("zero1-dp2")
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_lost_host_takes_nothing_with_it(name: str, corpus: Path, tmp_path: Path) -> None:
     ranks, count, parts = LAYOUTS[name]
     model = dict(tiny(corpus, tmp_path).model) | parts.pop("model", {})
