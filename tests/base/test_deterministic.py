@@ -107,6 +107,7 @@ def train(config: RunConfig) -> tuple[int, bool, str | None]:
     return code, torch.are_deterministic_algorithms_enabled(), os.environ.get(deterministic.CUBLAS)
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_same_bytes_with_it_and_may_change_it_when_resumed(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def measured(config: RunConfig, poison: bool) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.quick("bf16-blocked")
 @pytest.mark.parametrize(("kind", "attention"), [("bf16", "blocked"), ("fp32", "sdpa")])
 def test_a_step_reads_no_memory_that_nobody_wrote(kind: str, attention: str) -> None:
     """The vocabulary is padded and the batch odd: rows have ends that no product may see."""

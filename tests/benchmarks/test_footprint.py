@@ -34,7 +34,7 @@ def holds(config: RunConfig) -> bool:
     return products.NATIVE or config.precision.kind != "bf16"
 
 
-@pytest.mark.quick("few")
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["few", "more"])
 def test_formulas_hold(which: str) -> None:
     names = FEW if which == "few" else [name for name in (LAYOUTS if ALL else SOME) if name not in FEW]

@@ -11,6 +11,7 @@ from benchmarks.run_page import MEANING, main
 from tests.patience import PATIENCE
 
 
+@pytest.mark.slow
 def test_every_figure_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
     file = tmp_path / "found.json"

@@ -238,6 +238,7 @@ def measured(config: RunConfig, rounds: int, memory: float) -> tuple[Speed, list
     return found, said, len(advanced), last
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("apart", [False, True])
 def test_whoever_cannot_is_a_row(apart: bool) -> None:
     config = config_of("bf16", hidden=256, ffn=512)  # beside it the engine's scratch space, 1 MiB, is small
@@ -519,6 +520,7 @@ TINY = (
 ).split()
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     file, folder = tmp_path / "train.json", tmp_path / "profile"
     done = bench(

@@ -33,6 +33,7 @@ def test_the_best_rate_and_the_steps_to_a_loss() -> None:
     assert target_of(one) == -8.0 and one.steps_to(-8.0) == [19, None]
 
 
+@pytest.mark.slow
 def test_real_runs(tmp_path: Path, corpus: Path) -> None:
     tiny_recipe = tmp_path / "tiny.yaml"
     tiny_recipe.write_text(yaml.safe_dump(tiny(corpus, tmp_path / "run").model_dump(mode="json")))

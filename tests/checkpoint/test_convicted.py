@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick("weight-pp2-one")
 @pytest.mark.parametrize(("kind", "before", "after"), CASES)
 def test_the_one_before_is_taken_in_the_same_start(
     kind: Kind, before: str, after: str, corpus: Path, tmp_path: Path
@@ -80,6 +81,7 @@ def test_the_one_before_is_taken_in_the_same_start(
         assert identical(*(r / "checkpoints/step-8" for r in (run, straight))) == 3 * world
 
 
+@pytest.mark.slow
 def test_three_in_a_row_and_a_person_who_accepts_one(corpus: Path, tmp_path: Path) -> None:
     """All that are bad are passed over in one start; where all are bad the run says so, and a person may accept one."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
@@ -215,6 +217,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # layouts: see CASES
 }
 
 
+@pytest.mark.slow
 def test_what_may_change_at_a_resume_convicts_nobody(tmp_path: Path) -> None:
     """What rounds otherwise moves losses by less than a tenth of the bound; what changes the samples (other tokens at
     their positions, documents that see each other) leaves nothing to compare."""

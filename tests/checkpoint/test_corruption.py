@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -224,6 +225,7 @@ def test_the_command_ends_with_2_for_each_kind_and_with_0_without_damage(tmp_pat
     assert verify(at.folder)[0] == 0
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_before_all_the_damage(corpus: Path, tmp_path: Path) -> None:
     """Every checkpoint but the oldest is damaged, each in another way."""
     run, steps = tmp_path / "run", len(EVERY) + 1

@@ -108,6 +108,7 @@ def listens(run: RunDirectory) -> bool:
     return held is None
 
 
+@pytest.mark.slow
 def test_a_second_one_is_not_needed_on_the_same_host(tmp_path: Path, start: Started) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")

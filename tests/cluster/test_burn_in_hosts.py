@@ -47,6 +47,7 @@ def test_a_rank_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.device == "cpu" and found.ended.startswith("its start: no news for 0 s")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_fails_says_why() -> None:
     (found,) = rank_processes.phase("rounds", "cuda", 1, 0.0, 1)
@@ -153,6 +154,7 @@ def test_a_device_that_others_use_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 # The command
 
 
+@pytest.mark.slow
 def test_a_sound_host(tmp_path: Path) -> None:
     words = ["--quick", "--burn-in", "0.02", "--burn-in-seed", 7, "--output", "out.json"]
     done = call(app, "preflight", *words, cwd=tmp_path)
@@ -168,6 +170,7 @@ def test_a_sound_host(tmp_path: Path) -> None:
     assert device["runs"]["all_reduce"] >= 8  # of two ranks, each dtype
 
 
+@pytest.mark.slow
 def test_a_faulty_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every process of it multiplies wrong."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -42,6 +42,7 @@ def report(**device: object) -> str:
     return f"a warning of a library\n{told.model_dump_json()}"
 
 
+@pytest.mark.slow
 def test_this_host_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert polled(HostBurnIns(Local())) == BurnInAnswer()

@@ -80,6 +80,7 @@ def test_it_imports_neither_torch_nor_any_other_package() -> None:
     assert "megastable.run" not in done.stdout
 
 
+@pytest.mark.slow
 def test_in_full_it_measures(tmp_path: Path) -> None:
     found = check(tmp_path, "--full")
     assert found.matmul is not None and found.matmul.tflops > 0, found

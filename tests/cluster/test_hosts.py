@@ -93,6 +93,7 @@ def over(attempt: Attempt) -> None:
     until(lambda: not attempt.look())
 
 
+@pytest.mark.slow
 def test_an_attempt_from_start_to_end(run: RunDirectory) -> None:
     with Store(run) as store:
         fleet = hosts(run, store)
@@ -128,6 +129,7 @@ def test_an_attempt_from_start_to_end(run: RunDirectory) -> None:
         until(lambda: fleet.agent("first") is None)
 
 
+@pytest.mark.slow
 def test_agents_and_supervisors_come_and_go(run: RunDirectory) -> None:
     """The ranks go on: a new agent finds them, and so does a new supervisor; then the ranks end unseen by it."""
     with Store(run) as store:
@@ -146,6 +148,7 @@ def test_agents_and_supervisors_come_and_go(run: RunDirectory) -> None:
         fleet.close(0)
 
 
+@pytest.mark.slow
 def test_a_silent_host_is_gone_and_comes_back(run: RunDirectory) -> None:
     with Store(run) as store:
         fleet, attempt, agent = under_way(run, store)

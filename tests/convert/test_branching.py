@@ -111,6 +111,7 @@ def test_the_rate_goes_on_and_decays_to_the_floor(kind: Any, parent: Path, tmp_p
     assert rows[0] == told(parent)[0] | {"lr": pytest.approx(PEAK)}
 
 
+@pytest.mark.slow
 def test_branching_twice_and_from_a_branch(parent: Path, tmp_path: Path) -> None:
     checkpoint = parent / f"checkpoints/step-{AT}"
     first, second = (branch(checkpoint, tmp_path / name, n) for name, n in (("a", 3), ("b", 6)))

@@ -229,6 +229,7 @@ for what in ("reshape", "average", "diff"):
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_tensors(tmp_path: Path) -> None:
     """A state of dozens of times the largest tensor (4 MiB) passes through a few times that tensor."""
     layout = LAYOUTS["tp2-pp2"]
@@ -260,6 +261,7 @@ def train(config: RunConfig) -> int:
     return train(config, Path("recipe.yaml"))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_it_as_from_the_checkpoint_itself(corpus: Path, tmp_path: Path) -> None:
     """Reshaped on the disk, or while the training process loads it: afterwards the same bytes."""
     short = {"train": {"steps": 4}, "checkpoint": {"interval": 2}, "schedule": {"total_steps": 4}}

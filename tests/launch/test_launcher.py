@@ -41,6 +41,7 @@ def launch(ranks: int, *arguments: str, port: int = 0) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     data = f"data.corpora=[{{path: {corpus}}}]"
@@ -55,6 +56,7 @@ def test_tensor_and_pipeline_parallel_on_four_ranks(corpus: Path, tmp_path: Path
     assert (run / "checkpoints/latest").read_text() == "step-3"
 
 
+@pytest.mark.slow
 def test_bad_input_is_told_once_by_the_launcher_too(tmp_path: Path) -> None:
     """It ends the other rank, which would tell it again a while later."""
     done = launch(2, *TINY, f"run.dir={tmp_path / 'run'}", "model.layer=3")

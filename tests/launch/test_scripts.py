@@ -86,6 +86,7 @@ def test_another_system_is_refused_before_anything_is_made(clone: Path) -> None:
     assert not (clone / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_install_is_begun_anew_and_a_failed_one_shows_why(clone: Path) -> None:
     environment = clone / ".venv"
     environment.mkdir()

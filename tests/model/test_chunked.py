@@ -280,6 +280,7 @@ def test_the_logits_never_exist_as_a_whole(gradients: bool, dtype: torch.dtype) 
     assert sizes.products == 8 * (3 if gradients else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_compiled_it_is_the_same_and_is_not_compiled_again(cap: float | None) -> None:
     """Chunks of 6 and a last of 5: two compilations in all, however many steps, and whatever is in them."""

@@ -277,6 +277,7 @@ def test_costs_spread_a_large_model_evenly() -> None:
     assert max(stages) < 1.1 * sum(stages) / 8
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize(
     ("changes", "kinds"),
     [

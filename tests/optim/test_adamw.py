@@ -204,6 +204,7 @@ def test_low_precision_weights_are_refused() -> None:
         step(optimizer_of(torch.ones(3).bfloat16()), torch.ones(3).bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
 def test_compiled_is_the_same_rule() -> None:
     """But for the last bit of fp32, which the compiler's fused multiply-add tips; a new rate compiles nothing anew."""

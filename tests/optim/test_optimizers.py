@@ -61,7 +61,7 @@ def plainly(name: str, tied: bool, layers: int) -> Any:
     return trained.expected(model, OPTIMIZERS[name][1])
 
 
-@pytest.mark.quick("*-one", "*-tp2", "*-pp2", "*-zero2-dp2")
+@pytest.mark.quick("*-zero2-dp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps(layout: str, name: str) -> None:
@@ -69,6 +69,7 @@ def test_ten_steps(layout: str, name: str) -> None:
     check(name, recipes[name], ranks)
 
 
+@pytest.mark.slow
 def test_zero_3_updates_some_parameters_at_a_time(tmp_path: Path) -> None:
     """DeepSpeed calls the optimizer once for each of its groups."""
     given = json.loads(Path("ds_configs/zero3.json").read_text())

@@ -78,7 +78,7 @@ def ran(layout: str) -> list[dict[str, Any]]:
     return run_ranks(world, train_rank, recipes, world)
 
 
-@pytest.mark.quick("*-tp2-dp2", "*-zero3-dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_updates_of_fp32_masters(layout: str, name: str) -> None:

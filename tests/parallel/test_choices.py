@@ -73,7 +73,7 @@ def plainly(name: str, tied: bool, layers: int = 2) -> Any:
     return trained.expected(c.model, rule)
 
 
-@pytest.mark.quick("*-one", "*-tp2")
+@pytest.mark.quick("*-one")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CHOICES)
 def test_ten_steps(layout: str, name: str) -> None:
@@ -89,6 +89,7 @@ def test_ten_steps(layout: str, name: str) -> None:
         assert relative(got[parameter], wanted) < ROUNDING, parameter
 
 
+@pytest.mark.slow
 def test_every_choice_changes_the_steps() -> None:
     """Otherwise the default model was tested."""
     found = {name: tuple(plainly(name, False)[0]) for name in CHOICES}

@@ -132,5 +132,6 @@ def _on_a_rank() -> None:
             _label_that_no_rank_has(tp)
 
 
+@pytest.mark.slow
 def test_tensor_ranks_agree_with_one_process() -> None:
     run_ranks(4, _on_a_rank)

@@ -56,6 +56,7 @@ def both(c: RunConfig, world: int) -> list[tuple[list[float], list[int], int, di
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_compiled_layout_is_the_layout(name: str) -> None:
     world, options = LAYOUTS[name]

@@ -91,6 +91,7 @@ def all_kept() -> dict[str, tuple[int, int, list[float]]]:
     return {case: kept(case) for case in CASES}
 
 
+@pytest.mark.slow
 def test_a_forward_pass_keeps_no_weights_and_has_the_same_numbers() -> None:
     """Activations of 8 tokens are little beside weights of 128 x 128."""
     for rank in run_ranks(2, all_kept):

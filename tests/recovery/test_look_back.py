@@ -66,6 +66,7 @@ def test_batches_that_are_a_little_worse_are_undone(world: int, tmp_path: Path) 
     assert guilty <= set(bad) and len(guilty) >= 0.7 * SAMPLES and incident["documents"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_look_back_that_convicts_nobody_leaves_no_trace(world: int, tmp_path: Path) -> None:
     corpus, looked, other = (tmp_path / name for name in ("corpus", "looked", "other"))

@@ -64,6 +64,7 @@ def test_an_old_checkpoint_that_is_bad_is_convicted_by_the_steps_after_it(
     assert identical(*(r / "checkpoints/step-50" for r in (run, straight))) == 3 * world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last_resort", ["train_on", "stop"])
 def test_where_all_are_bad_it_trains_on_and_tells_a_person(
     last_resort: str, easy: Path, tmp_path: Path

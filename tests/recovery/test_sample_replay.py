@@ -357,6 +357,7 @@ def test_on_one_rank(one: dict[str, list[dict[str, Any]]], corpus: Path) -> None
     check_traces(one)
 
 
+@pytest.mark.slow
 def test_on_two_ranks(two: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
     check_numbers(two, corpus)
     check_conclusions(two)

@@ -91,6 +91,7 @@ def test_a_restart_in_the_middle_of_a_trickle_loses_none(
     assert {p for first, end in incident["positions"] for p in range(first, end)} == set(bad)
 
 
+@pytest.mark.slow
 def test_a_trickle_while_an_incident_is_being_proven_is_a_part_of_it(
     trickling: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_region_that_repeats_itself_is_skipped_though_it_is_easy(tmp_path: Pat
     assert guilty <= set(bad) and len(guilty) >= len(bad) - BATCH
 
 
+@pytest.mark.slow
 def test_a_second_epoch_three_ranks_and_two_restarts(tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     write_corpus(corpus, tokens=BATCH * 32 * 96, ids=20, validation=0)

@@ -87,6 +87,7 @@ def test_a_healthy_run_is_silent_and_what_is_off_measures_nothing(corpus: Path, 
     assert told(tmp_path / "off") == [] and not state["series"]
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
     """Stopped right after the fault began: the warnings, and what is remembered, are those of the whole run."""
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -161,6 +162,7 @@ def overfit(config: RunConfig) -> list[str]:
     return list(trainer.recovery.trends.state.standing)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_judged(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", ids=20)
     train = {"steps": 40, "eval_interval": 10, "eval_samples": 8}

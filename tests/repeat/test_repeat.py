@@ -289,6 +289,7 @@ def repeat(recipe: Path, *arguments: object, cwd: Path) -> Done:
     return call(app, "repeat", recipe, "--steps", "2", *arguments, cwd=cwd)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_no_difference(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
     done = repeat(recipe_of("tp2"), "--ranks", "2", "--output", "kept", cwd=tmp_path)
@@ -299,6 +300,7 @@ def test_no_difference(recipe_of: Callable[[str], Path], tmp_path: Path) -> None
     assert refused.returncode == 2 and "kept is not empty" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_difference_is_told_with_its_bits(recipe_of: Callable[[str], Path], tmp_path: Path) -> None:
     plant = ("--ranks", "2", "--plant", "2:blocks.1.mlp.down:1")
@@ -342,6 +344,7 @@ def test_a_difference_that_is_not_there_again_is_transient(
     assert last == "first difference: step 1, rank 0, micro-batch 1, embedding weight gradient (backward)"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_another_layout_is_compared_within_a_tolerance(
     recipe_of: Callable[[str], Path], tmp_path: Path

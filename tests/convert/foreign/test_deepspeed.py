@@ -176,6 +176,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[P
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("zero", "precision"), [setting[:2] for setting in SETTINGS])
 def test_weights_moments_and_step_are_the_engines(
@@ -217,6 +218,7 @@ def test_every_choice_that_only_the_recipe_knows_is_told() -> None:
     assert told.endswith(" norms=deep attention_scale=0.5 window=9 activation=gelu")
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_happened(trained: Any, tmp_path: Path) -> None:
     folder, held = trained(2)
     wanted = {"1-bf16": (1, "bf16"), "2-fp32": (2, "fp32"), "3-bf16": (3, "bf16"), "1-fp16": (1, "fp16")}

@@ -142,6 +142,7 @@ def test_what_megatrons_model_holds_is_imported(ours: Any, alone: None, tmp_path
     assert (theirs[..., :101] - our_logits(checkpoint)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
     """Its own tensor and pipeline ranks, each with its file, loaded strictly."""
     models: list[dict[str, Any]] = [{}, {"tied": True}, {"qkv_bias": True}]

@@ -39,6 +39,7 @@ def train(config: RunConfig) -> int:
     return train(config, Path("recipe.yaml"))
 
 
+@pytest.mark.quick("mistral-yarn")
 @pytest.mark.parametrize(
     ("kind", "options", "parts", "world"),
     [
