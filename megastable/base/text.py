@@ -96,3 +96,8 @@ def ranks_on(ranks: Sequence[int], hosts: Sequence[str], most: int = 3) -> str:
         for found in (ranks, names)
     )
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {which} on {where}"
+
+
+def show_share(share: float) -> str:
+    """A share as a percentage with three figures, however small."""
+    return f"{100 * share:.3g} %"

@@ -22,6 +22,7 @@ app = App(
 ModelType = Literal["bpe", "unigram"]
 IdType = Literal["uint16", "uint32"]
 SHARD_TOKENS = 1 << 30
+MAX_LOST = 0.01
 Inputs = Annotated[
     list[Path], typer.Option("--input", help="File or folder: text, JSON lines, table, tar; repeatable")
 ]
@@ -46,6 +47,10 @@ Globs = Annotated[
 SkipBad = Annotated[
     bool, typer.Option("--skip-bad", help="Leave out broken documents and unknown archives, and count them")
 ]
+AsText = Annotated[
+    bool, typer.Option("--as-text", help="A file whose name tells no format is one document, also JSON")
+]
+MaxLost = Annotated[float, typer.Option(help="Share of the text that the tokenizer may lose")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes", show_default="one per CPU")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there")]
 CPUS = len(os.sched_getaffinity(0))
@@ -55,8 +60,8 @@ CPUS = len(os.sched_getaffinity(0))
     "tokenizer", examples="megastable prepare tokenizer --input texts/ --output my.model --vocab-size 32000"
 )
 def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelType = "bpe",
-          key: Key = "text", glob: Globs = None, skip_bad: SkipBad = False, overwrite: Overwrite = False,
-          as_json: Json = False) -> None:  # fmt: skip
+          key: Key = "text", glob: Globs = None, skip_bad: SkipBad = False, as_text: AsText = False,
+          overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
     """Train a SentencePiece tokenizer with byte fallback: every text survives encoding and decoding."""
     from megastable.data.left_out import told
     from megastable.data.text_files import TextFiles
@@ -64,15 +69,16 @@ def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelTy
 
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
-    corpus = TextFiles(inputs, key, skip_bad, glob or ())
+    corpus = TextFiles(inputs, key, skip_bad, glob or (), as_text)
     info = train_sentencepiece(corpus, output, vocab_size, model).info
-    left_out = corpus.left_out
+    read, left_out = corpus.read, corpus.left_out
     if as_json:
-        put_json(
-            info.model_dump() | {"left_out": left_out.counts, "left_out_files": left_out.files}, True, None
-        )
+        files = {"read": read.counts, "read_files": read.files}
+        files |= {"left_out": left_out.counts, "left_out_files": left_out.files}
+        put_json(info.model_dump() | files, True, None)
         return
-    lines = [f"  left out: {text}" for text in told(left_out.counts, left_out.files)]
+    lines = [f"  read: {text}" for text in told(read.counts, read.files)]
+    lines += [f"  left out: {text}" for text in told(left_out.counts, left_out.files)]
     print("\n".join([f"trained {output}: {vocab_size} tokens, {model}", *lines]))
 
 
@@ -86,13 +92,14 @@ def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelTy
 def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.01,
            workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
            eod: Eod = None, bos: Bos = False, seed: int = 0, skip_bad: SkipBad = False,
-           overwrite: Overwrite = False, as_json: Json = False) -> None:  # fmt: skip
+           as_text: AsText = False, max_lost: MaxLost = MAX_LOST, overwrite: Overwrite = False,
+           as_json: Json = False) -> None:  # fmt: skip
     """Encode text into a corpus of Megatron .bin/.idx shards."""
     from megastable.data.prepare import prepare_shards
 
     show(as_json, prepare_shards(inputs, output, tokenizer, name=name, validation=validation, workers=workers,
          shard_tokens=shard_tokens, key=key, eod=eod, bos=bos, seed=seed, skip_bad=skip_bad,
-         globs=glob or (), overwrite=overwrite))  # fmt: skip
+         globs=glob or (), as_text=as_text, max_lost=max_lost, overwrite=overwrite))  # fmt: skip
 
 
 @app.add(examples="megastable prepare stdlib --output data/stdlib")

@@ -11,7 +11,7 @@ import numpy as np
 
 from megastable.base.errors import DataError
 from megastable.data.command_summary import Summary
-from megastable.data.left_out import UnreadFiles
+from megastable.data.left_out import CountedFiles
 from megastable.data.local_copy import staged_directory
 from megastable.data.manifest import FILE, Manifest, adopt, split_at_document
 from megastable.data.prepare import check_free, corpus_name
@@ -99,7 +99,7 @@ def _copy(
     overwrite: bool,
     progress: bool,
 ) -> Summary:
-    begin, left_out = time.monotonic(), UnreadFiles()
+    begin, left_out = time.monotonic(), CountedFiles()
     if len({file.path.stem for file in files}) < len(files):
         raise DataError(
             f"{directory}: two files have one name but for the ending, adopt them one folder at a time"

@@ -9,7 +9,8 @@ from typing import Literal, Self
 
 from rich.filesize import decimal
 
-from megastable.data.left_out import UnreadFiles, told
+from megastable.base.text import show_share
+from megastable.data.left_out import CountedFiles, told
 from megastable.data.manifest import Manifest
 
 
@@ -28,6 +29,9 @@ class Summary:
     text_bytes: int | None
     seconds: float | None = None
     tokens_per_second: float | None = None
+    lost_share: float | None = None  # of the text: without a token, or unknown
+    read: dict[str, int] = field(default_factory=dict)  # counts of files by how they were read
+    read_files: dict[str, list[str]] = field(default_factory=dict)  # the first names of each
     left_out: dict[str, int] = field(default_factory=dict)  # counts by reason
     left_out_files: dict[str, list[str]] = field(default_factory=dict)  # names by reason
     warnings: list[str] = field(default_factory=list)
@@ -40,7 +44,9 @@ class Summary:
         manifest: Manifest,
         *,
         seconds: float | None = None,
-        left_out: UnreadFiles | None = None,
+        lost_share: float | None = None,
+        read: CountedFiles | None = None,
+        left_out: CountedFiles | None = None,
         warnings: list[str] | None = None,
     ) -> Self:
         tokens = {split: manifest.tokens(split) for split in manifest.splits}
@@ -58,6 +64,9 @@ class Summary:
             text_bytes=manifest.text_bytes,
             seconds=round(seconds, 3) if seconds else None,
             tokens_per_second=round(sum(tokens.values()) / seconds, 1) if seconds else None,
+            lost_share=lost_share,
+            read=dict(read.counts) if read else {},
+            read_files=read.files if read else {},
             left_out=dict(left_out.counts) if left_out else {},
             left_out_files=left_out.files if left_out else {},
             warnings=warnings or [],
@@ -74,9 +83,11 @@ class Summary:
         ]
         if self.text_bytes is not None:
             per_token = self.text_bytes / sum(self.tokens.values())
-            lines.append(f"  {decimal(self.text_bytes)} of text, {per_token:.2f} bytes per token")
+            lost = "" if self.lost_share is None else f", {show_share(self.lost_share)} of it lost or unknown"
+            lines.append(f"  {decimal(self.text_bytes)} of text, {per_token:.2f} bytes per token{lost}")
         if self.tokens_per_second is not None:
             lines.append(f"  {self.seconds:.1f} s, {self.tokens_per_second:,.0f} tokens/s")
+        lines += [f"  read: {text}" for text in told(self.read, self.read_files)]
         lines += [f"  left out: {text}" for text in told(self.left_out, self.left_out_files)]
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)

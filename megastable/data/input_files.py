@@ -1,7 +1,8 @@
-"""Find the input files of a corpus and their formats, by file name.
+"""Find the input files of a corpus.
 
 A file that only describes the data (README.md, LICENSE, dataset_infos.json) is left out if its folder, or one below,
-holds data files; where there are only texts it is a document. The same goes for members of an archive.
+holds data files, by their names or by what the first few others hold; where there are only texts it is a document. The
+same goes for members of an archive.
 """
 
 from __future__ import annotations
@@ -9,46 +10,19 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple, NoReturn
+from typing import NoReturn
 
 from megastable.base.errors import DataError
-from megastable.data.decompress import DECODERS
+from megastable.data.file_formats import SNIFFED, format_of, open_content
 from megastable.data.token_files import LLM_C
 
-Kind = Literal["text", "json lines", "parquet", "arrow", "csv", "tsv", "tar", "unread"]
-KINDS: dict[str, Kind] = {
-    ".jsonl": "json lines",
-    ".ndjson": "json lines",
-    ".json": "json lines",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".tar": "tar",
-}
-SHORT = {".tgz": ".gz", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}  # of .tar.gz, ...
-# They hold documents, which would be lost silently.
-UNREAD = {
-    ".zip",
-    ".7z",
-    ".rar",
-    ".lz4",
-    ".lz",
-    ".lzo",
-    ".br",
-    ".sz",
-    ".z",
-    ".orc",
-    ".avro",
-    ".xls",
-    ".xlsx",
-    ".ods",
-}
 DATA = {"json lines", "parquet", "arrow", "csv", "tsv", "tar"}
+LOOKED_AT = 8  # files of a folder whose names do not tell what they hold: those of one program are alike
 
 HIDDEN = "hidden files and folders"
 LINKS = "links to folders"
@@ -68,24 +42,6 @@ _ABOUT = re.compile(
 _DATATROVE = re.compile(r".*\.ds(\.index|\.metadata|\.loss)?")
 
 
-class FileFormat(NamedTuple):
-    """How to read a file's bytes: `codec` is an ending of DECODERS, or "" for plain bytes."""
-
-    kind: Kind
-    codec: str
-
-
-def format_of(name: str) -> FileFormat:
-    """The format by a file's name; an unknown ending is text."""
-    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes] or [""]
-    if suffixes[-1] in SHORT:
-        return FileFormat("tar", SHORT[suffixes[-1]])
-    codec = suffixes.pop() if suffixes[-1] in DECODERS else ""
-    last = suffixes[-1] if suffixes else ""
-    kind = "unread" if last in UNREAD else KINDS.get(last, "text")
-    return FileFormat("unread" if kind == "parquet" and codec else kind, codec)
-
-
 @dataclass
 class Files:
     """Result of `find_files`: files to read in order, those named by the user, and the others by reason."""
@@ -98,18 +54,19 @@ class Files:
         self.left_out.setdefault(reason, []).append(str(path))
 
 
-def find_files(inputs: Sequence[Path], globs: Sequence[str] = ()) -> Files:
+def find_files(inputs: Sequence[Path], globs: Sequence[str] = (), as_text: bool = False) -> Files:
     """The files of `inputs` in their order; folders recursively, sorted by path.
 
     With `globs`, a folder contributes only matching files: `pathlib` patterns, for names in any folder below
     (`*.jsonl`) or, with a slash, relative to the folder (`train/**/*.parquet`). Links to folders are not followed.
+    as_text: as for `TextFiles`.
     Raises DataError for a missing input, a named file of token ids, and globs that match nothing.
     """
     found, unmatched = Files(), set(globs)
     folders = [path for path in inputs if path.is_dir()]
     for path in inputs:
         if path.is_dir():
-            unmatched -= _add_folder(found, path, globs)
+            unmatched -= _add_folder(found, path, globs, as_text)
         elif not path.exists():
             raise DataError(f"the input {path} does not exist")
         elif _is_tokens(path):
@@ -128,7 +85,7 @@ def find_files(inputs: Sequence[Path], globs: Sequence[str] = ()) -> Files:
     return found
 
 
-def _add_folder(found: Files, folder: Path, globs: Sequence[str]) -> set[str]:
+def _add_folder(found: Files, folder: Path, globs: Sequence[str], as_text: bool) -> set[str]:
     """Returns the globs that match a file."""
     paths = sorted(_walk(folder, found), key=lambda file: file.relative_to(folder).parts)
     datasets = {path.parent for path in paths if path.name in ("state.json", "dataset_info.json")}
@@ -140,6 +97,9 @@ def _add_folder(found: Files, folder: Path, globs: Sequence[str]) -> set[str]:
                 found.leave_out(UNMATCHED, path)
         paths = [path for path in paths if path in matched]
     with_data = {parent for path in paths if is_data(path.name) for parent in path.parents}
+    about = {path.parent for path in paths if is_about_data(path.name)}
+    if not as_text:
+        with_data |= _find_unnamed_data(paths, about - with_data)
     for path in paths:
         if _is_tokens(path):
             found.leave_out(TOKENS, path)
@@ -155,6 +115,39 @@ def _add_folder(found: Files, folder: Path, globs: Sequence[str]) -> set[str]:
 def is_data(name: str) -> bool:
     """Whether a file holds documents, by its name."""
     return format_of(name).kind in DATA and not is_about_data(name)
+
+
+def _find_unnamed_data(paths: Sequence[Path], folders: set[Path]) -> set[Path]:
+    """Those of `folders` that hold data under names that do not tell, in themselves or below."""
+    looks, found = Counter[Path](), set[Path]()
+    for path in paths if folders else ():
+        wanting = [parent for parent in path.parents if parent in folders and looks[parent] < LOOKED_AT]
+        if wanting and format_of(path.name).kind == "text" and not is_about_data(path.name):
+            looks.update(wanting)
+            if _file_holds_data(path):
+                found.update(wanting)
+    return found
+
+
+def _file_holds_data(path: Path) -> bool:
+    if not path.is_file():
+        return False  # a pipe can be read once
+    try:
+        with path.open("rb") as file:
+            return holds_data(str(path), iter(partial(file.read, SNIFFED), b""))
+    except OSError:
+        return False  # it is raised again on reading
+
+
+def holds_data(name: str, chunks: Iterable[bytes]) -> bool:
+    """Whether a file whose name does not tell holds records or a table, by its first bytes."""
+    form = format_of(name)
+    if form.kind != "text" or is_about_data(PurePosixPath(name).name):
+        return False
+    try:
+        return open_content(name, form, chunks).recognised
+    except DataError:
+        return False  # as for OSError
 
 
 def is_datatrove(name: str) -> bool:

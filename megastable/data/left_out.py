@@ -1,4 +1,4 @@
-"""Input that a corpus leaves out: file names and document counts, by reason."""
+"""Input files by what became of them: names and counts of those that a corpus leaves out, and how others were read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megastable.base.text import visible
 SHOWN = 3  # file names shown per reason
 
 
-class UnreadFiles:
-    """Files and documents that were not read, by reason (a noun in the plural: "binary files")."""
+class CountedFiles:
+    """Files and documents by what became of them (a noun in the plural: "binary files")."""
 
     def __init__(self, files: Mapping[str, Sequence[str]] | None = None) -> None:
         self.counts: Counter[str] = Counter()

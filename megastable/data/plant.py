@@ -26,6 +26,7 @@ from megastable.config.warmups import Stages
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.documents import Document, documents_at
 from megastable.data.local_copy import staged_directory, write_file
+from megastable.data.lost_text import check_text
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.shard_format import little_endian, with_suffix
 from megastable.data.shards import Shard
@@ -232,7 +233,9 @@ def _foreign(other: Path, corpora: Corpora, count: int) -> Tokens:
 def _encoded(text: str, corpus: Path, corpora: Corpora, count: int) -> Tokens:
     """The first `count` tokens of a text, repeated at its end, int64 [count]."""
     info = corpora.manifests[0].tokenizer
-    tokens = load_tokenizer(corpus / info.file, info.eod).encode(text[: LONGEST * count])
+    tokenizer, text = load_tokenizer(corpus / info.file, info.eod), text[: LONGEST * count]
+    check_text(text, tokenizer)
+    tokens = tokenizer.encode(text)
     ids = np.array([token for token in tokens if token != info.eod], dtype=np.int64)
     if not ids.size:
         raise DataError(f"the text has no tokens ({len(text)} characters): give one that is not empty")

@@ -21,10 +21,11 @@ import numpy.typing as npt
 import xxhash
 
 from megastable.base.errors import DataError
-from megastable.base.text import visible
+from megastable.base.text import show_share, visible
 from megastable.data.command_summary import Summary
 from megastable.data.left_out import told
 from megastable.data.local_copy import staged_directory
+from megastable.data.lost_text import MOST_LOST, SHOWN, LossCounter, describe_loss
 from megastable.data.manifest import FILE, Manifest, Segment, TokenizerInfo
 from megastable.data.pool import ordered_map
 from megastable.data.progress import Meter
@@ -53,6 +54,9 @@ class Encoded(NamedTuple):
     hashes: list[int]  # 64 bits each, of the UTF-8 text
     text_bytes: int
     read_bytes: int
+    plain_bytes: int  # of the text, without blanks
+    lost_bytes: int  # of these; see `lost_text.py`
+    worst: tuple[int, str]  # the most that a document lost, and its beginning
 
 
 def prepare_shards(
@@ -70,6 +74,8 @@ def prepare_shards(
     seed: int = 0,
     skip_bad: bool = False,
     globs: Sequence[str] = (),
+    as_text: bool = False,
+    max_lost: float = MOST_LOST,
     overwrite: bool = False,
     source: str | None = None,
     progress: bool = True,
@@ -82,13 +88,16 @@ def prepare_shards(
     at all; an older corpus there is replaced only with `overwrite`. With `bos` every document begins with the
     tokenizer's own begin-of-document token.
 
-    Raises DataError for bad input, an empty corpus, an `output` that is occupied, or a full disk.
+    Raises DataError for bad input, a tokenizer that loses more than the share `max_lost` of the text (`lost_text.py`),
+    an empty corpus, an `output` that is occupied, or a full disk.
     """
     begin = time.monotonic()
     if not 0 <= validation < 1:
         raise DataError(f"validation is {validation}: give a share of the documents, at least 0, below 1")
     if workers < 1 or shard_tokens < 1:
         raise DataError(f"{workers} workers, {shard_tokens} tokens per shard: both must be 1 at least")
+    if not 0 <= max_lost <= 1:
+        raise DataError(f"max_lost is {max_lost}: give a share of the text, from 0 to 1")
     name = corpus_name(name, output)
     if "/" in name:
         raise DataError(f"the name {name!r} becomes part of file names: leave out the /")
@@ -97,7 +106,7 @@ def prepare_shards(
         if output.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"the output {output} is inside of the input {folder}: it would be read as well")
     tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
-    corpus = TextFiles(inputs, key, skip_bad, globs)
+    corpus = TextFiles(inputs, key, skip_bad, globs, as_text)
     with staged_directory(output) as staging:
         tokenizer = load_tokenizer(tokenizer.copy_to(staging), tokenizer.eod, tokenizer.bos)
         job = _Tokenization(corpus, staging, tokenizer, name, workers, shard_tokens, seed, progress)
@@ -105,6 +114,12 @@ def prepare_shards(
         written = job.write(threshold)
         if not written.hashes:
             raise DataError(_nothing_found(inputs, corpus))
+        if written.lost_share > max_lost:
+            allowed = f"{min(1, written.lost_share + 0.001):.3f}"
+            raise DataError(
+                f"{describe_loss(written.lost_share, tokenizer, written.worst[1])}: take another, train one on this "
+                f"text (tools/prepare_data.py tokenizer), or allow the loss with --max-lost {allowed}"
+            )
         settled = settle_threshold(threshold, *written.hashes)
         if settled != threshold:
             first, written = written, job.write(settled)
@@ -126,7 +141,9 @@ def prepare_shards(
         output,
         manifest,
         seconds=time.monotonic() - begin,
+        read=corpus.read,
         left_out=corpus.left_out,
+        lost_share=written.lost_share,
         warnings=warnings,
     )
 
@@ -151,13 +168,19 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
     begin = np.array([] if info.bos is None else [info.bos], dtype=dtype)
     end = np.array([info.eod], dtype=dtype)
     raw = [text.encode() for text in batch.texts]
-    ids = [part.astype(dtype) for part in tokenizer.encode_batch(batch.texts)]
+    encoded = tokenizer.encode_batch(batch.texts)
+    plain, lost = _cached_counter(tokenizer_path, info).count(batch.texts, raw, encoded)
+    most = max(range(len(lost)), key=lost.__getitem__)
+    ids = [part.astype(dtype) for part in encoded]
     return Encoded(
         tokens=np.concatenate([part for document in ids for part in (begin, document, end)]),
         lengths=[begin.size + document.size + 1 for document in ids],
         hashes=[xxhash.xxh3_64_intdigest(text, seed) for text in raw],
         text_bytes=sum(map(len, raw)),
         read_bytes=batch.read_bytes,
+        plain_bytes=sum(plain),
+        lost_bytes=sum(lost),
+        worst=(lost[most], batch.texts[most][:SHOWN] if lost[most] else ""),
     )
 
 
@@ -165,6 +188,11 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
 def _cached_tokenizer(path: Path, info: TokenizerInfo) -> Tokenizer:
     # The hash in `info` is part of the key: one process may see different files at one path.
     return load_tokenizer(path, info.eod)
+
+
+@lru_cache(maxsize=1)
+def _cached_counter(path: Path, info: TokenizerInfo) -> LossCounter:
+    return LossCounter(_cached_tokenizer(path, info))
 
 
 def corpus_name(name: str | None, directory: Path) -> str:
@@ -198,9 +226,19 @@ class _Written:
     shards: dict[str, list[ShardInfo]]
     text_bytes: int = 0
     hashes: tuple[int, int] | tuple[()] = ()  # the lowest and the highest; empty without documents
+    plain_bytes: int = 0
+    lost_bytes: int = 0
+    worst: tuple[int, str] = (0, "")
+
+    @property
+    def lost_share(self) -> float:
+        return self.lost_bytes / max(1, self.plain_bytes)
 
     def note(self, encoded: Encoded) -> None:
         self.text_bytes += encoded.text_bytes
+        self.plain_bytes += encoded.plain_bytes
+        self.lost_bytes += encoded.lost_bytes
+        self.worst = max(self.worst, encoded.worst, key=lambda worst: worst[0])
         hashes = (*self.hashes, *encoded.hashes)
         self.hashes = (min(hashes), max(hashes))
 
@@ -255,7 +293,8 @@ class _Tokenization:
                 written.note(encoded)
                 documents += len(encoded.lengths)
                 tokens += encoded.tokens.size
-                meter.update(encoded.read_bytes, documents, tokens)
+                lost = f"{show_share(written.lost_share)} lost" if written.lost_bytes else ""
+                meter.update(encoded.read_bytes, documents, tokens, lost)
             written.shards = {"train": train.close(), "validation": validation.close()}
         return written
 

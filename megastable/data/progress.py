@@ -46,11 +46,14 @@ class Meter:
     ) -> None:
         self._bar.stop()
 
-    def update(self, read: int, documents: int, tokens: int) -> None:
-        """Totals so far; `read` in the unit of the total, bytes or tokens, the others for the rates."""
+    def update(self, read: int, documents: int, tokens: int, note: str = "") -> None:
+        """Totals so far; `read` in the unit of the total, bytes or tokens, the others for the rates, which `note`
+        follows."""
         now = time.monotonic()
         seconds = max(now - self._begin, 1e-9)
-        rates = f"{documents / seconds:,.0f} documents/s {tokens / seconds:,.0f} tokens/s"
+        rates = (
+            f"{documents / seconds:,.0f} documents/s {tokens / seconds:,.0f} tokens/s" + f" {note}".rstrip()
+        )
         show = decimal if self._unit == "bytes" else lambda n: f"{n / 1e6:,.1f} M"
         share = f"{show(read)} of {show(self._total)}" + (" tokens" if self._unit == "tokens" else "")
         self._bar.update(self._task, completed=read, rates=rates, share=share)

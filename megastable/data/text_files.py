@@ -1,13 +1,15 @@
 """Read documents from files: plain text, JSON lines, tables and archives, compressed or not.
 
 The file name's ending decides: `.jsonl`, `.ndjson` and `.json` hold one JSON object per line; `.parquet`, `.arrow`,
-`.feather`, `.csv` and `.tsv` a table; `.tar` files of all these (except Parquet) or the samples of a WebDataset; any
-other file is one document. `.gz`, `.zst`, `.xz` and `.bz2` may follow each except Parquet.
+`.feather`, `.csv` and `.tsv` a table; `.tar` files of all these (except Parquet) or the samples of a WebDataset. `.gz`,
+`.zst`, `.xz` and `.bz2` may follow each except Parquet. Any other name says nothing: the content decides whether the
+file is JSON lines, Arrow or one document, and what is recognised but not read so is refused.
 """
 
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -22,22 +24,32 @@ from megastable.data.archive import (
     text_endings,
 )
 from megastable.data.decompress import decompress
+from megastable.data.file_formats import SNIFFED, FileFormat, Kind, find_records, format_of, open_content
 from megastable.data.input_files import (
     ABOUT,
     HIDDEN,
     TOKENS,
-    FileFormat,
     find_files,
-    format_of,
+    holds_data,
     is_about_data,
     is_data,
     is_datatrove,
 )
-from megastable.data.left_out import UnreadFiles
+from megastable.data.left_out import CountedFiles
 from megastable.data.table_files import Cells, Flaw, arrow_cells, csv_cells, parquet_cells
 
 CHUNK = 1 << 20  # bytes read at a time
-SNIFFED = 8192  # bytes: a NUL among the first ones makes a file binary, as in git
+AS_TEXT = "read every file whose name does not tell its format as one text with --as-text"
+READ: dict[Kind, str] = {
+    "text": "texts, one document each",
+    "json lines": "files of JSON lines",
+    "parquet": "Parquet tables",
+    "arrow": "Arrow tables",
+    "csv": "CSV tables",
+    "tsv": "TSV tables",
+    "tar": "tar archives",
+}
+BY_CONTENT = ", told by their content"
 
 BINARY = "binary files"
 EMPTY = "empty files"
@@ -55,28 +67,36 @@ class TextFiles:
     named in `inputs`, or a file with documents in an unsupported format. A file that is damaged or ends too early
     always raises.
 
+    as_text: a file whose name does not tell its format is one document, also if its content does.
+
     `total_bytes` is the size of the files, `read_bytes` how much of it the current iteration has consumed,
     `left_out` lists what was left out, by reason; for bad documents the first of each file, and how many more.
+    `read` lists how the others were read: the first of each folder that its content told, else of each kind.
     """
 
     def __init__(
-        self, inputs: Sequence[Path], key: str = "text", skip_bad: bool = False, globs: Sequence[str] = ()
+        self,
+        inputs: Sequence[Path],
+        key: str = "text",
+        skip_bad: bool = False,
+        globs: Sequence[str] = (),
+        as_text: bool = False,
     ) -> None:
-        self._found = find_files(inputs, globs)
-        self.files, self.key, self.skip_bad = self._found.paths, key, skip_bad
+        self._found = find_files(inputs, globs, as_text)
+        self.files, self.key, self.skip_bad, self.as_text = self._found.paths, key, skip_bad, as_text
         self.total_bytes = sum(path.stat().st_size for path in self.files if path.exists())
         self.read_bytes = 0
-        self._reading = ""
-        self.left_out = UnreadFiles(self._found.left_out)
+        self._reading, self._recognised = "", False
+        self.left_out, self.read = CountedFiles(self._found.left_out), CountedFiles()
         for path in self.files:  # fail before hours are spent on the others
             if format_of(path.name).kind == "unread":
                 self._unread(str(path))
 
     def __iter__(self) -> Iterator[str]:
         self.read_bytes = 0
-        self.left_out = UnreadFiles(self._found.left_out)
+        self.left_out, self.read = CountedFiles(self._found.left_out), CountedFiles()
         for path in self.files:
-            self._reading = str(path)
+            self._reading, self._recognised = str(path), False
             try:
                 for text in self._documents(path):
                     if text:
@@ -89,8 +109,10 @@ class TextFiles:
     def _documents(self, path: Path) -> Iterator[str]:
         where, form = str(path), format_of(path.name)
         if form.kind == "parquet":
+            self._count("parquet", where)
             yield from self._rows(where, self._parquet(path))
         elif form.kind == "tar":
+            self._count("tar", where)
             yield from self._archive(path, form)
         else:
             yield from self._content(
@@ -105,22 +127,31 @@ class TextFiles:
         named: bool = False,
         group: str | None = None,
     ) -> Iterator[str]:
-        """The documents of a file or member. named: the user named it. group: as for `UnreadFiles.file`."""
+        """The documents of a file or member. named: the user named it. group: as for `CountedFiles.file`."""
         if form.kind in ("unread", "parquet", "tar"):
             self._unread(where, group)
             return
-        if form.codec:
-            chunks = decompress(where, chunks, form.codec)
-        if form.kind == "json lines":
-            yield from self._json_lines(where, chunks)
-        elif form.kind == "arrow":
-            yield from self._rows(where, arrow_cells(where, chunks, self.key))
-        elif form.kind == "text":
+        kind, chunks, self._recognised, unread = open_content(where, form, chunks, self.as_text)
+        if kind == "text":
             yield from self._whole(where, chunks, named, group)
+        elif kind == "unread":
+            self._misnamed(where, unread, group)
         else:
-            yield from self._rows(
-                where, csv_cells(where, chunks, self.key, "," if form.kind == "csv" else "\t")
-            )
+            self._count(kind, where)
+            if kind == "json lines":
+                yield from self._json_lines(where, chunks)
+            elif kind == "arrow":
+                yield from self._rows(where, arrow_cells(where, chunks, self.key))
+            else:
+                yield from self._rows(
+                    where, csv_cells(where, chunks, self.key, "," if kind == "csv" else "\t")
+                )
+
+    def _count(self, kind: Kind, where: str) -> None:
+        if self._recognised:
+            self.read.file(READ[kind] + BY_CONTENT, where, group=where.rpartition("/")[0])
+        else:
+            self.read.file(READ[kind], where, group=kind)
 
     def _consumed(self, count: int) -> None:
         self.read_bytes += count
@@ -147,7 +178,7 @@ class TextFiles:
                 yield from self._sample(where, sample)
             return
         # In a pipe only the data read so far is known.
-        folders = _DataFolders(member.name for member in (opened(_ignore, _ignore) if path.is_file() else ()))
+        folders = _DataFolders(opened(_ignore, _ignore) if path.is_file() else iter(()), self.as_text)
         for name, chunks in found:
             inside = PurePosixPath(name)
             group = f"{where}!{inside.suffix}"
@@ -191,7 +222,7 @@ class TextFiles:
         content = bytearray()
         for chunk in chunks:
             content += chunk
-            if b"\0" in content[:SNIFFED]:
+            if b"\0" in content[:SNIFFED] and not is_utf16(content[:SNIFFED]):
                 if named and not self.skip_bad:
                     raise DataError(f"{where} is a binary file, not text: leave it out, or give its text")
                 self.left_out.file(BINARY, where, group)
@@ -199,7 +230,10 @@ class TextFiles:
         text = self._decode(where, bytes(content))
         if text == "":
             self.left_out.file(EMPTY, where, group)
+        elif text is not None and not self.as_text and (records := find_records(text, self.key)):
+            self._misnamed(where, records, group)
         elif text is not None:
+            self._count("text", where)
             yield text
 
     def _json_lines(self, path: str, chunks: Iterable[bytes]) -> Iterator[str]:
@@ -250,12 +284,16 @@ class TextFiles:
         try:
             return raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            self._bad(where, f"not UTF-8 (byte {error.start} is 0x{raw[error.start]:02x})")
+            utf16 = "; it is UTF-16, which iconv -f UTF-16 -t UTF-8 converts" if is_utf16(raw) else ""
+            self._bad(where, f"not UTF-8 (byte {error.start} is 0x{raw[error.start]:02x}){utf16}")
             return None
 
     def _bad(self, where: str, problem: str) -> None:
         if not self.skip_bad:
-            raise DataError(f"{where}: {problem}; correct it, or leave such documents out with --skip-bad")
+            as_text = f", or {AS_TEXT}" if self._recognised else ""
+            raise DataError(
+                f"{where}: {problem}; correct it, or leave such documents out with --skip-bad{as_text}"
+            )
         self.left_out.file(BAD, where, group=self._reading)  # the first of each file, and how many more
 
     def _unread(self, where: str, group: str | None = None) -> None:
@@ -266,20 +304,32 @@ class TextFiles:
             )
         self.left_out.file(NOT_READ, where, group)
 
+    def _misnamed(self, where: str, holds: str, group: str | None) -> None:
+        """A file whose name does not tell what it holds, which is not a text."""
+        if not self.skip_bad:
+            raise DataError(
+                f"{where} holds {holds}, which its name does not tell: convert or rename it, choose other files with "
+                f"--glob, leave such files out with --skip-bad, or {AS_TEXT}"
+            )
+        self.left_out.file(NOT_READ, where, group)
+
 
 class _DataFolders:
-    """The folders of an archive with data files in or below them; reads only as many names as needed."""
+    """The folders of an archive with data files in or below them; reads only as many members as needed."""
 
-    def __init__(self, names: Iterator[str]) -> None:
-        self._names, self._found = names, set[PurePosixPath]()
+    def __init__(self, members: Iterator[Member], as_text: bool) -> None:
+        self._members, self._as_text, self._found = members, as_text, set[PurePosixPath]()
 
-    def add(self, member: PurePosixPath) -> None:
-        if is_data(member.name) and not _is_hidden(member):
-            self._found.update(member.parents)
+    def add(self, path: PurePosixPath) -> None:
+        if is_data(path.name) and not _is_hidden(path):
+            self._found.update(path.parents)
 
     def __contains__(self, folder: PurePosixPath) -> bool:
-        while folder not in self._found and (name := next(self._names, None)) is not None:
-            self.add(PurePosixPath(name))
+        while folder not in self._found and (member := next(self._members, None)) is not None:
+            path = PurePosixPath(member.name)
+            self.add(path)
+            if not (self._as_text or _is_hidden(path)) and holds_data(member.name, member.chunks):
+                self._found.update(path.parents)
         return folder in self._found
 
 
@@ -301,6 +351,14 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
             yield from others[:-1]
             rest = [others[-1]]
     yield b"".join(rest)
+
+
+def is_utf16(head: bytes) -> bool:
+    """Whether a file is UTF-16 text by its first bytes: a byte order mark, and characters."""
+    if not head.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        return False
+    text = head[: len(head) // 2 * 2].decode("utf-16", errors="ignore")
+    return "\0" not in text and len(text) > len(head) // 4
 
 
 def _is_unicode(text: str) -> bool:

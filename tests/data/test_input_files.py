@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megastable.base.errors import DataError
-from megastable.data.input_files import ABOUT, CACHES, HIDDEN, LINKS, TOKENS, UNMATCHED, find_files, format_of
+from megastable.data.file_formats import format_of
+from megastable.data.input_files import ABOUT, CACHES, HIDDEN, LINKS, TOKENS, UNMATCHED, find_files
 from megastable.data.text_files import TextFiles
 
 
