@@ -28,7 +28,7 @@ SHOWN = 40  # characters of the document that lost most
 
 
 class LossCounter:
-    """Counts the bytes of documents, and how many of them `tokenizer` loses."""
+    """Counts the bytes of documents that `tokenizer` loses."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -41,30 +41,35 @@ class LossCounter:
         if self._unknown is not None:
             self._bytes[self._unknown] = 0
 
-    def count(
-        self, texts: Sequence[str], raw: Sequence[bytes], ids: Sequence[Ids]
-    ) -> tuple[list[int], list[int]]:
-        """The bytes of each document that are not blank, and how many of them are lost.
+    def count(self, texts: Sequence[str], raw: Sequence[bytes], ids: Sequence[Ids]) -> list[int]:
+        """The bytes that are lost of each document.
 
         Args:
             texts: The documents.
             raw: The same, in UTF-8.
             ids: The tokens of each, int32, without those that begin and end it.
         """
-        plain = [len(content.translate(None, BLANK)) for content in raw]
         tokens = np.concatenate([np.empty(0, np.int32), *ids])
+        is_unknown = np.zeros(0, bool) if self._unknown is None else tokens == self._unknown
+        if self._unknown is not None and not is_unknown.any():
+            return [0] * len(texts)  # what misses bytes and has no unknown token was normalised
         ends = np.cumsum([0, *map(len, ids)])
-        missing = np.array(plain, dtype=np.int64) - _sums(self._bytes[tokens], ends)
-        unknown = np.zeros_like(missing) if self._unknown is None else _sums(tokens == self._unknown, ends)
-        # With an unknown token, what misses bytes and has none of it was normalised.
-        suspects = missing > 0 if self._unknown is None else unknown > 0
-        lost = np.zeros_like(missing)
-        for at in np.flatnonzero(suspects).tolist():
-            known = plain[at] - int(missing[at])
-            # Neighbouring unknown characters may share one token, and blanks may be unknown, too.
-            gone = max(self._spelling.count_plain(texts[at]) - known, int(unknown[at]))
-            lost[at] = min(gone, plain[at])
-        return plain, lost.tolist()
+        known = _sums(self._bytes[tokens], ends).tolist()
+        unknown = [0] * len(texts) if self._unknown is None else _sums(is_unknown, ends).tolist()
+        return [
+            self._count_lost(text, content, *found)
+            for text, content, *found in zip(texts, raw, known, unknown, strict=True)
+        ]
+
+    def _count_lost(self, text: str, raw: bytes, known: int, unknown: int) -> int:
+        if self._unknown is not None and not unknown:
+            return 0
+        plain = len(raw.translate(None, BLANK))
+        lost = plain - known
+        # Normalising costs half as much as encoding: not where each unknown token can be one character.
+        if not unknown <= lost <= 4 * unknown:
+            lost = self._spelling.count_plain(text) - known
+        return min(max(lost, unknown), plain)  # blanks may be unknown, too
 
 
 def describe_loss(share: float, tokenizer: Tokenizer, worst: str) -> str:
@@ -77,9 +82,10 @@ def describe_loss(share: float, tokenizer: Tokenizer, worst: str) -> str:
 
 def check_text(text: str, tokenizer: Tokenizer) -> None:
     """Raise a DataError if `tokenizer` loses more than MOST_LOST of a text."""
-    (plain,), (lost,) = LossCounter(tokenizer).count([text], [text.encode()], tokenizer.encode_batch([text]))
-    if lost > MOST_LOST * plain:
-        raise DataError(f"{describe_loss(lost / plain, tokenizer, text)}: give another text")
+    raw = text.encode()
+    (lost,) = LossCounter(tokenizer).count([text], [raw], tokenizer.encode_batch([text]))
+    if lost > MOST_LOST * len(raw):
+        raise DataError(f"{describe_loss(lost / len(raw), tokenizer, text)}: give another text")
 
 
 def _sums(values: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

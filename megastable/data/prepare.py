@@ -54,8 +54,7 @@ class Encoded(NamedTuple):
     hashes: list[int]  # 64 bits each, of the UTF-8 text
     text_bytes: int
     read_bytes: int
-    plain_bytes: int  # of the text, without blanks
-    lost_bytes: int  # of these; see `lost_text.py`
+    lost_bytes: int  # of the text; see `lost_text.py`
     worst: tuple[int, str]  # the most that a document lost, and its beginning
 
 
@@ -169,7 +168,7 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
     end = np.array([info.eod], dtype=dtype)
     raw = [text.encode() for text in batch.texts]
     encoded = tokenizer.encode_batch(batch.texts)
-    plain, lost = _cached_counter(tokenizer_path, info).count(batch.texts, raw, encoded)
+    lost = _cached_counter(tokenizer_path, info).count(batch.texts, raw, encoded)
     most = max(range(len(lost)), key=lost.__getitem__)
     ids = [part.astype(dtype) for part in encoded]
     return Encoded(
@@ -178,7 +177,6 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
         hashes=[xxhash.xxh3_64_intdigest(text, seed) for text in raw],
         text_bytes=sum(map(len, raw)),
         read_bytes=batch.read_bytes,
-        plain_bytes=sum(plain),
         lost_bytes=sum(lost),
         worst=(lost[most], batch.texts[most][:SHOWN] if lost[most] else ""),
     )
@@ -226,17 +224,15 @@ class _Written:
     shards: dict[str, list[ShardInfo]]
     text_bytes: int = 0
     hashes: tuple[int, int] | tuple[()] = ()  # the lowest and the highest; empty without documents
-    plain_bytes: int = 0
     lost_bytes: int = 0
     worst: tuple[int, str] = (0, "")
 
     @property
     def lost_share(self) -> float:
-        return self.lost_bytes / max(1, self.plain_bytes)
+        return self.lost_bytes / max(1, self.text_bytes)
 
     def note(self, encoded: Encoded) -> None:
         self.text_bytes += encoded.text_bytes
-        self.plain_bytes += encoded.plain_bytes
         self.lost_bytes += encoded.lost_bytes
         self.worst = max(self.worst, encoded.worst, key=lambda worst: worst[0])
         hashes = (*self.hashes, *encoded.hashes)

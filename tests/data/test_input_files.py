@@ -10,7 +10,7 @@ import pytest
 
 from megastable.base.errors import DataError
 from megastable.data.file_formats import format_of
-from megastable.data.input_files import ABOUT, CACHES, HIDDEN, LINKS, TOKENS, UNMATCHED, find_files
+from megastable.data.input_files import ABOUT, CACHES, HIDDEN, LINKS, TOKENS, UNMATCHED, find_files, is_data
 from megastable.data.text_files import TextFiles
 
 
@@ -18,7 +18,7 @@ def make(folder: Path, *names: str) -> None:
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b'{"text": "' + name.encode() + b'"}')
+        path.write_text(f'{{"text": "{name}"}}' if is_data(path.name) else name)
 
 
 def found(folder: Path, *globs: str) -> list[str]:

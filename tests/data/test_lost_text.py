@@ -70,7 +70,8 @@ def piece_without_bytes(folder: Path) -> Path:
     SentencePieceTrainer.train(
         sentence_iterator=iter(source_code().splitlines()),
         model_prefix=str(folder / "tokenizer"),
-        vocab_size=400,
+        vocab_size=500,
+        character_coverage=1.0,
         minloglevel=2,
     )
     return folder / "tokenizer.model"
@@ -108,9 +109,8 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Make], Tokenizer
 
 
 def shares(tokenizer: Tokenizer, texts: list[str]) -> list[float]:
-    plain, lost = LossCounter(tokenizer).count(
-        texts, [text.encode() for text in texts], tokenizer.encode_batch(texts)
-    )
+    lost = LossCounter(tokenizer).count(texts, [t.encode() for t in texts], tokenizer.encode_batch(texts))
+    plain = [len("".join(text.split()).encode()) for text in texts]
     return [gone / max(1, of) for of, gone in zip(plain, lost, strict=True)]
 
 
@@ -119,7 +119,7 @@ def test_known_text_loses_nothing_however_it_is_normalised(
     load: Callable[[Make], Tokenizer], kind: Make
 ) -> None:
     tokenizer = load(kind)
-    known = ["", " ", "\t\tdef  f( self ):\n", source_code()]
+    known = ["", " ", "    def  f( self ):\n", source_code()]
     assert shares(tokenizer, known) == [0.0] * 4
     changed = ["ｄｅｆ ﬁnd\u00a0a\u3000½"] if kind in (unigram, piece_without_bytes) else []
     changed += ["DÉF e\u0301"] if kind is word_pieces else []
@@ -136,7 +136,7 @@ def test_what_a_tokenizer_lacks_is_lost(load: Callable[[Make], Tokenizer], kind:
     whole, part, mixed = shares(tokenizer, [CHINESE, half, "漢"])
     assert (whole, part, mixed) == (1.0, 0.5, 1.0)
     with pytest.raises(
-        DataError, match=r"50 % of the text is lost or unknown in .*begins with 'return return"
+        DataError, match=r"46.2 % of the text is lost or unknown in .*begins with 'return return"
     ):
         check_text(half, tokenizer)
     check_text(source_code() + "漢", tokenizer)
@@ -161,10 +161,8 @@ def test_a_share_is_a_share(load: Callable[[Make], Tokenizer], text: str) -> Non
     for kind in (*LOSSLESS, *LOSSY):
         (share,) = shares(load(kind), [text])
         assert 0 <= share <= (0 if kind in LOSSLESS else 1)
-        if kind is bpe:  # without normalisation: exactly what decoding lacks
-            spelled = load(kind).decode(load(kind).encode(text))
-            gone = [c for c in text if not c.isspace() and c != "\u2581" and c not in spelled]
-            assert (share > 0) >= bool(gone)
+        if kind is bpe:
+            assert (share > 0) == any(character in "é漢🤷½ﬁ" for character in text)
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -175,8 +173,9 @@ def test_a_corpus_that_loses_too_much_is_refused(
     texts = [*documents(40), "漢字" * 10]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tokenizer = load(bpe)
-    plain, _ = LossCounter(tokenizer).count(texts, [t.encode() for t in texts], tokenizer.encode_batch(texts))
-    share = 60 / sum(plain)
+    plain = "".join("".join(texts).split())
+    lacking = "".join(character for character in plain if character not in source_code())
+    share = len(lacking.encode()) / len("".join(texts).encode())
     made = prepare_shards([path], tmp_path / "out", tokenizer.file, eod=EOD, workers=workers, progress=False)
     assert made.lost_share == pytest.approx(share)
     assert f"{100 * share:.3g} % of it lost or unknown" in str(made)
