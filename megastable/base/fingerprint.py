@@ -4,13 +4,20 @@
 
 A sum of 64-bit words, each times an odd number of its own, modulo 2^64: of integers, so the order of a parallel sum
 does not matter. An odd factor can be undone, so any change within one word changes the sum; of changes of several
-words, about one in 2^60 escapes.
+words, about one in 2^60 escapes. The factor of a word is the product of its row's and its column's, in rows of `ROW`
+words, so that nothing but the words has to be read.
+
+On a GPU a tensor is read once by one kernel (fingerprint_kernel.py); what follows here is the same in torch's
+operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -19,8 +26,14 @@ from torch import Tensor
 
 from megastable.base import splitmix
 
-WORDS = 1 << 20  # processed at once; the table of their factors, 8 MiB, stays in a GPU's cache
+ROW = 2048  # words
+ROWS, COLUMNS = 1, 2  # the keys of their factors
+CACHED, LAUNCHED = (
+    1 << 18,
+    1 << 24,
+)  # words processed at once: by a CPU, in its cache; by a GPU without the kernel
 STEP = 0x1E3779B97F4A7C15  # odd
+MASK = (1 << 64) - 1
 
 
 class Mark(NamedTuple):
@@ -37,17 +50,12 @@ Marks = Mapping[str, Mark]
 @torch.no_grad()
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     """int64 [], on the device of the tensors (any dtype, all on one device): of their bytes, in this order."""
-    total: Tensor | None = None
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().flatten()
-        if total is None:
-            total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        # With their lengths, or zeros could move from one tensor to the next.
-        total = total * STEP + flat.numel() * flat.element_size()
-        for chunk in flat.split(WORDS * 8 // flat.element_size()):
-            words = _words(chunk)
-            total = total * STEP + (words * _factors(flat.device)[: words.numel()]).sum()
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+    flat = [_bytes(tensor) for tensor in tensors]
+    total = torch.zeros((), dtype=torch.int64, device=flat[0].device if flat else None)
+    for place, each in enumerate(flat):
+        scale = pow(STEP, 2 * (len(flat) - 1 - place), 1 << 64)
+        _add(total, each, scale)
+    return total
 
 
 def mark_of(tensor: Tensor, device: str | None = None) -> Mark:
@@ -67,23 +75,69 @@ def marks_of(tensors: Mapping[str, Tensor], like: Marks | None = None) -> Marks:
 
 
 def unlike(marks: Marks, others: Marks) -> list[str]:
-    """The names whose marks differ, or that only one of them has. Waits for the devices."""
+    """The names whose marks differ, or that only one of them has. Waits for the devices, once for each."""
     both = [name for name in marks if name in others]
-    odd = [name for name in both if int(marks[name].value) != int(others[name].value)]
+    odd = [
+        name for name, a, b in zip(both, _values(marks, both), _values(others, both), strict=True) if a != b
+    ]
     return [*odd, *sorted(marks.keys() ^ others.keys())]
 
 
-def _words(chunk: Tensor) -> Tensor:
-    """The bytes of a chunk as int64, the last ones filled up with zeros. A copy only where it has to be."""
-    missing = -chunk.numel() * chunk.element_size() % 8
-    if missing:
-        chunk = torch.cat((chunk, chunk.new_zeros(missing // chunk.element_size())))
-    elif chunk.data_ptr() % 8 or chunk.storage_offset() * chunk.element_size() % 8:
-        chunk = chunk.clone()
-    return chunk.view(torch.int64)
+def _values(marks: Marks, names: Sequence[str]) -> list[int]:
+    """Fetched together: a wait for each would leave a GPU without work as often."""
+    values: list[int] = torch.stack([marks[name].value for name in names]).tolist() if names else []
+    return values
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8 [bytes]; a copy only where it has to be."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    aligned = flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0
+    return flat if aligned else flat.clone()
+
+
+def _add(total: Tensor, flat: Tensor, scale: int) -> None:
+    """Add what the bytes give, times `scale`, to `total`, in place."""
+    whole = flat.numel() // 8 * 8
+    words, rest = flat[:whole].view(torch.int64), flat[whole:]
+    # With the length, or zeros could move from one tensor to the next.
+    start = flat.numel() * STEP * scale & MASK
+    if flat.device.type == "cuda" and _can_compile():
+        from megastable.base.fingerprint_kernel import add_words
+
+        add_words(total, words, rest, start, scale, (ROWS, COLUMNS), ROW)
+        return
+    if rest.numel():
+        words = torch.cat((words, torch.cat((rest, rest.new_zeros(8 - rest.numel()))).view(torch.int64)))
+    total += _sum(words) * splitmix.signed(scale) + splitmix.signed(start)
+
+
+def _sum(words: Tensor) -> Tensor:
+    """int64 []: of all words, each times its factors."""
+    # In powers of two, so that few tables are ever made.
+    count = max(ROW, 1 << (words.numel() // ROW).bit_length())
+    rows, columns = _odd_numbers(ROWS, count, words.device), _odd_numbers(COLUMNS, ROW, words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    size = CACHED if words.device.type == "cpu" else LAUNCHED
+    for number, chunk in enumerate(words.split(size)):
+        first = number * size // ROW
+        whole = chunk.numel() // ROW
+        table, last = chunk[: whole * ROW].view(whole, ROW), chunk[whole * ROW :]
+        total += ((table * columns).sum(1) * rows[first : first + whole]).sum()
+        if last.numel():
+            total += (last * columns[: last.numel()]).sum() * rows[first + whole]
+    return total
 
 
 @cache
-def _factors(device: torch.device) -> Tensor:
-    """Odd numbers, int64 [WORDS]."""
-    return (splitmix.sequence(0, 0, WORDS) | 1).to(device)
+def _odd_numbers(key: int, count: int, device: torch.device) -> Tensor:
+    """Factors: int64 [count]."""
+    return splitmix.sequence(key, 0, count, device) | 1
+
+
+@cache
+def _can_compile() -> bool:
+    """Whether Triton is there, and the C compiler with which it builds what launches a kernel."""
+    return find_spec("triton") is not None and bool(
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    )

@@ -6,6 +6,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+import torch
+
 from megastable.base.collectives import gathered
 from megastable.base.fingerprint import Marks, mark_of, marks_of, unlike
 from megastable.engine.engine import Engine
@@ -18,10 +20,12 @@ TOLD = 3  # things named in a sentence
 
 
 class StateWatch:
-    """Of this rank."""
+    """Of this rank. A GPU reads what an update left beside the next forward pass, on a stream of its own, and once more
+    behind the backward pass."""
 
     def __init__(self, on: bool, engine: Engine, step: int, log: RunLog) -> None:
         self.engine, self.log, self._on = engine, log, on
+        self._beside = torch.cuda.Stream() if on and engine.device.type == "cuda" else None
         self.columns = int(on)  # of the votes
         self.weights: Marks | None = None  # as they are before an update, None if they are not looked at
         self.seal(step)
@@ -29,15 +33,29 @@ class StateWatch:
     def seal(self, step: int) -> None:
         """The state after `step` steps is as it should be."""
         self._step = step
-        self._marks: Marks | None = marks_of(self.engine.optimizer_state()) if self._on else None
-        self._weights = self._weighed() if self._on else {}
+        self._marks: Marks | None = None
+        self._weights: Marks = {}
+        if not self._on:
+            return
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            self._marks, self._weights = marks_of(self.engine.optimizer_state()), self._weighed()
+        if self._beside is not None:
+            self.engine.hold_updates(self._beside.record_event())
 
     def _weighed(self) -> Marks:
         return {f"weights/{i}": mark_of(flat) for i, flat in enumerate(self.engine.zero.flat_weights)}
 
     def current(self) -> Marks | None:
         """Of masters and moments, as the last update left them, by the names of optimizer_state()."""
+        self._wait_for_seal()
         return self._marks
+
+    def _wait_for_seal(self) -> None:
+        """What the GPU does next on its usual stream comes after the seal."""
+        if self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
 
     def votes(self) -> tuple[float, ...]:
         """For the sum of a step, before its update: whether the state is not what was sealed."""
@@ -54,9 +72,10 @@ class StateWatch:
     def _odd(self) -> list[str]:
         """What is not as it was, by names of optimizer_state(), or "weights/..."."""
         assert self._marks is not None
+        self._wait_for_seal()
         self.weights = self._weighed()
-        odd = unlike(self._marks, marks_of(self.engine.optimizer_state()))
-        return [*odd, *unlike(self._weights, self.weights)]
+        now = {**marks_of(self.engine.optimizer_state()), **self.weights}
+        return unlike({**self._marks, **self._weights}, now)
 
     def _named(self) -> HardwareFault | None:
         everyone = gathered((socket.gethostname(), self._odd()))

@@ -126,6 +126,19 @@ def test_the_optimizer_becomes_machine_code(codes: list[str], tmp_path: Path) ->
     assert len(machine_code(codes, tmp_path)) == kernels(codes) == 1
 
 
+def test_the_fingerprint_becomes_machine_code() -> None:
+    """the kernel of fingerprints becomes one sm_90 cubin, whatever tensor it is given"""
+    from megastable.base.fingerprint import COLUMNS, ROW, ROWS, STEP
+    from megastable.base.fingerprint_kernel import add_words_kernel
+
+    words, rest = torch.zeros(4, dtype=torch.int64), torch.zeros(8, dtype=torch.uint8)
+    total, made = torch.zeros((), dtype=torch.int64), []
+    for first, count, left, start, scale in ((0, 4, 0, 0, 1), (1, 1, 3, STEP, STEP), (0, 1 << 33, 7, 16, 16)):
+        given = words[first:], rest[left:], total, count, left, start, scale, ROWS, COLUMNS, ROW
+        made.append(add_words_kernel.warmup(*given, num_warps=8, grid=(1,)))
+    assert len(made[0].asm["cubin"]) > 1000 and all(each is made[0] for each in made)
+
+
 def machine_code(codes: list[str], folder: Path) -> dict[str, int]:
     made: dict[str, int] = {}
     for number, code in enumerate(codes):

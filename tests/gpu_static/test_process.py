@@ -32,9 +32,10 @@ def poisoned(_: None) -> bool:
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Without the fake GPU: the processes are real, and find no driver."""
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]  # where packages may lie
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -63,6 +64,14 @@ def test_compiled_collectives(file: str) -> None:
     """compiled blocks with collectives in them have the gradients of blocks as written (two files of the CPU suite)"""
     done = python("-m", "pytest", file, "-q", "-n0", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_the_fingerprint_of_a_gpu_is_the_fingerprint() -> None:
+    """the kernel of fingerprints gives the bits that a CPU computes, in Triton's interpreter (a file of the suite)"""
+    done = python(
+        "-m", "pytest", "tests/base/test_fingerprint_kernel.py", "-q", "-n0", "-p", "no:cacheprovider"
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("file", ["tests/test_gpu_host.py", "tests/engine/test_synchronisations.py"])
