@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ from megastable.recovery import new_kinds
 from megastable.recovery.recovery import Recovery
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import Skipping
+from megastable.recovery.state_watch import StateWatch
 from megastable.recovery.step_result import StepResult
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
@@ -62,10 +63,12 @@ KINDS = (
     "bare",
     "gate",
     "guard",
+    "hardware",
     "snapshot",
     "layers",
     "timed gate",
     "timed guard",
+    "timed hardware",
     "timed layers",
     "timed trends",
 )
@@ -153,6 +156,9 @@ class Bench:
         self.recovery = Recovery(
             c, self.engine, loader, run, Skipping(c, run), self.state, RunLog(run, say), lambda _: None
         )
+        self.hardware = self.recovery.hardware
+        self.memory = self.hardware.state
+        self.unwatched = StateWatch(False, self.engine, self.state.step, self.recovery.log)
         # A full history of ordinary samples: the corpus has too few.
         drawn, size = np.random.default_rng(0), c.train.global_batch
         self.trained = list[Trained]()
@@ -217,10 +223,12 @@ class Bench:
             "bare": lambda: self._bare(batch),
             "gate": lambda: self._gate(batch),
             "guard": lambda: self._guard(batch),
+            "hardware": lambda: self._guard(batch, self.hardware.votes),
             "snapshot": lambda: self._with_snapshot(batch, watch),
             "layers": lambda: self._with_layers(batch),
             "timed gate": lambda: self._timed_gate(batch, watch),
             "timed guard": lambda: self._timed_guard(batch, watch),
+            "timed hardware": lambda: self._timed_hardware(batch, watch),
             "timed layers": lambda: self._timed_layers(batch, watch),
             "timed trends": lambda: self._timed_trends(batch, watch),
         }
@@ -228,6 +236,10 @@ class Bench:
         gc.disable()
         try:
             for kind in self.order.sample(KINDS, len(KINDS)):
+                # Memory is looked after in one kind of step, by what it was left with right before.
+                watched = kind.endswith("hardware")
+                self.hardware.state = self.memory if watched else self.unwatched
+                self.hardware.state.seal(self.state.step)
                 with watch.time(kind):
                     ways[kind]()
                 advance()
@@ -258,8 +270,9 @@ class Bench:
     def _gate(self, batch: Step) -> None:
         self.engine.train_step(batch.micro_batches, RATE, _finite)
 
-    def _guard(self, batch: Step) -> None:
-        self._settle(batch, *self.engine.train_step(batch.micro_batches, RATE, self._judge))
+    def _guard(self, batch: Step, votes: Callable[[int], Sequence[float]] = lambda _: ()) -> None:
+        train = self.engine.train_step
+        self._settle(batch, *train(batch.micro_batches, RATE, self._judge, lambda: votes(self.state.step)))
 
     def _with_snapshot(self, batch: Step, watch: Stopwatch) -> None:
         # Before the step: on a GPU the copies overlap with its forward and backward.
@@ -301,6 +314,10 @@ class Bench:
             new_kinds.look(self.trained, r.points.laboratory, self.config.stability.samples, self.pools)
         inside.seconds["kinds"] /= novelty.PERIOD
         watch.seconds |= inside.seconds
+
+    def _timed_hardware(self, batch: Step, watch: Stopwatch) -> None:
+        with _stopwatches(watch, [("seal", self.memory, "seal")]):
+            self._guard(batch, watch.timed("votes", self.hardware.votes))
 
     def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
         e, probe = self.engine, self.engine.probe

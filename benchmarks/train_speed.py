@@ -304,6 +304,7 @@ class Bench:
                 warnings.simplefilter("ignore")
                 built = PEERS[name].build(self.task)
                 at_build = time.perf_counter() - begun
+                built.prepare()
                 begun = time.perf_counter()
                 loss = float(built.step())
                 self._wait()
@@ -347,6 +348,7 @@ class Bench:
         if name in self.problems:
             return
         try:
+            contestant.prepare()
             self._wait()
             begun = time.perf_counter()
             for _ in range(self.steps):
@@ -387,6 +389,7 @@ class Bench:
     def _memory_of(self, contestant: Contestant, before: int) -> Memory:
         """before: bytes held before it was built."""
         held = self._held()
+        contestant.prepare()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             contestant.step()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On a host with a GPU: the tests that need one, then the benchmarks, within 9 minutes; everything into one JSON.
+# On a host with a GPU: the tests that need one, then the benchmarks, within 9 minutes; everything into one JSON, whole logs
+# beside it (bench_gpu.logs).
 #
 #   bash launch/bench_gpu.sh [--output FILE] [--seconds N] [--only STAGE ...]     default: bench_gpu.json, 540 s
 #   bash launch/bench_gpu.sh --list                                             the stages and what they run
@@ -19,6 +20,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case ${1-} in -h | --help) sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/bench_gpu.sh; exit 0 ;; esac
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+case " $* " in
+  *" --list "*)
+    for python in .venv/bin/python python3; do
+      "$python" -c 'import benchmarks.suite' 2>/dev/null && exec "$python" -m benchmarks.suite "$@"
+    done
+    echo 'error: --list: neither .venv/bin/python nor python3 has what megastable needs: bash launch/install.sh' >&2
+    exit 2
+    ;;
+esac
 looks='import sys, torch; sys.exit(not torch.cuda.is_available())'
 for python in .venv/bin/python python3; do
   if "$python" -c "$looks" 2>/dev/null; then
@@ -27,6 +37,5 @@ for python in .venv/bin/python python3; do
     exit 2
   fi
 done
-case " $* " in *" --list "*) exec .venv/bin/python -m benchmarks.suite --list ;; esac
 echo 'error: no GPU: neither .venv/bin/python nor python3 has a torch that sees one (nvidia-smi tells if it is there)' >&2
 exit 2

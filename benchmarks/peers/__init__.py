@@ -83,12 +83,14 @@ class Task:
 @dataclass
 class Contestant:
     """step(): forward, backward, clipping and update of one global batch; returns the mean loss (a tensor may still be
-    computing on the device). backends: in words. same_weights: it starts from `Task.weights`."""
+    computing on the device). backends: in words. same_weights: it starts from `Task.weights`. prepare: before a row of
+    steps, not measured."""
 
     step: Callable[[], Tensor | float]
     backends: str
     same_weights: bool = True
     close: Callable[[], None] = field(default=lambda: None)
+    prepare: Callable[[], None] = field(default=lambda: None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Peer:
 
 BOTH = ("cpu", "cuda")
 PEERS = {
-    "megastable": Peer("own:ours", "Engine under DeepSpeed with its gate, as a run trains", BOTH, 18),
+    "megastable": Peer("own:ours", "Engine under DeepSpeed, gate, watch over hardware, as a run trains", BOTH, 18),
+    "megastable-unwatched": Peer("own:ours_unwatched", "the same engine without the watch over hardware", (), 0),
     "megastable-eager": Peer("own:ours_eager", "the same without torch.compile", (), 18),
     "megastable-bf16": Peer("own:ours_bf16", "the same without FP8, where the recipe asks for it", (), 18),
     "megastable-fp8-off": Peer("own:ours_fp8_off", "ours with its FP8 switched off; nothing is built", (), 0),

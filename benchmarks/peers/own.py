@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks.peers import RATE, Contestant, Task, Unavailable, adamw_of, trained
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
+from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.kernel_choice import choose
 from megastable.engine.measured import Measured
@@ -17,11 +21,26 @@ from megastable.model import gpt
 from megastable.model.loss import LossFunction
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import TensorParallel, Topology
+from megastable.recovery.hardware_watch import HardwareWatch
+from megastable.run.directory import RunDirectory
+from megastable.run.log import RunLog
+
+OTHER_VOTES = (0.0,) * 7  # of train.py: to stop, skips, checkpoints, copies in memory
 
 
 def ours(task: Task) -> Contestant:
-    """`Engine.train_step` with the gate of every step; `bench.py stability` measures the rest."""
+    """`Engine.train_step` with the gate and the watch over hardware of every step, as train.py calls it; `bench.py
+    stability` measures the rest."""
     return _engine(task, task.config, mine=True)
+
+
+def ours_unwatched(task: Task) -> Contestant:
+    """Our engine without the watch over hardware, which reads memory before and after an update. Where ours exists, the
+    same engine."""
+    if task.ours is None:
+        return _engine(task, task.config, watched=False)
+    said = f"{_said(task.config, task)}; the engine of megastable, no watch over hardware"
+    return Contestant(lambda: _unwatched_step(task, task.ours), said)
 
 
 def ours_eager(task: Task) -> Contestant:
@@ -62,7 +81,7 @@ def ours_fp8_off(task: Task) -> Contestant:
     return Contestant(step, f"{_said(task.config, task)}; FP8 switched off", same_weights=False)
 
 
-def _engine(task: Task, c: RunConfig, mine: bool = False) -> Contestant:
+def _engine(task: Task, c: RunConfig, mine: bool = False, watched: bool = True) -> Contestant:
     engine = Engine(c, deepspeed_json.build(c, 1), Topology(Layout(1, 1, 1), 0, c.run.timeout))
     if mine:
         task.ours = engine
@@ -72,13 +91,48 @@ def _engine(task: Task, c: RunConfig, mine: bool = False) -> Contestant:
             task.ours = None
         engine.ds.destroy()
 
-    def step() -> float:
-        measured, applied = engine.train_step(task.batches, RATE, _finite)
+    said = f"{_said(c, task)}; {type(engine.optimizer).__name__}, fp32 masters, gate"
+    if not watched:
+        return Contestant(
+            lambda: _unwatched_step(task, engine), f"{said}, no watch over hardware", close=close
+        )
+    watch = WatchedEngine(c, engine)
+    return Contestant(lambda: watch.step(task.batches), said, close=close, prepare=watch.begin)
+
+
+def _unwatched_step(task: Task, engine: Engine) -> float:
+    measured, applied = engine.train_step(task.batches, RATE, _finite)
+    assert applied, "the gate dropped a step of the benchmark"
+    return measured.loss
+
+
+class WatchedEngine:
+    """An engine and the watch over its hardware, in the order of train.py."""
+
+    def __init__(self, config: RunConfig, engine: Engine) -> None:
+        self._engine, self._done = engine, 0
+        log = RunLog(RunDirectory(Path(os.devnull)))
+        loader: Any = None  # for samples that are computed again, as none are here
+        self._watch = HardwareWatch(config, engine, loader, 0, log.run, log, lambda _: None)
+
+    def begin(self) -> None:
+        """Others may have trained the engine meanwhile."""
+        self._watch.state.seal(self._done)
+
+    def step(self, batches: Sequence[MicroBatch]) -> float:
+        measured, applied = self._engine.train_step(batches, RATE, self._judge, self._votes)
         assert applied, "the gate dropped a step of the benchmark"
+        self._done += 1
+        self._watch.applied(measured, self._done)
         return measured.loss
 
-    said = f"{_said(c, task)}; {type(engine.optimizer).__name__}, fp32 masters, gate"
-    return Contestant(step, said, close=close)
+    def _votes(self) -> tuple[float, ...]:
+        return *OTHER_VOTES, *self._watch.votes(self._done)
+
+    def _judge(self, measured: Measured) -> bool:
+        self._watch.judge(measured, self._done + 1)
+        assert self._watch.memory is None, self._watch.memory.reason
+        return measured.finite
 
 
 def _finite(measured: Measured) -> bool:

@@ -325,6 +325,7 @@ def train(
 
     def after(name, contestant, on):  # type: ignore[no-untyped-def]
         if folder and name == profiled:
+            contestant.prepare()
             tables.append(profiling.table(name, profiling.profile(contestant.step, on, folder)))
 
     def write(now: speed.Speed) -> None:

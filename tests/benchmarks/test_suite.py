@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ import torch
 
 from benchmarks import suite
 from benchmarks.peers import OURS, chosen_peers
-from benchmarks.suite import STAGES, Stage, allowed, run
+from benchmarks.suite import STAGES, Stage, allowed
+from benchmarks.train_speed import resolve
 from megastable.config import deepspeed_json, recipe
 from megastable.fp8.te import misfit
+from megastable.parallel.layout import Layout
+from megastable.plan import memory
 
 ROOT = Path(__file__).parents[2]
 WRITES = "import sys; open(sys.argv[sys.argv.index('--output') + 1], 'w').write({!r}); print('said')"
@@ -25,6 +29,11 @@ WRITES = "import sys; open(sys.argv[sys.argv.index('--output') + 1], 'w').write(
 
 def python(text: str, seconds: int = 20, json: bool = True, name: str = "one") -> Stage:
     return Stage(name, ("-c", text), seconds, json)
+
+
+def run(stage: Stage, seconds: float = 20.0) -> suite.Done:
+    with tempfile.TemporaryDirectory() as folder:
+        return suite.run(stage, sys.executable, seconds, Path(folder) / "one.log")
 
 
 def run_until(stage: Stage, said: str | None) -> suite.Done:
@@ -44,23 +53,26 @@ def run_until(stage: Stage, said: str | None) -> suite.Done:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Waiting)
-        return run(stage, sys.executable, 240.0)
+        return run(stage, 240.0)
 
 
 def test_a_stage_that_passes() -> None:
-    done = run(python(WRITES.format('{"a": 1}')), sys.executable, 20)
+    done = run(python(WRITES.format('{"a": 1}')))
     assert (done.returned, done.result, done.tail, done.outcome) == (0, {"a": 1}, "said\n", "passed")
 
 
-def test_a_stage_that_fails_leaves_its_last_words() -> None:
-    done = run(python("print('x' * 9000); raise SystemExit('no luck')", json=False), sys.executable, 20)
+def test_a_stage_that_fails_leaves_its_last_words_and_all_of_them_in_a_file(tmp_path: Path) -> None:
+    log = tmp_path / "one.log"
+    stage = python("print('x' * 9000); raise SystemExit('no luck')", json=False)
+    done = suite.run(stage, sys.executable, 20, log)
+    assert done.log == str(log) and log.read_text() == "x" * 9000 + "\nno luck\n"
     assert (done.returned, done.result, done.outcome) == (1, None, "failed with 1")
     assert len(done.tail) == suite.TAIL and done.tail.endswith("no luck\n")
 
 
 @pytest.mark.parametrize("text", ["", "{", "\\udcff"])
 def test_a_result_that_is_none(text: str) -> None:
-    assert run(python(WRITES.format(text)), sys.executable, 20).result is None
+    assert run(python(WRITES.format(text))).result is None
 
 
 TESTS = """
@@ -128,10 +140,10 @@ def test_nobody_is_left(asleep: int) -> None:
 
 
 def test_a_benchmark_is_told_how_long_it_has() -> None:
-    done = run(python("import sys; print(sys.argv[1:])", json=False), sys.executable, 50)
+    done = run(python("import sys; print(sys.argv[1:])", json=False), 50)
     assert done.tail == "[]\n"
     told = Stage("one", ("-c", "import sys; print(sys.argv[1:])", "{seconds}"), 50, json=False)
-    assert run(told, sys.executable, 50).tail == f"['{50 - suite.MARGIN}']\n"
+    assert run(told, 50).tail == f"['{50 - suite.MARGIN}']\n"
 
 
 def test_what_is_left_goes_to_the_next() -> None:
@@ -152,6 +164,8 @@ def test_the_recipes_and_peers_are_there(stage: Stage) -> None:
     peers = [words[i + 1] for i, word in enumerate(words) if word == "--peers"]
     assert chosen_peers(peers, "cuda")[0] == OURS
     # FP8 is compared with bf16 in the same run, and only there; and the model has the sizes that it takes.
+    (planned,) = memory.footprints(resolve(config)[0], Layout(1, 1, 1))
+    assert planned.total < 75e9  # of an H100's 80 GB; the rest is the context's and the allocator's
     pair = {"megastable-bf16", "megastable-fp8-off"} & set(peers)
     assert bool(pair) == stage.name.endswith("-fp8") == (config.precision.fp8 is not None)
     assert config.precision.fp8 is None or misfit(config) is None
@@ -179,6 +193,7 @@ def test_all_of_it(
     assert [(name, done["outcome"]) for name, done in found.items()] == [
         ("good", "passed"), ("bad", "failed with 3"), ("last", "passed"),
     ]  # fmt: skip
+    assert all(Path(done["log"]).parent == tmp_path / "all.logs" for done in found.values())
     assert found["good"]["result"] == [1] and "failed with 3" in capsys.readouterr().out
     suite.main(output=file, seconds=60, only=["good"], listed=False)
     assert json.loads(file.read_text())["stages"].keys() == {"good"}
@@ -200,6 +215,23 @@ def test_the_list_and_bad_input(tmp_path: Path) -> None:
     )
     done = started("--only", "tests", "--output", tmp_path / "no" / "such" / "file")
     assert done.returncode == 2 and "could not be written" in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "all.logs").write_text("")
+    done = started("--only", "tests", "--output", tmp_path / "all.json")
+    assert done.returncode == 2 and "give another --output" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_script_lists_the_stages_without_an_environment(tmp_path: Path) -> None:
+    """By a python3 that has what is needed: here that of the tests."""
+    for name in ("launch", "benchmarks", "megastable"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(sys.executable)
+    script = tmp_path / "bench_gpu.sh"
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    script.write_text((ROOT / "launch" / "bench_gpu.sh").read_text().replace("/..", ""))
+    command = ["bash", str(script), "--list", "--only", "1.3b"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("1.3b "), done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -105,7 +105,7 @@ def train_all(config: RunConfig, names: list[str], rate: float, steps: int) -> d
 def test_everyone_trains_alike() -> None:
     """The same weights, tokens, clipping, decay and update: in fp32 the losses stay together for steps on end, though
     they fall. What decays and what is clipped shows, at a rate like this."""
-    names = ["bare", "bare-masters", "plain", "megastable", "megastable-eager"]
+    names = ["bare", "bare-masters", "plain", "megastable", "megastable-unwatched", "megastable-eager"]
     names += ["transformers-eager", "transformers-deepspeed"]
     found = run_ranks(1, train_all, config_of(batch=6, z_loss=0.0, init_std=0.2), names, 0.02, 5)[0]
     wanted = found.pop("bare")
@@ -300,6 +300,37 @@ def paired(config: RunConfig) -> tuple[list[Speed], int, list[bool]]:
     (engine,) = built
     assert engine.fp8.on, "left as it was"
     return parts, len(built), in_fp8
+
+
+def in_turns(config: RunConfig) -> tuple[Speed, int, list[int]]:
+    """What was measured, engines built, and the votes of each step."""
+    from benchmarks import train_speed
+    from megastable.engine.engine import Engine
+
+    built, votes, begin, train_step = [], list[int](), Engine.__init__, Engine.train_step
+
+    def init(self: Engine, *args: Any) -> None:
+        built.append(self)
+        begin(self, *args)
+
+    def step(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        measured, applied = train_step(self, *args, **kwargs)
+        votes.append(len(measured.votes))
+        return measured, applied
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "__init__", init)
+        patch.setattr(Engine, "train_step", step)
+        found = train_speed.measure(config, [OURS, "megastable-unwatched"], 3, False)
+    return found, len(built), votes
+
+
+def test_the_price_of_the_watch_over_hardware_is_a_ratio_of_one_run() -> None:
+    """Ours votes as in a run, also right after the same engine was trained without."""
+    found, built, votes = run_ranks(1, in_turns, config_of("bf16"))[0]
+    assert built == 1 and set(votes) == {0, 8}  # 7 of the loop, one of the watch over memory
+    row = found.row("megastable-unwatched")
+    assert row.ratio is not None and len(row.samples_ms) == 3 and found.row(OURS).problem is None
 
 
 def test_fp8_on_and_off_share_an_engine_and_each_is_told_when_it_is_measured() -> None:

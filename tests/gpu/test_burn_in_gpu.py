@@ -11,7 +11,7 @@ from megastable.cluster.burn_in.device_rounds import TESTS
 
 def test_a_sound_gpu_passes() -> None:
     torch.cuda.empty_cache()
-    (found,) = rank_processes.phase("rounds", "cuda", 1, seconds=60.0, seed=1)
+    (found,) = rank_processes.phase("rounds", "cuda", 1, seconds=20.0, seed=1)
     assert (found.ended, found.failed, found.faults) == ("", {}, []), found
     assert found.rounds >= 1 and found.memory > 0 and found.runs.keys() == {"memory", *TESTS}
 

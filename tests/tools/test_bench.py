@@ -54,6 +54,7 @@ def test_it_measures_and_tells_where(measured: tuple[dict[str, Any], str]) -> No
     assert intervals == {
         "gate": 1,
         "guard": 1,
+        "hardware": 1,
         "snapshot": 10,
         "norms": 20,
         "layers": 100,
