@@ -17,7 +17,7 @@ FIRST_SHIFT, FIRST_FACTOR = (tl.constexpr(number) for number in splitmix.FACTORS
 SECOND_SHIFT, SECOND_FACTOR = (tl.constexpr(number) for number in splitmix.FACTORS[1])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def odd_number(key, index):  # type: ignore[no-untyped-def]
     """As `fingerprint._odd_numbers`. key, index: uint64."""
     x = (index + 1) * GOLDEN + key
@@ -30,7 +30,7 @@ def odd_number(key, index):  # type: ignore[no-untyped-def]
 @triton.jit(
     do_not_specialize=["count", "left", "start", "scale"],
     do_not_specialize_on_alignment=["words", "rest", "total"],
-)  # type: ignore[untyped-decorator]
+)
 def add_words_kernel(  # type: ignore[no-untyped-def]
     words,
     rest,
