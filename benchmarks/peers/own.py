@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,8 @@ class WatchedEngine:
 
     def __init__(self, config: RunConfig, engine: Engine) -> None:
         self._engine, self._done = engine, 0
-        log = RunLog(RunDirectory(Path(os.devnull)))
+        self._folder = tempfile.TemporaryDirectory(prefix="megastable-bench-")  # while the watch lives
+        log = RunLog(RunDirectory(Path(self._folder.name)))
         loader: Any = None  # for samples that are computed again, as none are here
         self._watch = HardwareWatch(config, engine, loader, 0, log.run, log, lambda _: None)
 
