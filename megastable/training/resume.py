@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 import megastable
 from megastable.base.collectives import agree, first, shared
-from megastable.base.errors import CheckpointError, ConfigError
+from megastable.base.errors import CheckpointError, ConfigError, MegastableError
 from megastable.checkpoint import store
 from megastable.checkpoint.held_points import RECORDS, PointKey
 from megastable.checkpoint.memory_hosts import open_memory
 from megastable.checkpoint.vitals import Vitals
+from megastable.checkpoint.whole import run_of
 from megastable.config import deepspeed_json
 from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
@@ -28,11 +29,12 @@ from megastable.data.loader import Loader
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.engine.engine import Engine
+from megastable.optim.next_update import Progress, compare_next_update, describe_next_update
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
-from megastable.run.events.training_events import ConfigChanged, MemoryOff, Resumed, Warned
+from megastable.run.events.training_events import NEXT_UPDATE, ConfigChanged, MemoryOff, Resumed, Warned
 from megastable.run.log import RunLog
 from megastable.training.checkpoints import Checkpoints
 from megastable.training.data_order import DataOrder
@@ -155,6 +157,24 @@ class Start:
             ),
             say=f"resumed from {'the memory of the hosts' if origin == 'memory' else found} at step {saved.step}",
         )
+        if warning := first(lambda: self._compare_next_update(found, saved)):
+            self.log.emit(warning, say=f"WARNING: {warning.text}")
+
+    def _compare_next_update(self, found: Path, saved: store.RunState) -> Warned | None:
+        """A warning if the recipe of `found` would make another next update."""
+        try:
+            old = run_of(found)
+        except MegastableError as error:
+            text = f"whether the recipe makes another update than the checkpoint's cannot be said: {error}"
+            return Warned(step=saved.step, text=text)
+        at = Progress(saved.updates, saved.trained_tokens, saved.cursor)
+        changes = compare_next_update(old, self.config, at)
+        if not changes:
+            return None
+        return Warned(
+            step=saved.step, text=describe_next_update(old, self.config, at, changes), sign=NEXT_UPDATE,
+            numbers={change.name: [change.old, change.new] for change in changes},
+        )  # fmt: skip
 
     def _changed_since(self, found: Path) -> list[str]:
         """Differences of the recipe from when `found` was written, if that can be read."""

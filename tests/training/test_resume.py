@@ -13,7 +13,10 @@ import torch
 
 from megastable.checkpoint import store
 from megastable.config.tree import RunConfig
+from megastable.report.run_page.journal_notes import JournalNotes
 from megastable.run import records
+from megastable.run.directory import RunDirectory
+from megastable.run.events.training_events import NEXT_UPDATE, Warned
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
@@ -208,3 +211,28 @@ def test_a_frozen_recipe_resumes_its_run(corpus: Path, tmp_path: Path) -> None:
     )
     assert run_ranks(1, train, recipe.load(run / "recipe.yaml", ["train.steps=6"])) == [0]
     assert json.loads((run / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_resume_that_makes_the_rate_jump_says_how_far(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A finished run that is made longer: its decay begins again."""
+    run = tmp_path / "run"
+
+    def at(steps: int) -> RunConfig:
+        train = {"steps": steps, "global_batch": 4, "micro_batch": 4, "eval_samples": 0}
+        return tiny(corpus, run, train=train, schedule={"warmup_steps": 1, "total_steps": None})
+
+    run_ranks(1, train, at(3))
+    run_ranks(1, train, at(6))
+    warned = [event for event in RunDirectory(run).events(Warned) if event.sign == NEXT_UPDATE]
+    assert [event.step for event in warned] == [3]
+    ((name, (_, new)),) = warned[0].numbers.items()
+    rates = records.read(run / "steps").column("lr").to_pylist()
+    assert name == "learning rate" and new == pytest.approx(rates[3])
+    text = str(warned[0].text)
+    assert "6.89 times" in text and "schedule.total_steps=3" in text and "checkpoint branch" in text
+    assert f"WARNING: {text}" in capfd.readouterr().out
+    notes = JournalNotes(run / "journal.jsonl")
+    notes.look()
+    assert [(step, text in told) for step, _, told in notes.noted.rates] == [(3, True)]

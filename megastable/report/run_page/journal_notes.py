@@ -21,6 +21,7 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.events.supervisor_events import Ended, HostSlow, Launched
 from megastable.run.events.training_events import (
+    NEXT_UPDATE,
     CheckpointHealthy,
     CheckpointRejected,
     CheckpointSaved,
@@ -28,6 +29,7 @@ from megastable.run.events.training_events import (
     Evaluated,
     TasksEvaluated,
     Training,
+    Warned,
 )
 
 KEPT = 20_000  # events in the list
@@ -105,7 +107,7 @@ class _Noted:
     checkpoints: dict[str, CheckpointNote] = field(default_factory=dict)
     rates: list[tuple[int, float, str]] = field(
         default_factory=list
-    )  # cuts, warm-ups, lifts: step, time, sentence
+    )  # cuts, warm-ups, lifts, other updates after a resume: step, time, sentence
     trends: dict[str, str] = field(default_factory=dict)  # warnings that are not over, by signal
     alert: str = ""
     attempts: list[dict[str, Any]] = field(default_factory=list)
@@ -199,6 +201,8 @@ class JournalNotes:
                     known.state = "suspect" if isinstance(event, CheckpointSuspect) else "rejected"
                     known.why = line.text
             case RateCut() | RateWarmup() | RateLifted():
+                n.rates.append((step or 0, time, line.text))
+            case Warned() if event.sign == NEXT_UPDATE:
                 n.rates.append((step or 0, time, line.text))
             case TrendEvent():
                 n.trends.pop(str(event.signal), None)

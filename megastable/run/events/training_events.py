@@ -6,6 +6,7 @@ from megastable.base.text import number, size
 from megastable.run.events.event import NOTHING, Event, Items, OfIncident, Real, Text, Tree, Whole, real, tree
 
 SHOWN = 8  # corpora in a sentence
+NEXT_UPDATE = "next_update"
 
 
 class Training(Event):
@@ -302,7 +303,8 @@ class RecordsLost(Event):
 
 
 class Warned(Event):
-    """sign, numbers: of a bad start (stability/signs.py), or "recipe"."""
+    """sign, numbers: of a bad start (stability/signs.py), "recipe", or `NEXT_UPDATE`: each value that a changed recipe
+    gives the next update, with the old one."""
 
     NAME = "warning"
     step: Whole

@@ -1,4 +1,4 @@
-// Marks over the plots: incidents as lines with flags, checkpoints and rate cuts at the lower edge.
+// Marks over the plots: incidents as lines with flags, checkpoints at the lower edge, changes of the rate at the upper one.
 
 /** A uPlot plugin. full: with flags, checkpoints and their hints; else thin lines only. */
 function marks(full) {
@@ -30,6 +30,7 @@ function marks(full) {
         pen.setLineDash([]);
         pen.globalAlpha = 1;
         if (full) checkpoints(u, panel, pen, scale);
+        changedRates(u, panel, pen, scale);
         pen.restore();
         if (full) raise(u, panel, flags);
       },
@@ -71,6 +72,21 @@ function checkpoints(u, panel, pen, scale) {
     pen.fill();
   }
   pen.globalAlpha = 1;
+}
+
+/** Cuts and warm-ups of the learning rate, and resumes whose next update is another one. */
+function changedRates(u, panel, pen, scale) {
+  const { left, top, width } = u.bbox;
+  pen.fillStyle = colour("warn");
+  for (const change of panel.rates) {
+    const x = u.valToPos(change.x[state.axis], "x", true);
+    if (x < left || x > left + width) continue;
+    pen.beginPath();
+    pen.moveTo(x, top + 7 * scale);
+    pen.lineTo(x + 4 * scale, top);
+    pen.lineTo(x - 4 * scale, top);
+    pen.fill();
+  }
 }
 
 /** Buttons with the incidents' numbers; those that would cover each other share one. */

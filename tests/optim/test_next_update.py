@@ -1,0 +1,77 @@
+"""What a resume says of the next update: every key that changes it by a factor, with the numbers, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megastable.config import recipe
+from megastable.config.tree import RunConfig
+from megastable.optim.next_update import Progress, compare_next_update, describe_next_update
+
+DONE = Progress(updates=100, trained_tokens=100 * 8 * 64, cursor=100 * 8)
+
+
+def config(**sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "model": {"sequence_length": 64},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"warmup_steps": 10},
+        "train": {"steps": 100, "global_batch": 8},
+    }
+    return recipe.validate(
+        {name: tree.get(name, {}) | sections.get(name, {}) for name in {*tree, *sections}}, ""
+    )
+
+
+def changes(old: RunConfig, new: RunConfig, at: Progress = DONE) -> dict[str, float | None]:
+    return {change.name: change.factor for change in compare_next_update(old, new, at)}
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("cosine", 5.9), ("linear", 5.7), ("wsd", 10)])
+def test_a_finished_run_that_is_made_longer_says_how_far_its_rate_jumps(kind: str, factor: float) -> None:
+    schedule = {"kind": kind, "warmup_steps": 10}
+    old = config(schedule=schedule)
+    new = config(schedule=schedule, train={"steps": 200})
+    assert changes(old, new) == {"learning rate": pytest.approx(factor, rel=0.02)}
+    text = describe_next_update(old, new, DONE, compare_next_update(old, new, DONE))
+    assert "learning rate 0.0001 -> " in text and "times" in text
+    assert "schedule.total_steps=100" in text and "checkpoint branch" in text
+    # The remedy that it names is one.
+    kept = config(schedule=schedule | {"total_steps": 100}, train={"steps": 200})
+    assert changes(old, kept) == {}
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "expected"),
+    [
+        ("optimizer", {"lr": 1e-2}, {"learning rate": 10}),
+        ("optimizer", {"betas": (0.9, 0.995)}, {"optimizer.betas[1]": 0.1}),
+        ("optimizer", {"weight_decay": 1.0}, {"optimizer.weight_decay": 10}),
+        ("optimizer", {"weight_decay": 0.0}, {"optimizer.weight_decay": None}),
+        ("optimizer", {"clip": 0.25}, {"optimizer.clip": 0.25}),
+        ("optimizer", {"clipping": "adagc"}, {"optimizer.clipping.kind": None}),
+        ("optimizer", {"eps": 1e-6}, {"optimizer.eps": 100}),
+        ("optimizer", {"moments": "bf16"}, {"optimizer.moments": None}),
+        ("optimizer", {"spam": {"threshold": 1.0}}, {}),  # of a rule that is not used
+        ("train", {"global_batch": 32}, {"global batch": 4}),
+        ("train", {"batch_warmup": {"start": 2, "tokens": 10**6}}, {"global batch": 0.25}),
+        ("train", {"sequence_warmup": {"start": 32, "tokens": 10**6}}, {"sequence length": 0.5}),
+        ("schedule", {"warmup_steps": 500}, {"learning rate": 2.02}),
+        ("schedule", {"floor": 1.0}, {"learning rate": 10}),
+        ("precision", {"kind": "fp16"}, {"precision.kind": None}),
+        ("precision", {"fp8": "delayed"}, {"precision.fp8": None}),
+        ("model", {"z_loss": 1e-2}, {"model.z_loss": 100}),
+        ("logging", {"interval": 100}, {}),
+        ("parallel", {"pipeline": 2}, {}),
+        ("optimizer", {"lr": 1.1e-3}, {}),  # below the factor
+    ],
+)  # fmt: skip
+def test_a_changed_key_that_acts_at_once_is_named(
+    section: str, keys: dict[str, Any], expected: dict[str, float | None]
+) -> None:
+    found = changes(config(), config(**{section: keys}))
+    for name, factor in expected.items():
+        assert found[name] == (factor if factor is None else pytest.approx(factor, rel=0.02)), found
+    assert expected or not found
