@@ -282,8 +282,7 @@ def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> i
     with Heartbeat(run, dist.get_rank(), dist.get_world_size(), config.train.steps, stop, attempt) as heart:
         start = Start(config, run, corpora, heart)
         if start.complete:
-            steps = f"step {start.state.step} of {config.train.steps}"
-            start.log.say(f"nothing to do: {steps} is already done in {run.root}")
+            start.tell_complete()
             if start.memory is not None:
                 start.memory.close(remove=True)
             return OK

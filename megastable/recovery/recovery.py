@@ -27,7 +27,7 @@ from megastable.recovery.gradient_watch import Suspicion
 from megastable.recovery.hardware_fault import HardwareFault
 from megastable.recovery.hardware_watch import HardwareWatch
 from megastable.recovery.incident_log import IncidentLog
-from megastable.recovery.last_resort import LastResort
+from megastable.recovery.last_resort import LastResort, explain_refusals
 from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
@@ -428,11 +428,11 @@ class Recovery:
     def _refused_too_often(self, done: StepResult) -> MegastableError:
         state, (_, reason) = done.state, self.refusal(done.measured)
         self.log.emit(Unstable(step=state.step, discards=state.discards_in_a_row))
+        fp16 = self.engine.config.precision.kind == "fp16"
         return shared(
             UnstableError(
-                f"{state.discards_in_a_row} updates in a row were refused ({reason}), up to step {state.step}: the "
-                "weights or the optimizer's state are damaged, or the data is. Look at journal.jsonl; the checkpoints "
-                f"in {self.run.checkpoints} are finite: lower optimizer.lr, or skip the data (data.skip)"
+                f"{state.discards_in_a_row} updates in a row were refused ({reason}), up to step {state.step}: "
+                f"{explain_refusals(self.run, state, done.measured, fp16)}"
             )
         )
 

@@ -136,10 +136,10 @@ def _bar(s: Status) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     done = f"step {s.step:,}" + (f" of {s.steps:,}" if s.steps else "")
-    left = f"{s.step / s.steps:.0%}" if s.steps else ""
+    left = f"{min(1.0, s.step / s.steps):.0%}" if s.steps else ""
     if s.eta is not None:
         left += f"  {duration(s.eta)} to go"
-    bar = ProgressBar(total=s.steps or 1, completed=s.step if s.steps else 0)
+    bar = ProgressBar(total=s.steps or 1, completed=min(s.step, s.steps) if s.steps else 0)
     grid.add_row(Text(done, style="bold"), Padding(bar, 0), Text(left))
     return grid
 

@@ -33,8 +33,15 @@ from megastable.optim.next_update import Progress, compare_next_update, describe
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.run import directory
-from megastable.run.directory import RunDirectory
-from megastable.run.events.training_events import NEXT_UPDATE, ConfigChanged, MemoryOff, Resumed, Warned
+from megastable.run.directory import RunDirectory, read_object
+from megastable.run.events.training_events import (
+    NEXT_UPDATE,
+    ConfigChanged,
+    Finished,
+    MemoryOff,
+    Resumed,
+    Warned,
+)
 from megastable.run.log import RunLog
 from megastable.training.checkpoints import Checkpoints
 from megastable.training.data_order import DataOrder
@@ -200,6 +207,16 @@ class Start:
     def complete(self) -> bool:
         """Whether nothing is left to train. Collective."""
         return self.state.step >= self.config.train.steps and first(self.run.summary.exists)
+
+    def tell_complete(self) -> None:
+        """Say that nothing is left to do, also to the journal, in which this process has resumed the run."""
+        done, wanted = self.state.step, self.config.train.steps
+        asked = f"; train.steps={wanted} asks for fewer" if wanted < done else ""
+        self.log.emit(
+            Finished(steps=done, val_loss=first(lambda: read_object(self.run.summary)).get("val_loss")),
+            say=f"nothing to do: all {done} steps are already done in {self.run.root}{asked} (to train on: a larger "
+            "train.steps; anew: another run.dir)",
+        )
 
     @property
     def suspects(self) -> list[str]:

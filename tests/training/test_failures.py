@@ -348,3 +348,27 @@ def test_all_ranks_hear_of_a_part_that_one_could_not_write(corpus: Path, tmp_pat
     assert {e["problem"] for e in failed} == {"rank 1: ValueError: nobody foresaw this"}
     store.verify(run / "checkpoints/step-5")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-5"]
+
+
+def test_fp16_that_overflows_is_not_told_as_damaged_weights(corpus: Path, tmp_path: Path) -> None:
+    """Its gradients are beyond fp16's range at every scale, or at all that were tried: no update was ever applied."""
+
+    def overflowing(run: str, power: int, **stability: Any) -> RunConfig:
+        return tiny(
+            corpus, tmp_path / run, precision={"kind": "fp16", "initial_scale_power": power},
+            model=tiny(corpus, tmp_path).model.model_dump(exclude_none=True) | {"z_loss": 1e9},
+            train={"steps": 20, "global_batch": 4, "micro_batch": 4, "eval_samples": 0}, stability=stability,
+        )  # fmt: skip
+
+    tried = overflowing("tried", 40, max_discards=3)
+    every = overflowing("every", 1, max_discards=6, policy={"rewinds": 0})
+    ((tried_end, every_end),) = run_ranks(1, both, tried, every)
+    for code, text in (tried_end, every_end):
+        assert code == errors.UNSTABLE and "no update was ever applied" in text
+        assert "precision.kind=bf16" in text and "data.skip" not in text and "damaged" not in text
+    assert "a loss scale of 2.7" in tried_end[1] and "precision.initial_scale_power" in tried_end[1]
+    assert "even at a loss scale of 1, the lowest" in every_end[1]
+
+
+def both(*configs: RunConfig) -> list[tuple[int, str]]:
+    return [train(config) for config in configs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
@@ -10,13 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from megastable.checkpoint import store
 from megastable.config.tree import RunConfig
 from megastable.report.run_page.journal_notes import JournalNotes
+from megastable.report.run_page.run_reader import RunReader
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import NEXT_UPDATE, Warned
+from megastable.supervise.standing import State
+from megastable.supervise.status import exit_code, read_status
+from megastable.supervise.status_panel import panel
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 
@@ -236,3 +242,25 @@ def test_a_resume_that_makes_the_rate_jump_says_how_far(
     notes = JournalNotes(run / "journal.jsonl")
     notes.look()
     assert [(step, text in told) for step, _, told in notes.noted.rates] == [(3, True)]
+
+
+def test_a_complete_run_that_is_started_again_stays_complete(corpus: Path, tmp_path: Path) -> None:
+    """Also when the recipe asks for fewer steps than were done."""
+    run = tmp_path / "run"
+
+    def at(steps: int) -> RunConfig:
+        return tiny(
+            corpus, run, train={"steps": steps, "global_batch": 4, "micro_batch": 4, "eval_samples": 0}
+        )
+
+    run_ranks(1, train, at(2))
+    assert run_ranks(1, train, at(1)) == [0]
+    status = read_status(run)
+    assert (status.state, status.step, exit_code(status)) == (State.FINISHED, 2, 0)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(panel(status))
+    assert "100%" in (shown := console.file.getvalue()) and "200%" not in shown  # type: ignore[attr-defined]
+    reader = RunReader(run, cache=False)
+    reader.look(until_all=True)
+    figures = {figure["name"]: figure["value"] for figure in reader.head()["figures"]}
+    assert figures["done"] == "100.0 %"

@@ -135,7 +135,9 @@ def _progress(s: Status) -> Figure:
     if not s.steps:
         return Figure("step", f"{s.step:,}")
     return Figure(
-        "done", f"{math.floor(1000 * s.step / s.steps) / 10:.1f} %", f"step {s.step:,} of {s.steps:,}"
+        "done",
+        f"{min(100.0, math.floor(1000 * s.step / s.steps) / 10):.1f} %",
+        f"step {s.step:,} of {s.steps:,}",
     )
 
 
