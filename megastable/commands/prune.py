@@ -100,12 +100,13 @@ def verify(pruned: Path,
 
 @app.add(
     examples="""
-    megastable prune skip runs/7b bad.txt
+    megastable prune skip runs/7b bad.txt --reason "mojibake in web"
     megastable prune skip runs/7b --corpus web
     """
 )
 def skip(run: Run, plan: Annotated[Path | None, typer.Argument(help="A plan for one of the run's corpora")] = None,
          corpus: Annotated[str | None, typer.Option(help="Leave a whole corpus out instead, by its name")] = None,
+         reason: Annotated[str | None, typer.Option(help="Why, for the skip ledger and the record of the run")] = None,
          as_json: Json = False) -> None:  # fmt: skip
     """Make a run skip the documents of a plan, a live run from its next step on. No shard is changed."""
     from megastable.forensics.history import History
@@ -114,7 +115,11 @@ def skip(run: Run, plan: Annotated[Path | None, typer.Argument(help="A plan for 
     if (plan is None) == (corpus is None):
         raise DataError("say what to leave out: a plan, or --corpus NAME")
     history = History(run)
-    done = skip_plan(history, plan) if plan is not None else swap_out(history, str(corpus))
+    done = (
+        skip_plan(history, plan, reason)
+        if plan is not None
+        else swap_out(history, str(corpus), *([reason] if reason else []))
+    )
     if as_json:
         put_json(asdict(done), True, None)
     else:

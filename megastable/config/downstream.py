@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
-from megastable.config.section import Section
+from megastable.config.section import PositiveSeconds, Section
 
 LM_EVAL = (
     "lm_eval run --model hf --model_args pretrained={model} --tasks arc_easy --device {device} "
@@ -26,7 +26,7 @@ class EvalConfig(Section):
     JSON file that it writes, {step} and {device} what they say."""
     interval: PositiveInt = 1000
     """The first checkpoint at or after each multiple of it is evaluated, and the last one. [steps]"""
-    timeout: PositiveFloat = 7200.0
+    timeout: PositiveSeconds = 7200.0
     """Time limit of the export, and of the program. [seconds]"""
     device: str = Field(default="cpu", min_length=1, examples=["cuda:0"])
     """Passed on to the program; with `cpu` it sees no GPU."""

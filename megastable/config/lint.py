@@ -31,6 +31,7 @@ LONG_MEMORY = 0.99
 LARGE_BATCH = 500_000  # tokens of an update: the smallest batch of that table
 # Of the largest root mean square that clipping lets a gradient have.
 EPS_SHARE = 0.1
+LEAST_DECAY = 0.01  # a tenth of that of GPT-3, Llama, OLMo 2
 MOST_DECAY = 0.5  # five times the 0.1 of GPT-3, Llama, OLMo 2
 MOST_CLIP = 10.0  # ten times the 1.0 of these
 EARLY = 0.98  # a schedule counts applied updates, and some steps may be refused
@@ -199,7 +200,7 @@ def no_constant_phase(c: RunConfig) -> Hint | None:
 
 
 def decay_of_weights(c: RunConfig) -> Hint | None:
-    """None, or so much that weights cannot be learnt."""
+    """None or hardly any, or so much that weights cannot be learnt."""
     o = c.optimizer
     if (product := o.lr * o.weight_decay) >= 1:
         effect = f"times optimizer.lr={o.lr:g} it is {product:.2g}: from 1 on every update turns the sign of a weight"
@@ -209,11 +210,15 @@ def decay_of_weights(c: RunConfig) -> Hint | None:
             "arXiv:1711.05101, algorithm 2",
             "less of both",
         )
-    if 0 < o.weight_decay <= MOST_DECAY:
+    if LEAST_DECAY <= o.weight_decay <= MOST_DECAY:
         return None
+    growth = "weights grow without bound, and bf16 runs have diverged"
     effect, source = (
-        ("weights grow without bound, and bf16 runs have diverged", "arXiv:2310.04415, section 4")
-        if o.weight_decay == 0
+        (
+            growth if o.weight_decay == 0 else f"below {LEAST_DECAY:g} it is nearly none: {growth}",
+            "arXiv:2310.04415, section 4",
+        )
+        if o.weight_decay < LEAST_DECAY
         else (f"above {MOST_DECAY:g}, weights are pulled to zero faster than known runs learn them", GPT3)
     )
     return Hint(

@@ -8,6 +8,10 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+LONGEST = 10**9  # seconds, 31 years: timers and timeouts of Python and torch overflow beyond a few billion
+Seconds = Annotated[float, Field(ge=0.0, le=LONGEST)]
+PositiveSeconds = Annotated[float, Field(gt=0.0, le=LONGEST)]
+WholeSeconds = Annotated[int, Field(ge=1, le=LONGEST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BOOL_FOR_ANOTHER_KIND = "bool_for_another_kind"  # an error type
 

@@ -16,7 +16,7 @@ from pydantic import (
     field_serializer,
 )
 
-from megastable.config.section import Section
+from megastable.config.section import PositiveSeconds, Seconds, Section
 
 REDACTED = "<redacted>"
 SECRETS = ("webhook", "command")  # keys that may hold a password
@@ -101,27 +101,27 @@ class SuperviseConfig(Section):
 
     hang_factor: PositiveFloat = 10.0
     """Multiple of the usual duration after which a step counts as hung."""
-    hang_floor: PositiveFloat = 30.0
+    hang_floor: PositiveSeconds = 30.0
     """Least duration of a step that counts as hung. [seconds]"""
-    hang_unknown: PositiveFloat = 1800.0
+    hang_unknown: PositiveSeconds = 1800.0
     """Duration after which anything but a step counts as hung. [seconds]"""
-    grace_seconds: NonNegativeFloat = 2.0
+    grace_seconds: Seconds = 2.0
     """Time for last words between the death of a rank and the end of the others. [seconds]"""
-    stop_seconds: PositiveFloat = 900.0
+    stop_seconds: PositiveSeconds = 900.0
     """Time for the checkpoint after SIGTERM. [seconds]"""
-    host_silence: PositiveFloat = 30.0
+    host_silence: PositiveSeconds = 30.0
     """Time without a word from a host, after which it counts as gone if it cannot be reached either. [seconds]"""
-    wait_for_hosts: NonNegativeFloat = 1800.0
+    wait_for_hosts: Seconds = 1800.0
     """Time to wait for a host that is gone before the run ends (exit code 80). [seconds]"""
     spares: NonNegativeInt = 0
     """How many of the hosts, the last ones of the host file, only stand by to take the place of another."""
-    shrink_after: NonNegativeFloat | None = 120.0
+    shrink_after: Seconds | None = 120.0
     """Time to wait for a host without a spare before the run goes on with fewer data-parallel ranks, where the layout
     and the global batch allow it; it grows again when the host is back. null: never. [seconds]"""
-    cool_off: NonNegativeFloat = 600.0
+    cool_off: Seconds = 600.0
     """Time for which a host that failed is the last choice, and does not make a smaller run grow; doubled with every
     failure. [seconds]"""
-    burn_in: NonNegativeFloat = 1800.0
+    burn_in: Seconds = 1800.0
     """Time of the burn-in that a host which computed wrong must pass, after its cool-off, before it is used again;
     0: none. [seconds]"""
     slow_host: Annotated[float, Field(gt=1.0)] | None = 1.1
@@ -132,15 +132,15 @@ class SuperviseConfig(Section):
     interface: str | None = Field(default=None, examples=["eth0", "10.0.0.1"])
     """Network interface, or address (IPv4, or IPv6 that is not link-local), that the supervisor listens on for its
     ranks; null: 127.0.0.1 on one host, on several the one that leads to the others."""
-    backoff_seconds: NonNegativeFloat = 60.0
+    backoff_seconds: Seconds = 60.0
     """Longest pause between restarts that make no progress. [seconds]"""
     command: str | None = Field(default=None, examples=["mail -s incident me@example.org"])
     """Started on every incident, with JSON on its standard input."""
     webhook: str | None = Field(default=None, examples=["$WEBHOOK"])
     """Receives the same JSON by POST; best the name of an environment variable, as `$WEBHOOK`."""
-    notify_seconds: NonNegativeFloat = 60.0
+    notify_seconds: Seconds = 60.0
     """Least time between two notifications; events in between are folded into one. [seconds]"""
-    hook_timeout: PositiveFloat = 10.0
+    hook_timeout: PositiveSeconds = 10.0
     """Time limit of `command` and `webhook`. [seconds]"""
     metrics_port: NonNegativeInt = Field(default=0, le=65535)
     """Prometheus metrics on `metrics_address`; 0: none. [port]"""

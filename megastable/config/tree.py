@@ -28,7 +28,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.profile import ProfileConfig
 from megastable.config.rules import impossible
-from megastable.config.section import Fraction, Section
+from megastable.config.section import Fraction, Section, WholeSeconds
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.warmups import BatchWarmup, SequenceWarmup, Stages, batches, pieces
@@ -283,7 +283,7 @@ class LoggingConfig(Section):
     """Project of wandb, experiment of MLflow."""
     tracker_command: str | None = Field(default=None, examples=["python my_tracker.py"])
     """For the tracker `command`: a program that gets each record as a line of JSON on its standard input."""
-    tracker_timeout: PositiveInt = 60
+    tracker_timeout: WholeSeconds = 60
     """Time in which a tracker must answer; else it is given up, and training goes on without it. [seconds]"""
     interval: PositiveInt = 1
     """Steps between lines on a console that is no terminal. [steps]"""
@@ -341,11 +341,11 @@ class RunSection(Section):
         default=None, min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$", examples=["mine"]
     )
     """Name of the run in trackers and on pages; null: that of its directory."""
-    seed: NonNegativeInt = 1234
-    """Seed of initial weights and of the data order."""
-    timeout: PositiveInt = 1800
+    seed: int = Field(default=1234, ge=0, lt=2**32)
+    """Seed of initial weights and of the data order; below 2^32."""
+    timeout: WholeSeconds = 1800
     """When a collective counts as hung. [seconds]"""
-    rendezvous: PositiveInt = 60
+    rendezvous: WholeSeconds = 60
     """Time for all ranks to meet at the start, from the first one on. [seconds]"""
     max_hours: PositiveFloat | None = Field(default=None, examples=[23.5])
     """Stop with a checkpoint and exit code 75 after this time, as before an allocation ends; null: never. [hours]"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -49,12 +50,14 @@ def average(
                 raise CheckpointError(
                     f"{path}: model.{key} is {other}, in {checkpoints[newest]} {own}: they are of different models"
                 )
-    state = states[newest].model_copy(update={"vitals": None})  # they belong to another state than the mean
-    return write_run_of(
+    # Vitals and losses belong to another state than the mean.
+    state = states[newest].model_copy(update={"vitals": None, "recent_losses": []})
+    made = write_run_of(
         out, runs[newest], state, mean(given, parts), ledgers_of(checkpoints[newest]), optimizer=None,
         origin={"how": "averaged", "shares": parts, "sources": [origin_of(path) for path in checkpoints]},
         watch=watch,
     )  # fmt: skip
+    return replace(made, averaged=tuple(sorted(state.step for state in states)))
 
 
 def shares(count: int, weights: Sequence[float] | None) -> list[float]:

@@ -22,7 +22,13 @@ from megastable.config import recipe
 from megastable.report.sheet import Column, Sheet
 from megastable.run.events.event import Event
 from megastable.run.events.reading import read_events
-from megastable.run.events.training_events import CheckpointRejected, CheckpointSuspect, Evaluated
+from megastable.run.events.training_events import (
+    CheckpointRejected,
+    CheckpointSaved,
+    CheckpointSuspect,
+    Evaluated,
+    Imported,
+)
 
 T = TypeVar("T")
 Standing = Literal["fresh", "healthy", "suspect", "rejected", "damaged", "incomplete"]
@@ -41,7 +47,8 @@ class CatalogueEntry:
     probes: mean loss of its probe samples when it was saved, None without probes. state: fresh = complete by its sizes,
     not proven yet; suspect = the run was rewound past it; rejected = found damaged when a run started; incomplete =
     being written or deleted. bytes: size on disk. loss: mean of its last finite training losses, nats per token;
-    validation: the last validation loss up to it. age: seconds since it was written. latest: whether `latest` names it.
+    validation: the last validation loss up to it. age: seconds since it was written, as the
+    journal says, else as its files do. latest: whether `latest` names it.
     problem: "" if there is none.
     """
 
@@ -68,9 +75,9 @@ def entries(run: Path) -> list[CatalogueEntry]:
         folder, journal = _folder(recipe.find(run))
     except OSError as error:
         raise CheckpointError(f"{run} cannot be read: {error.strerror}") from None
-    losses = _Validation(journal) if journal is not None else None
+    told = _Journaled(journal) if journal is not None else None
     newest = latest(folder)
-    return [_entry(one, losses, one.path.name == newest) for one in found(folder)]
+    return [_entry(one, told, one.path.name == newest) for one in found(folder)]
 
 
 def sheet(run: Path, listed: Sequence[CatalogueEntry]) -> Sheet:
@@ -144,7 +151,7 @@ def _folder(path: Path) -> tuple[Path, Path | None]:
     raise CheckpointError(f"{path} is not the directory of a run: give one such as runs/quickstart")
 
 
-def _entry(one: FoundCheckpoint, losses: _Validation | None, named: bool) -> CatalogueEntry:
+def _entry(one: FoundCheckpoint, told: _Journaled | None, named: bool) -> CatalogueEntry:
     path = one.path
     _, damage = _tried(glance, path)
     state, unreadable = _tried(store.read_state, path)
@@ -164,8 +171,9 @@ def _entry(one: FoundCheckpoint, losses: _Validation | None, named: bool) -> Cat
         layout=state.layout if state else None, health=health, pinned=markers.pinned(path),
         loss=state.recent_loss if state else None,
         probes=store.finite_mean(state.vitals.losses) if state and state.vitals else None,
-        validation=losses.until(one) if losses else None,
-        age=_age(path), latest=named, problem="; ".join(problems).replace(f"{path}{os.sep}", ""),
+        validation=told.until(one) if told else None,
+        age=_age(path, told.written.get(path.name) if told else None), latest=named,
+        problem="; ".join(problems).replace(f"{path}{os.sep}", ""),
     )  # fmt: skip
 
 
@@ -189,13 +197,14 @@ def _standing(kind: Kind, damaged: bool, health: Health | None) -> Standing:
     return "fresh" if health is None else "healthy"
 
 
-class _Validation:
-    """Validation losses in a journal. A checkpoint that was set aside keeps the earlier losses, even if the run has
-    repeated its step."""
+class _Journaled:
+    """Validation losses, and when checkpoints were written, in a journal. A checkpoint that was set aside keeps the
+    earlier ones, even if the run has repeated its step."""
 
     def __init__(self, journal: Path) -> None:
         self._by_step: dict[int, float] = {}
         self._aside: dict[str, float | None] = {}
+        self.written: dict[str, float] = {}  # unix seconds, by the name of the folder
         try:
             for event in read_events(journal):
                 self._take(event)
@@ -215,10 +224,15 @@ class _Validation:
                 self._by_step[step] = float(event["loss"])
             except (KeyError, TypeError, ValueError, OverflowError):
                 self._by_step.pop(step, None)
+        elif isinstance(event, CheckpointSaved | Imported) and event.time is not None:
+            self.written[str(name) if isinstance(event, CheckpointSaved) else f"step-{step}"] = event.time
         elif isinstance(event, CheckpointSuspect | CheckpointRejected) and isinstance(name, str):
             number = name.removeprefix("step-")
             if number.isascii() and number.isdigit() and len(number) < 19:
-                self._aside[f"{event.NAME.removeprefix('checkpoint_')}-{name}"] = self._last(int(number))
+                aside = f"{event.NAME.removeprefix('checkpoint_')}-{name}"
+                self._aside[aside] = self._last(int(number))
+                if name in self.written:
+                    self.written[aside] = self.written[name]
 
     def _last(self, step: int) -> float | None:
         before = [at for at in self._by_step if at <= step]
@@ -236,7 +250,10 @@ def _bytes(path: Path) -> int:
     return total
 
 
-def _age(path: Path) -> float | None:
+def _age(path: Path, written_at: float | None) -> float | None:
+    """Seconds. A copy's files are younger than the checkpoint: the journal, where it has it, knows better."""
+    if written_at is not None:
+        return max(0.0, time.time() - written_at)
     for written in (path / store.MANIFEST, path):
         try:
             return max(0.0, time.time() - written.stat().st_mtime)

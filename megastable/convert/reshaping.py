@@ -27,7 +27,7 @@ from megastable.parallel.layout import Layout
 @dataclass(frozen=True)
 class Made:
     """A new run directory. checkpoint: the folder in it; ledgers: the run from which skips and blends were copied, None
-    if it was not found."""
+    if it was not found. averaged: the steps of the checkpoints whose mean it is."""
 
     out: Path
     checkpoint: Path
@@ -35,6 +35,7 @@ class Made:
     layout: store.LayoutState
     optimizer: bool
     ledgers: Path | None
+    averaged: tuple[int, ...] = ()
 
     @property
     def command(self) -> str:

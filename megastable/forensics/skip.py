@@ -113,8 +113,9 @@ def skip_documents(
     return _add(history, entries, Skipped(name, count, new, len(entries), samples.count() - new, False, None))
 
 
-def skip_plan(history: History, path: Path) -> Skipped:
-    """Skip the documents of a plan (pruning/prune_plan.py) for one of the run's corpora. Raises DataError."""
+def skip_plan(history: History, path: Path, reason: str | None = None) -> Skipped:
+    """Skip the documents of a plan (pruning/prune_plan.py) for one of the run's corpora. reason: of a person, for the
+    ledger. Raises DataError."""
     plan = read_plan(path)
     if plan.fingerprint is None:
         raise DataError(f"{path} does not name its corpus: make a plan of it with prune_data.py plan --list")
@@ -125,7 +126,8 @@ def skip_plan(history: History, path: Path) -> Skipped:
         stream.pieces(0, 0)
     directory = stream.directory
     documents = plan.named(directory, Manifest.load(directory))
-    return skip_documents(history, plan.fingerprint, documents, f"plan {path.name}, {plan.sha256[:12]}")
+    named = f"plan {path.name}, {plan.sha256[:12]}"
+    return skip_documents(history, plan.fingerprint, documents, f"{reason} ({named})" if reason else named)
 
 
 def swap_out(history: History, corpus: str, reason: str = "swapped out by a person") -> Skipped:

@@ -69,7 +69,7 @@ class Start:
         self.topology = Topology(self.layout, rank, config.run.timeout)
         self.ds_config = deepspeed_json.build(config, world)
         random.seed(config.run.seed + rank)
-        np.random.seed(config.run.seed + rank)
+        np.random.seed((config.run.seed + rank) % 2**32)
         torch.manual_seed(config.run.seed + rank)
         self.engine = Engine(config, self.ds_config, self.topology)
         self.probes = ProbeSamples(self.engine, self._probe_loader, config.checkpoint.vitals.probes, self.log)

@@ -65,6 +65,7 @@ EDGES: list[tuple[dict[str, Any], str, Any, Any, str]] = [
     ({"model": {"qk_norm": False, "attention_softcap": 50.0}}, "optimizer.qk_clip", None, 100.0, "before the cap"),
     ({}, "model.dropout", 0.0, 0.1, "dropout only raises the loss"),
     ({}, "optimizer.weight_decay", 0.01, 0.0, "weights grow without bound"),
+    ({}, "optimizer.weight_decay", 0.01, 0.005, "below 0.01 it is nearly none"),
     ({}, "optimizer.weight_decay", 0.5, 0.51, "pulled to zero"),
     ({}, "optimizer.clip", 0.01, 0.0, "not clipped"),
     ({}, "optimizer.clip", 10.0, 10.1, "hardly any gradient is clipped"),

@@ -55,6 +55,15 @@ def test_the_age_is_that_of_the_manifest(tmp_path: Path) -> None:
     assert ages["suspect-step-7"] == pytest.approx(0, abs=60)
 
 
+def test_the_age_of_a_copy_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """A copy's files are new; the journal, which is copied along, says when it was written."""
+    run_with(tmp_path, 10, 20)
+    saved = {"event": "checkpoint", "name": "step-10", "step": 10, "time": time.time() - 7200}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(saved) + "\n")
+    ages = {name: entry.age for name, entry in by_name(tmp_path).items()}
+    assert ages["step-10"] == pytest.approx(7200, abs=60) and ages["step-20"] == pytest.approx(0, abs=60)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "told"),
     [

@@ -25,6 +25,7 @@ from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.whole import WholeState, parameters
 from megastable.commands.checkpoint import app
 from megastable.config.tree import RunConfig
+from megastable.convert.catalogue import entries
 from megastable.convert.tool.showing import merged
 from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of, state_of
 from tests.patience import PATIENCE
@@ -328,11 +329,14 @@ def test_export_and_average(call: Callable[..., tuple[str, str]], checkpoint: Pa
         shutil.move(make_run(tmp_path / str(step), step=step, seed=step), checkpoint.parent)
     run = checkpoint.parents[1]
     made = json_of(call, "average", "--last", 2, run, tmp_path / "mean")
-    assert made["step"] == 9 and not made["optimizer"]
+    assert made["step"] == 9 and not made["optimizer"] and made["averaged"] == [8, 9]
     event = json.loads((tmp_path / "mean" / "journal.jsonl").read_text().splitlines()[0])
     assert [Path(one["source"]).name for one in event["sources"]] == ["step-8", "step-9"]
     folder = run / "checkpoints"
-    call("average", folder / "step-8", folder / "step-9", tmp_path / "other", "--weights", "1,1")
+    told = call("average", folder / "step-8", folder / "step-9", tmp_path / "other", "--weights", "1,1")[0]
+    assert "the mean of 2 checkpoints, of steps 8, 9" in told and "the state of no step" in told
+    (listed,) = entries(tmp_path / "mean")
+    assert listed.loss is None  # that of a checkpoint is not that of the mean
     call("diff", tmp_path / "mean", tmp_path / "other")
     for arguments, told in (
         ((folder / "step-8", tmp_path / "x"), "at least two"),

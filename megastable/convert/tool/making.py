@@ -88,6 +88,13 @@ def written_bytes(checkpoint: Path, optimizer: bool) -> int:
 def text_of(made: Made) -> str:
     """The result, what it lacks, and how to continue it."""
     lines = [f"{made.checkpoint}: step {made.step}, {made.layout}"]
+    if made.averaged:
+        steps = ", ".join(f"{step:,}" for step in made.averaged)
+        lines = [
+            f"{made.checkpoint}: the mean of {len(made.averaged)} checkpoints, of steps {steps}; {made.layout}",
+            f"It is the state of no step: schedule and data go on after step {made.step:,}, and its loss is not known "
+            "before it is evaluated.",
+        ]
     if not made.optimizer:
         lines.append("Without the optimizer's state: training continues with fresh moments.")
     if made.ledgers is None:
@@ -121,5 +128,6 @@ def dict_of(made: Made) -> dict[str, Any]:
     return {
         "run": str(made.out), "checkpoint": str(made.checkpoint), "step": made.step,
         "layout": made.layout.model_dump(), "world": made.layout.world, "optimizer": made.optimizer,
+        "averaged": list(made.averaged),
         "ledgers": None if made.ledgers is None else str(made.ledgers), "command": made.command,
     }  # fmt: skip
