@@ -287,8 +287,8 @@ def first_updates(c: RunConfig) -> Hint | None:
             f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {std:g} and a width "
             f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself, limit {CHANGE:g}",
             "measured: docs/stability.md, a rate that is too high from the start",
-            f"schedule.warmup_{of.unit}={max(thumb, math.ceil(of.warmup * change / CHANGE))} or more, or a lower "
-            "optimizer.lr",
+            f"schedule.warmup_{of.unit}={max(thumb, math.ceil(min(of.warmup * change / CHANGE, 1e15)))} or more, "
+            "or a lower optimizer.lr",
         )
     if of.warmup:
         return None
