@@ -25,19 +25,24 @@ Most = Annotated[
 @app.add(
     examples="""
     megastable prune plan data/mine --incident runs/7b:3 --spans --output bad.txt
+    megastable prune plan data/mine --step runs/7b:90-91 --spans --output bad.txt
     megastable prune plan data/mine --scan scans/mine --kind "random tokens" --score 6 --output bad.txt
     megastable prune plan data/mine --list ids.txt --output bad.txt
     """
 )
 def plan(corpus: Path,
          incident: Annotated[list[str] | None, typer.Option(help="RUN:NUMBER, e.g. runs/7b:3; repeatable")] = None,
+         step: Annotated[list[str] | None, typer.Option(help="RUN:STEP or RUN:FIRST-LAST, all samples that these steps "
+                                                        "read, e.g. runs/7b:90-91; repeatable")] = None,
+         positions: Annotated[list[str] | None, typer.Option(help="RUN:FIRST-LAST, samples of the run by position, "
+                                                             "e.g. runs/7b:1908-1947; repeatable")] = None,
          scan: Annotated[Path | None, typer.Option(help="A scan that `megastable inspect scan` made")] = None,
          score: Annotated[float | None, typer.Option(help="With --scan: documents with at least this score")] = None,
          kind: Annotated[list[str] | None, typer.Option(help="With --scan: documents of this kind; repeatable")] = None,
          duplicates: Annotated[bool, typer.Option("--duplicates", help="With --scan: later duplicates")] = False,
          listed: Annotated[list[Path] | None, typer.Option("--list", help="A text, CSV or JSONL list")] = None,
-         spans: Annotated[bool, typer.Option("--spans", help="Of an incident the tokens of its samples, of a scan what "
-                                              "is odd: not whole documents")] = False,
+         spans: Annotated[bool, typer.Option("--spans", help="Only spans: the tokens of the samples, or "
+                                              "what a scan finds odd (duplicates still go as a whole)")] = False,
          most: Most = USUAL,
          output: Annotated[Path, typer.Option(help="The plan")] = Path("prune-plan.txt"),
          overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there")] = False,
@@ -47,8 +52,9 @@ def plan(corpus: Path,
     from megastable.forensics.pruning.token_loss import share_of
 
     _, loss = choose.make_plan(
-        corpus, output, lists=listed or (), incidents=incident or (), scan=scan, score=score, kinds=kind or (),
-        duplicates=duplicates, spans=spans, most=share_of(most), overwrite=overwrite,
+        corpus, output, lists=listed or (), incidents=incident or (), steps=step or (), positions=positions or (),
+        scan=scan, score=score, kinds=kind or (), duplicates=duplicates, spans=spans, most=share_of(most),
+        overwrite=overwrite,
     )  # fmt: skip
     what = f"{output} takes {loss}; delete the lines of what is to stay"
     then = f"python tools/prune_data.py apply {output} OUTPUT" + (f" --most {most}" if most != USUAL else "")

@@ -42,6 +42,12 @@ class DocumentPart(NamedTuple):
     bytes: int
 
     @property
+    def own_span(self) -> tuple[int, int]:
+        """Its tokens [first, end), counted in the document: as lists and plans of bad spans count."""
+        first = self.first_token - self.document.first_token
+        return first, first + self.tokens
+
+    @property
     def ends(self) -> bool:
         """Whether the document ends in this sample."""
         return self.first_token + self.tokens == self.document.first_token + self.document.tokens

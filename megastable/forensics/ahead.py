@@ -49,7 +49,8 @@ COLUMNS = (
     Column("document", "document", "count"),
     Column("odd", "odd tokens", "count", "of this part, in pieces with that score"),
     Column("tokens", "tokens", "count", "of this part of the document"),
-    Column("first_token", "first token", "count", "of this part, counted in the shard", wide=True),
+    Column("first", "first token", "count", "of this part, counted in the document from 0", wide=True),
+    Column("end", "end", "count", "the token of the document behind this part", wide=True),
     Column("why", "why"),
 )
 
@@ -190,7 +191,7 @@ def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
         {
             "score": f.score, "kind": f.kind, "step": at[f.position], "position": f.position,
             "corpus": f.document.corpus, "shard": f.document.shard, "document": f.document.document, "odd": f.odd,
-            "tokens": f.part.tokens, "first_token": f.part.first_token, "why": f.why,
+            "tokens": f.part.tokens, **dict(zip(("first", "end"), f.part.own_span, strict=True)), "why": f.why,
         }
         for f in found
     ]  # fmt: skip

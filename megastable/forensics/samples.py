@@ -41,7 +41,8 @@ COLUMNS = (
     Column("epoch", "epoch", "count", "of the corpus, from 0", wide=True),
     Column("shard", "shard"),
     Column("document", "document", "count", "number of the document in its shard"),
-    Column("first_token", "first token", "count", "of this part of the document, counted in the shard"),
+    Column("first", "first token", "count", "of the document that the sample holds, counted in the document from 0"),
+    Column("end", "end", "count", "the token of the document behind the last one that the sample holds", wide=True),
     Column("tokens", "tokens", "count", "of the document that the sample holds"),
     Column("of_tokens", "of", "count", "tokens of the whole document", wide=True),
     Column("first_byte", "first byte", "count", "in the shard's .bin", wide=True),
@@ -99,7 +100,11 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
     journal = Journal(history.run)
     if number not in journal.own:
         known = ranges([(n, n + 1) for n in sorted(journal.own)]) or "none"
-        raise DataError(f"{history.run.journal}: there is no incident {number}; those of this run: {known}")
+        raise DataError(
+            f"{history.run.journal}: there is no incident {number}; those of this run: {known}. Of a spike without "
+            f"an incident (a dry run, the guard off) `megastable inspect step {history.run.root} STEP` shows the "
+            f"samples and `megastable prune plan CORPUS --step {history.run.root}:STEP --spans` plans what to remove"
+        )
     told = [journal.events[index] for index in journal.own[number]]
     incident = IncidentFacts.model_validate(summary_of(told[-1]))
     rows: list[dict[str, Any]] = []
@@ -224,9 +229,9 @@ def _add(
 
 
 def _place(part: DocumentPart) -> dict[str, Any]:
-    d = part.document
+    d, (first, end) = part.document, part.own_span
     return {
-        "shard": d.shard, "document": d.document, "first_token": part.first_token, "tokens": part.tokens,
+        "shard": d.shard, "document": d.document, "first": first, "end": end, "tokens": part.tokens,
         "of_tokens": d.tokens, "first_byte": part.first_byte, "bytes": part.bytes,
     }  # fmt: skip
 
@@ -243,8 +248,8 @@ def _passage(
     if ids and ids[-1] == library.source.eod:
         ids, own = ids[:-1], own[:-1] if own is not None else None
     d = part.document
-    begin = part.first_token - d.first_token
-    where = f"document {d.document} of {d.shard}, its tokens {begin:,} to {begin + part.tokens - 1:,} of {d.tokens:,}"
+    first, end = part.own_span
+    where = f"document {d.document} of {d.shard}, its tokens {first:,} to {end - 1:,} of {d.tokens:,}"
     return Passage(where, spans(ids, library.tokenizer, own))
 
 

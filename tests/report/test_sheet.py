@@ -331,6 +331,8 @@ def test_texts_come_in_parts() -> None:
 def test_a_shard_that_cannot_be_pasted_is_not_in_a_plan() -> None:
     rows = [{"shard": "a", "document": 1}, {"shard": "a\nb", "document": 2}, {"shard": "a", "document": -1}]
     assert content(Sheet("t", rows=rows))["plan"] == ["a 1", None, None]
+    parts = [{**row, "first": 5, "end": 9} for row in rows]
+    assert content(Sheet("t", rows=parts))["plan"] == ["a 1 5:9", None, None]
     assert content(Sheet("t", rows=[*rows, {"shard": "a"}]))["plan"] is None
     assert content(Sheet("t"))["plan"] is None
 

@@ -1,12 +1,14 @@
-"""Make a pruning plan: documents, or spans of them, from an incident, from a scan's findings, or from a list."""
+"""Make a pruning plan: documents, or spans of them, from an incident, from steps or positions of a run, from a scan's
+findings, or from a list."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megastable.base import durable
 from megastable.base.errors import DataError
@@ -25,7 +27,11 @@ from megastable.run.events.data_events import OrderChanged
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import IncidentEvent
 
-MOST = 10_000_000  # positions of an incident: more cannot be a window of training
+if TYPE_CHECKING:
+    from megastable.forensics.history import History
+    from megastable.report.postmortem.sample_texts import Library
+
+MOST = 10_000_000  # positions of an incident or a range: more cannot be a window of training
 BEGINNING = 64  # tokens of a document in its excerpt
 
 
@@ -46,6 +52,8 @@ def make_plan(
     *,
     lists: Sequence[Path] = (),
     incidents: Sequence[str] = (),
+    steps: Sequence[str] = (),
+    positions: Sequence[str] = (),
     scan: Path | None = None,
     score: float | None = None,
     kinds: Sequence[str] = (),
@@ -57,15 +65,19 @@ def make_plan(
     """Write a plan for `corpus` to the file `output`, in the order of the corpus. Returns the plan,
     and what the corpus would lose.
 
-    incidents: RUN:NUMBER each; score, kinds, duplicates: which findings of the scan (`scan.suspects`). spans: of the
-    documents of an incident remove only the tokens of its samples, of a scan's findings only the odd spans.
-    Raises DataError for unreadable input, input of another corpus, an empty selection, or a plan for more than `most`
-    of the corpus.
+    incidents: RUN:NUMBER each; steps, positions: RUN:FIRST or RUN:FIRST-LAST each, with all samples of these steps or
+    positions; score, kinds, duplicates: which findings of the scan (`scan.suspects`). spans: of the documents of an
+    incident, of steps and positions remove only the tokens of the samples, of a scan's findings only the odd spans.
+    Raises DataError for unreadable input, input of another corpus, an empty selection, a list of whole documents with
+    `spans`, or a plan for more than `most` of the corpus.
     """
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already: choose another --output, or replace it with --overwrite")
-    if not lists and not incidents and scan is None:
-        raise DataError("no documents are selected: give --incident RUN:NUMBER, --scan FOLDER or --list FILE")
+    if not lists and not incidents and not steps and not positions and scan is None:
+        raise DataError(
+            "no documents are selected: give --incident RUN:NUMBER, --step RUN:STEP, --positions RUN:FIRST-LAST, "
+            "--scan FOLDER or --list FILE"
+        )
     if scan is None and (score is not None or kinds or duplicates):
         raise DataError("--score, --kind and --duplicates select findings of a scan: give it with --scan")
     shelf = open_shelf([corpus])
@@ -75,9 +87,13 @@ def make_plan(
         )
     found = list[Why]()
     for path in lists:
-        found += _listed(path, shelf.directory, shelf.manifest)
+        found += _listed(path, shelf.directory, shelf.manifest, spans)
     for incident in incidents:
-        found += _guilty(incident, shelf.manifest, spans)
+        found += _of_incident(incident, shelf.manifest, spans)
+    for named in steps:
+        found += _of_steps(named, shelf.manifest, spans)
+    for named in positions:
+        found += _of_positions(named, shelf.manifest, spans)
     if scan is not None:
         found += _suspects(corpus, shelf, shelf.manifest, scan, score, kinds, duplicates, spans)
     removals = list(_removals(shelf, found))
@@ -87,13 +103,20 @@ def make_plan(
     loss = loss_of(removals, shelf.manifest)
     # The plan is not yet written, so its lines cannot be deleted.
     cut = "" if spans else "cut only what is bad (plan --spans, or first:end in a list)"
-    loss.check(most, "the plan", "narrow what it is made of (the list, --score, --kind)", cut)
+    loss.check(most, "the plan", "narrow what it is made of (the list, the steps, --score, --kind)", cut)
     durable.write_output(output, text_of(removals, shelf.directory.resolve(), shelf.manifest))
     return removals, loss
 
 
-def _listed(path: Path, directory: Path, manifest: Manifest) -> Iterator[Why]:
-    for shard, named in read_plan(path).checked(directory, manifest, twice=True).items():
+def _listed(path: Path, directory: Path, manifest: Manifest, spans: bool) -> Iterator[Why]:
+    plan = read_plan(path)
+    for shard, named in plan.checked(directory, manifest, twice=True).items():
+        if spans and named.documents.size:
+            line = next(line for line in plan.lines[shard] if line.span is None)
+            raise DataError(
+                f"{path} line {line.number} names all of document {line.document} of {shard}, and --spans takes spans "
+                "only: write SHARD DOCUMENT FIRST:END (inspect step --csv has the columns), or leave out --spans"
+            )
         for document in named.touched.tolist():
             yield Why(shard, document, f"listed in {path.name}", spans=named.spans.get(document))
 
@@ -126,16 +149,75 @@ def _suspects(
         yield Why(suspect.shard, suspect.document, why, suspect.piece, odd)
 
 
-def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
+def _of_incident(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
     """The documents of `manifest` at the positions of an incident; spans: only the parts in its samples."""
+    history, text = _run_of(incident, "incident", "run and number, e.g. runs/quickstart:1")
+    run, number = history.run.root, int(text) if text.isdecimal() else 0
+    if not number:
+        raise DataError(f"incident {incident!r}: give run and number, e.g. runs/quickstart:1")
+    summary, time = _summary(history.run.events(IncidentEvent, OrderChanged), number, str(run))
+    told = [(int(first), int(end)) for first, end in summary.get("positions") or []]
+    what = f"incident {number}"
+    evidence = f"{what} ({summary.get('verdict')}, cause {summary.get('cause')})"
+    yield from _at(
+        history, history.library(time), _numbers(told, f"{what} of {run}"), manifest, evidence, spans
+    )
+
+
+def _of_steps(named: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
+    """As `_of_incident`, of all samples that some steps read, each time that they were done."""
+    from megastable.forensics.samples import step_range
+
+    history, text = _run_of(named, "steps", "run and steps, e.g. runs/quickstart:90-91")
+    done = history.at(*step_range(text))
+    for one in done:
+        history.library(one.time)  # refuses a step of another order, which `eras` leaves out
+    for library, some in history.eras(done):
+        for step in dict.fromkeys(one.step for one in some):
+            read = [history.positions(one) for one in some if one.step == step]
+            positions = np.unique(np.concatenate(read))
+            yield from _at(history, library, positions, manifest, f"step {step} of {history.run.root}", spans)
+
+
+def _of_positions(named: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
+    """As `_of_incident`, of the samples at positions first to last, which the run's present order has there."""
+    history, text = _run_of(named, "positions", "run and positions, e.g. runs/quickstart:1908-1947")
+    first, dash, last = text.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+        raise DataError(
+            f"positions {named!r}: give the first and the last one, e.g. runs/quickstart:1908-1947"
+        )
+    wanted = _numbers([(int(first), int(last or first) + 1)], f"positions {text} of {history.run.root}")
+    yield from _at(history, history.library(), wanted, manifest, f"positions of {history.run.root}", spans)
+
+
+def _run_of(named: str, what: str, form: str) -> tuple[History, str]:
+    """The run before the last colon of `named`, and what is behind it."""
     from megastable.forensics.history import History
 
-    run, _, text = incident.rpartition(":")
-    if not run or not text.isdecimal():
-        raise DataError(f"incident {incident!r}: give run and number, e.g. runs/quickstart:1")
-    history, number = History(Path(run)), int(text)
-    summary, time = _summary(history.run.events(IncidentEvent, OrderChanged), number, run)
-    fingerprint = manifest.fingerprint()
+    run, _, text = named.rpartition(":")
+    if not run or not text:
+        raise DataError(f"{what} {named!r}: give {form}")
+    return History(Path(run)), text
+
+
+def _numbers(spans: Sequence[tuple[int, int]], what: str) -> npt.NDArray[np.int64]:
+    if sum(end - first for first, end in spans) > MOST:
+        raise DataError(f"{what}: more than {MOST:,} positions: name the documents in a list")
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(*span) for span in spans)])
+
+
+def _at(
+    history: History,
+    library: Library,
+    positions: npt.NDArray[np.int64],
+    manifest: Manifest,
+    evidence: str,
+    spans: bool,
+) -> Iterator[Why]:
+    """The documents of `manifest` in the samples at `positions` of the order of `library`; spans: only the parts in
+    these samples. evidence: what names the samples. Raises DataError if the run did not train on that corpus."""
+    fingerprint, run = manifest.fingerprint(), history.run.root
     trained = {
         share.fingerprint
         for blend in history.blends
@@ -143,7 +225,7 @@ def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
         for share in blend.corpora
     }
     trained |= set(read_yaml(history.run.recipe).get("manifests") or [])
-    source = history.library(time).source
+    source = library.source
     mine = [
         index for index, corpus in enumerate(source.order.corpora)
         if corpus.name == manifest.name and source.streams[index].manifest.fingerprint() == fingerprint
@@ -154,24 +236,16 @@ def _guilty(incident: str, manifest: Manifest, spans: bool) -> Iterator[Why]:
             f"{run} did not train on this corpus as it is now (it trained on {names}; this is {manifest.name}, "
             f"fingerprint {fingerprint[:12]}...): give the corpus that its recipe.yaml names, unchanged"
         )
-    told = [(int(first), int(end)) for first, end in summary.get("positions") or []]
-    if sum(end - first for first, end in told) > MOST:
-        raise DataError(
-            f"incident {number} of {run} has more than {MOST:,} positions: name its documents in a list"
-        )
-    positions = np.concatenate([np.empty(0, np.int64), *(np.arange(*span) for span in told)])
     positions = positions[source.order.locate(positions).corpus == mine[0]]
     parts: dict[tuple[str, int], list[tuple[int, DocumentPart]]] = {}
     for position, some in parts_by_position(source, positions).items():
         for part in some:
             parts.setdefault((part.document.shard, part.document.document), []).append((position, part))
-    what = f"{summary.get('verdict')}, cause {summary.get('cause')}"
     for key, found in parts.items():
         where = sorted({position for position, _ in found})
         places = ranges([(position, position + 1) for position in where], most=3)
-        text = f"incident {number} ({what}): in {plural(len(where), 'sample')}, at {places}"
-        begin = found[0][1].document.first_token
-        inside = [(p.first_token - begin, p.first_token - begin + p.tokens) for _, p in found]
+        text = f"{evidence}: in {plural(len(where), 'sample')}, at {places}"
+        inside = [part.own_span for _, part in found]
         yield Why(*key, text, found[0][1].first_token, inside if spans else None)
 
 
@@ -188,7 +262,10 @@ def _summary(events: Iterable[Event], number: int, run: str) -> tuple[dict[str, 
                 found, time = event["summary"], time or float(event.get("time") or 0.0)
     if found is None:
         there = ", ".join(map(str, sorted(known))) or "none"
-        raise DataError(f"{run} has no incident {number}: its journal knows {there}")
+        raise DataError(
+            f"{run} has no incident {number}: its journal knows {there}; for a spike without an incident name its "
+            f"steps, --step {run}:FIRST-LAST"
+        )
     if changed > time:
         raise DataError(
             f"{run}: the order of its data changed after incident {number}, whose positions mean other samples now: "

@@ -116,16 +116,17 @@ def _value(value: Any) -> Any:
 
 
 def _plan(sheet: Sheet) -> list[str | None] | None:
-    """For every row the line "SHARD DOCUMENT"; None if the shard's name could not be pasted verbatim, or the row was
-    found to be innocent."""
+    """For every row the line "SHARD DOCUMENT", with FIRST:END for a part of it; None if the shard's name could not be
+    pasted verbatim, or the row was found to be innocent."""
     if not sheet.rows or not all("shard" in row and "document" in row for row in sheet.rows):
         return None
     pairs = [(str(plain(row["shard"])), str(plain(row["document"]))) for row in sheet.rows]
+    spans = [f" {row['first']}:{row['end']}" if {"first", "end"} <= row.keys() else "" for row in sheet.rows]
     return [
-        f"{shard} {document}"
+        f"{shard} {document}{span}"
         if shard.isprintable() and document.isdecimal() and row.get("guilty") is not False
         else None
-        for (shard, document), row in zip(pairs, sheet.rows, strict=True)
+        for (shard, document), span, row in zip(pairs, spans, sheet.rows, strict=True)
     ]
 
 

@@ -17,10 +17,14 @@ from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest
 from megastable.data.prepare import prepare_shards
 from megastable.data.shards import Shard
+from megastable.forensics.history import History
 from megastable.forensics.pruning.choose import make_plan
 from megastable.forensics.pruning.prune_plan import KEYS, Removal, read_plan, text_of
+from megastable.forensics.samples import step_sheet
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.shard_set import open_shelf
+from megastable.report.sheet.json_csv import as_csv
+from megastable.run.directory import RunDirectory
 from megastable.stability.incident import Incident
 from tests.conftest import write_corpus
 from tests.data.texts import documents, sentencepiece_file
@@ -279,13 +283,55 @@ def test_the_spans_of_an_incident(corpus: Path, tmp_path: Path) -> None:
     assert loss.tokens == named.sum() < 2 * guilty_ones.sum() and loss.cut
 
 
+def test_a_spike_without_an_incident_is_planned_by_its_steps(corpus: Path, tmp_path: Path) -> None:
+    """Steps, positions and the table of `inspect step` name the same tokens, however often the steps were done."""
+    root = make_run(corpus, tmp_path / "run")
+    history, output = History(root), tmp_path / "plan.txt"
+    by_step, loss = make_plan(corpus, output, steps=[f"{root}:30-31"], spans=True)
+    by_position, _ = make_plan(corpus, output, positions=[f"{root}:232-247"], spans=True, overwrite=True)
+    (tmp_path / "step.csv").write_text(as_csv(step_sheet(history, 30, 31, 0)))
+    listed, _ = make_plan(corpus, output, lists=[tmp_path / "step.csv"], spans=True, overwrite=True)
+    named = [(r.shard, r.document, r.span, r.tokens) for r in by_step]
+    assert [(r.shard, r.document, r.span, r.tokens) for r in by_position] == named
+    assert [(r.shard, r.document, r.span, r.tokens) for r in listed] == named
+    assert (
+        15 * history.config.model.sequence_length < loss.tokens <= 16 * history.config.model.sequence_length
+    )
+    assert f"step 30 of {root}: in " in by_step[0].why or f"step 31 of {root}: in " in by_step[0].why
+    whole, _ = make_plan(corpus, output, steps=[f"{root}:30-31"], overwrite=True)
+    assert {r.document for r in whole} == {r.document for r in by_step} and not any(r.span for r in whole)
+
+
+def test_spans_of_whole_documents_and_steps_that_are_none(corpus: Path, tmp_path: Path) -> None:
+    root, output, listed = make_run(corpus, tmp_path / "run"), tmp_path / "plan.txt", tmp_path / "list"
+    listed.write_text("part-0 3 1:5\npart-0 3 6:7\npart-0 4\n")
+    with pytest.raises(
+        DataError, match=r"list line 3 names all of document 4 of part-0, and --spans takes spans only"
+    ):
+        make_plan(corpus, output, lists=[listed], spans=True)
+    for steps, positions, message in (
+        (["30"], [], "give run and steps"), ([f"{root}:x"], [], "is not a step"),
+        ([f"{root}:99"], [], "was not recorded"),
+        ([], [f"{root}:9-8"], "give the first and the last one"), ([], [f"{root}:0-99999999"], "more than 10,000,000"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=message):
+            make_plan(corpus, output, steps=steps, positions=positions)
+    note(RunDirectory(root), 5000.0, "order_changed", old="a", new="b")
+    with pytest.raises(DataError, match="order_changed"):
+        make_plan(corpus, output, steps=[f"{root}:30"])
+    assert not output.exists()
+
+
 def test_incidents_that_cannot_be_planned(corpus: Path, tmp_path: Path) -> None:
     root = make_run(corpus, tmp_path / "run", guilty())
     output = tmp_path / "plan.txt"
     for named, message in (
         (f"{root}", "give run and number"),
         (f"{root}:x", "give run and number"),
-        (f"{root}:7", "has no incident 7: its journal knows 1"),
+        (
+            f"{root}:7",
+            "has no incident 7: its journal knows 1; for a spike without an incident name its steps, --step",
+        ),
         (f"{tmp_path}:1", "not the directory of a run"),
     ):
         with pytest.raises(DataError, match=message):
@@ -305,8 +351,6 @@ def test_incidents_that_cannot_be_planned(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_an_incident_before_the_order_changed(corpus: Path, tmp_path: Path) -> None:
-    from megastable.run.directory import RunDirectory
-
     root = make_run(corpus, tmp_path / "run", guilty())
     note(RunDirectory(root), 5000.0, "order_changed", old="a", new="b")
     with pytest.raises(DataError, match="the order of its data changed after incident 1"):
