@@ -20,6 +20,7 @@ from megastable.base.collectives import first
 from megastable.base.errors import DataError
 from megastable.base.text import number, plural, ranges
 from megastable.checkpoint.store import RunState, step_of
+from megastable.data.blends import read_blends
 from megastable.data.deferral import Deferral
 from megastable.data.documents import Document, documents_at
 from megastable.data.order import LAST_POSITION
@@ -27,6 +28,7 @@ from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry
 from megastable.data.skips import Selection, Skips, ranges_of
 from megastable.data.source import Source
 from megastable.recovery.deferring import Deferring
+from megastable.recovery.ledger_story import UntoldSamples, find_untold
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import persist
 from megastable.run.directory import RunDirectory
@@ -69,15 +71,59 @@ class IncidentLog:
         self.left_out: LeftOutSamples | None = None
 
     def restore(
-        self, incident: Incident | None, count: int, step: int, left_out: LeftOutSamples | None = None
+        self, incident: Incident | None, count: int, state: RunState, left_out: LeftOutSamples | None = None
     ) -> None:
-        """Resume after `step` with the remembered state: the open incident, how many there were, and what the last one
-        skipped."""
+        """Resume from `state` with what the journal and the checkpoint remember: the open incident, how many there
+        were, and what the last one skipped. Raises SpaceError."""
         self.incident, self.count, self.left_out = incident, count, left_out
-        if incident is not None and incident.outcome == "handed over":
+        if incident is None:
+            return
+
+        def look() -> UntoldSamples:
+            ledger, lines = Ledger.read(self.run.skips, []), read_blends(self.run.blends)
+            return find_untold(incident, ledger, lines, self.source.order, state.cursor)
+
+        # As `skip` leaves it: nothing was undone that has to prove itself.
+        alone = not self.memory().watching and set(incident.actions) <= {Action.SKIP}
+        if untold := first(look):
+            incident.actions += [Action.SKIP] if alone and not incident.actions else []
+            self._tell_untold(untold)
+        elif alone and not incident.actions:
+            incident.reasons.append("the process ended before any sample was written down: none is skipped")
+        if incident.outcome == "handed over":
             incident.outcome = "open"
-            incident.steps_lost += max(0, incident.step - step)
-            self._tell("restarted", step=step)
+            incident.steps_lost += max(0, incident.step - state.step)
+            self._tell("restarted", step=state.step)
+        elif alone:
+            self.close(state, "healed")
+
+    def _tell_untold(self, untold: UntoldSamples) -> None:
+        """Tell the journal what the ledgers hold of the open incident: the last process ended between the two."""
+        incident = self._present()
+        before, _, reason = untold.reason.partition(": ")
+        if before in [*Cause]:
+            incident.cause = Cause(before)
+        reason = f"{reason or before} (written down by a process that ended before it told the journal)"
+        named = np.concatenate([untold.convicted, untold.skipped])
+        try:
+            documents = documents_at(self.source, untold.convicted) if untold.convicted.size else []
+        except DataError as error:  # as in _convict: the samples are skipped all the same
+            documents, reason = [], f"{reason}; their documents cannot be named: {error}"
+        incident.documents += [document.model_dump() for document in documents][:NAMED]
+        incident.reasons.append(reason)
+        incident.released += untold.freed.size
+        kept = Skips.of(incident.positions).minus(Skips.of_numbers(untold.freed))
+        incident.positions = sorted({*kept.ranges, *ranges_of(named)})
+        incident.deferred = sorted([*incident.deferred, *untold.deferred])
+        incident.returns = sorted([*incident.returns, *untold.returns])
+        self._remember(np.concatenate([named, *(np.arange(*some) for some in untold.deferred)]))
+        event = IncidentEvent(
+            what="attributed", cause=incident.cause, positions=ranges_of(named), reason=reason,
+            deferred=untold.deferred, returns=untold.returns, **self._story(),
+        )  # fmt: skip
+        how = f"{plural(named.size, 'sample')} skipped, {plural(_count(untold.deferred), 'sample')} deferred"
+        freed = f", {plural(untold.freed.size, 'sample')} released" if untold.freed.size else ""
+        self._commit(event, f"incident {incident.number}, from the ledgers: {how}{freed}: {reason}")
 
     def open(
         self, decision: Decision, state: RunState, window: Sequence[Trained], grad_norm: float
@@ -257,12 +303,14 @@ class IncidentLog:
         if alone:
             self._number()
             loss = _usual(state)
-            # Closed before it is written, so that no restart takes it for open.
             self.incident = Incident(
                 number=self.count, step=state.step, onset=onset, verdict=verdict, kind="recoverable",
                 loss_before=loss, loss_after=loss, batches_discarded=sum(not t.applied for t in window),
-                loss_peak=_peak(None, [float(t.losses.mean()) for t in window]), outcome="healed",
+                loss_peak=_peak(None, [float(t.losses.mean()) for t in window]),
             )  # fmt: skip
+            # The ledger's lines name its number: the journal must know it first. Without an onset nothing is undone.
+            self._tell("opened", step=state.step, verdict=verdict, action=Action.SKIP, reason=seen)
+            self.incident.outcome = "healed"  # so that no restart takes it for open once its samples are told
         self.log.say(f"step {state.step}: incident {self._present().number}: {seen}")
         self.attribute(
             found, window, Action.SKIP, "the guilty samples are skipped, nothing is undone", 0, seconds

@@ -117,7 +117,7 @@ class Recovery:
         self.incident_log = IncidentLog(
             run, source, deferring, lambda: self.guard.policy.state, log, lambda: self.trends.standing
         )
-        self.incident_log.restore(memory.incident, memory.incidents, state.step, memory.left_out)
+        self.incident_log.restore(memory.incident, memory.incidents, state, memory.left_out)
         self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
         self.hardware = HardwareWatch(config, engine, loader, state.step, run, log, phase)
         self.signs = StartSigns(config, source, memory.signs, log)

@@ -345,7 +345,7 @@ def test_a_handover_defers_the_window_unless_it_is_innocent_and_a_stop_nothing(
     # What is handed over goes on in the next process, which has done the steps since its checkpoint again.
     assert (memory.incident is None) is (action is Action.STOP)
     if memory.incident is not None:
-        book.book.restore(memory.incident, 1, step=20)
+        book.book.restore(memory.incident, 1, state(20))
         assert book.shown() == [(1, "open", action)] and memory.incident.steps_lost == 13
 
 
@@ -381,12 +381,74 @@ def test_the_next_process_goes_on_from_every_point(book: Book) -> None:
     book.policy.clock = 60
     book.book.close(state(60), "healed")
     known()
-    book.book.restore(
-        *(lambda memory: (memory.incident, memory.incidents, 0))(recall({}, book.run.events())[0])
-    )
+    memory, _ = recall({}, book.run.events())
+    book.book.restore(memory.incident, memory.incidents, state(0))
     book.open()
     known()
     assert book.shown() == [(1, "healed", "rewind"), (2, "open", None)]
+
+
+class Killed(BaseException):
+    """The end of the process."""
+
+
+@pytest.mark.parametrize("what", ["attributed", "released", "deferred", "skipped alone"])
+@pytest.mark.parametrize("after_the_ledger", [True, False])
+def test_killed_between_the_ledger_and_the_journal_the_next_process_tells_what_the_ledger_holds(
+    book: Book, monkeypatch: pytest.MonkeyPatch, what: str, after_the_ledger: bool
+) -> None:
+    """And nothing twice. Killed before the ledger has it, nothing is left out, and nothing is told."""
+    guilty = [250, 251, 260]
+    book.policy.watching = what != "skipped alone"
+    if what != "skipped alone":
+        book.open()
+    if what == "released":
+        book.attribute(Cause.DATA, guilty)
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    def act() -> None:
+        if what == "released":
+            book.book.release([250, 251], 240, "innocent")
+        elif what == "skipped alone":
+            found = Conclusion(Cause.DATA, guilty, [], "so it is")
+            book.book.skip(found, 31, WINDOW, Verdict.TRICKLE, "seen", state(), 0.1)
+        else:
+            book.attribute(Cause.DATA if what == "attributed" else Cause.STATE, guilty)
+
+    with monkeypatch.context() as patch:
+        if after_the_ledger:
+            patch.setattr(book.book, "_commit", die)
+        else:
+            patch.setattr("megastable.recovery.skipping.append_all", die)
+        with pytest.raises(Killed):
+            act()
+    again = Book(Path(book.config.data.corpora[0].path), book.run.root)
+    again.policy.watching = book.policy.watching
+    lines = read_blends(again.run.blends)
+    again.source = open_corpora(again.config.data.corpora, 32, 0, lines).train
+    again.book.source = again.source
+    for _ in range(2):  # the third process finds nothing more to tell
+        memory, lost = recall({}, again.run.events(*TELLING))
+        assert memory.incidents == 1 and not lost
+        again.book.restore(memory.incident, 1, state(20))
+        (shown,) = incidents(again.run, again.config)
+        done = after_the_ledger
+        assert shown["outcome"] == ("healed" if what == "skipped alone" else "open")
+        positions = guilty if done and what in ("attributed", "skipped alone") else []
+        if what == "released":
+            positions = [260] if done else guilty
+        assert shown["positions"] == [list(some) for some in ranges_of(np.array(positions, np.int64))]
+        assert again.convicted == positions
+        assert shown["released"] == (2 if done and what == "released" else 0)
+        assert shown["deferred"] == ([[248, 272]] if done and what == "deferred" else [])
+        assert bool(shown["documents"]) == (bool(positions))
+        if done:
+            assert shown["cause"] == (Cause.STATE if what == "deferred" else Cause.DATA)
+        again.book.incident = None
+    told = [e["what"] for e in again.run.events(IncidentEvent)]
+    assert told.count("attributed") == (1 if what == "released" else 0) + (1 if done else 0)
 
 
 def test_every_convicted_sample_keeps_its_loss_and_the_seconds_go_on_to_the_end_of_the_rewind(
