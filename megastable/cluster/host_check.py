@@ -66,6 +66,7 @@ def report(
     }
     found: dict[str, Any] = {
         "host": socket.gethostname(),
+        "machine": machine(),
         "python": platform.python_version(),
         "variables": variables(os.environ),
     }
@@ -82,6 +83,15 @@ def report(
         found["gpus_unknown"] = why
     found["time"] = time.time()  # last, so that it is hardly older than its arrival
     return found
+
+
+def machine() -> str:
+    """What two names of one host have in common and two hosts, or containers, have not; "" if that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
 
 
 def allowed(full: bool, burn_in_seconds: float | None) -> float:

@@ -61,9 +61,10 @@ class AllReduceRate(_Part):
 
 class HostReport(_Part):
     """What a host says of itself. None: unknown, for the reason in the field of that name. Sizes in bytes; time in
-    seconds since 1970, by its clock."""
+    seconds since 1970, by its clock. machine: the same for two names of one host, "" if it does not tell."""
 
     host: str
+    machine: str = ""
     time: float
     python: str
     packages: dict[str, str] | None

@@ -63,7 +63,30 @@ def placed(given: Sequence[str], environment: Mapping[str, str]) -> HostChoice:
         raise ConfigError(
             f"--launcher {place.launcher}: supervised runs know pdsh (they use ssh) and slurm (srun)"
         )
+    _refuse_two_names_of_here(hosts)
     return HostChoice(_known(hosts), Ssh(place.ssh_port), how)
+
+
+def _refuse_two_names_of_here(hosts: Sequence[HostSlots]) -> None:
+    """This host can have one agent, so the run would wait for the other for ever. The preflight finds two names of
+    another host."""
+    here = [host.name for host in hosts if _is_here(host.name)]
+    if len(here) > 1:
+        raise ConfigError(
+            f"{here[0]} and {here[1]} are both this host: name it once, with all its GPUs in one line, by a name that "
+            "the other hosts know it by"
+        )
+
+
+def _is_here(name: str) -> bool:
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        address = ip_address(name)
+    except ValueError:
+        return False
+    own = {one.address for of in psutil.net_if_addrs().values() for one in of}
+    return address.is_loopback or str(address) in own
 
 
 def _counted(host: HostSlots, gpus: str) -> HostSlots:

@@ -99,7 +99,7 @@ def compare(reports: Mapping[str, HostReport | str], wanted: Wanted) -> list[Hos
             *_gpus(report, host, known, wanted),
         ]
         found[host] += _unmeasured(report)
-    for several in (_code, _versions, _variables, _drivers, _products, _exchanges):
+    for several in (_twice, _code, _versions, _variables, _drivers, _products, _exchanges):
         for host, check, severity, text in several(known):
             found[host].append((check, severity, text))
     for host, text in burned(
@@ -270,6 +270,14 @@ def _different(values: Mapping[str, str | None]) -> Iterator[tuple[str, str, str
         if value != most:
             mine, others = (visible(v, 100) if v is not None else "none" for v in (value, most))
             yield host, mine, f"{counts[most]} of {plural(len(values), 'host')} have {others}"
+
+
+def _twice(known: Mapping[str, HostReport]) -> Between:
+    first = dict[str, str]()
+    for host, report in known.items():
+        if report.machine and (other := first.setdefault(report.machine, host)) != host:
+            text = f"is the same host as {visible(other)}: name it once, with all its GPUs in one line"
+            yield host, "reached", "refuse", text
 
 
 def _code(known: Mapping[str, HostReport]) -> Between:

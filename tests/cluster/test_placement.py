@@ -36,6 +36,14 @@ def test_several_hosts_by_ssh(hostfile: str) -> None:
     assert words[-2] == "node-3" and words[-1].endswith("echo 'a b'") and "-p 23" in " ".join(words)
 
 
+@pytest.mark.parametrize("other", ["127.0.0.1", "::1", socket.gethostname()])
+def test_two_names_of_this_host_are_refused_with_both(tmp_path: Path, other: str) -> None:
+    """It can have one agent: the run would wait for the other for ever."""
+    (tmp_path / "twice").write_text(f"localhost slots=1\n{other} slots=1\n")
+    with pytest.raises(ConfigError, match=rf"localhost and {other} are both this host"):
+        placed(["--hostfile", str(tmp_path / "twice")], {})
+
+
 def test_hosts_that_start_their_own() -> None:
     place = placed(["--no_ssh", "--num_nodes", "3", "--num_gpus", "8", "--node_rank", "2"], {})
     assert [host.name for host in place.hosts] == ["host-0", "host-1", "host-2"] and place.node == 2

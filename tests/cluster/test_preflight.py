@@ -57,6 +57,15 @@ def brief(found: Sequence[HostFinding]) -> list[tuple[str, str, str]]:
     return [(one.host, one.check, one.severity) for one in found]
 
 
+def test_two_names_of_one_host_are_refused_with_both_names() -> None:
+    """A report that does not tell, as an older version's, is nobody's."""
+    same, other = report(machine="a boot net"), report(machine="b boot net")
+    found = compare({"localhost": same, "n2": other, "127.0.0.1": same}, Wanted(token=TOKEN))
+    assert brief(found) == [("127.0.0.1", "reached", "refuse")]
+    assert "is the same host as localhost" in found[0].text
+    assert compare({"n1": report(), "n2": report()}, Wanted(token=TOKEN)) == []
+
+
 def broken(**parts: Any) -> dict[str, Any]:
     return {"gpus": [GPU, {**GPU, **parts}]}
 
