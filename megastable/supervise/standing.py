@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from megastable.base import errors
 from megastable.base.text import duration, visible
@@ -141,11 +142,15 @@ def advice(stands: Standing, run: RunDirectory, told: JournalView, supervised: b
 
 
 def command(run: RunDirectory, told: JournalView) -> list[str]:
-    """The command that resumes the run as last started; with its own recipe if no supervisor journaled one."""
+    """The command that resumes the run as last started, where it lies now: it may have been moved or copied; with its
+    own recipe if no supervisor journaled one."""
     recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))
     if not isinstance(recipe, str) or not isinstance(overrides, list):
         recipe, overrides, given = str(run.recipe), [], []
     words = ["python", "launch/supervise.py", recipe, *(redacted_override(str(text)) for text in overrides)]
+    said = [word.removeprefix("run.dir=") for word in words if word.startswith("run.dir=")]
+    if said and Path(said[-1]).resolve() != run.root.resolve():
+        words = [word for word in words if not word.startswith("run.dir=")]
     if not any(word.startswith("run.dir=") for word in words):
         words.append(f"run.dir={run.root}")  # else it would be a new run
     if (module := told.started.get("module", MODULE)) != MODULE:

@@ -227,6 +227,9 @@ class RunWatch:
         if not s.over and age is not None and age <= patience(phase, slowest, limits):
             supervisor, trainer = _believed(supervisor, trainer)
         stands = state_of(s, supervisor.alive, trainer.alive, phase, age, slowest, limits)
+        unreadable = self._journal.problem if stands.state is State.NEW else ""
+        if unreadable:
+            stands = Standing(State.UNKNOWN, reason=visible(unreadable, 300))
         if stands.state is State.NEW and self._complete():
             stands = Standing(
                 State.FINISHED, errors.OK, "its journal is gone: summary.json says that it is complete"
@@ -243,7 +246,9 @@ class RunWatch:
             state=stands.state,
             code=stands.code,
             reason=stands.reason,
-            advice=advice(stands, self.run, s, supervisor.alive),
+            advice=f"make {visible(self.run.journal)} readable, or ask as the user to whom the run belongs"
+            if unreadable
+            else advice(stands, self.run, s, supervisor.alive),
             supervisor=supervisor,
             trainer=trainer,
             phase=phase,

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -191,6 +192,26 @@ def test_the_command_to_go_on_is_the_one_it_was_started_with(run: Path) -> None:
     # Of an older version, or damaged: the recipe of the run itself.
     journal(run, STARTED | {"recipe": 7, "overrides": "x", "given": {}}, ended(76))
     assert look(run).advice.endswith(shlex.join([str(run / "recipe.yaml"), f"run.dir={run}"]))
+
+
+def test_of_a_run_that_was_copied_the_copy_goes_on_and_not_the_original(run: Path, tmp_path: Path) -> None:
+    event = {
+        "event": "supervisor", "what": "started", "pid": 1, "host": "a", "module": "megastable.train",
+        "recipe": "launch/recipes/7b.yaml", "overrides": [f"run.dir={run}", "train.steps=9"], "given": [],
+    }  # fmt: skip
+    journal(run, event, ended(errors.STOPPED))
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert f"run.dir={copy}" in look(copy).advice and f"run.dir={run} " not in look(copy).advice
+    assert f"run.dir={run} " in look(run).advice
+
+
+def test_a_run_whose_journal_cannot_be_read_is_not_called_new(run: Path) -> None:
+    (run / "journal.jsonl").unlink(missing_ok=True)
+    (run / "journal.jsonl").mkdir()  # root can read any file
+    status = look(run)
+    assert status.state is State.UNKNOWN and exit_code(status) == errors.FAILED
+    assert "journal.jsonl cannot be read" in status.reason and status.advice.startswith("make ")
 
 
 def test_the_numbers_of_a_running_run(run: Path) -> None:
