@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from megastable.base.errors import DataError
 from megastable.data.command_summary import Summary
+from megastable.data.document_edges import DocumentEdges
 from megastable.data.left_out import CountedFiles
 from megastable.data.local_copy import staged_directory
 from megastable.data.manifest import FILE, Manifest, adopt, split_at_document
 from megastable.data.prepare import check_free, corpus_name
 from megastable.data.progress import Meter
-from megastable.data.shard_format import ShardInfo, Tokens, dtype_for, with_suffix
-from megastable.data.shards import Shard, ShardWriter
-from megastable.data.token_files import Ids, IdType, TokenFile, bin_file, datatrove_file
+from megastable.data.shard_format import ShardInfo, dtype_for, with_suffix
+from megastable.data.shards import ShardWriter
+from megastable.data.token_files import IdType, TokenFile, bin_file, datatrove_file
 from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
 
 TOLD_EVERY = 1000  # documents
@@ -41,7 +39,8 @@ def adopt_directory(
     Megatron's shards stay in place. datatrove's `.ds` and llm.c's `.bin` (and, with their type as `raw`, `.bin` of bare
     ids) are copied to one shard each in `output`, which appears complete or not at all. Documents that do not end with
     the end-of-document token cause a warning; with `bos`, so do those that do not begin with the tokenizer's own
-    begin-of-document token.
+    begin-of-document token. A special token that every document begins with is one that begins documents, also without
+    `bos`.
 
     Raises DataError for files that are damaged, ambiguous or made with a larger vocabulary, and for a corpus that
     already exists, unless `overwrite`.
@@ -65,11 +64,20 @@ def adopt_directory(
     if (directory / FILE).exists() and not overwrite:
         raise DataError(f"{directory / FILE} exists already: replace it with --overwrite")
     tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
-    edges = _Edges(tokenizer.eod, tokenizer.bos)
-    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory), edges.seen)
+    edges = DocumentEdges(tokenizer)
+    manifest = adopt(directory, tokenizer.info, validation, corpus_name(name, directory), edges.count_tokens)
+    tokenizer, warnings = _begun(tokenizer, edges, sum(shard.documents for shard in manifest.shards))
+    manifest = manifest.model_copy(update={"tokenizer": tokenizer.info})
     tokenizer.copy_to(directory)
     manifest.save(directory)
-    return Summary.of("adopted", directory, manifest, warnings=edges.warnings(manifest))
+    return Summary.of("adopted", directory, manifest, tokenizer, warnings=warnings)
+
+
+def _begun(tokenizer: Tokenizer, edges: DocumentEdges, documents: int) -> tuple[Tokenizer, list[str]]:
+    """The tokenizer with the begin-of-document token that the documents have, and warnings about their edges."""
+    if tokenizer.bos is None and edges.bos is not None:
+        tokenizer = tokenizer.beginning(edges.bos, "as every document here")
+    return tokenizer, edges.warnings(tokenizer.bos, documents)
 
 
 def _foreign(directory: Path) -> list[Path]:
@@ -105,7 +113,7 @@ def _copy(
             f"{directory}: two files have one name but for the ending, adopt them one folder at a time"
         )
     check_free(output, overwrite)
-    shards, edges = list[ShardInfo](), _Edges(tokenizer.eod, tokenizer.bos)
+    shards, edges = list[ShardInfo](), DocumentEdges(tokenizer)
     total, read, documents = sum(file.tokens for file in files), 0, 0
     with (
         staged_directory(output) as staging,
@@ -114,23 +122,23 @@ def _copy(
         tokenizer.copy_to(staging)
         for file in files:
             with ShardWriter(staging / file.path.stem, tokenizer.vocab_size) as writer:
-                begun = ended = True
+                opening = closing = tokenizer.eod
                 for ids in file.documents(tokenizer.eod):
                     read += ids.size
                     if not ids.size:
                         left_out.document("empty documents")
                         continue
-                    begins, ended = edges.document(ids)
-                    begun = begun if writer.documents else begins
+                    edges.count_document(ids)
+                    opening, closing = opening if writer.documents else int(ids[0]), int(ids[-1])
                     writer.add_document(ids)
                     documents += 1
                     if documents % TOLD_EVERY == 0:
                         meter.update(read, documents, read)
                 # Without an index a file may start and end inside a document (llm.c cuts files anywhere).
                 if file.ends is None and writer.documents > 1:
-                    edges.open_begins -= not begun
-                    edges.open_ends -= not ended
+                    edges.uncount(opening, closing)
                 shards.append(writer.close())
+        tokenizer, odd = _begun(tokenizer, edges, documents)
         manifest = Manifest(
             name=name,
             tokenizer=tokenizer.info,
@@ -140,50 +148,8 @@ def _copy(
             source="adopted files of token ids",
         )
         manifest.save(staging)
-    warnings = [file.note for file in files if file.note] + edges.warnings(manifest)
+    warnings = [file.note for file in files if file.note] + odd
     return Summary.of(
-        "adopted", output, manifest, seconds=time.monotonic() - begin, left_out=left_out, warnings=warnings
-    )
-
-
-@dataclass
-class _Edges:
-    """Counts the non-empty documents without `eod` at their end, or `bos` (if not None) at their beginning."""
-
-    eod: int
-    bos: int | None
-    open_begins: int = 0
-    open_ends: int = 0
-
-    def seen(self, shard: Shard, first: int, tokens: Tokens) -> None:
-        """The tokens of a shard from offset `first` on."""
-        after = first + tokens.size
-        edges = shard.document_starts(first, min(after + 1, shard.tokens) - first)
-        begins, ends = edges[edges < after], edges[edges > first]
-        if after == shard.tokens:
-            ends = np.append(ends, after)
-        if self.bos is not None:
-            self.open_begins += int(np.count_nonzero(tokens[begins - first] != self.bos))
-        self.open_ends += int(np.count_nonzero(tokens[ends - first - 1] != self.eod))
-
-    def document(self, ids: Ids) -> tuple[bool, bool]:
-        """For one document, 1-D: (begins with `bos`, ends with `eod`)."""
-        begun, ended = self.bos is None or int(ids[0]) == self.bos, int(ids[-1]) == self.eod
-        self.open_begins += not begun
-        self.open_ends += not ended
-        return begun, ended
-
-    def warnings(self, manifest: Manifest) -> list[str]:
-        documents, found = sum(shard.documents for shard in manifest.shards), list[str]()
-        if self.open_begins:
-            found.append(
-                f"{self.open_begins:,} of {documents:,} documents do not begin with token {self.bos}, contrary to "
-                "--bos: leave it out if most do not, or write the shards again with one"
-            )
-        if self.open_ends:
-            found.append(
-                f"{self.open_ends:,} of {documents:,} documents do not end with the end-of-document token "
-                f"({self.eod}): a model trained on them does not learn where texts end; name their last token by "
-                "--eod, or write the shards again with one"
-            )
-        return found
+        "adopted", output, manifest, tokenizer, seconds=time.monotonic() - begin, left_out=left_out,
+        warnings=warnings,
+    )  # fmt: skip

@@ -9,9 +9,22 @@ from typing import Literal, Self
 
 from rich.filesize import decimal
 
-from megastable.base.text import show_share
+from megastable.base.text import show_share, visible
 from megastable.data.left_out import CountedFiles, told
 from megastable.data.manifest import Manifest
+from megastable.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EdgeToken:
+    """The token that ends or begins every document. why: it is that one; "" if only the manifest says so."""
+
+    id: int
+    spelled: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"token {self.id} ({visible(self.spelled)})" + (f", {self.why}" if self.why else "")
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,8 @@ class Summary:
     name: str
     fingerprint: str
     vocab_size: int
+    eod: EdgeToken
+    bos: EdgeToken | None
     shards: int
     documents: dict[str, int]
     tokens: dict[str, int]
@@ -42,6 +57,7 @@ class Summary:
         action: Literal["prepared", "reused", "adopted", "verified"],
         directory: Path,
         manifest: Manifest,
+        tokenizer: Tokenizer,
         *,
         seconds: float | None = None,
         lost_share: float | None = None,
@@ -56,6 +72,10 @@ class Summary:
             name=manifest.name,
             fingerprint=manifest.fingerprint(),
             vocab_size=manifest.tokenizer.vocab_size,
+            eod=EdgeToken(tokenizer.eod, tokenizer.spelled(tokenizer.eod), tokenizer.why_eod),
+            bos=None
+            if tokenizer.bos is None
+            else EdgeToken(tokenizer.bos, tokenizer.spelled(tokenizer.bos), tokenizer.why_bos),
             shards=len(manifest.shards),
             documents={
                 split: sum(part.documents for part in parts) for split, parts in manifest.splits.items()
@@ -81,6 +101,8 @@ class Summary:
             f"  {split}: {self.documents[split]:,} documents, {tokens:,} tokens"
             for split, tokens in self.tokens.items()
         ]
+        lines.append(f"  documents end with {self.eod}")
+        lines.append(f"  documents begin with {self.bos or 'no token of their own'}")
         if self.text_bytes is not None:
             per_token = self.text_bytes / sum(self.tokens.values())
             lost = "" if self.lost_share is None else f", {show_share(self.lost_share)} of it lost or unknown"

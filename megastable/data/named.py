@@ -8,7 +8,7 @@ from megastable.base.errors import DataError
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.data.manifest import Manifest, TokenizerInfo
-from megastable.data.tokenizer import BEGIN_OF_DOCUMENT, END_OF_DOCUMENT, Tokenizer, load_tokenizer
+from megastable.data.tokenizer import BEGIN_OF_DOCUMENT, END_OF_DOCUMENT, NO_EOD, Tokenizer, load_tokenizer
 
 GUESSED = "what begins and ends a document is guessed from the tokenizer"
 
@@ -30,11 +30,9 @@ def named_tokenizer(path: Path, run: RunConfig) -> tuple[Tokenizer, str]:
         corpus, info = corpus_of(run)
     except DataError:
         return load_tokenizer(path), "the corpus is not there"
-    found = load_tokenizer(path, eod=0)
-    if problem := _difference(found, corpus / info.file, info):
+    if problem := _difference(load_tokenizer(path, NO_EOD), corpus / info.file, info):
         return load_tokenizer(path), problem
-    found.eod, found.bos = info.eod, info.bos
-    return found, ""
+    return load_tokenizer(path, info.eod, info.bos), ""
 
 
 def _difference(tokenizer: Tokenizer, own: Path, info: TokenizerInfo) -> str:
@@ -43,7 +41,7 @@ def _difference(tokenizer: Tokenizer, own: Path, info: TokenizerInfo) -> str:
     if tokenizer.xxh3 == info.xxh3:
         return ""
     try:
-        corpus: Tokenizer | None = load_tokenizer(own, eod=0)
+        corpus: Tokenizer | None = load_tokenizer(own, NO_EOD)
     except DataError:
         corpus = None
     if corpus is not None and corpus.xxh3 != info.xxh3:

@@ -104,10 +104,10 @@ def prepare_shards(
     for folder in inputs:
         if output.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"the output {output} is inside of the input {folder}: it would be read as well")
-    tokenizer = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
+    chosen = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
     corpus = TextFiles(inputs, key, skip_bad, globs, as_text)
     with staged_directory(output) as staging:
-        tokenizer = load_tokenizer(tokenizer.copy_to(staging), tokenizer.eod, tokenizer.bos)
+        tokenizer = load_tokenizer(chosen.copy_to(staging), chosen.eod, chosen.bos)
         job = _Tokenization(corpus, staging, tokenizer, name, workers, shard_tokens, seed, progress)
         threshold = round(validation * 2**64)
         written = job.write(threshold)
@@ -127,6 +127,12 @@ def prepare_shards(
         manifest = written.manifest(name, tokenizer, source or visible(", ".join(map(str, inputs))))
         manifest.save(staging)
     warnings = []
+    if chosen.kind == "huggingface" and chosen.bos is None and chosen.added not in ((), (chosen.eod,)):
+        spelled = ", ".join(visible(chosen.spelled(token)) for token in chosen.added)
+        warnings.append(
+            f"other programs put {spelled} before every text with this tokenizer, and no document here begins with it: "
+            "--bos begins every document with the tokenizer's own token"
+        )
     if validation and "validation" not in manifest.splits:
         warnings.append("no validation split: there is only one document, or all are the same")
     held = manifest.tokens("validation") / (manifest.tokens("train") + manifest.tokens("validation"))
@@ -139,6 +145,7 @@ def prepare_shards(
         "prepared",
         output,
         manifest,
+        chosen,
         seconds=time.monotonic() - begin,
         read=corpus.read,
         left_out=corpus.left_out,
@@ -171,6 +178,7 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
     lost = _cached_counter(tokenizer_path, info).count(batch.texts, raw, encoded)
     most = max(range(len(lost)), key=lost.__getitem__)
     ids = [part.astype(dtype) for part in encoded]
+    _check_edges(tokenizer, ids)
     return Encoded(
         tokens=np.concatenate([part for document in ids for part in (begin, document, end)]),
         lengths=[begin.size + document.size + 1 for document in ids],
@@ -182,10 +190,22 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
     )
 
 
+def _check_edges(tokenizer: Tokenizer, documents: Sequence[npt.NDArray[np.integer]]) -> None:
+    """Raise a DataError if a text has the token that ends documents, or begins them: a piece of one character, a byte
+    or the unknown piece, which cannot be taken from texts."""
+    for does, option, token in (("ends", "--eod", tokenizer.eod), ("begins", "--bos", tokenizer.bos)):
+        if token is not None and any((ids == token).any() for ids in documents):
+            raise DataError(
+                f"the token {token} ({tokenizer.spelled(token)!r}), which {does} documents ({option}), is in the text "
+                f"of a document, too: {tokenizer.file.name} needs it for texts. "
+                + ("Name another" if does == "ends" else f"Leave {option} out")
+            )
+
+
 @lru_cache(maxsize=1)
 def _cached_tokenizer(path: Path, info: TokenizerInfo) -> Tokenizer:
     # The hash in `info` is part of the key: one process may see different files at one path.
-    return load_tokenizer(path, info.eod)
+    return load_tokenizer(path, info.eod, info.bos)
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ from megastable.data.command_summary import Summary
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.prepare import check_free, prepare_shards
 from megastable.data.text_files import TextFiles
+from megastable.data.tokenizer import load_tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
 
 NAME = "stdlib"
@@ -45,7 +46,9 @@ def prepare_stdlib(
     A complete `output` is reused. Raises DataError if it has another vocabulary, or is another corpus.
     """
     if (output / FILE).exists() and not overwrite:
-        return Summary.of("reused", output, load_reusable(output, vocab_size))
+        manifest = load_reusable(output, vocab_size)
+        info = manifest.tokenizer
+        return Summary.of("reused", output, manifest, load_tokenizer(output / info.file, info.eod, info.bos))
     check_free(output, overwrite)
     files = stdlib_files()
     with tempfile.TemporaryDirectory() as directory:

@@ -7,6 +7,7 @@ from pathlib import Path
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import bar
 from megastable.data.command_summary import Summary
+from megastable.data.document_edges import DocumentEdges
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.shards import Shard
 from megastable.data.tokenizer import load_tokenizer
@@ -23,13 +24,15 @@ def verify_corpus(directory: Path, silent: bool = True) -> Summary:
     )
     if tokenizer.info != manifest.tokenizer:
         raise DataError(f"{tokenizer.file} is not the file that {directory / FILE} describes: restore it")
+    edges, documents = DocumentEdges(tokenizer), sum(info.documents for info in manifest.shards)
     with bar("verifying", sum(info.tokens for info in manifest.shards), silent, "tokens") as watch:
         for info in manifest.shards:
-            Shard(directory / info.name, info, manifest.tokenizer.vocab_size).verify()
+            Shard(directory / info.name, info, manifest.tokenizer.vocab_size).verify(edges.count_tokens)
             watch(info.tokens)
     for split, segments in manifest.splits.items():
         stream, first = Stream(directory, manifest, split), 0
         for segment in segments:
             stream.read(first, 1)  # checks that the segment consists of whole documents
             first += segment.tokens
-    return Summary.of("verified", directory, manifest)
+    warnings = edges.warnings(tokenizer.bos, documents)
+    return Summary.of("verified", directory, manifest, tokenizer, warnings=warnings)

@@ -15,6 +15,7 @@ from megastable.base.errors import DataError
 from megastable.config.tree import CorpusConfig
 from megastable.data import token_files
 from megastable.data.adopt import adopt_directory
+from megastable.data.command_summary import EdgeToken, Summary
 from megastable.data.corpora import open_corpora
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.prepare import prepare_shards
@@ -322,3 +323,35 @@ def test_the_first_document_of_a_file_that_was_cut_need_not_begin_with_its_token
     assert [warning.split(":")[0] for warning in made.warnings] == [
         "1 of 3 documents do not begin with token 1, contrary to --bos"
     ]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_that_all_documents_begin_with_a_token_is_seen_without_being_told(
+    tmp_path: Path, tokenizer: Path, copied: bool
+) -> None:
+    found = [[1, *document] for document in encoded(tokenizer, 9)]
+    (tmp_path / "in").mkdir()
+    output = tmp_path / "out" if copied else None
+
+    def adopted(found: Documents) -> Summary:
+        if copied:
+            write_datatrove(tmp_path / "in" / "a.ds", found)
+        else:
+            with ShardWriter(tmp_path / "in" / "a", 600) as writer:
+                for document in found:
+                    writer.add_document(np.array(document))
+        return adopt_directory(tmp_path / "in", tokenizer, output=output, overwrite=True)
+
+    made = adopted(found)
+    assert made.bos == EdgeToken(1, "<s>", "as every document here") and made.warnings == []
+    assert "documents begin with token 1 (<s>), as every document here" in str(made)
+    corpus = output or tmp_path / "in"
+    assert Manifest.load(corpus).tokenizer.bos == 1
+    assert verify_corpus(corpus).warnings == []
+    # Most is not all: that is for a person to decide.
+    made = adopted([*found, encoded(tokenizer, 1)[0]])
+    assert made.bos is None and len(made.warnings) == 1
+    assert made.warnings[0].startswith(
+        "9 of 10 documents begin with token 1 (<s>), and the manifest names none"
+    )
+    assert verify_corpus(corpus).warnings == made.warnings

@@ -8,6 +8,7 @@ import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,10 +22,11 @@ from tokenizers import processors
 from megastable.base.errors import DataError
 from megastable.data import prepare
 from megastable.data.adopt import adopt_directory
+from megastable.data.command_summary import EdgeToken
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.prepare import prepare_shards, settle_threshold
 from megastable.data.shards import Shard, ShardWriter
-from megastable.data.tokenizer import load_tokenizer
+from megastable.data.tokenizer import OWN, load_tokenizer
 from megastable.data.verify import verify_corpus
 from tests.data.archives import tar_bytes
 from tests.data.texts import documents, hugging_face_file, sentencepiece_file
@@ -80,7 +82,7 @@ def test_documents_begin_with_the_tokenizers_own_token(tmp_path: Path) -> None:
             out = tmp_path / f"{file.name}-{workers}"
             prepare_shards([lines], out, file, bos=True, validation=0, workers=workers, name="mine")
             info = Manifest.load(out).tokenizer
-            assert info.bos == (token if token is not None else load_tokenizer(file).own_bos())
+            assert info.bos == (token if token is not None else load_tokenizer(file, bos=OWN).bos)
             shard = Shard(out / "mine-train-00000")
             tokenizer = load_tokenizer(file)
             for document, text in enumerate(texts):
@@ -89,6 +91,30 @@ def test_documents_begin_with_the_tokenizers_own_token(tmp_path: Path) -> None:
                 assert ids == [info.bos, *tokenizer.encode(text), info.eod]
             verify_corpus(out)
     assert shard_bytes(tmp_path / "tokenizer.json-1") == shard_bytes(tmp_path / "tokenizer.json-2")
+
+
+def test_the_tokens_that_end_and_begin_documents_are_told_and_why(tmp_path: Path, tokenizer: Path) -> None:
+    text = write_lines(tmp_path / "a.jsonl", documents(9))
+
+    def edges(**options: Any) -> tuple[EdgeToken, EdgeToken | None, list[str]]:
+        made = prepare_shards(
+            [text], tmp_path / "out", overwrite=True, validation=0.0, progress=False, **options
+        )
+        return made.eod, made.bos, made.warnings
+
+    own, named = "the tokenizer's own end of a sentence", "named by --eod"
+    assert edges(tokenizer_path=tokenizer) == (EdgeToken(2, "</s>", own), None, [])
+    assert edges(tokenizer_path=tokenizer, eod="7")[0].why == named
+    assert verify_corpus(tmp_path / "out").eod == EdgeToken(7, "<0x04>")
+    file = with_bos(hugging_face_file(tmp_path, special=["</s>", "<|endoftext|>"]))
+    eod, bos, (hint,) = edges(tokenizer_path=file)
+    assert (eod, bos) == (EdgeToken(1, "<|endoftext|>", "by its usual name, before </s>"), None)
+    assert (
+        hint.startswith("other programs put <|begin|> before every text with this tokenizer")
+        and "--bos" in hint
+    )
+    _, bos, warnings = edges(tokenizer_path=file, bos=True)
+    assert bos is not None and bos.spelled == "<|begin|>" and "in other programs" in bos.why and not warnings
 
 
 def test_without_such_a_token_it_is_said_and_manifests_are_as_before(tmp_path: Path) -> None:

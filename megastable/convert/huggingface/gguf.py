@@ -26,7 +26,7 @@ from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
 from megastable.convert.huggingface.tokenizer_export import CONFIG, CONTROL, FILE, NORMAL
 from megastable.data.local_copy import remove_abandoned, staging_of
-from megastable.data.tokenizer import load_tokenizer
+from megastable.data.tokenizer import NO_EOD, load_tokenizer
 from megastable.model.rope import Rope, frequencies
 
 TEMPLATE = "chat_template.jinja"
@@ -194,7 +194,7 @@ def _tokenizer(folder: Path, size: int) -> tuple[Vocabulary, dict[str, Any]]:
     """The content of tokenizer.json, and {"bos", "eos", "pad", "unk": ids or None, "template": chat template or
     None}."""
     try:
-        model = load_tokenizer(folder / FILE, eod=0).model  # type: ignore[attr-defined]
+        model = load_tokenizer(folder / FILE, NO_EOD).model  # type: ignore[attr-defined]
         content = json.loads(model.to_str())
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         template = config.get("chat_template")

@@ -25,7 +25,7 @@ from megastable.convert.huggingface.architectures import OWN, architecture_of
 from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.tokenizer_export import CONFIG, FILE, difference
 from megastable.data.corpora import Corpora, open_corpora
-from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.data.tokenizer import NO_EOD, Tokenizer, load_tokenizer
 from megastable.model.flops import parameters as parameter_count
 
 ANY_WAY = "if you know that it is the same, add --any-tokenizer"
@@ -147,7 +147,7 @@ def check_tokenizer(folder: HuggingFaceFolder, run: RunConfig, corpora: Corpora,
             f"{folder.path} has no tokenizer.json or SentencePiece model to compare that of {corpus} with; {ANY_WAY}"
         )
     try:
-        ours = load_tokenizer(corpus / info.file, info.eod)
+        ours = load_tokenizer(corpus / info.file, NO_EOD)
     except DataError as error:
         raise CheckpointError(
             f"the corpus's tokenizer cannot be compared with the folder's: {error}; {ANY_WAY}"
@@ -178,6 +178,6 @@ def _tokenizers(folder: HuggingFaceFolder) -> list[Tokenizer]:
     """The folder's tokenizers, tokenizer.json first, as in transformers. Raises CheckpointError."""
     files = [folder.path / FILE, *sorted(folder.path.glob("*.model"))]
     try:
-        return [load_tokenizer(file, eod=0) for file in files if file.is_file()]
+        return [load_tokenizer(file, NO_EOD) for file in files if file.is_file()]
     except DataError as error:
         raise CheckpointError(f"{error}; {ANY_WAY}") from None

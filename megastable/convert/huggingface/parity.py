@@ -31,7 +31,7 @@ from megastable.convert.huggingface.mup_scales import factor_of, without_mup
 from megastable.convert.huggingface.names import merge, split, table
 from megastable.convert.huggingface.tokenizer_export import real_text
 from megastable.data.corpora import open_corpora
-from megastable.data.tokenizer import load_tokenizer
+from megastable.data.tokenizer import NO_EOD, load_tokenizer
 from megastable.report.sheet import Column, Sheet
 
 LARGEST = 1e-4  # difference of two logits
@@ -200,7 +200,7 @@ def _samples(
     except (MegastableError, IndexError):
         pass  # the corpora need not be on this machine
     try:
-        ids = load_tokenizer(folder.path, eod=0).encode(real_text())
+        ids = load_tokenizer(folder.path, NO_EOD).encode(real_text())
     except MegastableError:
         notes.append("compared on random tokens alone: neither the run's corpora nor a tokenizer were found")
         return found

@@ -31,13 +31,12 @@ from tokenizers import Tokenizer as HuggingFaceModel
 from megastable.base.errors import CheckpointError
 from megastable.data.local_copy import write_file
 from megastable.data.tokenizer import SPACE, Tokenizer
+from megastable.data.unforgeable import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 Json = dict[str, Any]
 
-# Kinds of pieces (sentencepiece_model.proto, ModelProto.SentencePiece.Type), and types of models.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-UNIGRAM, BPE = 1, 2
+UNIGRAM, BPE = 1, 2  # types of models (sentencepiece_model.proto, TrainerSpec.ModelType)
 RANDOM_TEXTS = 300
 CUT_AT_SPACES: Json = {
     "type": "Split", "pattern": {"Regex": " +[^ ]*|[^ ]+"}, "behavior": "Isolated", "invert": False
@@ -157,7 +156,7 @@ def fast(tokenizer: Tokenizer) -> Json:
     """The content of a tokenizer.json with the same ids and no additions. Raises CheckpointError."""
     if tokenizer.kind == "sentencepiece":
         return _of_sentencepiece(tokenizer)
-    content: Json = json.loads(tokenizer.content)
+    content: Json = json.loads(tokenizer.closed)
     content["truncation"] = content["padding"] = None
     # Many put a token before every text; training had none.
     content["post_processor"] = _without_additions(content.get("post_processor"))
@@ -189,7 +188,7 @@ def _begun(content: Json, bos: int) -> Json:
 
 def _of_sentencepiece(tokenizer: Tokenizer) -> Json:
     proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    proto.ParseFromString(tokenizer.content)
+    proto.ParseFromString(tokenizer.closed)
     kind, rules = proto.trainer_spec.model_type, proto.normalizer_spec
     if kind not in (UNIGRAM, BPE) or proto.trainer_spec.treat_whitespace_as_suffix:
         raise CheckpointError(
