@@ -37,6 +37,17 @@ Bos = Annotated[
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the corpus. Default: that of its folder")]
 Share = Annotated[float, typer.Option(help="Share to hold back for validation")]
+ShardShare = Annotated[
+    float | None,
+    typer.Option(
+        help="Share to hold back for validation. Default: 0.01; none with --validation-input",
+        show_default=False,
+    ),
+]
+ValidationInputs = Annotated[
+    list[Path] | None,
+    typer.Option(help="File or folder of documents for validation, all of them; repeatable"),
+]
 Key = Annotated[
     str, typer.Option(help="JSON key, column (Parquet, Arrow, CSV) or WebDataset ending of the text")
 ]
@@ -85,21 +96,25 @@ def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelTy
 @app.add(
     examples="""
     megastable prepare shards --input texts/ --input more.jsonl.zst --output data/mine --tokenizer my.model
+    megastable prepare shards --input texts/ --validation-input held-out/ --output data/mine --tokenizer my.model
     megastable prepare shards --input fineweb/ --glob '**/*.parquet' --output data/web --tokenizer my.model
     megastable prepare shards --input reviews.tsv.xz --key review --output data/reviews --tokenizer my.model
     """
 )
-def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: Share = 0.01,
-           workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
+def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: ShardShare = None,
+           validation_input: ValidationInputs = None, workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
            eod: Eod = None, bos: Bos = False, seed: int = 0, skip_bad: SkipBad = False,
            as_text: AsText = False, max_lost: MaxLost = MAX_LOST, overwrite: Overwrite = False,
            as_json: Json = False) -> None:  # fmt: skip
     """Encode text into a corpus of Megatron .bin/.idx shards."""
     from megastable.data.prepare import prepare_shards
 
-    show(as_json, prepare_shards(inputs, output, tokenizer, name=name, validation=validation, workers=workers,
-         shard_tokens=shard_tokens, key=key, eod=eod, bos=bos, seed=seed, skip_bad=skip_bad,
-         globs=glob or (), as_text=as_text, max_lost=max_lost, overwrite=overwrite))  # fmt: skip
+    made = prepare_shards(
+        inputs, output, tokenizer, name=name, validation=validation, validation_inputs=validation_input or (),
+        workers=workers, shard_tokens=shard_tokens, key=key, eod=eod, bos=bos, seed=seed, skip_bad=skip_bad,
+        globs=glob or (), as_text=as_text, max_lost=max_lost, overwrite=overwrite,
+    )  # fmt: skip
+    show(as_json, made)
 
 
 @app.add(examples="megastable prepare stdlib --output data/stdlib")

@@ -18,14 +18,15 @@ from megastable.config.lint import lint
 from megastable.config.recipe import find, load, read_yaml
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
+from megastable.data.coverage import describe_epochs, find_warnings
 
 EXAMPLES = f"""python -m megastable.config launch/recipes/7b.yaml parallel.tensor=8 --world 64 --no-data
   python -m megastable.config launch/recipes/quickstart.yaml --json
   {reference.COMMAND}"""
 
 
-def _check_corpora(config: RunConfig) -> None:
-    """Raises ConfigError if the corpora cannot be used on this host."""
+def _check_corpora(config: RunConfig) -> tuple[str, list[str]]:
+    """The epochs of the run, and warnings. Raises ConfigError if the corpora cannot be used on this host."""
     try:
         corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
     except MegastableError as error:
@@ -35,6 +36,11 @@ def _check_corpora(config: RunConfig) -> None:
         raise ConfigError(
             f"model.vocab_size={given} is smaller than the tokenizer's {corpora.vocab_size}: leave it out"
         )
+    samples = config.batches.reach(0, config.train.steps)
+    return (
+        describe_epochs(corpora.train.order, samples),
+        find_warnings(corpora, samples, bool(config.train.eval_samples)),
+    )
 
 
 class _Reference(argparse.Action):
@@ -76,15 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
         world = replica if args.world is None else args.world
         ds = deepspeed_json.build(config, world)
-        if not args.no_data:
-            _check_corpora(config)
-        warnings = [*config.supervise.exposed, *lint(config)]
+        epochs, odd = ("", []) if args.no_data else _check_corpora(config)
+        warnings = [*config.supervise.exposed, *lint(config), *odd]
         tree = config.model_dump(mode="json")
         if args.json:
             print(json.dumps({"config": tree, "deepspeed": ds, "warnings": warnings}, indent=2))
         else:
             print(f"# {args.recipe}, resolved\n{yaml.safe_dump(tree, sort_keys=False)}")
             print(f"# DeepSpeed, {world} ranks\n{json.dumps(ds, indent=2)}", flush=True)
+        if epochs:
+            print(epochs, file=sys.stderr)
         for text in warnings:  # behind the long page, where a terminal shows them
             print(f"WARNING: {text}", file=sys.stderr)
         print(

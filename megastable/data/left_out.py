@@ -32,6 +32,12 @@ class CountedFiles:
         first, count = names.get(group or name, (name, 0))
         names[group or name] = (first, count + 1)
 
+    def add(self, other: UnreadFiles) -> None:
+        """Add what another reading has left out."""
+        self.counts.update(other.counts)
+        for reason, names in other._names.items():
+            self._names.setdefault(reason, {}).update(names)
+
     @property
     def files(self) -> dict[str, list[str]]:
         """The names by reason."""

@@ -37,6 +37,8 @@ from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
 SHARD_TOKENS = 1 << 30
 BATCH = 1 << 20  # characters of text per batch for a worker
 SPLITS = ("train", "validation")
+VALIDATION = 0.01  # share of the documents, unless another is given
+IN_BOTH = "training documents that are validation documents, too"
 
 
 class DocumentBatch(NamedTuple):
@@ -52,7 +54,7 @@ class Encoded(NamedTuple):
     tokens: npt.NDArray[np.integer]  # uint16 or int32 [sum(lengths)], one document after another
     lengths: list[int]  # including the tokens that begin and end a document
     hashes: list[int]  # 64 bits each, of the UTF-8 text
-    text_bytes: int
+    text_bytes: list[int]  # of each
     read_bytes: int
     lost_bytes: int  # of the text; see `lost_text.py`
     worst: tuple[int, str]  # the most that a document lost, and its beginning
@@ -64,7 +66,8 @@ def prepare_shards(
     tokenizer_path: Path,
     *,
     name: str | None = None,
-    validation: float = 0.01,
+    validation: float | None = None,
+    validation_inputs: Sequence[Path] = (),
     workers: int = 1,
     shard_tokens: int = SHARD_TOKENS,
     key: str = "text",
@@ -82,15 +85,23 @@ def prepare_shards(
     """Make the corpus `output` from the text in `inputs` (files, and files of folders that `globs` match; see
     `text.py`).
 
-    `validation` is the share of the documents to hold back; with two or more different documents, both splits get at
-    least one. A shard is closed after the document that brings it to `shard_tokens`. `output` appears complete or not
-    at all; an older corpus there is replaced only with `overwrite`. With `bos` every document begins with the
-    tokenizer's own begin-of-document token.
+    `validation` is the share of the documents to hold back (None: a hundredth, or none with `validation_inputs`); with
+    two or more different documents, both splits get at least one. The documents of `validation_inputs` are the
+    validation split; training documents with the text of one of them are left out and counted. A shard is closed after
+    the document that brings it to `shard_tokens`. `output` appears complete or not at all; an older corpus there is
+    replaced only with `overwrite`. With `bos` every document begins with the tokenizer's own begin-of-document token.
 
     Raises DataError for bad input, a tokenizer that loses more than the share `max_lost` of the text (`lost_text.py`),
     an empty corpus, an `output` that is occupied, or a full disk.
     """
     begin = time.monotonic()
+    if validation and validation_inputs:
+        raise DataError(
+            f"validation is {validation}, and there are documents for validation already: choose one of --validation "
+            "and --validation-input"
+        )
+    if validation is None:
+        validation = 0.0 if validation_inputs else VALIDATION
     if not 0 <= validation < 1:
         raise DataError(f"validation is {validation}: give a share of the documents, at least 0, below 1")
     if workers < 1 or shard_tokens < 1:
@@ -101,14 +112,17 @@ def prepare_shards(
     if "/" in name:
         raise DataError(f"the name {name!r} becomes part of file names: leave out the /")
     check_free(output, overwrite)
-    for folder in inputs:
+    for folder in (*inputs, *validation_inputs):
         if output.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"the output {output} is inside of the input {folder}: it would be read as well")
     chosen = load_tokenizer(tokenizer_path, eod, OWN if bos else None)
     corpus = TextFiles(inputs, key, skip_bad, globs, as_text)
+    held_back = TextFiles(validation_inputs, key, skip_bad, globs, as_text) if validation_inputs else None
     with staged_directory(output) as staging:
         tokenizer = load_tokenizer(chosen.copy_to(staging), chosen.eod, chosen.bos)
-        job = _Tokenization(corpus, staging, tokenizer, name, workers, shard_tokens, seed, progress)
+        job = _Tokenization(
+            corpus, held_back, staging, tokenizer, name, workers, shard_tokens, seed, progress
+        )
         threshold = round(validation * 2**64)
         written = job.write(threshold)
         if not written.hashes:
@@ -117,7 +131,14 @@ def prepare_shards(
             allowed = f"{min(1, written.lost_share + 0.001):.3f}"
             raise DataError(
                 f"{describe_loss(written.lost_share, tokenizer, written.worst[1])}: take another, train one on this "
-                f"text (tools/prepare_data.py tokenizer), or allow the loss with --max-lost {allowed}"
+                f"text (megastable prepare tokenizer), or allow the loss with --max-lost {allowed}"
+            )
+        if held_back is not None and (
+            empty := {"train", "validation"} - {s for s in SPLITS if written.shards[s]}
+        ):
+            raise DataError(
+                f"nothing is left for the {empty.pop()} split: no text, or all of it is in the other input, too; give "
+                "other --input and --validation-input"
             )
         settled = settle_threshold(threshold, *written.hashes)
         if settled != threshold:
@@ -126,6 +147,8 @@ def prepare_shards(
                 raise DataError("the input changed while it was read, or is a pipe: put it into a file")
         manifest = written.manifest(name, tokenizer, source or visible(", ".join(map(str, inputs))))
         manifest.save(staging)
+    if held_back is not None:
+        corpus.left_out.add(held_back.left_out)
     warnings = []
     if chosen.kind == "huggingface" and chosen.bos is None and chosen.added not in ((), (chosen.eod,)):
         spelled = ", ".join(visible(chosen.spelled(token)) for token in chosen.added)
@@ -135,7 +158,7 @@ def prepare_shards(
         )
     if validation and "validation" not in manifest.splits:
         warnings.append("no validation split: there is only one document, or all are the same")
-    held = manifest.tokens("validation") / (manifest.tokens("train") + manifest.tokens("validation"))
+    held = 0.0 if held_back is not None else manifest.tokens("validation") / sum(map(manifest.tokens, SPLITS))
     if held > max(0.05, 3 * validation):
         warnings.append(
             f"the validation split holds {held:.0%} of the tokens, {validation:.0%} of the documents were asked for: "
@@ -183,7 +206,7 @@ def encode_batch(batch: DocumentBatch, tokenizer_path: Path, info: TokenizerInfo
         tokens=np.concatenate([part for document in ids for part in (begin, document, end)]),
         lengths=[begin.size + document.size + 1 for document in ids],
         hashes=[xxhash.xxh3_64_intdigest(text, seed) for text in raw],
-        text_bytes=sum(map(len, raw)),
+        text_bytes=[len(text) for text in raw],
         read_bytes=batch.read_bytes,
         lost_bytes=sum(lost),
         worst=(lost[most], batch.texts[most][:SHOWN] if lost[most] else ""),
@@ -251,8 +274,8 @@ class _Written:
     def lost_share(self) -> float:
         return self.lost_bytes / max(1, self.text_bytes)
 
-    def note(self, encoded: Encoded) -> None:
-        self.text_bytes += encoded.text_bytes
+    def note(self, encoded: Encoded, left_out_bytes: int = 0) -> None:
+        self.text_bytes += sum(encoded.text_bytes) - left_out_bytes
         self.lost_bytes += encoded.lost_bytes
         self.worst = max(self.worst, encoded.worst, key=lambda worst: worst[0])
         hashes = (*self.hashes, *encoded.hashes)
@@ -281,6 +304,7 @@ class _Written:
 @dataclass
 class _Tokenization:
     corpus: TextFiles
+    held_back: TextFiles | None
     staging: Path
     tokenizer: Tokenizer
     name: str
@@ -298,19 +322,43 @@ class _Tokenization:
         )
         written = _Written({})
         documents = tokens = 0
+        held_hashes = set[int]()
         with ExitStack() as stack:
-            meter = stack.enter_context(Meter(self.corpus.total_bytes, silent=not self.progress))
+            total = self.corpus.total_bytes + (self.held_back.total_bytes if self.held_back else 0)
+            meter = stack.enter_context(Meter(total, silent=not self.progress))
             train, validation = (stack.enter_context(_SplitWriter(self, split)) for split in SPLITS)
-            results = ordered_map(encode, _batches(self.corpus), self.workers)
-            for encoded in stack.enter_context(closing(results)):
-                ends = np.cumsum(encoded.lengths)[:-1]
-                for document, text_hash in zip(np.split(encoded.tokens, ends), encoded.hashes, strict=True):
-                    (validation if text_hash < threshold else train).add(document)
+
+            def encoded_batches(corpus: TextFiles) -> Iterator[Encoded]:
+                results = ordered_map(encode, _batches(corpus), self.workers)
+                yield from stack.enter_context(closing(results))
+
+            def describe_lost() -> str:
+                return f"{show_share(written.lost_share)} lost" if written.lost_bytes else ""
+
+            # First what is held back, to know it in the other input.
+            for encoded in encoded_batches(self.held_back) if self.held_back else ():
+                for document in np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1]):
+                    validation.add(document)
+                held_hashes.update(encoded.hashes)
                 written.note(encoded)
                 documents += len(encoded.lengths)
                 tokens += encoded.tokens.size
-                lost = f"{show_share(written.lost_share)} lost" if written.lost_bytes else ""
-                meter.update(encoded.read_bytes, documents, tokens, lost)
+                meter.update(encoded.read_bytes, documents, tokens, describe_lost())
+            read_before = self.held_back.read_bytes if self.held_back else 0
+            for encoded in encoded_batches(self.corpus):
+                ends, left_out_bytes = np.cumsum(encoded.lengths)[:-1], 0
+                for document, text_hash, text_bytes in zip(
+                    np.split(encoded.tokens, ends), encoded.hashes, encoded.text_bytes, strict=True
+                ):
+                    if text_hash in held_hashes:
+                        self.corpus.left_out.document(IN_BOTH)
+                        left_out_bytes += text_bytes
+                        continue
+                    (validation if text_hash < threshold else train).add(document)
+                written.note(encoded, left_out_bytes)
+                documents += len(encoded.lengths)
+                tokens += encoded.tokens.size
+                meter.update(read_before + encoded.read_bytes, documents, tokens, describe_lost())
             written.shards = {"train": train.close(), "validation": validation.close()}
         return written
 

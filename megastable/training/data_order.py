@@ -11,6 +11,7 @@ from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips, named_skips
 from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.coverage import describe_epochs, find_warnings
 from megastable.data.order import BLOCK
 from megastable.data.skip_ledger import Ledger, append, append_all
 from megastable.data.skips import Selection
@@ -178,14 +179,17 @@ class DataOrder:
                 f"{fingerprint[:12]}..., which this run does not use: they are not skipped",
             )
 
+    def tell_of_coverage(self) -> None:
+        """Say how often the run reads each corpus, and what of that is probably not meant."""
+        c = self.config
+        samples = c.batches.reach(0, c.train.steps)
+        self.log.say(describe_epochs(self.source.order, samples))
+        for text in find_warnings(self.corpora, samples, bool(c.train.eval_samples)):
+            self.log.say(f"WARNING: {text}")
+
     def tell_of_validation(self, step: int) -> None:
-        """Warn about corpora whose validation loss is missing."""
+        """Warn about corpora that were taken out, and whose validation loss is missing from here on."""
         held_out = self.corpora.held_out
-        if held_out.without and held_out.blend is not None:
-            self.log.say(
-                f"no validation loss of {', '.join(held_out.without)}: no validation split as long as a sample "
-                "(tools/prepare_data.py shards --validation)"
-            )
         for name, why in held_out.gone.items():
             text = f"no validation loss of the corpus {name}, which was taken out of the blend: {why}"
             if name in held_out.at_first:

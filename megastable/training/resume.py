@@ -200,6 +200,7 @@ class Start:
             if ahead > sum(self.order.source.order.sequences):
                 self.log.say(f"WARNING: the next position is {ahead:,} further on: whole epochs are skipped")
         self.order.warn_of_foreign(self.state.step)
+        self.order.tell_of_coverage()
         if self.config.train.eval_samples:
             self.order.tell_of_validation(self.state.step)
 

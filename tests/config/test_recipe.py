@@ -324,7 +324,9 @@ def config_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_the_tree_and_the_deepspeed_json(corpus: Path) -> None:
     given = ["parallel.tensor=2", "train.steps=40", f"data.corpora=[{{path: {corpus}}}]"]
     done = config_command(QUICKSTART, "--world", "8", *given)
-    assert (done.returncode, done.stderr) == (0, f"{QUICKSTART}: valid on 8 ranks, 0 warnings\n")
+    epochs, verdict = done.stderr.splitlines()
+    assert (done.returncode, verdict) == (0, f"{QUICKSTART}: valid on 8 ranks, 0 warnings")
+    assert epochs.startswith("epochs of this run: ")
     tree, ds = done.stdout.split("# DeepSpeed, 8 ranks\n")
     assert RunConfig.model_validate(yaml.safe_load(tree)) == load(QUICKSTART, given)
     assert json.loads(ds)["gradient_accumulation_steps"] == 1

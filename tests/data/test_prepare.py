@@ -224,6 +224,27 @@ def test_duplicates_never_straddle_the_split(tmp_path: Path, tokenizer: Path) ->
     assert sorted(train + validation) == sorted(texts * 3)
 
 
+def test_a_validation_set_of_ones_own(tmp_path: Path, tokenizer: Path) -> None:
+    texts = documents(12)
+    (tmp_path / "held").mkdir()
+    write_lines(tmp_path / "held" / "b.jsonl", texts[:3])
+    train = write_lines(tmp_path / "a.jsonl", [texts[1], *texts[3:], texts[2]])
+    given = {"validation_inputs": [tmp_path / "held"], "progress": False, "overwrite": True}
+    for workers in (1, 2):
+        made = prepare_shards([train], tmp_path / "out", tokenizer, workers=workers, **given)
+        assert texts_of(tmp_path / "out", "validation") == texts[:3]
+        assert texts_of(tmp_path / "out", "train") == texts[3:]
+        # What is in both would make the validation loss too low.
+        assert made.left_out == {"training documents that are validation documents, too": 2}
+        assert made.text_bytes == sum(len(text.encode()) for text in texts)
+        assert made.warnings == []
+    with pytest.raises(DataError, match="one of --validation and --validation-input"):
+        prepare_shards([train], tmp_path / "out", tokenizer, validation=0.1, **given)
+    with pytest.raises(DataError, match="nothing is left for the train split"):
+        prepare_shards([tmp_path / "held" / "b.jsonl"], tmp_path / "out", tokenizer, **given)
+    assert texts_of(tmp_path / "out", "train") == texts[3:]
+
+
 def test_the_split_depends_on_text_and_seed_alone(tmp_path: Path, tokenizer: Path) -> None:
     texts = documents(200)
     held_back = {}
