@@ -102,7 +102,8 @@ def train(inputs: Inputs, output: Output, vocab_size: Vocabulary, model: ModelTy
     """
 )
 def shards(inputs: Inputs, output: Output, tokenizer: Tokenizer, name: Name = None, validation: ShardShare = None,
-           validation_input: ValidationInputs = None, workers: Workers = CPUS, shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
+           validation_input: ValidationInputs = None, workers: Workers = CPUS,
+           shard_tokens: int = SHARD_TOKENS, key: Key = "text", glob: Globs = None,
            eod: Eod = None, bos: Bos = False, seed: int = 0, skip_bad: SkipBad = False,
            as_text: AsText = False, max_lost: MaxLost = MAX_LOST, overwrite: Overwrite = False,
            as_json: Json = False) -> None:  # fmt: skip

@@ -32,8 +32,8 @@ def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:
     """
     order = corpora.train.order
     found = [
-        f"the run reads the corpus {corpus.name} {_count(done / size)} times; after about {WORTH_LITTLE} little is left "
-        "to learn (arXiv:2305.16264): more text, a lower weight, or fewer train.steps"
+        f"the run reads the corpus {corpus.name} {_count(done / size)} times; after about {WORTH_LITTLE} "
+        "little is left to learn (arXiv:2305.16264): more text, a lower weight, or fewer train.steps"
         for corpus, done, size in zip(
             order.corpora, order.samples_before(samples), order.sequences, strict=True
         )
