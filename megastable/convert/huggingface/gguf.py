@@ -24,9 +24,10 @@ from megastable.config.model import ModelConfig
 from megastable.convert.huggingface.architectures import LLAMA, OLMO2, QWEN2, QWEN3, architecture_of
 from megastable.convert.huggingface.folder import HuggingFaceFolder
 from megastable.convert.huggingface.llama_cpp import KNOWN, Vocabulary, vocabulary
-from megastable.convert.huggingface.tokenizer_export import CONFIG, CONTROL, FILE, NORMAL
+from megastable.convert.huggingface.tokenizer_export import CONFIG, FILE
 from megastable.data.local_copy import remove_abandoned, staging_of
 from megastable.data.tokenizer import NO_EOD, load_tokenizer
+from megastable.data.unforgeable import CONTROL, NORMAL
 from megastable.model.rope import Rope, frequencies
 
 TEMPLATE = "chat_template.jinja"

@@ -12,19 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from megastable.base.errors import CheckpointError
 from megastable.convert.huggingface.architectures import LLAMA, OLMO2, Architecture
-from megastable.convert.huggingface.tokenizer_export import (  # the kinds of pieces are numbered alike in llama.h
-    BYTE,
-    CONTROL,
-    CUT_AT_SPACES,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    Json,
-    spaced,
-    steps,
-)
+from megastable.convert.huggingface.tokenizer_export import CUT_AT_SPACES, Json, spaced, steps
 from megastable.data.tokenizer import SPACE
+
+# The kinds of pieces are numbered alike in llama.h.
+from megastable.data.unforgeable import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 LOWEST = -1e9  # a score
 # Text rules of SentencePiece's tokenizer.json that llama.cpp supports.
