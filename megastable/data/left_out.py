@@ -32,7 +32,7 @@ class CountedFiles:
         first, count = names.get(group or name, (name, 0))
         names[group or name] = (first, count + 1)
 
-    def add(self, other: UnreadFiles) -> None:
+    def add(self, other: CountedFiles) -> None:
         """Add what another reading has left out."""
         self.counts.update(other.counts)
         for reason, names in other._names.items():
