@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +13,13 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import megastable
+from megastable.cluster.launcher import free_port
+from tests.data.texts import documents
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -68,19 +73,81 @@ def test_the_version_is_read_from_the_package() -> None:
     assert metadata.version("megastable") == megastable.__version__
 
 
-def test_the_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
-    """Templates and what is vendored too, which the page of a sheet is made of."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: a build leaves its files behind."""
+    folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(
-        ROOT / "megastable", tmp_path / "megastable", ignore=shutil.ignore_patterns("__pycache__")
-    )
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "megastable", folder / "megastable", ignore=shutil.ignore_patterns("__pycache__"))
     build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", build, "."], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", build, "."], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    files = {
-        str(path.relative_to(tmp_path)) for path in (tmp_path / "megastable").rglob("*") if path.is_file()
-    }
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+    """Templates and what is vendored too, which the page of a sheet is made of; and the recipes."""
+    package = wheel.parent / "megastable"
+    files = {str(path.relative_to(wheel.parent)) for path in package.rglob("*") if path.is_file()}
     assert files <= set(zipfile.ZipFile(wheel).namelist())
     assert any(name.endswith("vendor/tabulator.min.js") for name in files)
+    for folder in ("ds_configs", "launch/recipes", "launch/clusters"):
+        assert (
+            ROOT / folder
+        ).resolve() == ROOT / "megastable/shipped" / folder  # one place, and the path of a checkout
+
+
+@pytest.mark.slow
+def test_a_wheel_alone_trains_under_a_supervisor(wheel: Path, tmp_path: Path) -> None:
+    """The quickstart's steps in a folder from which no checkout can be imported."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    # The libraries are those of this environment. Their own .pth files, which lead to a checkout, are not read.
+    (site / "libraries.pth").write_text(str(Path(torch.__file__).parents[1]))
+    zipfile.ZipFile(wheel).extractall(site)
+    python, here = tmp_path / "venv/bin/python", tmp_path / "here"
+    here.mkdir()
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+    def call(*words: object, told: str = "") -> str:
+        done = subprocess.run(
+            [str(word) for word in (python, *words)],
+            cwd=here,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert told in done.stdout
+        return done.stdout
+
+    def command(*words: object, told: str = "") -> str:
+        return call("-m", "megastable.cli", *words, told=told)
+
+    call("-c", "import megastable; print(megastable.__file__)", told=str(site))
+    recipe, few = (
+        "launch/recipes/quickstart.yaml",
+        ["data.corpora=[{path: data/mine}]", "train.eval_samples=0"],
+    )
+    (here / "texts").mkdir()
+    for number, text in enumerate(documents(60)):
+        (here / "texts" / f"{number}.txt").write_text(text)
+    size = ["--vocab-size", "320"]
+    command("prepare", "tokenizer", "--input", "texts", "--output", "tokenizer.model", *size)
+    command(
+        "prepare", "shards", "--input", "texts", "--output", "data/mine", "--tokenizer", "tokenizer.model"
+    )
+    call("-m", "megastable.config", recipe, *few, "--world", 2, told="valid on 2 ranks")
+    command("plan", "launch/recipes/7b.yaml", "--vocab", 32000, "--gpus", 64)
+    small = [*few, "train.global_batch=8", "model.layers=1", "train.steps=3"]
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", 2, "--master_port", free_port()]
+    call(*launcher, "--module", "megastable.train", recipe, *small, "run.dir=runs/alone")
+    assert json.loads((here / "runs/alone/summary.json").read_text())["steps"] == 3
+    supervised = ["supervise", recipe, *small, "run.dir=runs/supervised", "--", "--num_gpus", "2"]
+    script = '"$@" | head -1; exit ${PIPESTATUS[0]}'  # a reader that ends at once ends no run
+    words = ["bash", "-c", script, "bash", python, "-m", "megastable.cli", *supervised]
+    assert subprocess.run(words, cwd=here, env=environment, stdout=subprocess.DEVNULL).returncode == 0
+    command("status", "runs/supervised", told="complete")

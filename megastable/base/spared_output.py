@@ -1,8 +1,8 @@
 """Standard output and error of a process that must outlive whoever reads them.
 
-The output of a run goes to a terminal, a pipe or a file. The terminal is closed, the reader of the pipe ends or does not
-read, the disk is full: then a `print` raises or waits for ever, in whatever line of whatever library it is (rich even
-turns a broken pipe into SystemExit). The training needs none of them, so what cannot be written is lost, and counted.
+The output of a run goes to a terminal, a pipe or a file. The terminal is closed, the reader of the pipe ends or does
+not read, the disk is full: then a `print` raises or waits for ever, in whatever line of whatever library it is (rich
+even turns a broken pipe into SystemExit). The training needs none of them: what cannot be written is lost, and counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class _Spared(io.FileIO):
     def write(self, data: Buffer, /) -> int:
         content = memoryview(data).cast("B")
         if self._lost:
-            note = f"\n[{self._lost} bytes of output were lost here: their reader did not take them]\n".encode()
+            note = (
+                f"\n[{self._lost} bytes of output were lost here: their reader did not take them]\n".encode()
+            )
             if self._put(memoryview(note)) == len(note):
                 self._lost = 0
         if not self._lost:
@@ -74,9 +76,9 @@ class _Spared(io.FileIO):
 
 
 def _without_waiting(descriptor: int) -> int:
-    """The same pipe or terminal, opened anew so that a write never waits: the flag on `descriptor` itself would hold for
-    all processes that share it. What cannot be opened anew (a socket, a terminal of another user) stays as it is, as
-    does a file: opened anew, it would be written from its beginning."""
+    """The same pipe or terminal, opened once more so that a write never waits: the flag on `descriptor` itself would
+    hold for all processes that share it. What cannot be opened so (a socket, a terminal of another user) stays as it
+    is, as does a file, which would be written from its beginning."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(mode) or os.isatty(descriptor):
         with suppress(OSError):
@@ -96,7 +98,11 @@ def spare_output() -> None:
     # Libraries that are imported already, as DeepSpeed, log to the streams that they have seen then.
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for handler in [handler for one in loggers for handler in getattr(one, "handlers", ())]:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is not None and handler.stream in old:
+        if (
+            isinstance(handler, logging.StreamHandler)
+            and handler.stream is not None
+            and handler.stream in old
+        ):
             handler.setStream(sys.stdout if handler.stream is old[0] else sys.stderr)
 
 

@@ -302,7 +302,7 @@ def read_contents(checkpoint: Path) -> Contents:
         if foreign:
             raise CheckpointError(
                 f"{path}: missing, and {foreign[0].name} is there: a checkpoint of DeepSpeed or Megatron themselves? "
-                "`python tools/checkpoint.py --help` says how to import one"
+                "`megastable checkpoint --help` says how to import one"
             )
         raise CheckpointError(f"{path}: missing or unreadable: the save did not finish")
     contents, text = _read(path, Contents)

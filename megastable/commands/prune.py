@@ -57,7 +57,7 @@ def plan(corpus: Path,
         overwrite=overwrite,
     )  # fmt: skip
     what = f"{output} takes {loss}; delete the lines of what is to stay"
-    then = f"python tools/prune_data.py apply {output} OUTPUT" + (f" --most {most}" if most != USUAL else "")
+    then = f"megastable prune apply {output} OUTPUT" + (f" --most {most}" if most != USUAL else "")
     if as_json:
         put_json({"plan": str(output), **loss.told}, True, None)
     else:

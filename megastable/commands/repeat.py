@@ -147,7 +147,7 @@ def _check(config: RunConfig, ranks: int | None) -> None:
         open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
     except DataError as error:
         raise DataError(
-            f"{error}. Any corpus will do: python tools/prepare_data.py stdlib --output data/stdlib, then "
+            f"{error}. Any corpus will do: megastable prepare stdlib --output data/stdlib, then "
             "data.corpora.0.path=data/stdlib"
         ) from None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base.errors import ConfigError
-from megastable.config.recipe import find
+from megastable.config.recipe import find, shipped
 from megastable.config.tree import RunConfig
 
 # The keys allowed in a file, by section: what megastable fills in, and what it has been run with.
@@ -137,7 +137,7 @@ def _read(path: Path) -> dict[str, Any]:
         given = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"deepspeed={path}: no such file; the ones that come along are in ds_configs/"
+            f"deepspeed={path}: no such file; these come along: {shipped('ds_configs')}"
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"deepspeed={path}: not a readable JSON file: {error}") from None

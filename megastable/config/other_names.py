@@ -57,8 +57,8 @@ MEGATRON = {
         "rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_length",
         "beta_fast": "beta_fast", "beta_slow": "beta_slow"}.items()},
     # data
-    "data_path": "data.corpora; a list of folders and weights, from tools/prepare_data.py",
-    "train_data_path": "data.corpora; a list of folders and weights, from tools/prepare_data.py",
+    "data_path": "data.corpora; a list of folders and weights, from megastable prepare",
+    "train_data_path": "data.corpora; a list of folders and weights, from megastable prepare",
     "num_workers": "data.prefetch; in steps, not processes",
     "reset_attention_mask": "data.keep_documents_apart=true",
     "reset_position_ids": "data.keep_documents_apart=true",
@@ -160,7 +160,7 @@ _DROPOUT = "attention has no dropout: model.dropout is of embeddings and residua
 _BIAS = "the only biases are those of model.qkv_bias"
 _RMSNORM = "norms are always RMSNorms: model.norms and model.zero_centered_norms"
 _INTERLEAVED = "interleaved pipeline stages are not supported: parallel.pipeline has plain ones"
-_TOKENIZER = "a corpus brings its tokenizer along: tools/prepare_data.py takes it"
+_TOKENIZER = "a corpus brings its tokenizer along: megastable prepare takes it"
 _CONSTANT_DECAY = "weight decay is constant: optimizer.weight_decay"
 _OFFLOAD = "offloading is not supported: use more ranks or a higher parallel.zero"
 _WANDB = "wandb's own variables say it, WANDB_DIR and WANDB_ENTITY; logging.trackers names wandb"
@@ -193,10 +193,10 @@ MEGATRON_WITHOUT_KEY = {
     "fp8_amax_compute_algo": "delayed scales are always those of the largest magnitude in precision.fp8.history",
     "fp8_param_gather": "parameters are gathered in precision.kind: precision.fp8 is for products",
     **dict.fromkeys(("tokenizer_model", "tokenizer_type", "vocab_file", "merge_file"), _TOKENIZER),
-    "split": "tools/prepare_data.py sets documents aside for validation",
-    **dict.fromkeys(("valid_data_path", "test_data_path"), "tools/prepare_data.py sets documents aside for validation"),
+    "split": "megastable prepare sets documents aside for validation",
+    **dict.fromkeys(("valid_data_path", "test_data_path"), "megastable prepare sets documents aside for validation"),
     "data_cache_path": "the order of the data is computed: no index of it is kept",
-    "mock_data": "prepare real text instead: python tools/prepare_data.py stdlib --output data/stdlib",
+    "mock_data": "prepare real text instead: megastable prepare stdlib --output data/stdlib",
     "exit_duration_in_mins": "let the scheduler send SIGTERM: a checkpoint is written, and the next start goes on",
     "exit_signal_handler": "always so: SIGTERM writes a checkpoint and ends the run with code 75",
     **dict.fromkeys(("ckpt_format", "use_dist_ckpt"), "there is one format, which every parallel layout can load"),
@@ -267,7 +267,7 @@ OTHERS = {
     **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "mixed_precision_param"), "precision.kind"),
     "attn_implementation": "kernels.attention",
     "torch_compile": "kernels.compile",
-    **dict.fromkeys(("dataset", "dataset_path", "train_files"), "data.corpora; folders from tools/prepare_data.py"),
+    **dict.fromkeys(("dataset", "dataset_path", "train_files"), "data.corpora; folders from megastable prepare"),
     **dict.fromkeys(("output_dir", "out_dir", "dump_folder", "save_dir"), "run.dir"),
     **dict.fromkeys(("resume", "resume_from_checkpoint"), "run.dir; one that exists is resumed"),
     "save_steps": "checkpoint.interval",

@@ -16,16 +16,23 @@ from megastable.config.overrides import override
 from megastable.config.tree import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+# What comes along in every installation, below the paths that it has in a checkout, where links lead here.
+SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
 
 
 def find(path: str | Path) -> Path:
-    """`path` from the working directory, or else from the project's root (so that recipes work from anywhere)."""
+    """`path` from the working directory, or else from the checkout, or of what comes along: recipes work from anywhere,
+    also without a checkout."""
     given = Path(path)
-    return (
-        given
-        if given.exists() or given.is_absolute()
-        else (ROOT / given if (ROOT / given).exists() else given)
-    )
+    # Beside an installed package lie those of others.
+    bases = [ROOT, SHIPPED] if (ROOT / "pyproject.toml").is_file() else [SHIPPED]
+    found = (base / given for base in bases if (base / given).exists())
+    return given if given.exists() or given.is_absolute() else next(found, given)
+
+
+def shipped(folder: str) -> str:
+    """The names of the files that come along in a folder, for messages."""
+    return ", ".join(f"{folder}/{path.name}" for path in sorted((SHIPPED / folder).iterdir()))
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,9 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such recipe; the ones that come along are in launch/recipes/"
-        ) from None
+        raise ConfigError(f"{path}: no such recipe; these come along: {shipped('launch/recipes')}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:

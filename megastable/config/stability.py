@@ -50,7 +50,7 @@ class DetectorConfig(Section):
     start_patience: int = Field(default=100, ge=20)
     """At the start: how long a rise may take to turn. [observations]"""
     false_alarms: PositiveFloat = 1.0
-    """Rewinds accepted per 10,000 healthy steps; checked on noise of every kind by `tools/bench.py noise`."""
+    """Rewinds accepted per 10,000 healthy steps; checked on noise of every kind by `megastable bench noise`."""
     scatter_memory: PositiveInt = 1000
     """Span over which the long-run variance is measured. [observations]"""
     scatter_usual: PositiveFloat = 2.5

@@ -35,7 +35,7 @@ from megastable.config.warmups import BatchWarmup, SequenceWarmup, Stages, batch
 
 
 class CorpusConfig(Section):
-    """One corpus of the blend: a folder that `tools/prepare_data.py` made."""
+    """One corpus of the blend: a folder that `megastable prepare` made."""
 
     path: Path = Field(examples=["data/mine"])
     """The folder."""
@@ -235,7 +235,7 @@ class Fp8Config(Section):
     keep_last: NonNegativeInt = 0
     """Last blocks that stay in the precision of the rest. [blocks]"""
     keep: tuple[str, ...] = Field(default=(), examples=[["blocks.3.mlp.down"]])
-    """Linear layers that stay in the precision of the rest; `tools/fp8_check.py` recommends some."""
+    """Linear layers that stay in the precision of the rest; `megastable fp8-check` recommends some."""
     history: int = Field(default=16, ge=1, le=1024)
     """`delayed`: steps over which the largest magnitude is taken. [steps]"""
     margin: int = Field(default=0, ge=0, le=8)

@@ -42,7 +42,7 @@ class Made:
         """The command that continues it, on one host."""
         out = shlex.quote(str(self.out))
         recipe = shlex.quote(str(self.out / "recipe.yaml"))
-        return f"python launch/supervise.py {recipe} run.dir={out} -- --num_gpus {self.layout.world}"
+        return f"megastable supervise {recipe} run.dir={out} -- --num_gpus {self.layout.world}"
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def open_corpora(
     if not given:
         raise ConfigError(
             "data.corpora is empty: name at least one prepared corpus, e.g. data.corpora=[{path: data/stdlib}]; "
-            "tools/prepare_data.py makes them"
+            "megastable prepare makes them"
         )
     given = [corpus.model_copy(update={"path": find(corpus.path)}) for corpus in given]
     manifests = [Manifest.load(corpus.path) for corpus in given]

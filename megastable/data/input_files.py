@@ -30,7 +30,7 @@ SPECIAL = "pipes, sockets and devices"
 UNMATCHED = "files that no --glob matches"
 ABOUT = "files about the data"
 CACHES = "caches of Hugging Face datasets"
-TOKENS = "files of token ids, which tools/prepare_data.py manifest adopts"
+TOKENS = "files of token ids, which megastable prepare manifest adopts"
 
 _ABOUT = re.compile(
     r"(readme|licen[cs]e)([-_.][\w-]*)?(\.(md|txt|rst|html))?|"
@@ -71,7 +71,7 @@ def find_files(inputs: Sequence[Path], globs: Sequence[str] = (), as_text: bool 
             raise DataError(f"the input {path} does not exist")
         elif _is_tokens(path):
             raise DataError(
-                f"{path} holds token ids, not text: adopt it with python tools/prepare_data.py manifest {path.parent}"
+                f"{path} holds token ids, not text: adopt it with megastable prepare manifest {path.parent}"
             )
         else:
             found.paths.append(path)

@@ -123,8 +123,7 @@ class Manifest(BaseModel):
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise DataError(
-                f"{path} is not there: {directory} is not a prepared corpus, "
-                "make one with tools/prepare_data.py"
+                f"{path} is not there: {directory} is not a prepared corpus, make one with megastable prepare"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error

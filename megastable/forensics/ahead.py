@@ -209,7 +209,7 @@ def ahead_sheet(history: History, steps: int, texts: int) -> Sheet:
             "first_step": step + 1, "last_step": step + steps, "samples": int(positions.size), "tokens": tokens,
             "odd_samples": bad, "odd_score": CLEAR,
         },
-        notes=["python tools/prune_data.py skip RUN PLAN leaves documents out; data.look_ahead.steps does it by itself"]
+        notes=["megastable prune skip RUN PLAN leaves documents out; data.look_ahead.steps does it by itself"]
         if found else [],
     )  # fmt: skip
 

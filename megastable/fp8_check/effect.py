@@ -1,6 +1,6 @@
 """Measure the effect of FP8 on a model: tensor by tensor, layer by layer, and on its loss and gradient as a whole.
 
-    found = check(model, micro_batches, before, configs)     # tools/fp8_check.py
+    found = check(model, micro_batches, before, configs)     # megastable fp8-check
 
 Three passes. Over the micro-batches `before`, in the model's precision: the largest magnitudes for delayed scales. Over
 `micro_batches`, in the model's precision: in every layer's backward pass, where its input, weight and gradient are

@@ -1,1 +1,1 @@
-"""Generates text from a checkpoint. The command is tools/generate.py."""
+"""Generates text from a checkpoint. The command is megastable generate."""

@@ -1,4 +1,4 @@
-"""Prompts and their continuations: once, as JSON, or line by line at a terminal. The command is tools/generate.py."""
+"""Prompts and their continuations: once, as JSON, or line by line at a terminal. The command is megastable generate."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Valida
 from pydantic_core import ErrorDetails
 
 from megastable.base.errors import ConfigError
-from megastable.config.recipe import find, read_yaml
+from megastable.config.recipe import find, read_yaml, shipped
 from megastable.config.section import Section
 
 Share = Field(gt=0.0, le=1.0)
@@ -102,13 +102,15 @@ class ClusterConfig(Section):
 
 
 def load(path: str | Path) -> ClusterConfig:
-    """Read a cluster's description, relative to the working directory or else to the project.
+    """Read a cluster's description, found as a recipe is (`recipe.find`).
 
     Raises ConfigError with the file, the keys and the problem of each.
     """
     found = find(path)
     if not found.exists():
-        raise ConfigError(f"{path}: no such cluster description; see launch/clusters/")
+        raise ConfigError(
+            f"{path}: no such cluster description; these come along: {shipped('launch/clusters')}"
+        )
     try:
         return ClusterConfig.model_validate(read_yaml(found))
     except ValidationError as error:

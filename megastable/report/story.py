@@ -140,10 +140,10 @@ def tell(run: Path) -> None:
     print(
         f"\nThe run:   .venv/bin/megastable watch {run}   then open http://localhost:8765\n"
         f"Curves:    .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
-        f"Decisions: .venv/bin/python tools/backtest.py {run} --plot {run}/decisions.png"
+        f"Decisions: .venv/bin/megastable backtest {run} --plot {run}/decisions.png"
     )
     if any(i.get("cause") == "data" for i in s["incidents"]):
-        print(f"The data:  .venv/bin/python tools/inspect_data.py incident {run} 1 --html incident.html")
+        print(f"The data:  .venv/bin/megastable inspect incident {run} 1 --html incident.html")
 
 
 if __name__ == "__main__":

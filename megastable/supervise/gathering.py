@@ -237,7 +237,7 @@ class Gathering:
                 return False
             # On hosts that have trained before, it may be what the next attempt survives.
             if finding.severity == "refuse" and not launched:
-                raise ConfigError(f"{text} (python launch/preflight.py has all of it)")
+                raise ConfigError(f"{text} (megastable preflight has all of it)")
             if text not in self.told:
                 self.told.add(text)
                 self.say(f"WARNING: {text}")

@@ -27,7 +27,7 @@ def only_supervisor(run: RunDirectory, host: str) -> Iterator[None]:
     try:
         if held is None:
             raise ConfigError(
-                f"run.dir={run.root}: another supervisor watches this run: `python launch/supervise.py status "
+                f"run.dir={run.root}: another supervisor watches this run: `megastable status "
                 f"{run.root}` tells which, and how it stands"
             )
         held.truncate(0)

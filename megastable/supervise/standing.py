@@ -147,7 +147,7 @@ def command(run: RunDirectory, told: JournalView) -> list[str]:
     recipe, overrides, given = (told.started.get(key) for key in ("recipe", "overrides", "given"))
     if not isinstance(recipe, str) or not isinstance(overrides, list):
         recipe, overrides, given = str(run.recipe), [], []
-    words = ["python", "launch/supervise.py", recipe, *(redacted_override(str(text)) for text in overrides)]
+    words = ["megastable", "supervise", recipe, *(redacted_override(str(text)) for text in overrides)]
     said = [word.removeprefix("run.dir=") for word in words if word.startswith("run.dir=")]
     if said and Path(said[-1]).resolve() != run.root.resolve():
         words = [word for word in words if not word.startswith("run.dir=")]

@@ -157,7 +157,7 @@ class Checkpoints:
 
     def _accept(self, names: Collection[str]) -> str:
         newest = max((self.folder / name for name in names), key=store.step_of)
-        return f"python tools/checkpoint.py accept {newest}"
+        return f"megastable checkpoint accept {newest}"
 
     def _convicted(self) -> dict[str, str]:
         """Names of those that a run has convicted, with the reason."""

@@ -89,7 +89,10 @@ def test_what_there_is_room_for_is_written_at_once(tmp_path: Path) -> None:
 
 def test_closed_output_is_no_files_output(tmp_path: Path) -> None:
     """The next file to be opened would get the number of the closed descriptor, and what is printed to it."""
-    code = SPARE + "import os; f = open(sys.argv[1], 'w'); os.system('echo a; echo b >&2'); print('c', flush=True)"
+    code = (
+        SPARE
+        + "import os; f = open(sys.argv[1], 'w'); os.system('echo a; echo b >&2'); print('c', flush=True)"
+    )
     script = '"$0" -c "$1" "$2" <&- >&- 2>&-'
     done = subprocess.run(["bash", "-c", script, sys.executable, code, str(tmp_path / "file")])
     assert done.returncode == 0

@@ -383,7 +383,7 @@ def test_the_command_and_bad_arguments(
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("data.corpora=[{path: nowhere}]", "nowhere is not a prepared corpus, make one with tools/prepare_data.py"),
+        ("data.corpora=[{path: nowhere}]", "nowhere is not a prepared corpus, make one with megastable prepare"),
         ("data.corpora=[]", "data.corpora is empty: name at least one"),
         ("model.vocab_size=128", "model.vocab_size=128 is smaller than the tokenizer's 250: leave it out"),
     ],

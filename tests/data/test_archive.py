@@ -88,9 +88,7 @@ def test_files_about_the_data_are_left_out_where_data_lies(
                 f"{path}!{name}" for name in ("./README.md", "LICENSE", "data/dataset_infos.json")
             ],
             "hidden files and folders": [f"{path}!texts/.git/a.jsonl"],
-            "files of token ids, which tools/prepare_data.py manifest adopts": [
-                f"{path}!tokens/0.ds.metadata"
-            ],
+            "files of token ids, which megastable prepare manifest adopts": [f"{path}!tokens/0.ds.metadata"],
         }
     path.write_bytes(compress(tar_bytes([*content[:2], content[4]])))
     assert list(TextFiles([path])) == ["about the data", "may be copied", "one"]

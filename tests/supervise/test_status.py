@@ -158,7 +158,7 @@ def test_a_file_system_without_locks(
     s = look(run)
     assert (s.state, exit_code(s)) == (state, code) and "cannot be told" in s.reason
     if state is State.UNKNOWN:
-        assert s.advice.startswith("look on node-1") and "launch/supervise.py" in s.advice
+        assert s.advice.startswith("look on node-1") and "megastable supervise" in s.advice
     journal(run, {"event": "finished", "steps": 50}, begin=NOW)
     assert look(run).state is State.FINISHED
 
@@ -171,9 +171,9 @@ def test_a_supervisor_that_is_gone_can_be_replaced(run: Path) -> None:
         journal(run, STARTED, TRAINING, begin=NOW - 40)
         s = look(run)
         assert s.state is State.RUNNING and "supervisor is gone" in s.reason
-        assert "the same command takes it over" in s.advice and "launch/supervise.py" in s.advice
+        assert "the same command takes it over" in s.advice and "megastable supervise" in s.advice
         journal(run, {"event": "hang", "waited": 99}, begin=NOW - 40)
-        assert "a supervisor ends it and starts it again: python launch/supervise.py" in look(run).advice
+        assert "a supervisor ends it and starts it again: megastable supervise" in look(run).advice
 
 
 def test_the_command_to_go_on_is_the_one_it_was_started_with(run: Path) -> None:
@@ -182,12 +182,12 @@ def test_the_command_to_go_on_is_the_one_it_was_started_with(run: Path) -> None:
         "given": ["--hostfile", "my hosts", "--exclude", "node-3"], "module": "megastable.train",
     }  # fmt: skip
     journal(run, STARTED | how, TRAINING, {"event": "stopped", "step": 3}, ended(75))
-    command = ["python", "launch/supervise.py", how["recipe"], *how["overrides"], "--", *how["given"]]
+    command = ["megastable", "supervise", how["recipe"], *how["overrides"], "--", *how["given"]]
     assert look(run).advice == f"to go on: {shlex.join(command)}"
     # One in whose directory it was made, and another program for the ranks.
     journal(run, STARTED | how | {"overrides": [], "given": [], "module": "tests.it"}, ended(76))
     assert look(run).advice.endswith(
-        f"python launch/supervise.py launch/recipes/7b.yaml {shlex.quote(f'run.dir={run}')} --module tests.it"
+        f"megastable supervise launch/recipes/7b.yaml {shlex.quote(f'run.dir={run}')} --module tests.it"
     )
     # Of an older version, or damaged: the recipe of the run itself.
     journal(run, STARTED | {"recipe": 7, "overrides": "x", "given": {}}, ended(76))

@@ -291,7 +291,7 @@ def test_reshape_there_and_what_to_do_next(
     out = tmp_path / "a b"
     text = call("reshape", checkpoint, out, "--tensor", 1, "--pipeline", 2)[0]
     assert "step-7: step 7, tensor 1 x pipeline 2 x data 1, ZeRO 1, bf16" in text
-    assert f"python launch/supervise.py '{out}/recipe.yaml' run.dir='{out}' -- --num_gpus 2" in text
+    assert f"megastable supervise '{out}/recipe.yaml' run.dir='{out}' -- --num_gpus 2" in text
     call("diff", checkpoint, out)
     alone = shutil.copytree(checkpoint, tmp_path / "step-7")
     found = json_of(call, "reshape", alone, tmp_path / "from-alone", "--data", 2, "--zero", 3)
@@ -310,7 +310,7 @@ def test_branch_and_what_to_do_next(call: Callable[..., tuple[str, str]], tmp_pa
     )
     text = call("branch", checkpoint, out, "--decay-steps", 20)[0]
     assert "goes on at 0.001 and falls to 0.0001 over 20 updates; the run ends at step 27" in text
-    assert f"Continue: python launch/supervise.py {out}/recipe.yaml" in text
+    assert f"Continue: megastable supervise {out}/recipe.yaml" in text
     options = ("--decay-steps", 3, "--kind", "sqrt", "--floor", 0)
     found = json_of(call, "branch", tmp_path / "run", tmp_path / "other", *options)
     assert (found["rate"], found["floor"], found["decay_steps"], found["steps"]) == (1e-3, 0.0, 3, 10)
@@ -388,7 +388,7 @@ def test_damage_is_refused_and_verify_named(
                       ("average", good, checkpoint, out)):  # fmt: skip
         told = call(*arguments, code=2)[1]
         assert "rank-00000.safetensors: its checksum is not the manifest's" in told
-        assert f"python tools/checkpoint.py verify {checkpoint}" in told
+        assert f"megastable checkpoint verify {checkpoint}" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "run"]
 
 

@@ -1,4 +1,4 @@
-"""Commands of `tools/convert_checkpoint.py`: what they do and print."""
+"""Commands of `megastable convert`: what they do and print."""
 
 from __future__ import annotations
 

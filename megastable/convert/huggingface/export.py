@@ -219,7 +219,7 @@ def _told(made: Export, tokenizer: Tokenizer, written: Written) -> list[str]:
     wrong = converted(kind, words, tokenizer.kind == "sentencepiece")
     if wrong:
         notes.append(
-            f"llama.cpp's own converter {wrong}: use `python tools/convert_checkpoint.py to-gguf {made.out.name} "
+            f"llama.cpp's own converter {wrong}: use `megastable convert to-gguf {made.out.name} "
             f"{made.out.name}.gguf` instead"
         )
     return notes

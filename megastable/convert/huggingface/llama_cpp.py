@@ -32,7 +32,7 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 KNOWN = (
-    "For llama.cpp train with SentencePiece of type BPE (tools/prepare_data.py tokenizer), or byte-level BPE that cuts "
+    "For llama.cpp train with SentencePiece of type BPE (megastable prepare tokenizer), or byte-level BPE that cuts "
     "texts as GPT-2, StarCoder, Llama 3 or Qwen 2 do"
 )
 LLAMA3, QWEN2 = _WORDS % "{1,3}", _WORDS % ""

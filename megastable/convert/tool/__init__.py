@@ -1,1 +1,1 @@
-"""Commands of `tools/checkpoint.py`, a module for each group: what they do and print."""
+"""Commands of `megastable checkpoint`, a module for each group: what they do and print."""

@@ -105,7 +105,7 @@ def good(path: Path, silent: bool = False) -> Path:
     more = f" ({plural(len(last.problems) - 1, 'more problem')})" if len(last.problems) > 1 else ""
     raise CheckpointError(
         f"{last.problems[0]}{more}: it is not used. All of its problems: "
-        f"python tools/checkpoint.py verify {shlex.quote(str(path))}"
+        f"megastable checkpoint verify {shlex.quote(str(path))}"
     )
 
 

@@ -82,9 +82,7 @@ def make_plan(
         raise DataError("--score, --kind and --duplicates select findings of a scan: give it with --scan")
     shelf = open_shelf([corpus])
     if shelf.manifest is None or shelf.directory is None:
-        raise DataError(
-            f"{corpus} is not a corpus with a manifest: tools/prepare_data.py manifest makes it one"
-        )
+        raise DataError(f"{corpus} is not a corpus with a manifest: megastable prepare manifest makes it one")
     found = list[Why]()
     for path in lists:
         found += _listed(path, shelf.directory, shelf.manifest, spans)

@@ -286,7 +286,7 @@ def _corpus_of(plan: PrunePlan, given: Path | None) -> Path:
     if given is None and plan.corpus is None:
         raise DataError(
             f"{plan.path} does not name its corpus: make a plan of it that does, "
-            f"python tools/prune_data.py plan CORPUS --list {plan.path}, or give --corpus"
+            f"megastable prune plan CORPUS --list {plan.path}, or give --corpus"
         )
     return find(given or plan.corpus or "")
 

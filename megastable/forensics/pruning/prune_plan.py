@@ -98,7 +98,7 @@ class PrunePlan:
         if self.fingerprint is None:
             raise DataError(
                 f"{self.path} has no fingerprint of its corpus: make a plan of it and look at that, "
-                f"python tools/prune_data.py plan {directory} --list {self.path}"
+                f"megastable prune plan {directory} --list {self.path}"
             )
         return self.checked(directory, manifest)
 
@@ -167,7 +167,7 @@ def read_plan(path: Path) -> PrunePlan:
         content = path.read_bytes()
         text = content.decode("utf-8-sig")
     except FileNotFoundError:
-        raise DataError(f"{path}: there is no such plan; tools/prune_data.py plan makes one") from None
+        raise DataError(f"{path}: there is no such plan; megastable prune plan makes one") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -196,7 +196,7 @@ def text_of(removals: Iterable[Removal], corpus: Path, manifest: Manifest) -> st
     head = [
         "# Documents to leave out of a corpus, one in a line: its shard, its number there, and what speaks against it;",
         "# with FIRST:END only these tokens of it. Delete a line to keep that; what is behind a # is for you. Then:",
-        "#   python tools/prune_data.py apply THIS_FILE OUTPUT",
+        "#   megastable prune apply THIS_FILE OUTPUT",
         f"# {loss_of(found, manifest)}.",
         f"format: {FORMAT}",
         f"corpus: {_quoted(str(corpus))}",

@@ -109,7 +109,7 @@ class Pruned(BaseModel):
             found = cls.model_validate_json(content)
         except FileNotFoundError:
             raise DataError(
-                f"{path} is missing: {directory} is not a pruned corpus (tools/prune_data.py apply makes them)"
+                f"{path} is missing: {directory} is not a pruned corpus (megastable prune apply makes them)"
             ) from None
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}: restore it") from error

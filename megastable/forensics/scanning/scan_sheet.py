@@ -220,7 +220,7 @@ def _next(scan: Scan, shelf: Shelf, kept: Path | None) -> list[str]:
         return []
     if shelf.directory is None or scan.advised is None:
         return [f"Kept in {kept}."]
-    plan = f"python tools/prune_data.py plan {shelf.directory} --scan {kept} --score {scan.advised:g} --spans"
+    plan = f"megastable prune plan {shelf.directory} --scan {kept} --score {scan.advised:g} --spans"
     return [f"Kept in {kept}. To plan the removal of everything with {scan.advised:g} or more: {plan}"]
 
 

@@ -165,7 +165,7 @@ class Scan(_ScanPart):
                     f"{folder} holds a scan that was interrupted: repeat the command to resume it"
                 ) from None
             raise DataError(
-                f"{folder} holds no scan: make one with tools/inspect_data.py scan SHARDS --keep {folder}"
+                f"{folder} holds no scan: make one with megastable inspect scan SHARDS --keep {folder}"
             ) from None
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error

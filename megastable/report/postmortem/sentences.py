@@ -327,18 +327,18 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         )
         yield FollowUp(
             text="Look at each of them, with the document, the bytes and every step that ever read it.",
-            command=f"python tools/inspect_data.py incident {shlex.quote(r.directory)} {i.number} --html incident.html",
+            command=f"megastable inspect incident {shlex.quote(r.directory)} {i.number} --html incident.html",
         )
         for corpus in r.corpora:
             yield FollowUp(
                 text="Remove them from the corpus, for all later runs: this writes a plan to edit. Then come "
                 "prune_data.py apply and verify.",
-                command=f"python tools/prune_data.py plan {shlex.quote(corpus)} --incident "
+                command=f"megastable prune plan {shlex.quote(corpus)} --incident "
                 f"{shlex.quote(r.directory)}:{i.number} --spans",
             )
             yield FollowUp(
                 text="Check that the corpus is still the one that was prepared: this hashes every file again.",
-                command=f"python tools/prepare_data.py verify {shlex.quote(corpus)}",
+                command=f"megastable prepare verify {shlex.quote(corpus)}",
             )
         if any(isinstance(entry, SampleEntry) for entry in e.skipped):
             ledger = shlex.quote(f"{r.directory}/skips.jsonl")
@@ -356,7 +356,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
     elif i.cause == "numerics" or _left_first(i):
         yield FollowUp(
             text="Find the layers that FP8 does not suit: precision.fp8.keep keeps them in the precision of the rest.",
-            command=f"python tools/fp8_check.py {shlex.quote(r.directory)}",
+            command=f"megastable fp8-check {shlex.quote(r.directory)}",
         )
         yield FollowUp(
             text="If it comes back: another precision.fp8.recipe, precision.fp8.backend=emulated to tell whether it is "
@@ -379,7 +379,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         )
         yield FollowUp(
             text="Try other thresholds on this very run before changing them.",
-            command=f"python tools/backtest.py {shlex.quote(r.directory)} --plot decisions.png",
+            command=f"megastable backtest {shlex.quote(r.directory)} --plot decisions.png",
         )
     elif i.cause == "state":
         yield FollowUp(
@@ -391,7 +391,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
     elif i.cause == "hardware":
         yield FollowUp(
             text="Check the hosts of this attempt: GPU error counters (ECC, Xid), then a burn-in.",
-            command="python launch/preflight.py --burn-in 30 -- --hostfile hostfile",
+            command="megastable preflight --burn-in 30 -- --hostfile hostfile",
         )
 
 
@@ -405,7 +405,7 @@ def _of_breakdown(e: Evidence) -> Iterator[FollowUp]:
         case "hardware":
             yield FollowUp(
                 text="Take that host out of the hostfile, and check it: GPU error counters (ECC, Xid), then a burn-in.",
-                command="python launch/preflight.py --burn-in 30    # on that host",
+                command="megastable preflight --burn-in 30    # on that host",
             )
         case "storage" if e.incident.verdict == "damaged_checkpoint":
             yield FollowUp(
