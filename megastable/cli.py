@@ -5,9 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 
+from megastable.base.stop_signals import hold_stops
+
 
 def main(*first: str) -> None:
     """Run the command line of this process, after the words `first`: those that a script of tools/ stands for."""
+    words = [*first, *sys.argv[1:]]
+    if words[:1] == ["supervise"]:
+        hold_stops()  # until it can stop as it should
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends it without a traceback
@@ -17,7 +22,7 @@ def main(*first: str) -> None:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:  # a locale that lacks a character must not end it
         reconfigure(errors="backslashreplace")
-    command().main([*first, *sys.argv[1:]], prog_name="megastable")
+    command().main(words, prog_name="megastable")
 
 
 if __name__ == "__main__":

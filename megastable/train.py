@@ -10,6 +10,11 @@ space for checkpoints, 78 to be started again from an older checkpoint.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megastable.base.stop_signals import hold_stops
+
+    hold_stops()  # before the imports, which take seconds
+
 import gc
 import time
 from collections.abc import Sequence

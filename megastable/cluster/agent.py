@@ -25,6 +25,7 @@ from typing import NoReturn
 from megastable import __version__
 from megastable.base.errors import FAILED, OK, STOPPED, ConfigError, MegastableError
 from megastable.base.spared_output import spare_output
+from megastable.base.stop_signals import STOPS, hold_stops, release_stops
 from megastable.cluster import slurm
 from megastable.cluster.host_watch import HostWatch
 from megastable.cluster.launcher import free_port
@@ -52,7 +53,9 @@ class Agent:
     def __init__(self, run: RunDirectory, name: str) -> None:
         self.run, self.name = run, name
         self.stop = False  # asked by SIGTERM, as from a scheduler that needs the host
-        signal.signal(signal.SIGTERM, self._asked)  # first: looking for processes takes a while
+        for number in STOPS:  # first: looking for processes takes a while
+            signal.signal(number, self._asked)
+        release_stops()
         self.attempt = LocalAttempt.found(run)
         self.running = self.attempt is not None
         self.problem = ""  # why the newest attempt could not be started
@@ -209,6 +212,7 @@ def main() -> NoReturn:
     parser.add_argument("--name", required=True, help="of this host, as in the host file")
     args = parser.parse_args()
     spare_output()
+    hold_stops()
     try:
         code = attend(args.run, args.name)
     except AgentIsHere as error:  # whoever starts agents may do so twice: it wants one to be there

@@ -30,10 +30,12 @@ def train(
 ) -> None:
     """Train without a supervisor, by the deepspeed launcher."""
     from megastable.base.errors import ConfigError
+    from megastable.base.stop_signals import hold_stops
     from megastable.run.membership import is_rank
 
     given = context.obj
     if is_rank(os.environ):
+        hold_stops()  # before the imports, which take seconds
         from megastable.train import main
 
         if given:

@@ -17,6 +17,7 @@ from types import FrameType
 
 from megastable.base import activity, errors
 from megastable.base.errors import ConfigError, MegastableError
+from megastable.base.stop_signals import SAME, STOPS, release_stops
 from megastable.cluster.fleet import Attempt, Fleet
 from megastable.cluster.launcher import MODULE
 from megastable.cluster.local_attempt import STOPPED, KernelView
@@ -27,13 +28,7 @@ from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range, ranges_of
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import whole
-from megastable.run.events.supervisor_events import (
-    Ended,
-    Hang,
-    Launched,
-    Restart,
-    SupervisorEvent,
-)
+from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.incident import Breakdown
@@ -62,7 +57,6 @@ ORDERLY = 30.0
 KNOWN = (errors.OK, errors.BAD_INPUT, errors.STOPPED, errors.UNSTABLE, errors.NO_SPACE, errors.HANDOVER)
 NO_ROOM = 60.0  # seconds between two tries on a full disk
 LOG_TAIL = 64_000
-SAME_SIGNAL = 1.0  # seconds within which several signals count as one
 
 
 class Supervisor:
@@ -130,6 +124,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                 signal.signal(number, self._asked)
+        release_stops()
         self._refuse_another_host(predecessor)
         self.journal.emit(SupervisorEvent(
             what="started" if predecessor is None else "took over", pid=os.getpid(), host=self.here,
@@ -244,6 +239,10 @@ class Supervisor:
             time.sleep(LOOK)
             now = time.monotonic()
             elapsed, seen = now - seen, now
+            if not self.signals and attempt.code in [-number for number in STOPS]:
+                # The ranks live on without it, or have heard the same signal.
+                self.say("stopping: the launcher was asked to, by a signal")
+                self.signals = 1
             if self.signals and asked is None:
                 asked = now
                 self.ranks.want(stop=True)
@@ -355,14 +354,11 @@ class Supervisor:
 
     def _somebody_died(self, attempt: Attempt) -> bool:
         """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""
-        # The launcher of one host may end while the others wait for it in the rendezvous.
-        if (
-            self.journal.state.since
-            or attempt.code
-            or any(f.signal or f.code for f in attempt.fates.values())
-        ):
-            return True
-        return self.ranks.anybody_died(attempt.number)
+        # The launcher of one host may end while the others wait for it in the rendezvous. One that ends by the signal
+        # that has asked for a stop leaves its ranks to save.
+        launcher = attempt.code and not self.signals
+        seen = any(fate.signal or fate.code for fate in attempt.fates.values())
+        return bool(self.journal.state.since or launcher or seen) or self.ranks.anybody_died(attempt.number)
 
     def _grace(self, attempt: Attempt) -> float:
         """Seconds for the other ranks to end after the first."""
@@ -429,7 +425,9 @@ class Supervisor:
             self.incidents.close_all("stopped")
             return RunExit(end.code or errors.FAILED, self._advice(number, end))
         if remedy is None:
-            return RunExit(errors.FAILED, f"ended without a checkpoint: {end.failure}")
+            # Whatever it was, it ended a run that was to end: the next start finds out whether it comes back.
+            code = errors.NO_SPACE if end.code == errors.NO_SPACE else errors.STOPPED
+            return RunExit(code, f"stopped as asked, but without a new checkpoint: {end.failure}")
         return self._mend(end, remedy, skipped)
 
     def _mend(self, end: End, remedy: Remedy, skipped: Sequence[Range]) -> RunExit | StartAgain:
@@ -494,7 +492,6 @@ class Supervisor:
         return done >= self.config.train.steps and not state.under_way and not state.open
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        # A scheduler that ends a job may send the same signal to every process and to their parent.
-        if time.monotonic() - self.signalled > SAME_SIGNAL:
+        if time.monotonic() - self.signalled > SAME:
             self.signals += 1
             self.signalled = time.monotonic()

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from megastable.base.errors import FAILED, ConfigError, MegastableError, RendezvousError, code_of
 from megastable.base.spared_output import spare_output
+from megastable.base.stop_signals import release_stops
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.engine.distributed import start_distributed, stop_distributed
@@ -48,6 +49,7 @@ def main(
     except MegastableError as error:
         # The same on every rank: one message is enough. The launcher ends all ranks when the first one ends: not before
         # it.
+        release_stops()
         if rank:
             time.sleep(30)
         _fail(error)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megastable.base.collectives import agree, first, shared, strangers
 from megastable.base.errors import ConfigError
+from megastable.base.stop_signals import SAME, STOPS, release_stops
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
@@ -24,13 +25,16 @@ from megastable.run.directory import RunDirectory
 
 
 class StopRequest:
-    """Set by SIGTERM or SIGINT, or after so many hours; a second SIGINT interrupts at once."""
+    """Set by SIGTERM or SIGINT, also one that came while this process was starting, or after so many hours; a SIGINT
+    that follows later interrupts at once."""
 
     def __init__(self, hours: float | None = None) -> None:
         self.signal: int | None = None
+        self._came = -math.inf
         self._until = math.inf if hours is None else time.monotonic() + 3600 * hours
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             signal.signal(number, self._set)
+        release_stops()
 
     def ask(self) -> None:
         """Request a stop, as the signal does."""
@@ -41,9 +45,10 @@ class StopRequest:
         return self.signal is not None or time.monotonic() > self._until
 
     def _set(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal is not None:
+        now = time.monotonic()
+        if number == signal.SIGINT and self.signal is not None and now - self._came > SAME:
             raise KeyboardInterrupt
-        self.signal = number
+        self.signal, self._came = number, now
 
 
 def open_run(config: RunConfig, recipe_path: Path) -> tuple[RunConfig, RunDirectory]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megastable.base import errors
+from megastable.base.stop_signals import STOPS
 from megastable.cluster import agent as agents
 from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.hosts import Hosts
@@ -142,7 +143,7 @@ def test_an_agent_that_nobody_told_of_the_end_of_a_complete_run_ends_well(
     """As of a pod whose connection was down in that moment: Kubernetes would start it again, to wait again."""
     monkeypatch.setattr(agents, "ORPHANED", 0.0)
     monkeypatch.setattr(agents, "AGAIN", 0.01)
-    run, before = RunDirectory(tmp_path), signal.getsignal(signal.SIGTERM)
+    run, before = RunDirectory(tmp_path), {number: signal.getsignal(number) for number in STOPS}
     log = RunLog(run, print)
     try:
         assert agents.Agent(run, "first").work() == errors.FAILED
@@ -155,7 +156,8 @@ def test_an_agent_that_nobody_told_of_the_end_of_a_complete_run_ends_well(
             log.emit(SupervisorEvent(what=what, pid=1, host="x", code=code))
             assert agents.Agent(run, "first").work() == expected
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
