@@ -383,10 +383,9 @@ class Bench:
 
     def _own_norm(self) -> tuple[Any, str]:
         """The method with which DeepSpeed computes the norm for clipping."""
-        for name in ("scaled_global_norm", "_get_norm_groups"):  # ZeRO 1 and 2; ZeRO 3
-            if hasattr(self.engine.optimizer, name):
-                return self.engine.optimizer, name
-        return self.engine.zero, "_squares"  # BF16_Optimizer: replaced by ours
+        if hasattr(self.engine.optimizer, "_get_norm_groups"):  # ZeRO 3
+            return self.engine.optimizer, "_get_norm_groups"
+        return self.engine.zero, "_squares"  # ZeRO 1 and 2: replaced by ours
 
 
 @contextmanager

@@ -291,12 +291,10 @@ class Engine:
         self._show_gradients(scale)
         assert self._judge is not None
         self._wait_for_copies()
-        if self._judge(self.measured):
-            # A non-finite norm goes on to DeepSpeed, which drops the update whatever the judge says.
+        # A non-finite norm goes on to DeepSpeed, which drops the update whatever the judge says. It skips an fp16
+        # overflow itself and lowers the loss scale.
+        if self._judge(self.measured) or (self.measured.overflow and not self._probing):
             self._step(lr_kwargs, norm_or_inf if known is None else known)
-        elif self.measured.overflow and not self._probing:
-            # DeepSpeed skips an fp16 overflow itself and lowers the loss scale.
-            self._step(lr_kwargs, known)
         else:
             self._discard()
             self.applied = False

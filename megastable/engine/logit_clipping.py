@@ -71,7 +71,7 @@ class LogitClipping:
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
-            # DeepSpeed's ZeRO 2 and 3 hand the optimizer one buffer at a time.
+            # DeepSpeed's ZeRO 3 hands the optimizer one buffer at a time.
             self._clip(highest, flat, {id(p) for group in inner.param_groups for p in group["params"]})
             return result
 

@@ -188,6 +188,32 @@ def sum_in_parts(
     o.get_grads_for_norm = lambda for_clipping=False: parts if for_clipping else (counted, {})
 
 
+def update_at_once(o: DeepSpeedZeroOptimizer) -> None:
+    """Call the optimizer once for all parameter groups, as BF16_Optimizer does.
+
+    By default it is called for one group after the other. Stages of a pipeline have different groups, and one without
+    the embedding's would call less often: an optimizer that sums over all stages would wait forever. Needless when
+    DeepSpeed calls it once.
+    """
+    masters, gradients = o.single_partition_of_fp32_groups, []
+
+    def step(group: int) -> None:
+        gradients.append(masters[group].grad)
+        if len(gradients) < len(masters):
+            return
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        gradients.clear()
+        o.optimizer.step()
+        o._lazy_init_hp_params_optimizer_state()
+        for index, master in enumerate(masters):
+            master.grad = None
+            rank = dist.get_rank(o.real_dp_process_group[index])
+            o.parallel_partitioned_bit16_groups[index][rank].copy_(master.data)
+
+    o._optimizer_step = step
+
+
 def measured_buckets(o: DeepSpeedZeroOptimizer, watch: LocalGradients) -> None:
     """Sum the buckets of ZeRO 2, and of ZeRO 1 in fp16 and fp32, as DeepSpeed does, measured before and after.
 

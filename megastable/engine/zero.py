@@ -144,19 +144,17 @@ class Wrapper(ABC):
         settings = [groups[owner[i]] for i in range(len(masters))]
         return FlatState(masters, self.o.optimizer, fragments, self.topology.data_group, settings)
 
-    def _said_once(self, norm: Tensor, known: Any) -> tuple[Tensor, Tensor, Any]:
-        norm = norm / float(getattr(self.o, "loss_scale", 1.0))
-        # All ranks have the global norm: only one contributes it, so that a differing last bit cannot split them.
-        said = norm.square() if self.topology.rank == 0 else torch.zeros_like(norm)
-        return said, torch.isfinite(norm) & (norm >= 0), known
-
     def scalar(self, value: Any) -> Tensor:
         """A number of this rank on its device, fp64. Without waiting: a GPU still computes the gradients."""
         return torch.as_tensor(value, dtype=torch.float64).to(self.device, non_blocking=True)
 
 
 class _Linked(Wrapper):
-    """ZeRO 1 and 2: every parameter has a link to its part."""
+    """ZeRO 1 and 2: every parameter has a link to its part.
+
+    The norm is one sum over the world, in the gate. DeepSpeed's own takes a sum for every parameter group, and stages
+    of a pipeline have different groups: embedding and head may have one that no stage between them has.
+    """
 
     def place(self, parameter: nn.Parameter) -> tuple[int, int, int, int] | None:
         held: Any = getattr(parameter, "_hp_mapping", None)
@@ -164,6 +162,21 @@ class _Linked(Wrapper):
             return None
         low = held.lp_fragment_address
         return held.param_group_index, held.hp_fragment_address.start, low.start, low.numel
+
+    def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
+        part = self._squares()
+        return part, torch.isfinite(part), None
+
+    def _squares(self) -> Tensor:
+        counted = self._counted_gradients()
+        # DeepSpeed's norms are fp32 as well; those of fp16 gradients would overflow in fp16.
+        norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.scalar(0.0)]
+        scale = float(getattr(self.o, "loss_scale", 1.0))
+        return torch.stack(norms).double().square().sum() / scale**2
+
+    @abstractmethod
+    def _counted_gradients(self) -> Sequence[Tensor]:
+        """Of this rank, of parameters that no other rank counts."""
 
 
 class Bf16(_Linked):
@@ -190,13 +203,8 @@ class Bf16(_Linked):
     def flat_weights(self) -> list[Tensor]:
         return list(self.o.bf16_groups_flat)
 
-    def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
-        part = self._squares()
-        return part, torch.isfinite(part), None
-
-    def _squares(self) -> Tensor:
-        norms = torch._foreach_norm(self._counted) if self._counted else [self.scalar(0.0)]
-        return torch.stack(norms).double().square().sum()
+    def _counted_gradients(self) -> Sequence[Tensor]:
+        return self._counted
 
     def beside_moments(self) -> Pairs:
         held = [self.o.optimizer.state.get(master, {}).get("exp_avg") for master in self.masters]
@@ -222,6 +230,8 @@ class Zero12(_Linked):
         super().__init__(o, engine, topology, device)
         # ZeRO 2 divides 16-bit gradients before it sums them in fp32: division by 3 rounds each once more.
         o.gradient_average = False
+        patches.update_at_once(o)
+        self._counted = [f for f in self.flat_state().fragments if f.counted]
 
     def _measure_sums(self, watch: LocalGradients) -> None:
         patches.measured_buckets(self.o, watch)
@@ -233,9 +243,12 @@ class Zero12(_Linked):
     def average(self) -> None:
         torch._foreach_div_(list(self.gradients([]).values()), self.topology.layout.data)
 
-    def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
-        known = self.o.scaled_global_norm()
-        return self._said_once(self.scalar(known), known)
+    def _counted_gradients(self) -> Sequence[Tensor]:
+        held = self.gradients([])
+        return [held[f.group, f.offset].view(-1)[: f.numel] for f in self._counted]
+
+    def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
+        return super().clipping_by(self.scalar(known).float() * self.o.loss_scale)
 
     def discard(self) -> None:
         super().discard()
@@ -277,10 +290,13 @@ class Zero3(Wrapper):
 
     def squared_norm(self) -> tuple[Tensor, Tensor, Any]:
         known = self.o._get_norm_groups()
-        norms = torch.stack([self.scalar(n) for n in known])
-        return self._said_once(
-            torch.where(norms.min() < 0, -1.0, torch.linalg.vector_norm(norms)), known
-        )  # -1: invalid
+        norms = torch.stack([self.scalar(n) for n in known]) / float(getattr(self.o, "loss_scale", 1.0))
+        valid = torch.isfinite(norms).all() & (
+            norms.min() >= 0
+        )  # DeepSpeed says -1 of one that is not a number
+        # All ranks have the global norm: only one contributes it, so that a differing last bit cannot split them.
+        counts = 1.0 if self.topology.rank == 0 else 0.0
+        return counts * norms.square().sum(), valid, known
 
     def discard(self) -> None:
         super().discard()

@@ -126,7 +126,7 @@ class PieceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """ZeRO 1 in bf16 calls it once for all groups, other wrappers once per group."""
+        """ZeRO 1 and 2 call it once for all groups, ZeRO 3 once per group."""
         assert closure is None, "DeepSpeed passes none"
         assert self._fragments, "attach() comes first"
         pieces, count = [], 0

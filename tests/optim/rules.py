@@ -218,7 +218,7 @@ class MuonClip(Muon):
         total = super().step(grads, lr)
         self.clipped.append({at for at, logit in self.highest.items() if logit > 1.45})
         for layer in {layer for layer, _ in self.highest}:
-            gamma = [min(1.0, 1.45 / self.highest[layer, head]) for head in range(4)]
+            gamma = [1.45 / max(1.45, self.highest[layer, head]) for head in range(4)]
             for name in ("weight", "bias"):
                 of = f"blocks.{layer}.attention.qkv.{name}"
                 if of not in self.master:

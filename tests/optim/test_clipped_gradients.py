@@ -13,7 +13,7 @@ from tests.parallel.test_layouts import relative
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16-tp2-dp2": (4, {"precision": "bf16", "tensor": 2}),
     "bf16-zero2-dp2": (2, {"precision": "bf16", "zero": 2}),
-    "fp16-pp2": (2, {"precision": "fp16", "pipeline": 2}),
+    "fp16-pp3": (3, {"precision": "fp16", "pipeline": 3, "model": {"layers": 3}}),
     "fp16-zero3-dp2": (2, {"precision": "fp16", "zero": 3}),
 }
 CLIPPINGS: dict[str, tuple[Any, Any]] = {

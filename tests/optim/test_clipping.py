@@ -47,8 +47,8 @@ def plainly(name: str, tied: bool, layers: int) -> Any:
     return *trained.expected(model, rule, spike=SPIKE), clip
 
 
-# PP2 alone and ZeRO 2 over two data ranks: test_clipped_gradients.py.
-MORE = [name for name in LAYOUTS if name not in ("one", "pp2", "zero2-dp2")]
+# A pipeline alone and ZeRO 2 over two data ranks: test_clipped_gradients.py.
+MORE = [name for name in LAYOUTS if name not in ("one", "pp2", "pp3", "zero2-dp2")]
 
 
 @pytest.mark.quick("*-dp3")

@@ -35,6 +35,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor": 2}),
     "pp2": (2, {"pipeline": 2}),
+    # Stages between have neither embedding nor head, and so fewer groups of parameters.
+    "pp3": (3, {"pipeline": 3, "model": {"layers": 3}}),
+    "tied-pp4": (4, {"tied": True, "pipeline": 4, "model": {"layers": 4}}),
+    "tp2-pp3": (6, {"tensor": 2, "pipeline": 3, "model": {"layers": 3}}),
     "dp3": (3, {}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "tied-pp2-dp3": (6, {"tied": True, "pipeline": 2, "model": {"layers": 3}}),
@@ -61,7 +65,7 @@ def plainly(name: str, tied: bool, layers: int) -> Any:
     return trained.expected(model, OPTIMIZERS[name][1])
 
 
-@pytest.mark.quick("*-zero2-dp2")
+@pytest.mark.quick("*-zero2-dp2", "muon-pp3")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps(layout: str, name: str) -> None:

@@ -41,6 +41,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {"tensor": 2}),
     "pp2-deeper": (2, {"pipeline": 2, "model": {"layers": 5}}),
+    "pp3": (3, {"pipeline": 3, "model": {"layers": 3}}),
+    "tied-pp4": (4, {"tied": True, "pipeline": 4, "model": {"layers": 4}}),
     "dp3": (3, {}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "sequence-tp2-pp2-full": (4, {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"}),
