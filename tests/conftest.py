@@ -71,7 +71,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     name = report.nodeid if report.when == "call" else f"{report.nodeid.partition('::')[0]}::fixtures"
-    _costs[name] = _costs.get(name, 0.0) + report.cost  # type: ignore[attr-defined]
+    _costs[name] = _costs.get(name, 0.0) + report.cost
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
     """Mark the cases slow that their test's mark `quick` does not name. UsageError if it names none of several."""
-    cases: defaultdict[tuple[pytest.Item | None, str], list[bool]] = defaultdict(list)
+    cases: defaultdict[tuple[object, str], list[bool]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("quick")
         if mark is None or not isinstance(item, pytest.Function):

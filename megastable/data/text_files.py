@@ -222,7 +222,7 @@ class TextFiles:
         content = bytearray()
         for chunk in chunks:
             content += chunk
-            if b"\0" in content[:SNIFFED] and not is_utf16(content[:SNIFFED]):
+            if b"\0" in content[:SNIFFED] and not is_utf16(bytes(content[:SNIFFED])):
                 if named and not self.skip_bad:
                     raise DataError(f"{where} is a binary file, not text: leave it out, or give its text")
                 self.left_out.file(BINARY, where, group)

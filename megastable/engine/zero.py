@@ -168,7 +168,7 @@ class _Linked(Wrapper):
         return part, torch.isfinite(part), None
 
     def _squares(self) -> Tensor:
-        counted = self._counted_gradients()
+        counted = list(self._counted_gradients())
         # DeepSpeed's norms are fp32 as well; those of fp16 gradients would overflow in fp16.
         norms = torch._foreach_norm(counted, dtype=torch.float32) if counted else [self.scalar(0.0)]
         scale = float(getattr(self.o, "loss_scale", 1.0))

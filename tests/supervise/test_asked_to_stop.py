@@ -14,7 +14,6 @@ import pytest
 
 from megastable.base import errors
 from tests.supervise.test_supervisor import Supervised, settings
-from tests.tiers import thinned
 
 STEPS = 24
 
@@ -77,7 +76,8 @@ TABLE = [
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("moment", "receiver"), thinned(TABLE, [TABLE[0]]))
+@pytest.mark.quick("the supervisor starts-the supervisor-*")
+@pytest.mark.parametrize(("moment", "receiver"), TABLE)
 def test_a_signal_ends_a_run_with_all_that_it_has(
     supervised: Supervised, moment: str, receiver: str, number: signal.Signals
 ) -> None:
