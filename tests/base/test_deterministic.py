@@ -150,7 +150,7 @@ def measured(config: RunConfig, poison: bool) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.quick("bf16-blocked")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "attention"), [("bf16", "blocked"), ("fp32", "sdpa")])
 def test_a_step_reads_no_memory_that_nobody_wrote(kind: str, attention: str) -> None:
     """The vocabulary is padded and the batch odd: rows have ends that no product may see."""

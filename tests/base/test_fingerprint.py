@@ -39,6 +39,7 @@ def odd_number(key: int, index: int) -> int:
     return splitmix.mixed((index + 1) * splitmix.GOLDEN + key) | 1
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=4))
 def test_it_is_the_definition(shapes: list[tuple[int, torch.dtype]]) -> None:
     tensors = [drawn(size, dtype, i) for i, (size, dtype) in enumerate(shapes)]

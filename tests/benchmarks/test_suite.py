@@ -86,7 +86,7 @@ def test_slow(): time.sleep({})
 """
 
 
-@pytest.mark.quick("ended")
+@pytest.mark.slow
 @pytest.mark.parametrize("asleep", [0, 600], ids=["in time", "ended"])
 def test_the_outcome_of_every_test_is_kept(asleep: int, tmp_path: Path) -> None:
     """Of a run that was ended, of those that it had come to."""

@@ -277,6 +277,7 @@ def train_ill(config: RunConfig, step: int) -> tuple[int, str]:
     return train(config)
 
 
+@pytest.mark.quick("32")
 @pytest.mark.parametrize("probes", [32, 0])
 def test_a_save_costs_one_forward_pass_over_the_probes(probes: int, corpus: Path, tmp_path: Path) -> None:
     config = at(corpus, tmp_path / "run", "one", 10, checkpoint={"vitals": {"probes": probes}})

@@ -191,6 +191,7 @@ def told(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_of_a_thousand_corruptions_a_thousand_are_found_and_named(tmp_path: Path) -> None:
     dice = Random(20261121)
     specimens = [specimen(tmp_path / name, name) for name in ("one", "tp2-pp2", "dp2-zero2", "tp2-dp2")]

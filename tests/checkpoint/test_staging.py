@@ -36,6 +36,7 @@ def kill_in_the_upload() -> None:
     saving.upload = upload  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_an_upload_goes_on_from_the_local_disk(corpus: Path, tmp_path: Path) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
     assert run_ranks(1, train, tiny(corpus, straight, train=batch())) == [(0, "")]
@@ -140,6 +141,7 @@ def test_parts_of_one_step_that_two_starts_wrote_are_no_checkpoint() -> None:
     assert newest_complete([[(10, 1.0, 0, 2, True)], [(10, 2.0, 1, 2, True)]], -1) is None
 
 
+@pytest.mark.slow
 def test_a_new_run_in_the_directory_of_an_old_one_takes_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"
     config = tiny(corpus, run, train=batch(), checkpoint={"interval": 15, "staging": disk})

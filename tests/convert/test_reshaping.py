@@ -48,6 +48,7 @@ def same_bytes(checkpoint: Path, optimizer: bool = True) -> None:
             assert torch.equal(whole.tensor(name, kind), tensor), (name, kind)
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_each_layout_to_each_with_the_same_bytes(
     sources: dict[str, Path], before: str, tmp_path: Path

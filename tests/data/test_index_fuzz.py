@@ -212,6 +212,7 @@ def test_a_damaged_shard_is_read_right_or_refused(
             assert [shard.sequence_bounds(n) for n in range(shard.documents)] == list(pairwise(indices))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(given_=shelves(), changes=st.lists(st.tuples(st.booleans(), mutations()), min_size=1, max_size=3))
 def test_a_shard_damaged_while_it_is_in_use(given_: Any, changes: list[tuple[bool, Any]]) -> None:

@@ -121,6 +121,7 @@ def test_the_global_order_is_the_same_in_every_layout(
 HOSTS = tuple("abcdef")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fates=st.lists(

@@ -201,6 +201,7 @@ def test_places_in_a_batch_are_drawn_anew_for_every_step_and_seed() -> None:
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=300)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=TEXTS, step=st.integers(1, 12), samples_=st.integers(1, 20), seed=st.integers(0, 3),

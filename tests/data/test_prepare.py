@@ -164,6 +164,7 @@ def test_every_document_is_in_one_split_in_its_order(tmp_path: Path, tokenizer: 
     verify_corpus(tmp_path / "out")
 
 
+@pytest.mark.quick("sentencepiece_file")
 @pytest.mark.parametrize("make", [sentencepiece_file, hugging_face_file])
 def test_workers_do_not_change_a_byte(
     tmp_path: Path, make: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from megastable.data.stdlib import prepare_stdlib, stdlib_files
 from megastable.data.tokenizer import load_tokenizer
 
 
+@pytest.mark.slow
 def test_modules_without_tests_and_packages() -> None:
     files = stdlib_files()
     names = {path.name for path in files}

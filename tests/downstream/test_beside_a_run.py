@@ -120,6 +120,7 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 def test_a_complete_run_is_evaluated_by_the_next_start(text_corpus: Path, tmp_path: Path) -> None:
     """After a stop that came before the last scores."""
     config = settings(text_corpus, tmp_path / "run", 6)

@@ -139,6 +139,7 @@ def test_a_program_that_fails_is_quoted(trained: RunConfig) -> None:
         assert str(raised.value) == reason
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_the_export_is_told_of_and_not_tried_again(trained: RunConfig) -> None:
     run = run_of(trained)
     config = asking(trained, python(SCORE, "{results}", "{step}", "{model}"), interval=STEPS)

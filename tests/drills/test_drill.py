@@ -113,6 +113,7 @@ def test_bad_input_is_told_before_anything_begins(
     assert message in refusal(arguments, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_user_sees_what_was_wrong_and_no_traceback(tmp_path: Path) -> None:
     tool = start(tmp_path, "flood")
     out, errors = tool.communicate(timeout=PATIENCE)

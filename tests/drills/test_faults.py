@@ -89,6 +89,7 @@ def run(corpus: Path, folder: Path, kind: str) -> list[dict[str, Any]]:
     return run_ranks(2, struck, tiny(corpus, folder / "run"), kind)
 
 
+@pytest.mark.quick("nan_gradient")
 @pytest.mark.parametrize("kind", ["nan_gradient", "inf_loss"])
 def test_a_number_that_is_not_finite_once(corpus: Path, tmp_path: Path, kind: str) -> None:
     for found in run(corpus, tmp_path, kind):
@@ -99,6 +100,7 @@ def test_a_number_that_is_not_finite_once(corpus: Path, tmp_path: Path, kind: st
         assert again["applied"] and again["loss"] < found["calm"]["loss"]
 
 
+@pytest.mark.quick("moments-exp_avg")
 @pytest.mark.parametrize(("kind", "where"), [("moments", "exp_avg"), ("bit_flip", "weight")])
 def test_a_state_that_is_changed_in_place(corpus: Path, tmp_path: Path, kind: str, where: str) -> None:
     for found in run(corpus, tmp_path, kind):

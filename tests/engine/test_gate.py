@@ -115,6 +115,7 @@ def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, A
 CASES = [*((name, "gradient") for name in WRAPPERS), ("bf16-zero1", "loss"), ("bf16-pp2", "loss")]
 
 
+@pytest.mark.quick("bf16-zero1-gradient", "bf16-tp2-gradient")
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_a_non_finite_step_changes_nothing(name: str, where: str, corpus: Path, tmp_path: Path) -> None:
     world, parts, wrapper = WRAPPERS[name]
@@ -187,6 +188,7 @@ def poison_weights(config: RunConfig, at_step: int) -> tuple[int, str]:
         return error.code, str(error)
 
 
+@pytest.mark.quick("0-stability0-76-4 updates in a row were refused")
 @pytest.mark.parametrize(
     ("interval", "stability", "code", "message"),
     [
@@ -221,6 +223,7 @@ def spoil_moments(config: RunConfig) -> tuple[int, str]:
     return trainer.train(), ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_moments_that_are_found_ill_in_a_save_are_undone(
     asynchronous: bool, corpus: Path, tmp_path: Path
@@ -237,6 +240,7 @@ def test_moments_that_are_found_ill_in_a_save_are_undone(
     assert [e["step"] for e in events if e["event"] == "checkpoint"] == [14, 20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_nan_that_gets_into_the_weights_is_undone(zero: int, corpus: Path, tmp_path: Path) -> None:
     """The gate lets none in, so it was the hardware: back to a snapshot, the same data again, nothing skipped."""
@@ -320,6 +324,7 @@ ALL = WRAPPERS | {
 }
 
 
+@pytest.mark.quick("bf16-zero1-1", "bf16-zero2-1", "bf16-pp2-1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", ALL)
 def test_a_refused_batch_is_as_one_never_seen(
@@ -375,6 +380,7 @@ def save_slowly(config: RunConfig) -> tuple[bool, float]:
     ), outcome.blocked
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_update_waits_for_a_copy_that_a_save_still_makes(zero: int, corpus: Path, tmp_path: Path) -> None:
     for exact, blocked in run_ranks(2, save_slowly, tiny(corpus, tmp_path / "run", parallel={"zero": zero})):

@@ -242,6 +242,7 @@ def test_one_process_equals_a_plain_calculation() -> None:
         check(got, str(parts), parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), [(2, LAYOUTS), (4, FOUR)])
 def test_every_layout_equals_a_plain_calculation(world: int, cases: dict[str, dict[str, Any]]) -> None:
     """With parameters replicated, cut into pieces and tied, and blocks run twice for their activations."""
@@ -252,6 +253,7 @@ def test_every_layout_equals_a_plain_calculation(world: int, cases: dict[str, di
         assert all(other["statistics"] == found[0]["statistics"] for other in found), name
 
 
+@pytest.mark.slow
 def test_every_wrapper_measures_the_gradients_that_it_reports() -> None:
     """In low precision too: unscaled, before clipping, every parameter once."""
     _, sizes = plain(False, False)

@@ -144,6 +144,7 @@ def test_all_slices_at_once_are_as_one_by_one(size: int) -> None:
     assert torch.allclose(one[0], other[0], atol=1e-4 * float(one[1].max().sqrt()), rtol=0)
 
 
+@pytest.mark.quick("None-None")
 @pytest.mark.parametrize("receiver", [None, 1])
 @pytest.mark.parametrize("wrong", [None, 0, 1])
 def test_buckets_of_a_step_add_up(receiver: int | None, wrong: int | None) -> None:

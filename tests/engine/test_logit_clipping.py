@@ -67,6 +67,7 @@ def ran() -> list[dict[str, list[torch.Tensor]]]:
     return run_ranks(2, watched, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_next_step_has_the_threshold(name: str) -> None:
     options, _ = CASES[name]

@@ -49,6 +49,7 @@ def train(config: RunConfig) -> tuple[dict[str, dict[str, Tensor]], set[tuple[st
     return {kind: flat.shards(kind) for kind in KINDS}, dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_stopped_run_goes_on_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
@@ -77,6 +78,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(name: str, corpus: Path, tmp_path: Pa
                 assert torch.equal(first[kind][n], second[kind][n]), (kind, n)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("zero", [1, 3])
 def test_steps_after_a_rewind_are_the_same(zero: int, corpus: Path, tmp_path: Path) -> None:
     config = config_of(corpus, tmp_path / "run", parallel={"zero": zero})
@@ -111,6 +113,7 @@ def rewound(config: RunConfig) -> tuple[dict[str, Tensor], ...]:
     return once, state_after(1, 2), state_after(3)
 
 
+@pytest.mark.slow
 def test_fp32_moments_are_taken_over_and_handed_back(corpus: Path, tmp_path: Path) -> None:
     """Rounded to nearest once on the way down; nothing is lost on the way up."""
     run_ranks(1, train, config_of(corpus, tmp_path / "run", "fp32", steps=2))

@@ -233,6 +233,7 @@ def cases(config: RunConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_was_planted_is_found(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
@@ -331,6 +332,7 @@ def norm_cases(config: RunConfig) -> dict[str, Any]:
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", NORMS)
 def test_norms_are_found_wherever_they_are(norms: str, corpus: Path, tmp_path: Path) -> None:
     config = tiny(

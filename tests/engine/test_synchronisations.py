@@ -140,6 +140,7 @@ def counted(names: list[str]) -> dict[str, tuple[dict[str, dict[str, int]], int]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_nothing_waits_for_the_device_but_what_has_to(world: int) -> None:
     names = [name for name, kind in KINDS.items() if kind[0] == world]

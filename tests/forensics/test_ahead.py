@@ -78,6 +78,7 @@ def left_out(config: RunConfig, run: RunDirectory) -> Skips:
     return Skips.of_numbers(named)
 
 
+@pytest.mark.quick("random")
 @pytest.mark.parametrize("kind", ["random", "repeated", "shuffled"])
 def test_finds_what_was_planted_and_nothing_else(kind: Kind, clean: Path, tmp_path: Path) -> None:
     config, bad = planted(clean, tmp_path, kind, 20)
@@ -90,6 +91,7 @@ def test_finds_what_was_planted_and_nothing_else(kind: Kind, clean: Path, tmp_pa
     assert sum(f.kind in named for f in found) >= 0.9 * len(found)
 
 
+@pytest.mark.slow
 def test_the_scout_writes_what_is_clear_with_its_evidence_once(clean: Path, tmp_path: Path) -> None:
     config, bad = planted(clean, tmp_path, "random", 20)
     run = make(config, Path("recipe.yaml"))

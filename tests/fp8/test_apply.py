@@ -168,6 +168,7 @@ def train_rank(c: RunConfig, world: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "learnt": learnt, "history": engine.fp8_history()}
 
 
+@pytest.mark.quick("current")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_layout_trains_as_one_process_does(recipe: str) -> None:
     if recipe not in ONE:

@@ -65,6 +65,7 @@ def test_bad_input_is_told_once_by_the_launcher_too(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.quick("2-model.layer=3-model.layer: unknown key; did you mean model.layers[?]")
 @pytest.mark.parametrize(
     ("ranks", "override", "message"),
     [

@@ -24,7 +24,7 @@ CLIPPINGS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.quick("bf16-zero2-dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_precisions(layout: str) -> None:
     world, options = LAYOUTS[layout]

@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 SHARED = {"stable_spam", "adafactor", "adafactor-momentum"}
 
 
-@pytest.mark.quick("adafactor")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_updates_are_ten_and_ten(name: str, corpus: Path, tmp_path: Path) -> None:
     optimizer = {"name": name.partition("-")[0], "lr": 3e-3} | OPTIMIZERS[name]

@@ -114,6 +114,7 @@ def written_and_compiled() -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_compiled_they_have_the_same_gradients() -> None:
     for rank in run_ranks(2, written_and_compiled):
         assert len(rank) == 2 * len(MAPPINGS)

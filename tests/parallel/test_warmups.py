@@ -101,6 +101,7 @@ LOW = [
 ]
 
 
+@pytest.mark.quick("one-fp32")
 @pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in LAYOUTS), *LOW])
 def test_growing_steps_equal_the_reference(name: str, precision: str) -> None:
     world, options = LAYOUTS[name]

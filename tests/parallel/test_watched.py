@@ -104,6 +104,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_watched_step_is_the_step(name: str) -> None:
     """Compiled (but under ZeRO 3): what is looked at must not run in another way."""

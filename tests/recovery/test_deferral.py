@@ -65,6 +65,7 @@ def sizes(steps: int, batch: int) -> dict[str, Any]:
     return {"steps": steps, "global_batch": batch, "micro_batch": 4, "eval_samples": 0}
 
 
+@pytest.mark.slow
 def test_handed_over_resumed_twice_and_made_longer(corpora: list[dict[str, Any]], tmp_path: Path) -> None:
     """The process that defers ends; the next one is stopped before it comes to what was put off; the third reads it."""
     run = tmp_path / "run"
@@ -91,6 +92,7 @@ def test_handed_over_resumed_twice_and_made_longer(corpora: list[dict[str, Any]]
     assert read == without_trouble(config, 8 * 56) and max(epoch for _, epoch, _ in read) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "batch"), [(1, 8), (2, 8), (3, 12)])
 def test_two_windows_of_one_run(
     world: int, batch: int, corpora: list[dict[str, Any]], tmp_path: Path
@@ -123,6 +125,7 @@ def put_off(run: Path) -> None:
         append(run / "blends.jsonl", ExchangeEntry(corpus="large", exchange=[swap], reason="state", step=15))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "taken", "world"),
     [((10, 30), 10, 2), ((10, 20, 30), 10, 1), ((20, 30), 30, 1), ((30,), 30, 2)],

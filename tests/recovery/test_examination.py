@@ -195,6 +195,7 @@ class Sorted(Laboratory):
         return self.forwards / 3 + self.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", [0.0, 1.5], ids=["by their gradient", "by their losses"])
 def test_a_region_that_changes_from_word_to_word_is_followed_by_gradients_and_named_by_what_it_lacks(
     out: float,
@@ -249,6 +250,7 @@ def test_no_sample_of_another_corpus_is_named_for_being_like_the_bad_of_one() ->
     assert found.inferred and judged(laboratory, found) == (0, 0)
 
 
+@pytest.mark.quick("1.0-2")
 @pytest.mark.parametrize(("lift", "steps"), [(1.0, 2), (1.5, 2), (2.0, 8)])
 def test_a_state_that_is_worse_convicts_hardly_anybody(lift: float, steps: int) -> None:
     """One sample is far out by itself. All of the others are as far up, also ahead: nothing goes on there."""

@@ -73,6 +73,7 @@ def changes(run: Path) -> list[tuple[str, int]]:
     return [(e["event"], e["step"]) for e in RunDirectory(run).events(FellBack, Returned)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "pp2", "zero3-dp2"] if EVERY else ["pp2"])
 def test_fp8_is_left_without_a_restart_and_returns_when_it_is_calm(
     name: str, easy: Path, tmp_path: Path
@@ -101,6 +102,7 @@ def test_fp8_is_left_without_a_restart_and_returns_when_it_is_calm(
         assert one.column(column).equals(other.column(column)), column
 
 
+@pytest.mark.quick("inf")
 @pytest.mark.parametrize("factor", [10.0, float("inf")] if EVERY else [float("inf")])
 def test_a_kernel_that_stays_broken_is_left_for_good(factor: float, easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -138,6 +140,7 @@ def noisy(config: RunConfig, everywhere: bool) -> tuple[int, str]:
     return broken(config, REST, 10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("everywhere", "cause"), [(False, "numerics"), (True, "hardware")])
 def test_fp8_that_gives_other_numbers_every_time(
     everywhere: bool, cause: str, easy: Path, tmp_path: Path
@@ -150,6 +153,7 @@ def test_fp8_that_gives_other_numbers_every_time(
     assert bool(changes(run)) == (cause == "numerics") and not (run / "skips.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_while_fp8_rests_forgets_nothing(easy: Path, tmp_path: Path) -> None:
     run, straight = tmp_path / "run", tmp_path / "straight"
     for config, end in ((run_of(easy, run), 42), (run_of(easy, straight), 0)):
@@ -168,6 +172,7 @@ def test_a_stop_while_fp8_rests_forgets_nothing(easy: Path, tmp_path: Path) -> N
     assert identical(run / f"checkpoints/step-{STEPS}", straight / f"checkpoints/step-{STEPS}") >= 3
 
 
+@pytest.mark.slow
 def test_bad_data_in_fp8_is_data(planted: tuple[Path, Planted], tmp_path: Path) -> None:
     corpus, what = planted
     run = tmp_path / "run"
@@ -177,6 +182,7 @@ def test_bad_data_in_fp8_is_data(planted: tuple[Path, Planted], tmp_path: Path) 
     assert changes(run) == []
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_fp8_on(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = run_of(easy, run, steps=FIRST + 8, stability={"dry_run": True, "policy": {"recur_steps": 50}})

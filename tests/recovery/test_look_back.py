@@ -51,6 +51,7 @@ def spoil(corpus: Path, bad: list[int], share: float) -> None:
     tokens.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_batches_that_are_a_little_worse_are_undone(world: int, tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
@@ -80,6 +81,7 @@ def test_a_look_back_that_convicts_nobody_leaves_no_trace(world: int, tmp_path: 
     assert identical(looked / f"checkpoints/step-{STEPS}", other / f"checkpoints/step-{STEPS}") >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_few_that_are_bad_by_themselves_are_skipped_and_nothing_is_undone(
     world: int, tmp_path: Path
@@ -95,6 +97,7 @@ def test_a_few_that_are_bad_by_themselves_are_skipped_and_nothing_is_undone(
     assert guilty and guilty <= set(bad) and not events(run, "discarded")
 
 
+@pytest.mark.slow
 def test_without_room_for_one_more_state_nothing_is_looked_back_on(tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     write_corpus(corpus, tokens=38_000, ids=20, validation=0)

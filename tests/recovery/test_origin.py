@@ -41,6 +41,7 @@ def resumed(run: Path) -> list[int]:
     return [e["step"] for e in RunDirectory(run).events(Resumed)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2], ids=["one", "zero1-dp2"])
 def test_an_old_checkpoint_that_is_bad_is_convicted_by_the_steps_after_it(
     world: int, easy: Path, tmp_path: Path

@@ -107,6 +107,7 @@ def hit_and_told(hit: RunConfig, told: RunConfig) -> tuple[tuple[int, str], tupl
     return first, train(told.model_copy(update={"data": told.data.model_copy(update={"skip": skips})}))
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_rewind_is_exact(name: str, planted: tuple[Path, Planted], tmp_path: Path) -> None:
     """The run that hit the bad region ends with the bytes of a run that was told to skip it from the start."""
@@ -190,6 +191,7 @@ def straight(easy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run / f"checkpoints/step-{STEPS}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "pp2"])
 def test_spoilt_weights_are_undone_and_the_window_is_read_later(
     name: str, easy: Path, tmp_path: Path
@@ -237,6 +239,7 @@ def samples_of(run: Path) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("times", [2, 3])
 def test_what_comes_back_again_and_again_cuts_the_learning_rate(
     times: int, easy: Path, tmp_path: Path
@@ -257,6 +260,7 @@ def test_what_comes_back_again_and_again_cuts_the_learning_rate(
     assert len(list(RunDirectory(run).events(RateCut))) == cut
 
 
+@pytest.mark.quick("where bits repeat")
 @pytest.mark.parametrize("exact", [True, False], ids=["where bits repeat", "where they need not"])
 def test_what_does_not_happen_again_is_the_hardware(
     exact: bool, easy: Path, straight: Path, tmp_path: Path
@@ -311,6 +315,7 @@ def noisy(
     return spoil(config, kind, list(steps))
 
 
+@pytest.mark.quick("magnified last bits")
 @pytest.mark.parametrize(
     ("exact", "noise", "bound", "cause"),
     [
@@ -396,6 +401,7 @@ def test_without_rewind_points_it_hands_over_to_a_restart(
     assert over["outcome"] == "healed" and over["steps_lost"] >= 12
 
 
+@pytest.mark.slow
 def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     parts = {
@@ -412,6 +418,7 @@ def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, t
     assert (run / f"checkpoints/step-{STEPS}").is_dir()
 
 
+@pytest.mark.quick("train_on")
 @pytest.mark.parametrize("last_resort", ["train_on", "stop"])
 def test_a_handover_needs_a_checkpoint_of_before(last_resort: str, easy: Path, tmp_path: Path) -> None:
     """Where all are later the run trains on and tells a person, or stops if that is wanted, and keeps them: it must not
@@ -454,6 +461,7 @@ def compared(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
     return spoil(config, "weights", [32]), found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_after_the_onset_is_replaced_at_once(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     kept = {"interval": 1, "keep": 1, "healthy_after": 0, "asynchronous": False, "vitals": {"probes": 8}}
@@ -527,6 +535,7 @@ def test_a_dry_run_cuts_no_rate_and_pretends_none(easy: Path, tmp_path: Path) ->
     assert actions.count("rewind") == 2 and "cut_lr" not in actions
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
     planted: tuple[Path, Planted], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ LENGTH, BEGIN = 8, 0.25
 POLICY = {"policy": {"rewind_warmup": LENGTH, "rewind_warmup_from": BEGIN}}
 
 
+@pytest.mark.slow
 def test_the_rate_ramps_back_after_a_rewind_and_over_a_restart(
     planted: tuple[Path, Planted],
     tmp_path: Path,

@@ -62,6 +62,7 @@ def trickling(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]
     return folder, bad
 
 
+@pytest.mark.slow
 def test_a_trickle_is_skipped_and_nothing_is_undone(
     trickling: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_trickle_is_skipped_and_nothing_is_undone(
     assert not events(run, "rewound")
 
 
+@pytest.mark.slow
 def test_a_restart_in_the_middle_of_a_trickle_loses_none(
     trickling: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_trickle_while_an_incident_is_being_proven_is_a_part_of_it(
     assert guilty <= {*bad, *burst} and guilty >= set(burst) and len(guilty & set(bad)) >= 15
 
 
+@pytest.mark.slow
 def test_a_region_that_repeats_itself_is_skipped_though_it_is_easy(tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     write_corpus(corpus, tokens=38_000, ids=20, validation=0)

@@ -64,6 +64,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bad_start_is_told_on_every_rank(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
@@ -85,6 +86,7 @@ def test_a_good_start_is_silent(corpus: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in steps if row["attention_entropy"] is not None] == [1, 20]
 
 
+@pytest.mark.quick("stability0-True")
 @pytest.mark.parametrize(
     ("stability", "signs"),
     [({"dry_run": True}, True), ({"enabled": False}, False), ({"signs": {"enabled": False}}, False)],

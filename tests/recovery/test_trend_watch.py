@@ -63,6 +63,7 @@ def told(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in e.fields.items() if k != "time"} for e in RunDirectory(run).events(TrendEvent)]
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_collapse_is_warned_of_on_every_rank_alike(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
@@ -79,6 +80,7 @@ def test_a_collapse_is_warned_of_on_every_rank_alike(name: str, corpus: Path, tm
     assert {"blocks.0", "blocks.1"} == {place["where"] for place in states[0]["standing"]["entropy"]}
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_silent_and_what_is_off_measures_nothing(corpus: Path, tmp_path: Path) -> None:
     (state,) = run_ranks(1, train, recipe(corpus, tmp_path / "run"), 1.0)
     assert told(tmp_path / "run") == [] and state["series"]
@@ -190,6 +192,7 @@ def looked(config: RunConfig) -> dict[str, Any]:
     return {"looks": looks, "state": judge.state.model_dump()}
 
 
+@pytest.mark.quick("steps")
 @pytest.mark.parametrize("unit", ["steps", "tokens"])
 def test_no_look_while_the_rate_warms_up(unit: str, corpus: Path, tmp_path: Path) -> None:
     each = 8 * 32 if unit == "tokens" else 1
@@ -217,6 +220,7 @@ def test_a_change_of_the_length_starts_entropy_and_evaluations_anew(corpus: Path
     assert {e["step"] for e in end["state"]["evaluations"]} == {s for s in range(5, 41, 5) if s >= changed}
 
 
+@pytest.mark.quick("adamw-signals0")
 @pytest.mark.parametrize(("optimizer", "signals"), [("adamw", {"updates"}), ("lamb", set())])
 def test_only_updates_like_adams_are_measured_against_the_rate(
     optimizer: str, signals: set[str], corpus: Path, tmp_path: Path

@@ -111,6 +111,7 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_steps_give_the_same_bits_and_what_is_planted_is_named(
     layout: str, recipe_of: Callable[[str], Path], clean: Callable[[str], Steps], tmp_path: Path
@@ -170,6 +171,7 @@ def _faulty(path: str, overrides: Sequence[str], where: str, call: int) -> int:
     return _trace(path, overrides)
 
 
+@pytest.mark.quick("swiglu-7-step 2, rank 1, micro-batch 1, blocks.1.mlp.swiglu output (forward)")
 @pytest.mark.parametrize(
     ("where", "call_", "named"),
     [
@@ -440,6 +442,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_is_ended(tmp_path: Path) -> None:
     """As the launcher is by Ctrl-C, with time to end the ranks of other hosts."""
     folder, steps = tmp_path, path_of(tmp_path, 0)

@@ -74,6 +74,7 @@ def test_how_far_bad_data_goes_is_shown_by_the_probes(make: Make, hostile_corpus
     assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()) == evidence
 
 
+@pytest.mark.quick("change0")
 @pytest.mark.parametrize(
     "change",
     [

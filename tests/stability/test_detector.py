@@ -56,6 +56,7 @@ def test_a_slow_divergence_is_noticed(seed: int, noise: float, start: int) -> No
     assert any(each.verdict in REWINDS for each in found[start:])
 
 
+@pytest.mark.slow
 def test_heavy_tailed_norms_raise_less_than_one_alarm_in_10_000_steps() -> None:
     runs = [
         traces.healthy(10_000, 7, tail=0.1),

@@ -173,6 +173,7 @@ def check(recipe_path: Path, *arguments: str, cwd: Path) -> Done:
 SHORT = ("model.sequence_length=32", "train.global_batch=4", "train.micro_batch=4")
 
 
+@pytest.mark.slow
 def test_a_check_measures_shows_and_goes_on(tiny_recipe: Path, tmp_path: Path) -> None:
     given = ("--widths", "128,32,64", *SHORT)
     done = check(tiny_recipe, *given, cwd=tmp_path)

@@ -20,6 +20,7 @@ def study(recipe_path: Path, *arguments: str, cwd: Path) -> Done:
     return call(app, "study", "lr-sensitivity", recipe_path, *given, *arguments, *SHORT, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_a_study_trains_shows_and_goes_on(tiny_recipe: Path, tmp_path: Path) -> None:
     given = ("--rates", "1e-3,1e-2,1e3", "--edge-seeds", "1")
     done = study(tiny_recipe, *given, cwd=tmp_path)

@@ -14,6 +14,7 @@ def test_a_matrix_product_is_measured_in_the_precision_that_trains() -> None:
     assert rate > 0 and dtype in ("bfloat16", "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_ranks_that_fail_say_why() -> None:
     with pytest.raises(RuntimeError, match=r"(?i)cuda|nvidia"):

@@ -24,6 +24,7 @@ from tests.supervise.test_supervisor import Supervised
 __all__ = ["clean"]  # the fixture
 
 
+@pytest.mark.slow
 def test_a_supervised_run_never_meets_what_was_planted(clean: Path, tmp_path: Path) -> None:
     config, bad = planted(clean, tmp_path, "random", 20)
     given = Supervised(config, tmp_path, steps=32)

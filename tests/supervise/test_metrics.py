@@ -162,6 +162,7 @@ def test_counters_never_fall_and_never_count_a_second_twice(looks: list[dict[str
         counters = after
 
 
+@pytest.mark.slow
 def test_a_hang_that_was_unknown_for_minutes_counts_once(tmp_path: Path) -> None:
     """Looked at every ten seconds: nobody knew, for 775 s, what the time after the last step was."""
     rows = [*steps(1, 20, 106), *steps(21, 30, 915)]

@@ -107,6 +107,7 @@ def test_a_terminal_is_not_overrun(status: Status) -> None:
     assert len(capture.get().splitlines()) <= 24
 
 
+@pytest.mark.quick("False-80-24")
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 40)])
 @pytest.mark.parametrize("over", [False, True])
 def test_a_large_run_with_many_incidents_stays_one_screen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from([*KINDS, "new", "__init__"]), st.dictionaries(st.text(), junk))))
 def test_an_event_of_another_version_does_no_harm(events: list[tuple[str, dict[str, Any]]]) -> None:
     told(*(fields | {"event": kind} for kind, fields in events))

@@ -82,6 +82,7 @@ def test_the_totals_are_sums_of_shares(measured: tuple[dict[str, Any], str]) -> 
     assert (costs["totals"]["gate"]["limit"], costs["totals"]["everything"]["limit"]) == (0.005, 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

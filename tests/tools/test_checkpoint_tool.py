@@ -470,6 +470,7 @@ def test_commands_that_answer_by_their_exit_code_say_so(call: Callable[..., tupl
     assert "1 they differ" in " ".join(call("diff", "--help")[0].split())
 
 
+@pytest.mark.slow
 def test_a_bar_and_ctrl_c(checkpoint: Path, tmp_path: Path) -> None:
     """On a terminal: how far it is; after Ctrl-C nothing is left and the exit code says so."""
     run = recipe_of(layers=8, hidden=256, ffn=1024, vocab_size=4096)

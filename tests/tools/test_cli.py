@@ -371,6 +371,7 @@ def launched(tmp_path: Path, *arguments: object, **environment: str) -> subproce
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_train_starts_the_launcher_and_what_is_a_rank_already_starts_none(
     corpus: Path, tmp_path: Path
 ) -> None:

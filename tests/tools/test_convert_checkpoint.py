@@ -159,6 +159,7 @@ def test_what_is_not_checked_is_said(place: Path, monkeypatch: pytest.MonkeyPatc
     assert "NOT CHECKED" in (place / "without/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(place: Path) -> None:
     before = sorted(path.name for path in place.iterdir())
     process = subprocess.Popen(

@@ -76,6 +76,7 @@ def test_help_has_examples() -> None:
     assert "Continue a prompt" in out and "--number 3 --seed 1" in out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(5 * PATIENCE + 60)
 def test_a_terminal_has_a_loop_with_a_prompt(run: Path) -> None:
     primary, secondary = pty.openpty()
@@ -110,6 +111,7 @@ def test_a_terminal_has_a_loop_with_a_prompt(run: Path) -> None:
     assert "\x1b[1mdef f(\x1b[0m" in shown and "Traceback" not in shown
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error(run: Path) -> None:
     line = " ".join(command(run, "--prompt", "a", "--past-eod", "--max-tokens", 1000))
     done = subprocess.run(["bash", "-c", f"{line} | head -c 5"], env=ENVIRONMENT, capture_output=True)

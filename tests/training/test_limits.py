@@ -61,6 +61,7 @@ def events(run: Path, *names: str) -> list[Event]:
     return [e for e in RunDirectory(run).events() if e.event in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "zero3-dp2"])
 def test_a_rate_that_jumped_is_capped_without_leaving_out_a_sample(
     name: str, easy: Path, tmp_path: Path
@@ -103,6 +104,7 @@ def test_a_cap_ends_when_the_schedule_comes_back_below_it(easy: Path, tmp_path: 
     assert max(rates.values()) <= 1e-2  # nothing of the a hundred times too high is left
 
 
+@pytest.mark.slow
 def test_a_cap_is_tried_again_and_comes_back(easy: Path, tmp_path: Path) -> None:
     """The schedule stays a hundred times too high: after its rest the cap is lifted, and trouble returns with it."""
     run = tmp_path / "run"

@@ -161,7 +161,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, hosts
 }
 
 
-@pytest.mark.quick("zero1-dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_lost_host_takes_nothing_with_it(name: str, corpus: Path, tmp_path: Path) -> None:
     ranks, count, parts = LAYOUTS[name]
@@ -197,6 +197,7 @@ def one_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_wrong_byte_is_found(hosts: int, corpus: Path, tmp_path: Path) -> None:
     """Another copy is taken; where there is none, the checkpoint."""
@@ -254,6 +255,7 @@ def key(run: Path) -> PointKey:
     return held(str(run.parent / "host-0"), run)[0].key
 
 
+@pytest.mark.quick("rewound")
 @pytest.mark.parametrize("name", OUTDATED)
 def test_what_is_outdated_is_not_used(name: str, corpus: Path, tmp_path: Path) -> None:
     happens, why, step = OUTDATED[name]
@@ -276,6 +278,7 @@ def test_a_rewind_invalidates_later_points_at_once(corpus: Path, tmp_path: Path)
     assert events(run, "memory_dropped")[0]["step"] == POINT - 2
 
 
+@pytest.mark.slow
 def test_a_new_run_in_an_old_directory_begins_anew(corpus: Path, tmp_path: Path, straight: Path) -> None:
     config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 1, 2)
     killed(2, config, hosts)

@@ -157,6 +157,7 @@ def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
         assert (theirs[..., :101] - our_logits(ours(**model))).abs().max() < 1e-4
 
 
+@pytest.mark.quick("{}-False")
 @pytest.mark.parametrize(
     ("model", "local"),
     [
@@ -437,6 +438,7 @@ def exported(ours: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_megatron(ours(), tmp_path_factory.mktemp("exported") / "megatron", tensor=2, pipeline=2)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_content_of_any_other_kind_is_an_error_that_says_where(

@@ -37,6 +37,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.quick("*-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_in_transformers(make: Make, tmp_path: Path, name: str, dtype: Any) -> None:
@@ -59,6 +60,7 @@ def test_logits_are_the_same_in_transformers(make: Make, tmp_path: Path, name: s
 MUP = {"base_width": 8, "base_layers": 1, "base_head_dim": 2}
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize(
     ("model", "mup", "exactly"),
     [

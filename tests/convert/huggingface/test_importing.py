@@ -50,6 +50,7 @@ def written(path: Path, corpus: Path, **parts: Any) -> Path:
     return path
 
 
+@pytest.mark.quick("qwen3")
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_again_bit_by_bit(make: Make, base: Path, tmp_path: Path, name: str) -> None:
     first = make(MODELS[name])
@@ -249,6 +250,7 @@ THEIRS: list[tuple[str, dict[str, Any], bool, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick("llama-options0-True-llama")
 @pytest.mark.parametrize(("kind", "options", "half", "out"), THEIRS)
 def test_a_model_that_transformers_made_themselves(
     base: Path, tmp_path: Path, tokenizer: Tokenizer, kind: str, options: dict[str, Any], half: bool, out: str

@@ -114,6 +114,7 @@ def test_what_llama_cpp_leaves_out_is_said(tmp_path: Path) -> None:
     assert words.pre == "qwen2" and "NFC" in words.notes[0]
 
 
+@pytest.mark.quick("before0-normalizer0-True")
 @pytest.mark.parametrize(
     ("before", "normalizer", "qwens"),
     [
@@ -167,6 +168,7 @@ def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
         vocabulary(content(unigram), 600)
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2"])
 def test_to_hf_says_what_llama_cpps_own_converter_would_do(make: Make, tmp_path: Path, kind: str) -> None:
     told = {"llama": [], "qwen3": ["puts a space before every text"], "olmo2": ["knows published tokenizers"]}

@@ -146,6 +146,7 @@ def test_blocks_without_ranges(edges: list[int], data: bytes, block: int) -> Non
     assert b"".join(found) == bytes(c for n, c in enumerate(data) if not any(a <= n < b for a, b in pairs))
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_found(original: Path) -> None:
     output = pruned_of(original, [("a", 2), ("a", 3), ("b", 7)])
     verify(output)
@@ -359,6 +360,7 @@ def test_documents_longer_than_an_int32_counts(tmp_path: Path) -> None:
     assert (holes.firsts.tolist(), holes.ends.tolist()) == ([4], [2 * (2**31 + 7)])
 
 
+@pytest.mark.slow
 def test_indices_longer_than_a_chunk(tmp_path: Path) -> None:
     """More documents than are looked at in one go."""
     count, random = CHUNK + 1000, np.random.default_rng(0)

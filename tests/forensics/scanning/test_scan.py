@@ -232,6 +232,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_scan_that_was_killed_goes_on(
     shards: Path, tmp_path: Path, how: int, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ publish.publish(Path(sys.argv[1]), Path(sys.argv[2]), Keeping())
 """
 
 
+@pytest.mark.slow
 def test_a_killed_command_leaves_no_link_into_the_run(spike: Path, tmp_path: Path) -> None:
     (spike / "checkpoints" / "step-10").mkdir(parents=True)
     (tmp_path / "online").mkdir()

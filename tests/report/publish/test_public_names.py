@@ -37,6 +37,7 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] == name]
 
 
+@pytest.mark.slow
 def test_losses_and_scores_keep_their_values_and_lose_their_names(tmp_path: Path) -> None:
     """`web` and `code` are words that megastable uses; the names of the tasks are not."""
     run = made_run(tmp_path / "run", eval={"command": "python -m megastable.train {model} {results}"})

@@ -167,6 +167,7 @@ def test_a_process_that_failed(tmp_path: Path) -> None:
     assert "<b>the" not in texts(tmp_path / "public")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     made_run(tmp_path / "run", incidents=(60,), last=80)
     (tmp_path / "public").mkdir()

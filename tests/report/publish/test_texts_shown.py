@@ -51,6 +51,7 @@ def samples(root: Path) -> str:
     return (root / "0001" / "samples.txt").read_text()
 
 
+@pytest.mark.slow
 def test_they_are_those_of_the_run_without_its_names(run: Path, tmp_path: Path) -> None:
     publish(run, tmp_path / "public", Keeping(texts=True))
     publish(run, tmp_path / "named", Keeping(texts=True, names=True))
@@ -66,6 +67,7 @@ def test_they_are_those_of_the_run_without_its_names(run: Path, tmp_path: Path) 
     assert both[0]["tokens"] and both[0]["tokens"] == both[1]["tokens"] and both[1]["problems"] == []
 
 
+@pytest.mark.quick("a shard is gone")
 @pytest.mark.parametrize(
     "damage",
     [
