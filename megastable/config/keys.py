@@ -144,6 +144,11 @@ def _within(bounds: Sequence[Any]) -> str:
     """gt, ge, lt and le of a number, in words."""
     limit = {name: getattr(b, name) for b in bounds for name in ("gt", "ge", "lt", "le") if hasattr(b, name)}
     if limit.keys() == {"ge", "le"}:
-        return f"from {limit['ge']:g} to {limit['le']:g}"
+        return f"from {_spell(limit['ge'])} to {_spell(limit['le'])}"
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    return " and ".join(f"{words[name]} {value:g}" for name, value in limit.items())
+    return " and ".join(f"{words[name]} {_spell(value)}" for name, value in limit.items())
+
+
+def _spell(limit: float) -> str:
+    """A limit with all its digits where they count: 4294967296, not 4.29497e+09."""
+    return str(limit) if isinstance(limit, int) and limit % 1000 else f"{limit:g}"

@@ -45,15 +45,17 @@ def close_huggingface(content: bytes, ids: Collection[int]) -> bytes:
     added = [t for t in given.get("added_tokens") or () if t["id"] in ids and not t["special"]]
     for token in added:
         token["special"] = True
-    cuts = [
-        {"type": "Split", "pattern": {"Regex": f"{re.escape(piece[0])}(?={re.escape(piece[1:])})"},
-         "behavior": "Isolated", "invert": False}
-        for piece in _found_by_model(given["model"], ids) if len(piece) > 1
-    ]  # fmt: skip
+    cuts = [cut_behind_first(piece) for piece in _found_by_model(given["model"], ids) if len(piece) > 1]
     if cuts:
         before = given.get("pre_tokenizer")
         given["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*([before] if before else []), *cuts]}
     return json.dumps(given, ensure_ascii=False).encode() if added or cuts else content
+
+
+def cut_behind_first(piece: str) -> Json:
+    """The step of a pre-tokenizer that cuts a text behind the first character of every `piece` in it."""
+    regex = f"{re.escape(piece[0])}(?={re.escape(piece[1:])})"
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
 def _found_by_model(model: Json, ids: Collection[int]) -> list[str]:

@@ -231,7 +231,6 @@ class Zero12(_Linked):
         # ZeRO 2 divides 16-bit gradients before it sums them in fp32: division by 3 rounds each once more.
         o.gradient_average = False
         patches.update_at_once(o)
-        self._counted = [f for f in self.flat_state().fragments if f.counted]
 
     def _measure_sums(self, watch: LocalGradients) -> None:
         patches.measured_buckets(self.o, watch)
@@ -244,8 +243,17 @@ class Zero12(_Linked):
         torch._foreach_div_(list(self.gradients([]).values()), self.topology.layout.data)
 
     def _counted_gradients(self) -> Sequence[Tensor]:
-        held = self.gradients([])
-        return [held[f.group, f.offset].view(-1)[: f.numel] for f in self._counted]
+        # Not by fragments: with round_robin_gradients DeepSpeed links parameters to each other's pieces.
+        return [
+            gradient
+            for group, gradients in self.o.averaged_gradients.items()
+            for gradient, parameter in zip(
+                (g for g in gradients if not getattr(g, "_zero_padding", False)),
+                self.o.params_in_partition[group],
+                strict=True,
+            )
+            if counted_once(parameter, self.topology)
+        ]
 
     def clipping_by(self, known: Any) -> contextlib.AbstractContextManager[None]:
         return super().clipping_by(self.scalar(known).float() * self.o.loss_scale)

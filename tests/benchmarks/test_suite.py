@@ -225,7 +225,9 @@ def test_the_script_lists_the_stages_without_an_environment(tmp_path: Path) -> N
     for name in ("launch", "benchmarks", "megastable"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python3").symlink_to(sys.executable)
+    # A link to an interpreter is not in its environment.
+    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python3").chmod(0o755)
     script = tmp_path / "bench_gpu.sh"
     environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     script.write_text((ROOT / "launch" / "bench_gpu.sh").read_text().replace("/..", ""))

@@ -48,7 +48,7 @@ def test_every_key_has_a_row_in_its_chapter() -> None:
         ("model", "| `layers` | whole number above 0 | `12` |  | Transformer blocks. | `--num-layers`<br>"),
         (
             "run",
-            "| `timeout` | whole number above 0 | `1800` | seconds | When a collective counts as hung. | `--distr",
+            "| `timeout` | whole number from 1 to 1e+09 | `1800` | seconds | When a collective counts as hung. | `--",
         ),
         ("run", "`--distributed-timeout-minutes` (in seconds: multiply by 60) |"),
         ("precision", "`--bf16` (`precision.kind=bf16`)"),

@@ -67,9 +67,10 @@ def test_a_run_of_the_mean_of_other_layouts(tmp_path: Path) -> None:
     store.verify(made.checkpoint)
     whole, state = WholeState(made.checkpoint), store.read_state(made.checkpoint)
     assert whole.kinds == ("weight",) and whole.adam_step == state.adam_step == 0
-    # Everything but the moments is of the newest one.
+    # Everything but the moments and the losses is of the newest one.
     newest = store.read_state(given_[1])
-    assert state == newest.model_copy(update={"adam_step": 0.0, "versions": state.versions})
+    own = {"adam_step": 0.0, "versions": state.versions, "recent_losses": []}
+    assert state == newest.model_copy(update=own)
     assert run_of(made.checkpoint).parallel.zero == 3 and made.layout.data == 2
     assert (tmp_path / "out" / "skips.jsonl").read_text() == "{}\n"
     held = [numbers(recipe_of(), seed) for seed in (1, 2, 3)]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HuggingFaceModel
 from megastable.base.errors import DataError
 from megastable.data.lost_text import LossCounter, check_text
 from megastable.data.prepare import prepare_shards
-from megastable.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megastable.data.tokenizer import NO_EOD, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data.texts import documents, hugging_face_file, sentencepiece_file, source_code
 
 CHINESE = "漢字" * 150
@@ -103,7 +103,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Make], Tokenizer
     def make(kind: Make) -> Tokenizer:
         path = kind(tmp_path_factory.mktemp("tokenizer"))
         new = HuggingFaceTokenizer if path.suffix == ".json" else SentencePieceTokenizer
-        return new(path, path.read_bytes(), 0)
+        return new(path, path.read_bytes(), NO_EOD, None)
 
     return make
 

@@ -51,7 +51,7 @@ def plainly(name: str, tied: bool, layers: int) -> Any:
 MORE = [name for name in LAYOUTS if name not in ("one", "pp2", "pp3", "zero2-dp2")]
 
 
-@pytest.mark.quick("*-dp3")
+@pytest.mark.quick(*(f"{name}-dp3" for name in CLIPPINGS))
 @pytest.mark.parametrize("layout", MORE)
 @pytest.mark.parametrize("name", CLIPPINGS)
 def test_ten_steps(layout: str, name: str) -> None:

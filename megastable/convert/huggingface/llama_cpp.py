@@ -16,7 +16,7 @@ from megastable.convert.huggingface.tokenizer_export import CUT_AT_SPACES, Json,
 from megastable.data.tokenizer import SPACE
 
 # The kinds of pieces are numbered alike in llama.h.
-from megastable.data.unforgeable import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from megastable.data.unforgeable import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, cut_behind_first
 
 LOWEST = -1e9  # a score
 # Text rules of SentencePiece's tokenizer.json that llama.cpp supports.
@@ -155,7 +155,9 @@ def _scored(content: Json, tokens: list[str], types: list[int]) -> Vocabulary:
 
 def _pre(content: Json) -> str:
     """llama.cpp's name of this pre-tokenizer. Raises CheckpointError."""
-    found = [step for step in steps(content) if step["type"] != "NFC"]
+    # Its regular expressions cut the special tokens of a text by themselves.
+    own = [cut_behind_first(token["content"]) for token in content["added_tokens"] if token["special"]]
+    found = [step for step in steps(content) if step["type"] != "NFC" and step not in own]
     kinds = [step["type"] for step in found]
     if spaced(content):
         raise CheckpointError("it puts a space before every text, llama.cpp's byte-level tokenizers do not")

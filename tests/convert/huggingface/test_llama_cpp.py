@@ -186,4 +186,4 @@ def test_to_hf_says_that_a_tokenizer_is_none_for_llama_cpp(make: Make, tmp_path:
     assert len(notes) == 2 and notes[1].startswith(
         "this tokenizer is not for llama.cpp: it is of type Unigram"
     )
-    assert "prepare_data.py tokenizer" in notes[1]
+    assert "megastable prepare tokenizer" in notes[1]
