@@ -22,6 +22,7 @@ def end(rank: int, how: str) -> int:
     raise ValueError("on purpose")
 
 
+@pytest.mark.quick("failed-rank 1 of 2.[*] on purpose")
 @pytest.mark.parametrize(
     ("how", "message"),
     [("killed", r"ended without an answer .*\{1: -9\}"), ("failed", "rank 1 of 2.* on purpose")],

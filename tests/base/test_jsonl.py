@@ -39,6 +39,7 @@ def test_a_missing_file_is_empty(tmp_path: Path) -> None:
     assert jsonl.read(tmp_path / "none.jsonl") == ([], b"")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(ENTRIES, st.data())
 def test_a_cut_anywhere_loses_the_line_it_is_in_and_no_other(

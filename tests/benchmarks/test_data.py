@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.data import Run, ScanCost, scan_cost
 
 
+@pytest.mark.slow
 def test_a_scan_is_measured_in_processes_of_its_own(corpus: Path) -> None:
     said: list[str] = []
     cost = scan_cost(corpus, sizes=(30_000,), say=said.append)

@@ -27,6 +27,7 @@ def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line for line in told.splitlines() if re.match("[0-9,]+ GPUs", line) and line not in page] == []
 
 
+@pytest.mark.slow
 def test_dice_are_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--gpus", "10000", "--trials", "1"])
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if "%" in line and "|" in line]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.inspect import inspect_cost
 
 
+@pytest.mark.slow
 def test_a_step_of_a_run_over_a_trillion_tokens_takes_little_memory(tmp_path: Path) -> None:
     cost = inspect_cost(tmp_path, shards=1000, tokens=10**9, steps=3000)
     assert cost["tokens"] == 1e12 and cost["megabytes"] < 300

@@ -236,6 +236,7 @@ def test_the_script_lists_the_stages_without_an_environment(tmp_path: Path) -> N
     assert done.returncode == 0 and done.stdout.startswith("1.3b "), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu() -> None:
     done = subprocess.run(["bash", "launch/bench_gpu.sh"], cwd=ROOT, capture_output=True, text=True)

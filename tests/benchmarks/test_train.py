@@ -238,7 +238,7 @@ def measured(config: RunConfig, rounds: int, memory: float) -> tuple[Speed, list
     return found, said, len(advanced), last
 
 
-@pytest.mark.quick("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_whoever_cannot_is_a_row(apart: bool) -> None:
     config = config_of("bf16", hidden=256, ffn=512)  # beside it the engine's scratch space, 1 MiB, is small
@@ -268,6 +268,7 @@ def late(config: RunConfig) -> Speed:
     return train_speed.measure(config, [OURS, "never_warm", "bare"], 50_000, False, seconds=4.0)
 
 
+@pytest.mark.slow
 def test_who_is_not_warm_in_time_is_a_row() -> None:
     """And what was measured until then is there, in as many rounds as there was time for, but at least in two."""
     found = run_ranks(1, late, config_of())[0]
@@ -325,6 +326,7 @@ def in_turns(config: RunConfig) -> tuple[Speed, int, list[int]]:
     return found, len(built), votes
 
 
+@pytest.mark.slow
 def test_the_price_of_the_watch_over_hardware_is_a_ratio_of_one_run() -> None:
     """Ours votes as in a run, also right after the same engine was trained without."""
     found, built, votes = run_ranks(1, in_turns, config_of("bf16"))[0]
@@ -333,6 +335,7 @@ def test_the_price_of_the_watch_over_hardware_is_a_ratio_of_one_run() -> None:
     assert row.ratio is not None and len(row.samples_ms) == 3 and found.row(OURS).problem is None
 
 
+@pytest.mark.slow
 def test_fp8_on_and_off_share_an_engine_and_each_is_told_when_it_is_measured() -> None:
     tree = config_of("bf16").model_dump()
     tree["precision"]["fp8"] = {"recipe": "delayed"}

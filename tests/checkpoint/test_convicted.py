@@ -150,6 +150,7 @@ def turned(folder: Path) -> None:
     module.poison(folder, "block")
 
 
+@pytest.mark.slow
 def test_where_what_computes_is_wrong_no_checkpoint_is_convicted(
     corpus: Path, ten: Path, tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def train_elsewhere(config: RunConfig, factor: float) -> tuple[int, str]:
     return train(config)
 
 
+@pytest.mark.slow
 def test_one_that_remembers_no_losses_convicts_nobody(corpus: Path, tmp_path: Path) -> None:
     """Of an older version, or of when there were no probes: it would look right on any machine."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"
@@ -240,6 +242,7 @@ def test_what_may_change_at_a_resume_convicts_nobody(tmp_path: Path) -> None:
         assert len(paired(before, now)) == (0 if name in ("documents", "corpus") else 32), name
 
 
+@pytest.mark.slow
 def test_a_state_that_is_bad_when_it_is_saved_never_counts_as_healthy(corpus: Path, tmp_path: Path) -> None:
     """It holds what it was saved with, so it is not convicted either. It is finite, so nothing else finds it."""
     run, folder = tmp_path / "run", tmp_path / "run/checkpoints"

@@ -192,6 +192,7 @@ TestAgainstMemory = AgainstMemory.TestCase
 TestAgainstMemory.settings = settings(max_examples=60, stateful_step_count=40)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_had_to_make_room_is_not_missed(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run", (1, 1, 1, 1))
 
 
+@pytest.mark.quick("a hole", "another parameter")
 @pytest.mark.parametrize("case", PARTS)
 def test_pieces_that_make_no_sense(case: str, checkpoint: Path) -> None:
     path = checkpoint / "rank-00000.json"

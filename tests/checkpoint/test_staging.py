@@ -63,6 +63,7 @@ def test_every_rank_writes_there_first_and_leaves_nothing(corpus: Path, tmp_path
     assert not [path for path in disk.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_a_local_disk_that_is_full(corpus: Path, tmp_path: Path) -> None:
     """The save fails like one to a full shared directory; nothing of it remains."""
     disk = tmp_path / "disk"
@@ -159,6 +160,7 @@ def train_with_small_files(config: RunConfig) -> tuple[int, str]:
     return train(config)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_brought_over_now_is_kept_for_the_next_start(corpus: Path, tmp_path: Path) -> None:
     """The shared directory may be full: the only copy of the newest checkpoint is not the thing to delete."""
     run, disk = tmp_path / "run", tmp_path / "disk"

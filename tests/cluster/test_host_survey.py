@@ -54,6 +54,7 @@ def test_each_survey_has_a_token_of_its_own(tmp_path: Path) -> None:
     assert one != two and len(one) >= 16
 
 
+@pytest.mark.slow
 def test_a_folder_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the token is a pipe that nobody reads: whoever opens it waits for ever."""
     os.mkfifo(tmp_path / TOKEN)

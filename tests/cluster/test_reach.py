@@ -44,6 +44,7 @@ class Scripts:
         return ["sh", "-c", self.of[host], *command]
 
 
+@pytest.mark.slow
 def test_answers_and_reasons_by_host() -> None:
     scripts = {
         "good": "echo fine", "bad": "echo much; echo why >&2; exit 3", "silent": "exit 4", "dead": "kill -9 $$",

@@ -321,6 +321,7 @@ def config_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_tree_and_the_deepspeed_json(corpus: Path) -> None:
     given = ["parallel.tensor=2", "train.steps=40", f"data.corpora=[{{path: {corpus}}}]"]
     done = config_command(QUICKSTART, "--world", "8", *given)

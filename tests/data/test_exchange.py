@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ exchanges = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(exchanges=exchanges)
 def test_any_exchanges_are_a_permutation_and_are_made_one_on_top_of_another(
@@ -179,6 +181,7 @@ def test_nobody_is_put_where_something_is_left_out_or_was_exchanged() -> None:
     assert found.positions.tolist() == [110, 111] and found.returns.tolist() == [406, 407]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     sizes=st.lists(st.integers(40, 300), min_size=1, max_size=3),

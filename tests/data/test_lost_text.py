@@ -114,6 +114,7 @@ def shares(tokenizer: Tokenizer, texts: list[str]) -> list[float]:
     return [gone / max(1, of) for of, gone in zip(plain, lost, strict=True)]
 
 
+@pytest.mark.quick("sentencepiece_file")
 @pytest.mark.parametrize("kind", [*LOSSLESS, *LOSSY])
 def test_known_text_loses_nothing_however_it_is_normalised(
     load: Callable[[Make], Tokenizer], kind: Make
@@ -128,6 +129,7 @@ def test_known_text_loses_nothing_however_it_is_normalised(
         assert shares(tokenizer, [text.replace("½", "")]) == [0.0]
 
 
+@pytest.mark.quick("piece_without_bytes")
 @pytest.mark.parametrize("kind", LOSSY)
 def test_what_a_tokenizer_lacks_is_lost(load: Callable[[Make], Tokenizer], kind: Make) -> None:
     tokenizer = load(kind)

@@ -100,6 +100,7 @@ def test_permute_is_the_reference_at_any_size(size: int) -> None:
     assert len(set(found)) == len(values)
 
 
+@pytest.mark.slow
 def test_permute_reaches_every_place_equally_often() -> None:
     """Chi-square over 4,000 keys: where the first of 7 values goes, and which of the 24 orders of 4 comes out."""
     places = Counter(bijection(7, seed)[0] for seed in range(4000))

@@ -359,6 +359,7 @@ def test_damage_of_before_is_not_made_part_of_the_copy(
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
+@pytest.mark.slow
 def test_the_command(clean: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/prepare_data.py"), "plant", str(clean), "planted"]
     options = ["--recipe", "launch/recipes/quickstart.yaml", "--step", "3", "--samples", "6"]

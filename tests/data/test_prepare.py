@@ -72,6 +72,7 @@ def with_bos(path: Path, name: str = "<|begin|>") -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_documents_begin_with_the_tokenizers_own_token(tmp_path: Path) -> None:
     texts = ["one", "two words", "<|begin|> is text"] * 5
     lines = write_lines(tmp_path / "a.jsonl", texts)
@@ -164,7 +165,7 @@ def test_every_document_is_in_one_split_in_its_order(tmp_path: Path, tokenizer: 
     verify_corpus(tmp_path / "out")
 
 
-@pytest.mark.quick("sentencepiece_file")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [sentencepiece_file, hugging_face_file])
 def test_workers_do_not_change_a_byte(
     tmp_path: Path, make: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
@@ -225,6 +226,7 @@ def test_duplicates_never_straddle_the_split(tmp_path: Path, tokenizer: Path) ->
     assert sorted(train + validation) == sorted(texts * 3)
 
 
+@pytest.mark.slow
 def test_a_validation_set_of_ones_own(tmp_path: Path, tokenizer: Path) -> None:
     texts = documents(12)
     (tmp_path / "held").mkdir()
@@ -320,6 +322,7 @@ def test_no_text_forges_the_end_of_a_document(tmp_path: Path, make: Callable[[Pa
     assert texts_of(tmp_path / "out", "train") == texts  # which looks for ends inside, too
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_takes_four_bytes(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

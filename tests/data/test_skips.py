@@ -246,6 +246,7 @@ ENTRIES = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     ENTRIES,

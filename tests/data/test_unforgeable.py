@@ -79,6 +79,7 @@ def among_unigram_pieces(path: Path) -> Path:
 ALL = [end_of_sentence_as_symbol, no_end_of_sentence, not_special, only_in_the_model, among_unigram_pieces]
 
 
+@pytest.mark.quick("end_of_sentence_as_symbol", "among_unigram_pieces")
 @pytest.mark.parametrize("make", ALL)
 def test_a_text_that_spells_the_end_of_a_document_does_not_end_it(tmp_path: Path, make: Make) -> None:
     file = make(tmp_path)

@@ -146,6 +146,7 @@ def through_a_broken_kernel(config: RunConfig) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_fp8_products_that_are_wrong_for_some_steps(corpus: Path, tmp_path: Path) -> None:
     """As often as such a step is done, and nothing else is."""
     precision = {"fp8": {"backend": "emulated"}}

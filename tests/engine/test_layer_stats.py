@@ -230,6 +230,7 @@ def check(got: dict[str, Any], name: str, parts: dict[str, Any]) -> None:
     assert got["again"] == LayerStatistics(cheap, {})
 
 
+@pytest.mark.slow
 def test_one_process_equals_a_plain_calculation() -> None:
     cases: list[dict[str, Any]] = [
         {},
@@ -315,6 +316,7 @@ def train_a_little(c: RunConfig) -> int:
     return train(c, Path("recipe.yaml"))
 
 
+@pytest.mark.slow
 def test_a_run_records_its_layers_and_draws_their_curves(corpus: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

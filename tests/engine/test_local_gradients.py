@@ -56,6 +56,7 @@ def summed(
     return rows(torch.stack([local.columns() for local in watching]).sum(0).tolist())
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_columns_are_what_they_say(ranks: int) -> None:
     sent = gradients(ranks)
@@ -109,6 +110,7 @@ def negative_tail(received: list[list[Tensor]]) -> None:
     received[1][0][-1:].add_(1.0).neg_()
 
 
+@pytest.mark.quick("0-flip2", "0-swapped")
 @pytest.mark.parametrize(
     "fault", [flipped(31), flipped(30), flipped(23), flipped(22), swapped, shifted, lost, negative_tail]
 )
@@ -144,7 +146,7 @@ def test_all_slices_at_once_are_as_one_by_one(size: int) -> None:
     assert torch.allclose(one[0], other[0], atol=1e-4 * float(one[1].max().sqrt()), rtol=0)
 
 
-@pytest.mark.quick("None-None")
+@pytest.mark.slow
 @pytest.mark.parametrize("receiver", [None, 1])
 @pytest.mark.parametrize("wrong", [None, 0, 1])
 def test_buckets_of_a_step_add_up(receiver: int | None, wrong: int | None) -> None:

@@ -384,6 +384,7 @@ def fp16_cases(config: RunConfig) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_fp16_in_a_pipeline(corpus: Path, tmp_path: Path) -> None:
     config = tiny(
         corpus, tmp_path, precision={"kind": "fp16", "initial_scale_power": 8}, parallel={"pipeline": 2},

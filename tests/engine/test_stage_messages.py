@@ -38,6 +38,7 @@ def flipped(message: Tensor, element: int, bit: int) -> Tensor:
     return wrong
 
 
+@pytest.mark.quick("cpu-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_bit_of_any_element_counts(messages: StageMessages, dtype: torch.dtype) -> None:
     sent = [torch.randn(24).to(dtype) for _ in range(3)]

@@ -105,7 +105,7 @@ def test_one_process_equals_a_plain_calculation(one: dict[str, Any]) -> None:
     assert 0 < rows["embedding.weight"]["stale"] < 1 and one["hooks"] == 2 * 2  # those of this test
 
 
-@pytest.mark.quick("group0")
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [("tp2", "tp2-sequence-full", "pp2-full", "context2"),
                                    ("dp2", "zero2", "zero3-selective", "zero3-small-buffers"),
                                    ("bf16-pp2", "fp16-tp2")])  # fmt: skip

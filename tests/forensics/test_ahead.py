@@ -120,6 +120,7 @@ def test_the_scout_writes_what_is_clear_with_its_evidence_once(clean: Path, tmp_
     )
 
 
+@pytest.mark.slow
 def test_the_budget(clean: Path, tmp_path: Path) -> None:
     config, _ = planted(clean, tmp_path, "random", 90, most=0.0)
     run = make(config, Path("recipe.yaml"))
@@ -135,6 +136,7 @@ def test_the_budget(clean: Path, tmp_path: Path) -> None:
     assert left_out(config, run).count() == FREE
 
 
+@pytest.mark.slow
 def test_the_budget_is_of_what_was_looked_at(clean: Path, tmp_path: Path) -> None:
     """Not of how far the run is, where it is switched on late; nor is it spent by what was skipped long ago."""
     config, _ = planted(clean, tmp_path, "random", 90, most=0.05)
@@ -149,6 +151,7 @@ def test_the_budget_is_of_what_was_looked_at(clean: Path, tmp_path: Path) -> Non
     assert FREE < found <= FREE + 0.05 * scout.seen < 304
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_is_looked_at_again(clean: Path, tmp_path: Path) -> None:
     """What the process of before said of its place is no longer so: it begins at its checkpoint."""
     config, bad = planted(clean, tmp_path, "random", 20)

@@ -110,6 +110,7 @@ def test_the_story_of_an_incident_in_five_lines(folder: tuple[Path, Planted]) ->
     assert all(len(line) <= 120 for line in lines)
 
 
+@pytest.mark.slow
 def test_other_incidents_and_none(folder: tuple[Path, Planted]) -> None:
     place, planted = folder
     lines = closing_words(place, cursor=40)

@@ -319,6 +319,7 @@ def test_compiles_to_one_graph_once(dtype: torch.dtype) -> None:
                 assert torch.equal(one, two)
 
 
+@pytest.mark.quick("capped window-causal", "capped window-documents")
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("scores", [FULL, AttentionScores(0.3, 2.0, 9)], ids=["plain", "capped window"])
 def test_the_operator_keeps_the_rules_of_operators(documents: bool, scores: AttentionScores) -> None:

@@ -147,6 +147,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("one", "pp2-tied")
 @pytest.mark.parametrize("name", OTHERS)
 def test_one_copy_of_the_weights_is_built(name: str) -> None:
     """In the dtype that they compute in: there is no fp32 copy that DeepSpeed would convert."""

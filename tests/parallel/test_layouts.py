@@ -269,6 +269,34 @@ FP32 = {"weight": ROUNDING, "exp_avg": ROUNDING, "exp_avg_sq": ROUNDING}
 BIAS = 1e-3
 
 
+@pytest.mark.quick(
+    "one",
+    "accumulation-4",
+    "accumulation-1",
+    "tp2",
+    "pp2",
+    "dp2",
+    "pp2-dp2",
+    "zero2-dp2",
+    "zero3-dp2",
+    "zero2-dp3",
+    "sequence-tp2",
+    "selective",
+    "full",
+    "tied",
+    "tied-tp2",
+    "tied-pp2",
+    "tied-zero3",
+    "documents-pp2",
+    "documents-tp2-sequence",
+    "documents-dropout-pp2",
+    "no-qk-norm-tp2",
+    "olmo2-tp2",
+    "context2-olmo2",
+    "context2-tp2",
+    "qwen2-tp2",
+    "context2-zero2-qwen2-llama3-documents",
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fp32_equals_the_reference(name: str) -> None:
     compare(*LAYOUTS[name], "fp32")
@@ -279,7 +307,7 @@ def test_fp32_equals_the_reference(name: str) -> None:
 # held against that reference's own deviation from fp32, over all elements. Two such roundings are independent, so they
 # differ by up to twice either; and where a first gradient is close to zero, Adam's update is the rate times its sign,
 # so a few flipped elements weigh much (measured: up to 2.5 times, in the embedding under fp16). Hence three times.
-@pytest.mark.quick("tp2-pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["tp2-pp2", "zero3-tp2-dp2", "sequence-tp2-pp2", "tied-pp2-dp3",
@@ -289,7 +317,7 @@ def test_bf16_costs_no_more_than_bf16(name: str) -> None:
     compare(*LAYOUTS[name], "bf16")
 
 
-@pytest.mark.quick("tp2-pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2-pp2", "pp2-dp2", "zero2-dp2", "zero3-dp2", "tied-pp2-dp3"])
 def test_fp16_with_loss_scaling_costs_no_more_than_fp16(name: str) -> None:
     compare(*LAYOUTS[name], "fp16")

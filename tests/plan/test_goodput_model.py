@@ -20,6 +20,7 @@ EIGHT = FaultyCluster(gpus=64, start=100.0, failures=60 * LLAMA, repair=12 * 360
 OFTEN = replace(EIGHT, start=300.0, failures=600 * LLAMA, lost=0.4).shrinking(halves=True)
 
 
+@pytest.mark.quick("huge", "many-spares")
 @pytest.mark.parametrize(
     "cluster",
     [

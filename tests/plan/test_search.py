@@ -288,6 +288,7 @@ def test_llama_3_of_405b_on_its_gpus(gpus: int, given: list[str]) -> None:
     assert "most of it activations" in show.verdict(whole)
 
 
+@pytest.mark.slow
 def test_numbers_of_gpus_that_no_layout_of_405b_has() -> None:
     config = recipe.load(ROOT / "launch/recipes/405b.yaml", ["model.vocab_size=128256"])
     found = search.search(config, 10_000, H100)

@@ -103,6 +103,7 @@ def test_no_innocent_sample_inside_a_thin_region_is_named() -> None:
     assert judged(laboratory, laboratory.concluded()) == (0, 0)
 
 
+@pytest.mark.slow
 def test_where_likeness_does_not_tell_nobody_is_named_without_being_measured() -> None:
     laboratory = Laboratory(FIRST + 4 + np.arange(5000), alike=False, out=8.0)
     found = laboratory.concluded()

@@ -239,7 +239,7 @@ def samples_of(run: Path) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.quick("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [2, 3])
 def test_what_comes_back_again_and_again_cuts_the_learning_rate(
     times: int, easy: Path, tmp_path: Path
@@ -315,7 +315,7 @@ def noisy(
     return spoil(config, kind, list(steps))
 
 
-@pytest.mark.quick("magnified last bits")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exact", "noise", "bound", "cause"),
     [
@@ -334,6 +334,9 @@ def test_other_numbers_every_time(
     assert [i["cause"] for i in incidents(tmp_path / "run")] == [cause]
 
 
+@pytest.mark.quick(
+    "unsteady where bits repeat-no rewind points", "unsteady where bits repeat-damaged rewind points"
+)
 @pytest.mark.parametrize("damaged", [True, False], ids=["damaged rewind points", "no rewind points"])
 @pytest.mark.parametrize(
     ("exact", "kind", "cause"),
@@ -358,6 +361,7 @@ def test_hardware_is_told_without_a_rewind_point(
     assert bool(told["summary"]["deferred"]) == (cause == "unknown")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_left_without_proof_once(easy: Path, tmp_path: Path) -> None:
     """What comes back on the one before it is the policy's: otherwise a run would walk back to its beginning."""
     run = tmp_path / "run"
@@ -378,6 +382,7 @@ def suspicious(config: RunConfig) -> dict[str, Any]:
     return spoil(config, "weights", [32])
 
 
+@pytest.mark.slow
 def test_without_rewind_points_it_hands_over_to_a_restart(
     planted: tuple[Path, Planted], tmp_path: Path
 ) -> None:
@@ -512,6 +517,7 @@ def test_no_room_for_a_snapshot_is_said_with_the_numbers(easy: Path, tmp_path: P
     assert code == errors.BAD_INPUT and "stability.snapshots.memory_gib=1e-09: a snapshot takes 0." in message
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     planted: tuple[Path, Planted], tmp_path: Path
 ) -> None:
@@ -552,6 +558,7 @@ def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
         assert [tuple(r) for r in one["positions"]] == what.positions
 
 
+@pytest.mark.slow
 def test_a_guilty_corpus_is_swapped_out(tmp_path: Path) -> None:
     """Two corpora; the samples that the second gives to three steps are noise, and one incident is one too many."""
     for name in ("good", "bad"):

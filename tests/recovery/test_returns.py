@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megastable.config.tree import RunConfig
@@ -42,6 +43,7 @@ def harm(config: RunConfig) -> dict[str, Any]:
     return {"code": trainer.train(), "sample": sample}
 
 
+@pytest.mark.slow
 def test_deferred_samples_that_come_with_trouble_again_are_convicted(easy: Path, tmp_path: Path) -> None:
     """Alone they are ordinary, on every state: that the trouble came with them twice convicts them. Nobody else is
     lost."""

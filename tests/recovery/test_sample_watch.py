@@ -149,6 +149,7 @@ def test_a_second_epoch_three_ranks_and_two_restarts(tmp_path: Path) -> None:
     assert places.epoch.max() == 1 and not bad & set(places.sequence.tolist())
 
 
+@pytest.mark.slow
 def test_a_refused_batch_is_examined_at_a_quiet_moment(tmp_path: Path) -> None:
     """One batch of noise: refused, no incident by itself; its samples are named all the same."""
     corpus, run = tmp_path / "corpus", tmp_path / "run"
@@ -166,6 +167,7 @@ def test_a_refused_batch_is_examined_at_a_quiet_moment(tmp_path: Path) -> None:
     assert len(read_ledger(run / "skips.jsonl")) == 1
 
 
+@pytest.mark.slow
 def test_a_dry_run_only_says_it(trickling: tuple[Path, list[int]], tmp_path: Path) -> None:
     corpus, _ = trickling
     assert run_ranks(1, train, config(corpus, tmp_path / "run", 76, stability={"dry_run": True})) == [(0, "")]

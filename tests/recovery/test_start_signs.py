@@ -98,6 +98,7 @@ def test_who_wants_none_hears_none(
     assert bool(state["told"]) == signs == bool(told(tmp_path / "run")) == bool(hints(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_what_was_told_before_a_restart_is_not_told_again(corpus: Path, tmp_path: Path) -> None:
     """The first look is that of the first process."""
     run, whole = tmp_path / "run", tmp_path / "whole"
@@ -117,6 +118,7 @@ def test_a_corpus_without_order_is_told_by_its_loss(corpus: Path, tmp_path: Path
     assert event["step"] == 20 and event["numbers"]["loss"] > event["numbers"]["unigram_entropy"] - 0.3
 
 
+@pytest.mark.slow
 def test_trouble_later_in_the_start_is_no_sign(tmp_path: Path) -> None:
     """Step 33 is a look of the configuration, and the second refused update: the residual stream has grown a lot
     there. It is done again while the incident is open."""

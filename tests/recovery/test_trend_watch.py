@@ -127,6 +127,7 @@ def rewound(config: RunConfig, spoilt: int) -> dict[str, Any]:
     return {"code": code, "looks": looks, "state": judge.state.model_dump(), "done": done}
 
 
+@pytest.mark.slow
 def test_a_rewind_rolls_the_history_back(tmp_path: Path) -> None:
     """What was looked at and then undone is not in the history, and nothing of the time until the incident is over;
     what stands warned is in the incident, and in its report."""
@@ -192,7 +193,7 @@ def looked(config: RunConfig) -> dict[str, Any]:
     return {"looks": looks, "state": judge.state.model_dump()}
 
 
-@pytest.mark.quick("steps")
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["steps", "tokens"])
 def test_no_look_while_the_rate_warms_up(unit: str, corpus: Path, tmp_path: Path) -> None:
     each = 8 * 32 if unit == "tokens" else 1
@@ -203,6 +204,7 @@ def test_no_look_while_the_rate_warms_up(unit: str, corpus: Path, tmp_path: Path
     assert end["looks"] == [22, 24, 26, 28, 30]
 
 
+@pytest.mark.slow
 def test_a_change_of_the_length_starts_entropy_and_evaluations_anew(corpus: Path, tmp_path: Path) -> None:
     """Samples of 16 tokens in the first half, of 32 in the second."""
     parts = {

@@ -171,7 +171,7 @@ def _faulty(path: str, overrides: Sequence[str], where: str, call: int) -> int:
     return _trace(path, overrides)
 
 
-@pytest.mark.quick("swiglu-7-step 2, rank 1, micro-batch 1, blocks.1.mlp.swiglu output (forward)")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "call_", "named"),
     [
@@ -231,6 +231,7 @@ def test_every_operation_of_a_block_is_there_in_the_order_of_the_model(
         assert {f"{kind} of {name}" for name in names} <= {o.name for o in whole}
 
 
+@pytest.mark.quick("dp2", "zero3")
 @pytest.mark.parametrize("layout", ["dp2", "zero3", "tp2"])
 def test_layouts_agree_up_to_rounding(layout: str, clean: Callable[[str], Steps]) -> None:
     found = first_beyond(zip(clean("plain"), clean(layout), strict=True), 0.05)
@@ -325,6 +326,7 @@ def test_a_difference_is_told_with_its_bits(recipe_of: Callable[[str], Path], tm
     assert [run["layout"]["data"] for run in found["runs"]] == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_difference_that_is_not_there_again_is_transient(
     recipe_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,7 @@ ODD: list[tuple[str | dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.quick("[[]1[]]-0", "event1-0")
 @pytest.mark.parametrize(("event", "more"), ODD)
 def test_an_odd_event_keeps_no_incident_from_being_told(
     bare: Path, event: str | dict[str, Any], more: int

@@ -91,6 +91,7 @@ def test_any_region_can_be_shown(make: Make, hostile_corpus: Path, change: dict[
     assert ("its end was not seen" in (folder / "report.html").read_text()) == (change.get("found") is False)
 
 
+@pytest.mark.quick("change1", "change0")
 @pytest.mark.parametrize("change", [{"first": "x"}, {"end": 236}, {"probes": [["x"]]}])
 def test_a_region_that_cannot_be_understood_is_left_out_and_the_rest_told(
     make: Make, hostile_corpus: Path, change: dict[str, Any]
@@ -202,6 +203,7 @@ def test_what_is_skipped_is_told_with_how_long_it_holds(make: Make, hostile_corp
 # Again and again
 
 
+@pytest.mark.slow
 def test_what_did_not_change_is_not_written_again(spike: Path) -> None:
     (folder,) = write_incidents(spike)
     before = {p: p.stat().st_mtime_ns for p in spike.glob("incidents/**/*")}
@@ -210,6 +212,7 @@ def test_what_did_not_change_is_not_written_again(spike: Path) -> None:
     assert write_incidents(spike, again=1) == [folder]
 
 
+@pytest.mark.slow
 def test_an_event_more_writes_it_again_and_leaves_the_others_alone(make: Make, hostile_corpus: Path) -> None:
     one = data_incident(hostile_corpus, [(236, 248)])
     run = make(one)
@@ -222,6 +225,7 @@ def test_an_event_more_writes_it_again_and_leaves_the_others_alone(make: Make, h
     assert [p.name for p in write_incidents(run)] == ["0002"]
 
 
+@pytest.mark.slow
 def test_a_look_into_the_layers_that_comes_later_writes_it_again(spike: Path) -> None:
     late = next((spike / "layers").glob("00000060-*"))
     content = late.read_bytes()
@@ -246,6 +250,7 @@ def test_before_it_is_over_there_is_no_look_after_it(make: Make, hostile_corpus:
     )
 
 
+@pytest.mark.slow
 def test_killed_in_between_it_is_written_whole_the_next_time(
     spike: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +276,7 @@ def test_killed_in_between_it_is_written_whole_the_next_time(
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == whole
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_nothing_is_lost(spike: Path) -> None:
     with (
         files_no_larger_than(20_000),
@@ -518,9 +524,7 @@ def test_where_fp8_was_left_its_layers_are_looked_at(
     change = {"cause": cause, "actions": actions, "failure": "", "outcome": "healed"}
     (evidence,) = incidents_of(make(breakdown(**SPIKE | change)))
     todo = " ".join(t.text + t.command for t in sentences.follow_ups(evidence))
-    assert ("precision.fp8.keep" in todo and "fp8_check.py" in todo) is fp8 and (
-        "optimizer.lr" in todo
-    ) is rate
+    assert ("precision.fp8.keep" in todo and "fp8-check" in todo) is fp8 and ("optimizer.lr" in todo) is rate
 
 
 def test_ten_thousand_guilty_samples_stay_readable(make: Make, hostile_corpus: Path) -> None:

@@ -264,6 +264,7 @@ def test_marked_text_is_the_visible_text_with_its_escapes_set_apart(text: str) -
     assert outside == "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
+@pytest.mark.slow
 @given(HOSTILE)
 def test_a_page_shows_the_text_and_has_no_element_of_it(text: str) -> None:
     dots = "." * 12  # too long for a card, whatever the text is

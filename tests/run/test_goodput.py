@@ -348,6 +348,7 @@ EVENT = st.fixed_dictionaries(
 ROW = st.tuples(st.integers(1, 40), MOMENT, st.floats(0, 200), st.booleans())
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     st.lists(EVENT, min_size=1, max_size=25), st.lists(ROW, max_size=25), st.booleans(), MOMENT,

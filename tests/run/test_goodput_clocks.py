@@ -164,6 +164,7 @@ PIECE = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PIECE, min_size=1, max_size=4), st.dictionaries(
     st.integers(1, 4), st.integers(-100 * 64, 100 * 64).map(lambda n: n / 64)

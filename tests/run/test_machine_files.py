@@ -91,6 +91,7 @@ def test_another_writer_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     assert [read_sample(place) for place in places(tmp_path)["30s"]] == [None] and newest(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_thousand_hosts_stay_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_files, "LEVELS", {"30s": 30.0, "15min": 60.0, "6h": 120.0})
     size = 1 << 20

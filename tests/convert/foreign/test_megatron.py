@@ -87,6 +87,7 @@ def our_logits(checkpoint: Path) -> Tensor:
     return load_plain(checkpoint)(tokens())
 
 
+@pytest.mark.quick("{'qk_norm': False, 'qkv_bias': True}", "{'tied': True}")
 @pytest.mark.parametrize(
     "model",
     [
@@ -157,7 +158,7 @@ def test_megatrons_ranks_compute_the_same(ours: Any, tmp_path: Path) -> None:
         assert (theirs[..., :101] - our_logits(ours(**model))).abs().max() < 1e-4
 
 
-@pytest.mark.quick("{}-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "local"),
     [
@@ -325,6 +326,7 @@ def test_a_tensor_without_a_home_is_refused_by_name(ours: Any, tmp_path: Path, n
     assert name.replace("\x1b", "\\x1b") in str(caught.value) and "no home" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_files_that_do_not_belong_together_are_refused(ours: Any, tmp_path: Path) -> None:
     def refused(change: Callable[[dict[str, Any]], Any], match: str, at: str = "01") -> None:
         folder = tmp_path / f"megatron-{len(list(tmp_path.iterdir()))}"

@@ -37,7 +37,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.quick("*-fp32")
+@pytest.mark.quick("qwen3-tied-fp32", "gemma2-plain-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_in_transformers(make: Make, tmp_path: Path, name: str, dtype: Any) -> None:
@@ -285,6 +285,7 @@ def test_no_ordinary_token_becomes_the_end_of_a_text(make: Make, text_corpus: Pa
         to_hf(checkpoint, tmp_path / "lost", tokenizer=form)
 
 
+@pytest.mark.slow
 def test_the_token_that_begins_documents_is_the_corpuss(
     make: Make, text_corpus: Path, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def test_another_end_of_documents_is_said(make: Make, base: Path, tmp_path: Path
     assert any("end with token 2, the model was made with eos_token_id=[5, 6]" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_documents_that_begin_otherwise_than_the_model_are_said(
     make: Make, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

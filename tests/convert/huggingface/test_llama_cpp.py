@@ -146,6 +146,7 @@ def test_a_token_before_every_text_stays(tmp_path: Path) -> None:
     assert vocabulary(content(made), 600).begin == ""  # which to-hf leaves out
 
 
+@pytest.mark.slow
 def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
     last = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
     for options, why in (

@@ -49,6 +49,7 @@ def auto(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return loaded(folder)
 
 
+@pytest.mark.quick("qwen3", "olmo2")
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
 def test_real_and_random_texts_get_the_same_ids(tokenizer: Tokenizer, tmp_path: Path, kind: str) -> None:
     write_tokenizer(tokenizer, tmp_path, 48)
@@ -169,6 +170,7 @@ def test_padding_is_a_token_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> 
     assert batch["input_ids"][0].count(0) == batch["attention_mask"][0].count(0) > 0
 
 
+@pytest.mark.quick("special1-<pad>", "special2-</s>")
 @pytest.mark.parametrize(
     ("special", "pad"),
     [

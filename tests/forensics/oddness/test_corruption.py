@@ -61,6 +61,7 @@ def test_the_names_that_are_right_are_names() -> None:
     assert {name for names in PLANTED.values() for name in names} <= set(KINDS)
 
 
+@pytest.mark.quick("shuffled", "loop")
 @pytest.mark.parametrize("kind", PLANTED)
 def test_every_kind_is_odder_than_text(kind: str) -> None:
     random = np.random.default_rng(5)
@@ -79,6 +80,7 @@ def test_documents_are_cut_at_the_ends_of_lines() -> None:
     assert all(newline[part[-1]] for part in parts[:-1])
 
 
+@pytest.mark.slow
 def test_the_evaluation_finds_what_it_planted() -> None:
     some = [document for document in documents() if len(document) >= 250]
     kinds = ("random", "loop")  # each takes a yardstick of its own

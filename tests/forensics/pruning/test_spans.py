@@ -70,6 +70,7 @@ def pieces(document: Sequences, spans: list[Span], bos: int | None) -> list[Sequ
     return made
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     given_=shelves(), data=st.data(), block=st.sampled_from([4, 8, 12, 64, 1 << 20]),
@@ -293,6 +294,7 @@ def made(tmp_path: Path) -> Path:
     return tmp_path / "pruned"
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_found(made: Path) -> None:
     verify(made, plan=made.parent / "plan.txt")
     for path in sorted(made.iterdir()):

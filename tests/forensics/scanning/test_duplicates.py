@@ -206,6 +206,7 @@ def test_groups_are_the_connected_parts_with_their_first_document(pairs: list[tu
     assert groups.members().tolist() == expected
 
 
+@pytest.mark.slow
 def test_near_duplicates_of_shards_are_those_of_a_plain_comparison(tmp_path: Path) -> None:
     """Sets of 5-grams of all pairs: nothing is found that is not as alike, and next to nothing is missed."""
     random = np.random.default_rng(3)

@@ -126,6 +126,7 @@ def test_suspects_are_chosen_by_score_and_kind(done: tuple[Scan, Path]) -> None:
         assert sum(line.kinds.values()) <= line.documents
 
 
+@pytest.mark.slow
 def test_a_row_is_what_its_pieces_are(shards: Path, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a plain loop over documents; and the same when blocks are so short that documents are cut by them."""
     good = Shard(reference / "good")
@@ -264,6 +265,7 @@ def test_a_scan_that_was_killed_goes_on(
     )
 
 
+@pytest.mark.slow
 def test_a_folder_of_something_else_is_left_alone(shards: Path, reference: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
@@ -288,6 +290,7 @@ def test_a_folder_of_something_else_is_left_alone(shards: Path, reference: Path,
         scan_shards(shelf(reference), folder, progress=False)
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_an_error_and_an_unknown_one_a_warning(
     corpus: Path, shards: Path, reference: Path, tmp_path: Path
 ) -> None:
@@ -337,6 +340,7 @@ def test_a_small_sample_is_said_to_be_one(done: tuple[Scan, Path]) -> None:
     assert f"learnt from only {scan.sample_tokens:,} tokens: below 1,000,000" in warning
 
 
+@pytest.mark.slow
 def test_what_a_loop_and_noise_compress_to(tmp_path: Path) -> None:
     """As zstd says of the first 64 KiB, also of a document that comes in several blocks."""
     random = np.random.default_rng(4)
@@ -404,6 +408,7 @@ def test_a_file_cut_off_while_it_is_scanned_is_named(
         scan_shards(shelf(copy), tmp_path / "scan", progress=False)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_and_what_is_measured_stays(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_sample_of_a_large_corpus_comes_from_everywhere(tmp_path: Path) -> Non
     assert np.histogram(parts, 8, (0, 3_000_000))[0].min() >= 32
 
 
+@pytest.mark.slow
 def test_a_document_of_more_than_2_31_tokens_is_one_row_in_many_blocks(tmp_path: Path) -> None:
     """Three sequences of int32 lengths, in a sparse file of 26 GB."""
     count, long = 3, 2**31 - 1

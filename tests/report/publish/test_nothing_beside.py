@@ -45,6 +45,7 @@ def test_a_killed_command_leaves_no_link_into_the_run(spike: Path, tmp_path: Pat
     assert [path.name for path in (tmp_path / "online").iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_without_room_for_temporary_files_the_message_says_where(
     spike: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

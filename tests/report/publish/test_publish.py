@@ -224,6 +224,7 @@ def test_it_works_from_a_disk(driver: webdriver.Chrome, tmp_path: Path) -> None:
     assert driver.get_log("browser") == []
 
 
+@pytest.mark.slow
 def test_texts_need_to_be_asked_for(spike: Path, tmp_path: Path) -> None:
     publish(spike, tmp_path / "public", NONE)
     record = check(tmp_path / "public")

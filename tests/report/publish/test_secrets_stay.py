@@ -77,6 +77,7 @@ def test_secrets_are_nowhere(planted: Plants, tmp_path: Path, drawn: list[str]) 
         assert private not in everywhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [False], ids=["usable recipe"], indirect=True)
 def test_what_is_kept_is_names_and_texts_alone(planted: Plants, tmp_path: Path, drawn: list[str]) -> None:
     publish(run_of(tmp_path, planted), tmp_path / "public", ALL)
@@ -98,6 +99,7 @@ def test_what_is_kept_is_names_and_texts_alone(planted: Plants, tmp_path: Path, 
     assert "alert(1)" in samples
 
 
+@pytest.mark.slow
 def test_a_search_before_publishing_is_the_last_line(
     spike: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
