@@ -44,11 +44,9 @@ class Clock(NamedTuple):
         own = read_times()
         processor = own.user + own.system + own.children_user + own.children_system
         server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        if server is not None:  # ranks are its children, not ours
-            processor += (
-                sum(map(int, Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[11:15]))
-                / TICK
-            )
+        if server is not None:  # ranks are its children, not ours; what it imports once is for all tests
+            ended = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[13:15]
+            processor += sum(map(int, ended)) / TICK
         cores = {f"cpu{core}" for core in get_affinity(0)}
         with open("/proc/stat") as lines:
             idle = sum(int(line.split()[4]) for line in lines if line.split()[0] in cores)
@@ -78,16 +76,25 @@ def main() -> int:
         description="What the tests of the last run cost, in seconds on a quiet core."
     )
     parser.add_argument("--top", type=int, default=10, help="how many to list (default: 10)")
-    rows = [line.split("\t") for line in FILE.read_text().splitlines()]
-    costs = {name: float(cost) for cost, name in rows}
-    rooms: collections.Counter[str] = collections.Counter()
-    for name, cost in costs.items():
-        rooms["/".join(name.partition("::")[0].split("/")[:2])] += cost  # type: ignore[assignment]
-    print(f"{sum(costs.values()):.0f} s of one core; by room: ", end="")
-    print(", ".join(f"{room} {cost:.0f}" for room, cost in rooms.most_common(12)))
-    for name, cost in list(costs.items())[: parser.parse_args().top]:
-        print(f"{cost:7.2f}  {name}")
+    parser.add_argument(
+        "--names", action="store_true", help="only the names of those over the limit, with their files"
+    )
+    options = parser.parse_args()
+    costs = {name: float(cost) for cost, name in (line.split("\t") for line in FILE.read_text().splitlines())}
     slow = find_slow_tests(costs)
+    if options.names:
+        print("\n".join(name.removesuffix("::fixtures") for name in slow))
+        return 0
+    rooms: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for name, cost in costs.items():
+        rooms["/".join(name.partition("::")[0].split("/")[:2])] += cost
+    most = sorted(rooms.items(), key=lambda room: -room[1])[:12]
+    print(
+        f"{sum(costs.values()):.0f} s of one core; most: "
+        + ", ".join(f"{room} {cost:.0f}" for room, cost in most)
+    )
+    for name, cost in list(costs.items())[: options.top]:
+        print(f"{cost:7.2f}  {name}")
     for name, cost in slow.items():
         print(
             f"over {LIMIT:g} s: {cost:.1f} s, {name}: make it cheaper or slow, or give a reason in tests/durations.py"
