@@ -24,8 +24,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megastable.base import activity
-from megastable.base.collectives import first, shared
-from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, SpaceError, UnstableError
+from megastable.base.collectives import first
+from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, UnstableError
 from megastable.base.hardware import peak_tflops
 from megastable.base.software import software
 from megastable.checkpoint.store import RunState
@@ -207,12 +207,7 @@ class Trainer:
         self.checkpoints.finish()
         wanted = s.step > self.checkpoints.last and (self.stopping or c.checkpoint.at_end)
         if wanted and not self._checkpoint(wait=True):
-            raise shared(
-                SpaceError(
-                    f"step {s.step} is done, but its checkpoint could not be written (see above): make room and "
-                    f"start again; the run goes on from the newest one in {self.run.checkpoints}"
-                )
-            )
+            raise self.checkpoints.unsaved(s.step)
         self.checkpoints.saver.close()
         if self.stopping and s.step < c.train.steps:
             self.log.emit(

@@ -19,7 +19,7 @@ RATE = "learning rate"
 DECAY_RATES = ("betas", "momentum", "clipping.decay", "max_decay", "norm_decays")
 
 
-class Progress(NamedTuple):
+class RunPosition(NamedTuple):
     """Where a run stands. updates, trained_tokens: applied so far; cursor: the next data position."""
 
     updates: int
@@ -40,7 +40,7 @@ class UpdateChange(NamedTuple):
         return f"{self.name} {_shown(self.old)} -> {_shown(self.new)}{factor}"
 
 
-def compare_next_update(old: RunConfig, new: RunConfig, at: Progress) -> list[UpdateChange]:
+def compare_next_update(old: RunConfig, new: RunConfig, at: RunPosition) -> list[UpdateChange]:
     """What makes the update after `at` another one under `new` than under `old`, by at least `FACTOR`."""
     before, after = _settings(old, at), _settings(new, at)
     found = []
@@ -54,7 +54,7 @@ def compare_next_update(old: RunConfig, new: RunConfig, at: Progress) -> list[Up
     return found
 
 
-def describe_next_update(old: RunConfig, new: RunConfig, at: Progress, changes: list[UpdateChange]) -> str:
+def describe_next_update(old: RunConfig, new: RunConfig, at: RunPosition, changes: list[UpdateChange]) -> str:
     """The changes in a sentence, with what to do about them."""
     text = "the next update is not the one that the checkpoint's recipe would make: " + "; ".join(
         map(str, changes)
@@ -64,7 +64,7 @@ def describe_next_update(old: RunConfig, new: RunConfig, at: Progress, changes: 
     return text
 
 
-def _settings(config: RunConfig, at: Progress) -> dict[str, Any]:
+def _settings(config: RunConfig, at: RunPosition) -> dict[str, Any]:
     """Everything of a recipe that an update depends on, other than the layout and the data."""
     length, batch = config.model.sequence_length, config.batches.at(at.cursor)
     done = progress(config.schedule, at.updates, at.trained_tokens)
@@ -110,7 +110,7 @@ def _factor(name: str, old: Any, new: Any) -> float | None:
     return factor if 0 < factor < math.inf else None
 
 
-def _remedy_of_schedule(old: RunConfig, new: RunConfig, at: Progress) -> str:
+def _remedy_of_schedule(old: RunConfig, new: RunConfig, at: RunPosition) -> str:
     """What to do if the rate differs because the decay ends elsewhere; "" if it does not."""
     unit = "tokens" if old.schedule.by_tokens else "steps"
     end, now_end = total(old), total(new)

@@ -413,6 +413,15 @@ class Checkpoints:
         shared(error)
         return error
 
+    def unsaved(self, step: int) -> SpaceError:
+        """The error to raise if the run is over after `step` and that step's checkpoint could not be written."""
+        error = SpaceError(
+            f"step {step} is done, but its checkpoint could not be written (see above): make room and start again; "
+            f"the run goes on from the newest one in {self.folder}"
+        )
+        shared(error)
+        return error
+
     def _stands(self, outcome: SaveOutcome | None) -> None:
         """Journal the outcome of a save. A full disk ends the run, if the recipe says so."""
         if outcome is None:

@@ -29,7 +29,7 @@ from megastable.data.loader import Loader
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.engine.engine import Engine
-from megastable.optim.next_update import Progress, compare_next_update, describe_next_update
+from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.run import directory
@@ -174,7 +174,7 @@ class Start:
         except MegastableError as error:
             text = f"whether the recipe makes another update than the checkpoint's cannot be said: {error}"
             return Warned(step=saved.step, text=text)
-        at = Progress(saved.updates, saved.trained_tokens, saved.cursor)
+        at = RunPosition(saved.updates, saved.trained_tokens, saved.cursor)
         changes = compare_next_update(old, self.config, at)
         if not changes:
             return None

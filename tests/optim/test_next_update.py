@@ -8,9 +8,9 @@ import pytest
 
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.optim.next_update import Progress, compare_next_update, describe_next_update
+from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
 
-DONE = Progress(updates=100, trained_tokens=100 * 8 * 64, cursor=100 * 8)
+DONE = RunPosition(updates=100, trained_tokens=100 * 8 * 64, cursor=100 * 8)
 
 
 def config(**sections: Any) -> RunConfig:
@@ -25,7 +25,7 @@ def config(**sections: Any) -> RunConfig:
     )
 
 
-def changes(old: RunConfig, new: RunConfig, at: Progress = DONE) -> dict[str, float | None]:
+def changes(old: RunConfig, new: RunConfig, at: RunPosition = DONE) -> dict[str, float | None]:
     return {change.name: change.factor for change in compare_next_update(old, new, at)}
 
 
