@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,13 +139,14 @@ def tell(run: Path) -> None:
         f"validation loss  {validation}\n"
     )
     print(*(f"{name:<{width}}  {what}" for name, what in files.items()), sep="\n")
+    programs = os.path.relpath(Path(sys.executable).parent)  # where this environment has its commands
     print(
-        f"\nThe run:   .venv/bin/megastable watch {run}   then open http://localhost:8765\n"
-        f"Curves:    .venv/bin/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
-        f"Decisions: .venv/bin/megastable backtest {run} --plot {run}/decisions.png"
+        f"\nThe run:   {programs}/megastable watch {run}   then open http://localhost:8765\n"
+        f"Curves:    {programs}/tensorboard --logdir {run}/tensorboard   then open http://localhost:6006\n"
+        f"Decisions: {programs}/megastable backtest {run} --plot {run}/decisions.png"
     )
     if any(i.get("cause") == "data" for i in s["incidents"]):
-        print(f"The data:  .venv/bin/megastable inspect incident {run} 1 --html incident.html")
+        print(f"The data:  {programs}/megastable inspect incident {run} 1 --html incident.html")
 
 
 if __name__ == "__main__":
