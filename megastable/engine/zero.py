@@ -243,14 +243,15 @@ class Zero12(_Linked):
         torch._foreach_div_(list(self.gradients([]).values()), self.topology.layout.data)
 
     def _counted_gradients(self) -> Sequence[Tensor]:
-        # Not by fragments: with round_robin_gradients DeepSpeed links parameters to each other's pieces.
+        # Not by fragments: with round_robin_gradients DeepSpeed links parameters to each other's pieces. A partition
+        # may end with zeros that belong to no parameter.
         return [
             gradient
             for group, gradients in self.o.averaged_gradients.items()
             for gradient, parameter in zip(
                 (g for g in gradients if not getattr(g, "_zero_padding", False)),
                 self.o.params_in_partition[group],
-                strict=True,
+                strict=False,
             )
             if counted_once(parameter, self.topology)
         ]
