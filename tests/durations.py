@@ -28,8 +28,38 @@ get_affinity, read_times, read_monotonic = (
     time.monotonic,
 )  # tests replace them
 
-# Quick tests, or fixtures (`FILE::fixtures`), that cost more than the limit, and why they stay quick.
-ALLOWED: dict[str, str] = {}
+# Quick tests, or fixtures (`FILE::fixtures`), that may cost more than the limit, and why they stay quick.
+_SHARED = "one start of the ranks trains all that its cases look at"
+_END_TO_END = "the end-to-end test of its room"
+_PROPERTY = "a property test of what no example can show"
+ALLOWED: dict[str, str] = {
+    "tests/optim/test_optimizers.py::test_ten_steps": _SHARED,
+    "tests/optim/test_optimizers.py::test_a_stage_without_embedding_and_head_waits_for_nobody": "three stages, at least",
+    "tests/optim/test_clipping.py::test_ten_steps": _SHARED,
+    "tests/parallel/test_choices.py::test_ten_steps": _SHARED,
+    "tests/recovery/test_sample_replay.py::fixtures": _SHARED,
+    "tests/checkpoint/test_plain.py::fixtures": _SHARED,
+    "tests/convert/foreign/test_deepspeed.py::fixtures": _SHARED,
+    "tests/cluster/test_hosts.py::test_a_host_that_lost_its_processes_is_named_at_once_and_not_begun_anew": _END_TO_END,
+    "tests/convert/test_branching.py::test_but_for_its_schedule_a_branch_is_its_parent": _END_TO_END,
+    "tests/convert/huggingface/test_continuing.py::test_import_continue_export": _END_TO_END,
+    "tests/data/test_stdlib.py::test_the_corpus_is_made_once_and_reused": _END_TO_END,
+    "tests/downstream/test_evaluator.py::test_the_newest_is_evaluated_with_the_loss_of_the_plain_model": _END_TO_END,
+    "tests/launch/test_launcher.py::test_bad_input_is_told_once_without_a_traceback": _END_TO_END,
+    "tests/recovery/test_recovery.py::test_a_rewind_is_exact": _END_TO_END,
+    "tests/repeat/test_repeat.py::test_the_same_steps_give_the_same_bits_and_what_is_planted_is_named": _END_TO_END,
+    "tests/study/test_compare.py::test_a_comparison_trains_shows_and_grows": _END_TO_END,
+    "tests/supervise/test_asked_to_stop.py::test_a_signal_ends_a_run_with_all_that_it_has": _END_TO_END,
+    "tests/config/test_recipe.py::test_valid_overrides_arrive_and_survive_yaml": _PROPERTY,
+    "tests/data/test_blends.py::test_the_remaining_corpora_keep_their_order": _PROPERTY,
+    "tests/data/test_index_fuzz.py::test_a_damaged_shard_is_read_right_or_refused": _PROPERTY,
+    "tests/data/test_lost_text.py::test_a_share_is_a_share": _PROPERTY,
+    "tests/data/test_release.py::test_what_incidents_said_is_withdrawn_and_what_others_say_stays": _PROPERTY,
+    "tests/data/test_selection.py::test_a_selection_is_the_naive_walk_in_every_epoch": _PROPERTY,
+    "tests/data/test_selection.py::test_what_was_convicted_comes_in_no_epoch_and_nothing_else_is_lost": _PROPERTY,
+    "tests/data/test_warmups.py::test_every_position_is_trained_once_or_skipped": _PROPERTY,
+    "tests/base/test_distributed.py::test_a_rank_that_ends_is_noticed_at_once": "a rank waits for one that has ended",
+}
 
 
 class Clock(NamedTuple):
