@@ -71,7 +71,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     name = report.nodeid if report.when == "call" else f"{report.nodeid.partition('::')[0]}::fixtures"
-    _costs[name] = _costs.get(name, 0.0) + report.cost
+    # xdist makes the report of a test whose process died.
+    _costs[name] = _costs.get(name, 0.0) + getattr(report, "cost", 0.0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

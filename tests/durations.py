@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import multiprocessing.forkserver
 import os
 import sys
@@ -22,11 +23,8 @@ from typing import NamedTuple
 LIMIT = 5.0  # seconds that a quick test may cost, and so may its fixtures
 FILE = Path(__file__).parent.parent / ".pytest_cache/durations.tsv"
 TICK = os.sysconf("SC_CLK_TCK")
-get_affinity, read_times, read_monotonic = (
-    os.sched_getaffinity,
-    os.times,
-    time.monotonic,
-)  # tests replace them
+# Tests replace them where they come from.
+get_affinity, read_times, read_monotonic = os.sched_getaffinity, os.times, time.monotonic
 
 # Quick tests, or fixtures (`FILE::fixtures`), that may cost more than the limit, and why they stay quick.
 _SHARED = "one start of the ranks trains all that its cases look at"
@@ -75,15 +73,17 @@ class Clock(NamedTuple):
         processor = own.user + own.system + own.children_user + own.children_system
         server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         if server is not None:  # ranks are its children, not ours; what it imports once is for all tests
-            ended = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[13:15]
-            processor += sum(map(int, ended)) / TICK
+            with contextlib.suppress(OSError):  # it has ended, and the next one is not started yet
+                ended = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[13:15]
+                processor += sum(map(int, ended)) / TICK
         cores = {f"cpu{core}" for core in get_affinity(0)}
         with open("/proc/stat") as lines:
             idle = sum(int(line.split()[4]) for line in lines if line.split()[0] in cores)
         return cls(read_monotonic(), processor, idle / TICK / len(cores))
 
     def cost_until(self, end: Clock) -> float:
-        return min(end.wall - self.wall, end.processor - self.processor + end.idle - self.idle)
+        """Seconds from this moment to `end`; not below 0, as the count of ranks begins anew with their server."""
+        return max(0.0, min(end.wall - self.wall, end.processor - self.processor + end.idle - self.idle))
 
 
 def write_durations(costs: dict[str, float]) -> None:
