@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import logging
 import math
 from pathlib import Path
@@ -274,3 +275,10 @@ def test_a_journal_is_read_without_its_torn_end_and_what_is_not_wanted_is_not_re
     assert [event.event for event in read_events(journal, b'"finished"', b'"training"')] == ["finished"]
     with pytest.raises(DataError, match="cannot be read"):
         read_events(tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_gets_the_event_that_another_sent(name: str) -> None:
+    event = event_of_line(json.dumps({"event": name, "step": 3}).encode())
+    copy = pickle.loads(pickle.dumps(event))
+    assert type(copy) is type(event) and copy.line() == event.line()

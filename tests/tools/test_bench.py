@@ -97,7 +97,7 @@ def test_bad_input(arguments: list[str], message: str) -> None:
 
 
 SECONDS = {
-    "bare": 1.0, "gate": 1.01, "guard": 1.03, "snapshot": 1.13, "layers": 2.03, "norm": 0.001, "collect": 0.002,
+    "bare": 1.0, "gate": 1.01, "guard": 1.03, "hardware": 1.04, "votes": 0.002, "seal": 0.001, "snapshot": 1.13, "layers": 2.03, "norm": 0.001, "collect": 0.002,
     "finite": 0.0, "losses": 0.0, "counters": 0.0, "rest": 0.001, "judge": 0.003, "settle": 0.001, "take": 0.05,
     "samples": 0.001, "kinds": 0.0005, "signs": 0.0005, "statistics": 0.2, "look": 0.5, "tell": 0.1, "write": 0.01,
 }  # fmt: skip
@@ -108,19 +108,23 @@ INTERVALS = {"snapshot": 10, "norms": 0, "layers": 100, "trends": 0, "records": 
 def test_what_falls_on_the_whole_round_falls_out(noise: list[float]) -> None:
     """A machine that is slow for a round is slow for all of it: differences within a round stay as they are."""
     slower = np.array(noise) - noise[0]
-    kinds = ("bare", "gate", "guard", "snapshot", "layers")
+    kinds = ("bare", "gate", "guard", "hardware", "snapshot", "layers")
     samples = {name: (value + slower * (name in kinds)).tolist() for name, value in SECONDS.items()}
     costs = assess(samples, kinds, INTERVALS)
     paired = {c.name: c.paired_ms.median for c in costs.components}
-    assert paired == pytest.approx({"gate": 10, "guard": 20, "snapshot": 100, "layers": 1000, "records": 10})
+    assert paired == pytest.approx(
+        {"gate": 10, "guard": 20, "hardware": 10, "snapshot": 100, "layers": 1000, "records": 10}
+    )
     direct = {c.name: c.direct_ms.median for c in costs.components}
-    assert direct == pytest.approx({"gate": 4, "guard": 6, "snapshot": 50, "layers": 600, "records": 10})
+    assert direct == pytest.approx(
+        {"gate": 4, "guard": 6, "hardware": 3, "snapshot": 50, "layers": 600, "records": 10}
+    )
     bare = float(np.median(1 + slower))
     assert costs.totals["everything"].paired.median == pytest.approx(
-        (0.01 + 0.02 + 0.01 + 0.01 + 0.001) / bare
+        (0.01 + 0.02 + 0.01 + 0.01 + 0.01 + 0.001) / bare
     )
     assert costs.totals["everything"].direct.median == pytest.approx(
-        (0.004 + 0.006 + 0.005 + 0.006 + 0.001) / bare
+        (0.004 + 0.006 + 0.003 + 0.005 + 0.006 + 0.001) / bare
     )
 
 

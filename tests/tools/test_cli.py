@@ -70,7 +70,9 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     out = python(f"{code}print(*sorted(n for n in sys.modules if n.startswith('megastable.')))")
     assert all(f" {name} " in out for name in COMMANDS)
     modules = {name.removeprefix("megastable.") for name in out.splitlines()[-1].split()}
-    assert modules == {"base", "base.errors", "base.text", "cli", "commands", "commands.app", "commands.root"}
+    assert modules == {
+        "base", "base.errors", "base.stop_signals", "base.text", "cli", "commands", "commands.app", "commands.root"
+    }  # fmt: skip
 
 
 def test_help_of_every_command_imports_nothing_heavy() -> None:

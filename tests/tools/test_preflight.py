@@ -115,10 +115,11 @@ def test_over_ssh(sshd: int, tmp_path: Path) -> None:
     hostfile.write_text("127.0.0.1 slots=1\nlocalhost slots=1\nno-such-host.invalid slots=1\n")
     arguments = ["--quick", "--output", "out.json", "--", "--hostfile", hostfile, "--ssh_port", sshd]
     done = preflight(*arguments, cwd=tmp_path)
-    assert done.returncode == 2 and "3 hosts checked: 1 refused" in done.stdout, done
+    assert done.returncode == 2 and "3 hosts checked: 2 refused" in done.stdout, done
     assert "REFUSED no-such-host.invalid: ssh: Could not resolve hostname" in done.stdout
     facts = json.loads((tmp_path / "out.json").read_text())
-    assert [one["host"] for one in facts["findings"]] == ["no-such-host.invalid"]
+    assert sorted(one["host"] for one in facts["findings"]) == ["localhost", "no-such-host.invalid"]
+    assert "REFUSED localhost: is the same host as 127.0.0.1" in done.stdout
     assert facts["hosts"]["localhost"]["code"] == facts["hosts"]["127.0.0.1"]["code"]
     done = preflight(*arguments, "--include", "localhost@127.0.0.1", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and "2 hosts checked: nothing found" in done.stdout, done

@@ -224,11 +224,11 @@ def test_a_resume_that_makes_the_rate_jump_says_how_far(corpus: Path, tmp_path: 
     run = tmp_path / "run"
 
     def at(steps: int) -> RunConfig:
-        train = {"steps": steps, "global_batch": 4, "micro_batch": 4, "eval_samples": 0}
+        train = {"steps": steps, "global_batch": 4, "micro_batch": 2, "eval_samples": 0}
         return tiny(corpus, run, train=train, schedule={"warmup_steps": 1, "total_steps": None})
 
-    run_ranks(1, train, at(3))
-    run_ranks(1, train, at(6))
+    run_ranks(2, train, at(3))
+    run_ranks(2, train, at(6))
     warned = [event for event in RunDirectory(run).events(Warned) if event.sign == NEXT_UPDATE]
     assert [event.step for event in warned] == [3]
     ((name, (_, new)),) = warned[0].numbers.items()

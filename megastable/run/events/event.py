@@ -118,6 +118,9 @@ class Event:
         _give(event, entry)
         return event
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).of, (dict(self.fields),)  # ranks send each other events
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__}.{name}: an event does not change")
 
