@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import pickle
 import logging
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 

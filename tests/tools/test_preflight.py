@@ -121,21 +121,19 @@ def test_over_ssh(sshd: int, tmp_path: Path) -> None:
     assert sorted(one["host"] for one in facts["findings"]) == ["localhost", "no-such-host.invalid"]
     assert "REFUSED localhost: is the same host as 127.0.0.1" in done.stdout
     assert facts["hosts"]["localhost"]["code"] == facts["hosts"]["127.0.0.1"]["code"]
-    done = preflight(*arguments, "--include", "localhost@127.0.0.1", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and "2 hosts checked: nothing found" in done.stdout, done
+    done = preflight(*arguments, "--include", "127.0.0.1", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "1 host checked: nothing found" in done.stdout, done
 
 
 @pytest.mark.slow
 def test_a_burn_in_over_ssh(sshd: int, tmp_path: Path) -> None:
-    """Both names at the same time, with the same inputs."""
-    (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    """Hosts that burn in at the same time: tests/cluster/test_burn_in_hosts.py."""
+    (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\n")
     words = "--quick --burn-in 0.001 --burn-in-seed 3 --output out.json -- --hostfile hostfile --ssh_port"
     done = preflight(*words.split(), sshd, cwd=tmp_path)
-    assert done.returncode == 0 and "2 hosts checked: nothing found" in done.stdout, done
-    hosts = json.loads((tmp_path / "out.json").read_text())["hosts"]
-    for host in ("127.0.0.1", "localhost"):
-        found = hosts[host]["burn_in"]
-        assert found["seed"] == 3 and found["devices"][0]["rounds"] == 1, found
+    assert done.returncode == 0 and "1 host checked: nothing found" in done.stdout, done
+    found = json.loads((tmp_path / "out.json").read_text())["hosts"]["127.0.0.1"]["burn_in"]
+    assert found["seed"] == 3 and found["devices"][0]["rounds"] == 1, found
 
 
 def test_a_checkpoint_must_fit(tmp_path: Path) -> None:
