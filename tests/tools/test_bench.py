@@ -97,7 +97,8 @@ def test_bad_input(arguments: list[str], message: str) -> None:
 
 
 SECONDS = {
-    "bare": 1.0, "gate": 1.01, "guard": 1.03, "hardware": 1.04, "snapshot": 1.13, "layers": 2.03, "norm": 0.001, "collect": 0.002,
+    "bare": 1.0, "gate": 1.01, "guard": 1.03, "hardware": 1.04, "snapshot": 1.13, "layers": 2.03,
+    "norm": 0.001, "collect": 0.002,
     "finite": 0.0, "losses": 0.0, "counters": 0.0, "rest": 0.001, "judge": 0.003, "settle": 0.001, "take": 0.05,
     "samples": 0.001, "kinds": 0.0005, "signs": 0.0005, "statistics": 0.2, "look": 0.5, "tell": 0.1, "write": 0.01,
     "votes": 0.002, "seal": 0.001,
