@@ -22,7 +22,7 @@ from megastable.report.sheet.model import Kind
 from megastable.report.sheet.values import SAFE, told
 from tests.report.sheets import scan
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
 ROWS = 10_000
 # What runs if any of it is taken for markup changes the title, or asks for a file.

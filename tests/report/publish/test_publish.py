@@ -206,6 +206,7 @@ def test_bad_input_is_refused(run: str, output: str, says: str, tmp_path: Path) 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_it_works_from_a_disk(driver: webdriver.Chrome, tmp_path: Path) -> None:  # noqa: F811
     run = made_run(tmp_path / "run", incidents=(60,), last=80)
     publish(run.root, tmp_path / "public", NONE)

@@ -23,6 +23,8 @@ from tests.patience import PATIENCE, until
 from tests.report.run_page.conftest import serving
 from tests.report.run_page.made_runs import curve, looks, machines, made_run, summary
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = (
     "<img src=x onerror=document.title='bad'>\x1b[31m\u202e</script><script>document.title='bad'</script>"
 )
