@@ -47,6 +47,7 @@ def test_a_reader_that_is_gone_ends_no_process_that_prints() -> None:
     os.close(writing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
 def test_nobody_waits_for_a_reader_that_does_not_read(kind: str) -> None:
     reading, writing = os.pipe() if kind == "pipe" else pty.openpty()

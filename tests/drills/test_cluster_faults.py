@@ -103,6 +103,7 @@ HURTS: dict[str, Callable[[Cluster, Host], bool]] = {
 LASTING = {"killed-rank", "stopped-rank", "killed-agent", "cut-link"}  # the run has to go on by itself
 
 
+@pytest.mark.quick("full-disk", "killed-agent")
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 def test_it_hurts_until_it_is_mended(kind: Kind, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_faults, "LONGEST", 5.0)

@@ -171,6 +171,7 @@ def test_a_run_that_goes_back_is_looked_at_again(clean: Path, tmp_path: Path) ->
     assert skipped.count() >= 18 and all(bad.contains(p) for a, b in skipped.ranges for p in range(a, b))
 
 
+@pytest.mark.slow
 def test_what_does_not_look_like_it_stays(clean: Path, tmp_path: Path) -> None:
     config, _ = planted(clean, tmp_path, "random", 20, kinds=["wrong encoding"])
     run = make(config, Path("recipe.yaml"))
@@ -188,6 +189,7 @@ def test_a_damaged_corpus_is_an_error_with_its_file(clean: Path, tmp_path: Path)
         Scout(config, RunDirectory(tmp_path / "run")).look()
 
 
+@pytest.mark.slow
 def test_the_sheet_of_what_is_to_come(clean: Path, tmp_path: Path) -> None:
     from benchmarks.inspect import recorded_run
 

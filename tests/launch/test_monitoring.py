@@ -220,7 +220,7 @@ def try_cases(folder: Path, alerts: Mapping[str, Mapping[str, Any]], cases: list
     return tool("promtool", "test", "rules", "cases.yaml", cwd=folder)
 
 
-@pytest.mark.quick("5", "1")
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("number", range(len(cases_as_written())))
 def test_every_alert_fires_when_it_should_and_only_then(number: int, tmp_path: Path) -> None:
     assert "SUCCESS" in try_cases(tmp_path, ALERTS, [cases_as_written()[number]])

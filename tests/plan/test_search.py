@@ -76,6 +76,7 @@ def tried(gpus: int) -> list[tuple[Choice, int, float]]:
     return found
 
 
+@pytest.mark.quick("0.3-1", "0.7-1")
 @pytest.mark.parametrize("gpus", [1, 2, 6, 8])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_it_finds_what_trying_everything_finds(gpus: int, share: float) -> None:

@@ -208,6 +208,7 @@ def test_a_check_measures_shows_and_goes_on(tiny_recipe: Path, tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_grow_with_the_width_are_flat_at_first(tiny_recipe: Path, tmp_path: Path) -> None:
     """The mutant: with the rate 0 nothing changes, so the slope at the end is the one at initialization."""
     done = check(tiny_recipe, "--widths", "32,128", "--json", "optimizer.lr=1e-12", *SHORT, cwd=tmp_path)
@@ -215,6 +216,7 @@ def test_weights_that_do_not_grow_with_the_width_are_flat_at_first(tiny_recipe: 
         assert place["last"] == pytest.approx(place["first"], abs=0.02)
 
 
+@pytest.mark.slow
 def test_depths(tiny_recipe: Path, tmp_path: Path) -> None:
     done = check(tiny_recipe, "--depths", "1,3", "--json", *SHORT, cwd=tmp_path)
     found = json.loads(done.stdout)

@@ -27,6 +27,7 @@ def results(recipe: Path, folder: Path, trials: list[Trial], jobs: int = 2) -> d
     return found
 
 
+@pytest.mark.slow
 def test_a_trial_does_not_disturb_the_next_one(tiny_recipe: Path, tmp_path: Path) -> None:
     """The same one alone, after another kind, and beside one."""
     same, other = ("optimizer.lr=0.01",), ("model.layers=1", "precision.kind=fp32", "optimizer.name=sgd")
@@ -65,6 +66,7 @@ def test_the_leavings_of_a_killed_study_are_no_obstacle(tiny_recipe: Path, tmp_p
     assert math.isfinite(results(tiny_recipe, tmp_path / "a", [Trial("x", FEW)])["x"].final)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_runs_end_with_the_study(how: signal.Signals, tiny_recipe: Path, tmp_path: Path) -> None:
     """Ctrl-C on a terminal goes to the whole process group; a kill to the study alone. Both leave what goes on."""

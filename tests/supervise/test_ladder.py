@@ -277,6 +277,7 @@ def test_a_host_that_computes_wrong_is_left_out(ladder: Ladder) -> None:
     assert lineups == [["first", "second"], ["first", "third"], ["first", "third"]]
 
 
+@pytest.mark.slow
 def test_a_hang_is_ended_and_what_is_known_of_it_is_kept(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_supervised_run_never_meets_what_was_planted(clean: Path, tmp_path: Pa
     assert not json.loads(run.summary.read_text())["incidents"]
 
 
+@pytest.mark.slow
 def test_one_that_fails_is_started_again_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_one_that_fails_is_started_again_and_then_given_up(
     assert any("no such recipe" in line for line in said)
 
 
+@pytest.mark.slow
 def test_one_that_fails_while_it_is_waited_for_is_started_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def test_no_process_writes_the_files_of_no_incident(heard: Notifiers) -> None:
     assert (run.incidents / "0001/report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_files_of_an_incident_are_not_written_for_each_of_its_events(
     heard: Notifiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from megastable.supervise.rank_files import RankFiles
 MANY = 1500  # ranks, which look for new orders every 3 s
 
 
+@pytest.mark.slow
 def test_the_stacks_of_many_ranks_are_waited_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

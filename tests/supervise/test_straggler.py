@@ -137,6 +137,7 @@ def test_a_rank_alone_has_nobody_to_be_compared_with() -> None:
     assert not any(feed(Stragglers(1.1, {0: "a"}), range(60), noisy(lambda rank, n: n)))
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_the_order_in_which_ranks_report_does_not_matter(data: st.DataObject) -> None:

@@ -179,6 +179,7 @@ def test_an_overflow_of_fp16_is_not_judged(backtest: Call, tmp_path: Path) -> No
 # Pictures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "begin"), [("o.png", b"\x89PNG"), ("o.svg", b"<?xml"), ("o.pdf", b"%PDF")])
 def test_a_picture(name: str, begin: bytes, backtest: Call, trace: Path) -> None:
     path = trace.with_name(name)

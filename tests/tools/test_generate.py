@@ -41,6 +41,7 @@ def generate(*arguments: object, code: int = 0, given: bytes = b"") -> tuple[str
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_pipe_is_continued_as_text_and_as_json(run: Path) -> None:
     """The text by a process of its own."""
     asked = command(run, "--max-tokens", 8, "--seed", 1)

@@ -48,6 +48,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(corpus, root, data_incident(corpus, [(233, 236)]))
 
 
+@pytest.mark.slow
 def test_a_step_for_people_machines_spreadsheets_and_browsers(run: Path, tmp_path: Path) -> None:
     """The first of them by a process of its own."""
     command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "step", str(run), "30-31", "--json"]
@@ -80,6 +81,7 @@ def test_a_scan_and_what_is_to_come(run: Path, corpus: Path, tmp_path: Path) -> 
     assert result("ahead", run, "--steps", 5)["rows"] == []
 
 
+@pytest.mark.slow
 def test_losses_of_a_checkpoint_colour_what_it_trained_on(corpus: Path, tmp_path: Path) -> None:
     from tests.training.test_resume import train
 

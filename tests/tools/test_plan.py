@@ -158,6 +158,7 @@ def test_where_the_vocabulary_comes_from(corpus: Path, tmp_path: Path) -> None:
 # Suggestions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["40", "80"])
 def test_no_number_of_a_suggestion_is_cut_off(columns: str) -> None:
     """A pipe has 80 columns."""
@@ -210,6 +211,7 @@ def test_a_number_of_gpus_that_divides_nothing() -> None:
 # FP8
 
 
+@pytest.mark.slow
 def test_both_precisions(tmp_path: Path) -> None:
     found = result(tmp_path, SEVEN, "--gpus", 8, "--fp8", "--top", 50)
     names = {each["layout"]["fp8"] for each in found["suggestions"]}
@@ -223,6 +225,7 @@ def test_both_precisions(tmp_path: Path) -> None:
 # Pictures
 
 
+@pytest.mark.slow
 def test_a_picture(tmp_path: Path) -> None:
     for arguments in ((SMALL, "--gpus", 8, "--fixed"), (SEVEN, "--gpus", 16, "parallel.pipeline=4")):
         code, _, err = plan(*arguments, "--plot", tmp_path / "plan.png")

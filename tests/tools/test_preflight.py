@@ -98,6 +98,7 @@ def test_this_host(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []  # not even the token is left
 
 
+@pytest.mark.slow
 def test_this_host_in_full_as_json(tmp_path: Path) -> None:
     done = preflight("--json", "--output", tmp_path / "out.json", cwd=ROOT)
     facts = json.loads(done.stdout)

@@ -156,6 +156,7 @@ def test_options_choose_files_columns_and_the_type_of_ids(tmp_path: Path) -> Non
     assert result("verify", "adopted", cwd=tmp_path)["fingerprint"] == adopted["fingerprint"]
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a part of it; all of it is made in tests/data/test_stdlib.py."""
     part = stdlib.stdlib_files()[::10]
@@ -261,6 +262,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name.split(".tmp-")[0] for path in directory.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE + 60)
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     with in_the_middle(tmp_path) as process:
@@ -277,6 +279,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert not psutil.wait_procs(workers, timeout=PATIENCE)[1]
 
 
+@pytest.mark.slow
 def test_after_a_kill_no_worker_lives_on_and_the_next_run_cleans_up(tmp_path: Path) -> None:
     with in_the_middle(tmp_path) as process:
         workers = process.children(recursive=True)

@@ -49,6 +49,7 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_ten_and_ten(straight: Path, corpus: Path, tmp_path: Path) -> None:
     for name in CHOICES:
         shutil.copytree(straight / name, tmp_path / name)
@@ -59,6 +60,7 @@ def test_twenty_steps_are_ten_and_ten(straight: Path, corpus: Path, tmp_path: Pa
         assert identical(*ends) == 6, name
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on(straight: Path, corpus: Path, tmp_path: Path) -> None:
     """What depends on the number of updates or on the sample goes on as well: BranchNorm's growth, dropout's masks."""
     configs = []

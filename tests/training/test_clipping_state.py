@@ -30,6 +30,7 @@ def events(run: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (run / "journal.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clipping", "zero"), [(ADAGC, 1), (ADAGC, 3), (ZCLIP, 1)])
 def test_resumed_bit_for_bit(clipping: dict[str, Any], zero: int, corpus: Path, tmp_path: Path) -> None:
     def at(run: str, steps: int, **parts: Any) -> RunConfig:
@@ -48,6 +49,7 @@ def test_resumed_bit_for_bit(clipping: dict[str, Any], zero: int, corpus: Path, 
     assert "clipping_anew" not in events(tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_other_layouts_and_kinds(corpus: Path, tmp_path: Path) -> None:
     """The averages go on under another layout; another kind begins its own, and says so; without any they are gone."""
 

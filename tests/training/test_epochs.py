@@ -57,6 +57,7 @@ def region(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
     return folder / "bad", what
 
 
+@pytest.mark.slow
 def test_three_epochs_of_twenty_bad_samples_have_one_incident(
     region: tuple[Path, Planted], tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def identities(config: RunConfig, given: dict[int, list[int]]) -> list[list[tupl
     return found
 
 
+@pytest.mark.slow
 def test_samples_stay_out_when_the_blend_changes_and_when_a_corpus_goes_and_comes_back(
     tmp_path: Path,
 ) -> None:
@@ -123,6 +125,7 @@ def test_samples_stay_out_when_the_blend_changes_and_when_a_corpus_goes_and_come
     assert last >= 3 and {name for some in trained[56:] for name, _, _ in some} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_samples_stay_out_of_another_run_in_sequences_of_another_length(tmp_path: Path) -> None:
     """The lines of one run, in the ledger of another; and they do not hold in a corpus of other content."""
     write_corpus(tmp_path / "a", tokens=SHORT, validation=0)
@@ -156,6 +159,7 @@ def test_samples_stay_out_of_another_run_in_sequences_of_another_length(tmp_path
     assert not any(rows[step] for step in range(25, 41))
 
 
+@pytest.mark.slow
 def test_documents_stay_out_however_long_the_run_becomes(tmp_path: Path) -> None:
     """Two epochs and more beyond the end that the recipe said when a person had them skipped."""
     write_corpus(tmp_path / "a", tokens=SHORT, validation=0)

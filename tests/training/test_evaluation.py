@@ -101,6 +101,7 @@ def opened(made: RunConfig) -> Corpora:
     return open_corpora(made.data.corpora, made.model.sequence_length, made.run.seed)
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_the_plain_model_on_the_same_samples(
     data: Path, tmp_path: Path, layout: str
@@ -127,6 +128,7 @@ def test_losses_are_those_of_the_plain_model_on_the_same_samples(
     assert summary["val_loss_by_corpus"] == {name: told["loss"] for name, told in found["corpora"].items()}
 
 
+@pytest.mark.slow
 def test_the_overall_loss_is_the_same_number_with_and_without_those_of_corpora(
     data: Path, tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_the_overall_loss_is_the_same_number_with_and_without_those_of_corpora(
     assert losses[0] == losses[None] == losses[20] and len(losses[0]) == 2
 
 
+@pytest.mark.slow
 def test_one_corpus_has_no_second_loss(data: Path, tmp_path: Path) -> None:
     run_ranks(1, train, config(data, tmp_path / "run", {"big": 1.0}, {}))
     (found,) = evaluated(tmp_path / "run")
@@ -148,6 +151,7 @@ def test_one_corpus_has_no_second_loss(data: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/summary.json").read_text())["val_loss_by_corpus"] == {}
 
 
+@pytest.mark.slow
 def test_corpora_that_come_and_go_leave_the_samples_of_the_others_as_they_are(
     data: Path, tmp_path: Path
 ) -> None:

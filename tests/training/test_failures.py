@@ -122,6 +122,7 @@ def test_sigterm_to_one_rank_ends_all_in_a_checkpoint(corpus: Path, tmp_path: Pa
     assert identical(straight, stopped / "checkpoints/step-20") == 6
 
 
+@pytest.mark.quick("between the renames")
 @pytest.mark.parametrize(
     ("fault", "rank", "written"),
     [
@@ -154,6 +155,7 @@ def test_a_process_killed_during_a_save(
     assert records.read(run / "steps").num_rows == 20
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path, straight: Path) -> None:
     damaged = tmp_path / "damaged"
     config = tiny(corpus, damaged, train=batch())
@@ -180,6 +182,7 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Path, tmp_path: Path, strai
         assert code == errors.BAD_INPUT and "none of its 2 checkpoints can be used" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_failure", ["continue", "stop"])
 def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -205,6 +208,7 @@ def test_a_full_disk_during_a_save(on_failure: str, corpus: Path, tmp_path: Path
     assert events(run, "resumed")[-1]["step"] == 10
 
 
+@pytest.mark.slow
 def test_data_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     write_corpus(corpus, seed=1)
@@ -222,6 +226,7 @@ def test_data_that_changed_since_the_checkpoint(tmp_path: Path) -> None:
     assert len(events(run, "order_changed")) == 1
 
 
+@pytest.mark.slow
 def test_a_shard_cut_off_while_training(tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     write_corpus(corpus)
@@ -266,6 +271,7 @@ def test_a_finished_run_is_left_alone(corpus: Path, tmp_path: Path) -> None:
     assert [event["steps"] for event in events(run, "finished")] == [4, 4]
 
 
+@pytest.mark.slow
 def test_skipped_positions_are_not_trained_on(corpus: Path, tmp_path: Path) -> None:
     """The recipe's ranges and the ledger's: the steps' positions jump over both, and the rest is as without."""
     plain, skipping = tmp_path / "plain", tmp_path / "skipping"
@@ -283,6 +289,7 @@ def test_skipped_positions_are_not_trained_on(corpus: Path, tmp_path: Path) -> N
     assert json.loads((skipping / "summary.json").read_text())["cursor"] == 59
 
 
+@pytest.mark.slow
 def test_a_disk_without_any_room(corpus: Path, tmp_path: Path) -> None:
     """A real full file system: checkpoint, records and journal all fail, training ends well and says so."""
     disk = tmp_path / "disk"
@@ -339,6 +346,7 @@ def break_the_writer() -> None:
     saving.write_part = write_part
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_of_a_part_that_one_could_not_write(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = tiny(corpus, run, train=batch(steps=12), checkpoint={"interval": 5})

@@ -126,9 +126,7 @@ def clean(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> dict[
     return CLEAN[layout]
 
 
-@pytest.mark.quick(
-    "dp2-negated-1", "dp2-exponent-1", "dp3-stale-2", "zero2-sign-1", "zero3-zero-1", "pp2-scaled-0"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "fault", "rank"),
     [
@@ -161,6 +159,7 @@ def test_it_is_found_and_undone(
     assert bytes_of(tmp_path / "run", LAST) == clean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks", "turns"), [("dp2", [], 1), ("dp3", [1], 2)])
 def test_a_lasting_fault_is_told_from_chance(
     layout: str, ranks: list[int], turns: int, corpus: Path, tmp_path: Path
@@ -175,7 +174,7 @@ def test_a_lasting_fault_is_told_from_chance(
     assert ("every time, other ranks do not" if ranks else "different results") in events[0]["reason"]
 
 
-@pytest.mark.quick("dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "zero2", "zero3", "zero3-dp3", "fp32", "pp2"])
 def test_watching_changes_no_byte(layout: str, corpus: Path, tmp_path: Path) -> None:
     """Also where DeepSpeed's own sums are replaced by measured ones."""
@@ -196,6 +195,7 @@ def spoil(corpus: Path, made: RunConfig, step: int, rank: int, ranks: int) -> No
     tokens.flush()
 
 
+@pytest.mark.slow
 def test_odd_data_of_one_rank_is_not_blamed_on_hardware(tmp_path: Path) -> None:
     """It is doubted, and cleared: the guard does what it does without the watch."""
     corpus = tmp_path / "corpus"

@@ -75,6 +75,7 @@ def wrong_input_gradient(config: RunConfig, rank: int, step: int) -> int:
     return _train(config)
 
 
+@pytest.mark.slow
 def test_the_stage_that_sent_a_wrong_gradient_is_named_not_the_one_that_used_it(
     corpus: Path, tmp_path: Path
 ) -> None:

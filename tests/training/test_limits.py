@@ -94,6 +94,7 @@ def longer(easy: Path, run: Path, steps: int, **policy: Any) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_a_cap_ends_when_the_schedule_comes_back_below_it(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_ranks(1, mistaken, longer(easy, run, 70), 20) == [(0, "")]

@@ -87,6 +87,7 @@ def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
     return [e for e in map(json.loads, lines) if e["event"] in kinds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_live_run_leaves_out_what_is_added_from_the_next_step_on(
     world: int, corpus: Path, tmp_path: Path
@@ -137,6 +138,7 @@ def test_a_new_blend_begins_at_the_next_block_and_is_journaled(tmp_path: Path) -
     assert np.all(np.diff(flat) > 0) and flat[-1] > BLOCK
 
 
+@pytest.mark.slow
 def test_weights_that_change_twice_before_they_hold(tmp_path: Path) -> None:
     """The second change takes the place of the first, which the checkpoint knew; what is skipped behind it follows."""
     paths = [tmp_path / name for name in ("a", "b")]

@@ -71,6 +71,7 @@ def clean(world: int, corpus: Path, run: Path) -> dict[str, bytes]:
 
 
 # An activation to the last stage; the last gradient of a step to the first one; one of the second replica.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "rank", "number"), [(2, 1, 0), (2, 0, 5), (4, 1, 2)], ids=["forward", "backward", "dp2"]
 )
@@ -87,6 +88,7 @@ def test_it_is_found_and_undone(world: int, rank: int, number: int, corpus: Path
     assert bytes_of(tmp_path / "run", LAST) == wanted
 
 
+@pytest.mark.slow
 def test_without_the_watch_it_trains_on_with_it(corpus: Path, tmp_path: Path) -> None:
     wanted = clean(2, corpus, tmp_path / "clean")
     assert run_ranks(2, train, recipe(corpus, tmp_path / "run", {"pipeline": 2}, False), 1) == [0, 0]

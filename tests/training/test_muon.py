@@ -38,6 +38,7 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_goes_on_bit_for_bit(straight: Path, corpus: Path, tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
     shutil.copytree(straight, stopped)
@@ -46,6 +47,7 @@ def test_it_goes_on_bit_for_bit(straight: Path, corpus: Path, tmp_path: Path) ->
     assert identical(*(run / f"checkpoints/step-{END}" for run in (straight, stopped))) == 3 * HERE[0]
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on(straight: Path, corpus: Path, tmp_path: Path) -> None:
     moved, name = tmp_path / "moved", f"step-{STOP}"
     (moved / "checkpoints").mkdir(parents=True)

@@ -87,7 +87,7 @@ def recipe(corpus: Path, run: Path, parallel: dict[str, Any], every: int = EVERY
     )  # fmt: skip
 
 
-@pytest.mark.quick("dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sound_chips_are_not_blamed_and_no_byte_changes(layout: str, corpus: Path, tmp_path: Path) -> None:
     world, parallel = LAYOUTS[layout]
@@ -99,7 +99,7 @@ def test_sound_chips_are_not_blamed_and_no_byte_changes(layout: str, corpus: Pat
     assert bytes_of(tmp_path / "on", LAST) == bytes_of(tmp_path / "off", LAST)
 
 
-@pytest.mark.quick("one", "tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", "dp2", "zero3", "tp2", "pp2"])
 def test_a_wrong_column_is_found_and_its_host_must_leave(layout: str, corpus: Path, tmp_path: Path) -> None:
     world, parallel = LAYOUTS[layout]
@@ -113,7 +113,7 @@ def test_a_wrong_column_is_found_and_its_host_must_leave(layout: str, corpus: Pa
     assert faulty["hosts"] == [socket.gethostname()] and faulty["ranks"] == [world - 1]
 
 
-@pytest.mark.quick("dp2-1-1", "dp3-2-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "first", "rank"),
     # Its own samples; those of the other rank.
@@ -133,6 +133,7 @@ def test_another_gradient_by_chance(layout: str, first: int, rank: int, corpus: 
     assert bytes_of(tmp_path / "run", LAST) == bytes_of(tmp_path / "clean", LAST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks"), [("dp3", [1]), ("dp2", [])])
 def test_another_gradient_always(layout: str, ranks: list[int], corpus: Path, tmp_path: Path) -> None:
     """With a third result it is known whose; of two it is one, and which is not known."""
@@ -146,6 +147,7 @@ def test_another_gradient_always(layout: str, ranks: list[int], corpus: Path, tm
     assert [e["ranks"] for e in run.events(HostFaulty)] == ([[1]] if ranks else [])
 
 
+@pytest.mark.slow
 def test_three_chances_of_one_rank_are_none(corpus: Path, tmp_path: Path) -> None:
     """Every step after a wrong result is checked; a rank that is wrong by chance again and again must leave."""
     with pytest.raises(AssertionError, match=r"HandoverError|UnstableError"):

@@ -68,6 +68,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, li
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_a_run_goes_on_in_another_layout(
     a: str, b: str, runs: dict[str, list[float]], corpus: Path, tmp_path: Path

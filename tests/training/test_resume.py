@@ -64,6 +64,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
@@ -117,6 +118,7 @@ RESHAPES: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "fp32") for name in RESHAPES), ("one-to-dp2-zero3", "bf16")]
 )
@@ -171,6 +173,7 @@ def resave(config: RunConfig, folder: Path) -> None:
     assert saved is not None and saved.path is not None, saved
 
 
+@pytest.mark.slow
 def test_another_deepspeed_file_moves_the_pieces_and_nothing_else(corpus: Path, tmp_path: Path) -> None:
     """The layout is the same, DeepSpeed's groups are not."""
     other = tmp_path / "other.json"

@@ -97,7 +97,7 @@ def clean(layout: str, corpus: Path, tmp_path: Path) -> dict[str, bytes]:
     return CLEAN[layout]
 
 
-@pytest.mark.quick("one-weight-False", "dp2-master-False", "dp2-moment-True", "zero3-weight-False")
+@pytest.mark.quick("dp2-moment-True")
 @pytest.mark.parametrize(
     ("layout", "place", "at_rest"),
     [
@@ -121,6 +121,7 @@ def test_it_is_found_and_undone(layout: str, place: str, at_rest: bool, corpus: 
     assert bytes_of(tmp_path / "run", LAST) == clean(layout, corpus, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_point_that_was_copied_from_changed_memory_is_rejected(corpus: Path, tmp_path: Path) -> None:
     """A moment changes after the update and before the rewind point is taken: the copy is equal to what it was copied
     from, and yet it is not what the update left."""

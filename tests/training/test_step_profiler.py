@@ -199,6 +199,7 @@ def train(config: RunConfig) -> int:
     return train(config, Path("recipe.yaml"))
 
 
+@pytest.mark.slow
 def test_a_profiled_run_is_the_same_run_and_its_records_have_phases(corpus: Path, tmp_path: Path) -> None:
     tables = []
     for name, profile in (("plain", None), ("profiled", {"start": 3, "ranks": (0, 1)})):

@@ -111,6 +111,7 @@ def tracking(root: Path, said: list[str], command: str, timeout: int = 60, room:
     return Tracking(config.logging, run, run_point(config, run, 0, 0, None), said.append, room)
 
 
+@pytest.mark.slow
 def test_a_program_that_never_reads_holds_up_nothing(tmp_path: Path) -> None:
     """It is given up, the process of the trackers ends, and what it started with it."""
     said = list[str]()

@@ -85,6 +85,7 @@ def as_the_data_says(run: Path) -> None:
             assert 0.1 * peak < lr <= peak
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_resume_inside_of_both_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parallel = LAYOUTS[name]
@@ -109,6 +110,7 @@ def test_a_resume_inside_of_both_is_bit_for_bit(name: str, corpus: Path, tmp_pat
     assert state["trained_tokens"] == state["tokens"] == CURSORS[-1] * LENGTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2-dp2", "pp2", "tp2-sequence"])
 def test_another_number_of_data_ranks_takes_the_same_steps(name: str, corpus: Path, tmp_path: Path) -> None:
     """From one rank to others in the middle of both: the same samples, rates and losses."""
@@ -156,6 +158,7 @@ def announced(config: RunConfig) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_detector_is_told_of_another_length_and_not_of_another_batch(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -208,6 +211,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Planted]:
     return folder / "bad", what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "pp2", "zero1-dp2", "zero2-dp2"])
 def test_a_rewind_over_the_ends_of_both_is_exact(
     name: str, planted: tuple[Path, Planted], tmp_path: Path
