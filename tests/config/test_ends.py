@@ -14,7 +14,7 @@ from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json, recipe
 from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
-from megastable.optim.next_update import Progress, compare_next_update
+from megastable.optim.next_update import RunPosition, compare_next_update
 from megastable.stability.guard import Guard
 from tests.config.ends import cases
 
@@ -45,7 +45,7 @@ def begin(config: RunConfig) -> None:
         seed(config.run.seed + 1)
     np.random.seed((config.run.seed + 1) % 2**32)
     assert all(isinstance(str(hint), str) for hint in lint(config))
-    compare_next_update(config, config, Progress(100, 100 * 64 * 32, 6400))
+    compare_next_update(config, config, RunPosition(100, 100 * 64 * 32, 6400))
     Guard(config.stability)
     deepspeed_json.build(config, 1)
 

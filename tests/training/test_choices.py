@@ -82,6 +82,7 @@ def test_another_layout_goes_on(straight: Path, corpus: Path, tmp_path: Path) ->
         assert there == pytest.approx(here[STOP:], rel=5e-3)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_has_grown_as_far_as_its_run(straight: Path) -> None:
     """BranchNorm's branches at step 10 of 15; at step 20 they have their full size."""
     tokens = torch.arange(LENGTH)[None] % 7
