@@ -98,12 +98,12 @@ trap 'kill $linting 2>/dev/null' EXIT
 
 # Two at a time: a test of several ranks spends much of its time waiting.
 run_tests() {
-  env "$mark" .venv/bin/python -m pytest -n 2 --dist worksteal "$@"
+  env "$mark" MEGASTABLE_TIER=$tier .venv/bin/python -m pytest -n 2 --dist worksteal "$@"
   local code=$?
   [ $code -eq 1 ] || return $code
   echo '== pytest: what failed, again, one at a time'
   # Up to the first that fails again. Their output says which it was.
-  env "$mark" .venv/bin/python -m pytest -n 0 -q --last-failed --last-failed-no-failures none --maxfail 1 -rA "$@" |
+  env "$mark" MEGASTABLE_TIER=$tier .venv/bin/python -m pytest -n 0 -q --last-failed --last-failed-no-failures none --maxfail 1 -rA "$@" |
     sed 's/^PASSED /FLAKY: failed at first, passed alone: /'
   return "${PIPESTATUS[0]}"
 }
@@ -118,7 +118,7 @@ costs_little() {
   mapfile -t names < <(.venv/bin/python -m tests.durations --names)
   cp .pytest_cache/durations.tsv .pytest_cache/durations-of-all.tsv
   echo '== durations: those again, alone'
-  env "$mark" .venv/bin/python -m pytest -n 0 -q -m 'not slow' "${names[@]}" >.venv/durations.log 2>&1
+  env "$mark" MEGASTABLE_TIER=$tier .venv/bin/python -m pytest -n 0 -q -m 'not slow' "${names[@]}" >.venv/durations.log 2>&1
   .venv/bin/python -m tests.durations
 }
 check 'durations' costs_little

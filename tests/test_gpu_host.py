@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,10 +84,12 @@ def on_a_gpu_host(script: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_no_import_starts_cuda_or_says_anything() -> None:
     assert on_a_gpu_host(EVERYTHING) == "none"
 
 
+@pytest.mark.slow
 def test_a_rank_forked_after_the_import_may_still_be_put_on_the_cpu() -> None:
     """As bench/ranks.py does with more ranks than GPUs: DeepSpeed has chosen the GPU at the import in their parent.
 
@@ -94,6 +98,7 @@ def test_a_rank_forked_after_the_import_may_still_be_put_on_the_cpu() -> None:
     assert on_a_gpu_host(RANK) == "cuda cpu gloo"
 
 
+@pytest.mark.slow
 def test_a_gpu_that_cannot_be_used_is_told_and_never_replaced_by_the_cpu() -> None:
     told = on_a_gpu_host(UNUSABLE)
     assert told.startswith("MegastableError 1 rank 3 on ") and "\n" not in told

@@ -2,16 +2,31 @@
 
 A test marked `slow` is only in the full suite. Of the cases of a parametrized test that is marked `quick("one",
 "tp2*")` only those with these ids are quick, and the others are slow: they repeat in another layout, or for another
-kind, what the quick ones hold.
+kind, what the quick ones hold. A property test tries fewer examples in the quick suite.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import pytest
+from hypothesis import settings
+
+FEWER = 4  # times as many examples in the full suite
+LEAST = 8  # examples
+IS_QUICK = os.environ.get("MEGASTABLE_TIER") == "quick"  # launch/test.sh says so
+
+
+def examples(number: int) -> int:
+    """How many examples a property test tries: `number` in the full suite, fewer in the quick one."""
+    return max(LEAST, number // FEWER) if IS_QUICK else number
+
+
+# Of the tests that name no number of their own. pyproject.toml has pytest load this profile, later than this line.
+settings.register_profile("ci", settings.get_profile("ci"), max_examples=examples(100))
 
 
 def mark_slow_cases(items: Iterable[pytest.Item]) -> None:

@@ -12,7 +12,9 @@ from megastable.commands.app import App
 from megastable.commands.checkpoint_makers import Checkpoint, add_makers
 from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, Run, put_json
 
-app = App("Verify, list, show, pin, compare, reshape, branch and average checkpoints. Needs no GPU.")
+app = App(
+    "Verify, list, show, pin, compare, roll back to, reshape, branch and average checkpoints. Needs no GPU."
+)
 Reason = Annotated[str, typer.Option(help="Why, for later readers")]
 One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkpoints/latest")]
 
@@ -106,6 +108,18 @@ def accept(checkpoint: One, reason: Reason = "") -> None:
     from megastable.convert.tool.accepting import accept as take
 
     print(take(checkpoint, reason))
+
+
+@app.add(
+    examples="""
+    megastable checkpoint rollback runs/7b/checkpoints/step-500 --reason "step 520 spiked"
+    """,
+)
+def rollback(checkpoint: One, reason: Reason = "") -> None:
+    """Have a run that is not at work go on from an earlier checkpoint: newer ones are set aside, nothing is deleted."""
+    from megastable.convert.tool.rolling_back import roll_back
+
+    print(roll_back(checkpoint, reason))
 
 
 @app.add(

@@ -15,7 +15,7 @@ from megastable.base.errors import ConfigError, MegastableError, user_errors
 from megastable.base.text import plural
 from megastable.config import deepspeed_json, reference
 from megastable.config.lint import lint
-from megastable.config.recipe import find, load, read_yaml
+from megastable.config.recipe import load
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.coverage import describe_epochs, find_warnings
@@ -75,10 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(arguments)
     with user_errors():
         config = load(args.recipe, args.overrides)
-        if not (args.overrides or read_yaml(find(args.recipe))):
-            raise ConfigError(
-                f"{args.recipe} is empty: it names no model and no corpus; begin with one of those in launch/recipes/"
-            )
         replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
         world = replica if args.world is None else args.world
         ds = deepspeed_json.build(config, world)

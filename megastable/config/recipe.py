@@ -69,9 +69,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe, apply overrides in order, validate."""
+    """Read a recipe, apply overrides in order, validate. Raises ConfigError."""
     path = find(recipe)
     tree = read_yaml(path)
+    if not (tree or overrides):
+        raise ConfigError(
+            f"{recipe} is empty: it names no model and no corpus; these come along: {shipped('launch/recipes')}"
+        )
     if "manifests" in tree and isinstance(tree.get("config"), dict):
         tree = tree["config"]  # the frozen recipe of a run directory
         if (path.parent / "checkpoints").is_dir():

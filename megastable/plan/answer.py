@@ -202,10 +202,18 @@ def _with_vocabulary(config: RunConfig, path: Path, given: int | None) -> tuple[
     """The configuration with a size of the vocabulary, and where that comes from."""
     size, said = given or config.model.vocab_size, "as --vocab says" if given else "the recipe's"
     folders = [recipe.find(corpus.path) for corpus in config.data.corpora]
-    if size is None and (there := [folder for folder in folders if (folder / "manifest.json").is_file()]):
+    if there := [folder for folder in folders if (folder / "manifest.json").is_file()]:
         from megastable.data.manifest import Manifest
 
-        size, said = Manifest.load(there[0]).tokenizer.vocab_size, f"of the corpus {there[0]}"
+        of_corpus = {folder: Manifest.load(folder).tokenizer.vocab_size for folder in there}
+        largest = max(there, key=lambda folder: of_corpus[folder])
+        if size is None:
+            size, said = of_corpus[largest], f"of the corpus {largest}"
+        elif size < of_corpus[largest]:
+            raise ConfigError(
+                f"a vocabulary of {size}, {said}, is smaller than the {of_corpus[largest]} of the corpus {largest}: "
+                "leave it out"
+            )
     if size is None:
         # The recipes that come along say in their first lines what they are meant for.
         words = re.search(r"vocabulary of ([\d,]+)", recipe.find(path).read_text(encoding="utf-8"))

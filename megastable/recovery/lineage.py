@@ -16,6 +16,7 @@ from megastable.run.events.training_events import (
     CheckpointSaved,
     MemoryDropped,
     MemoryResume,
+    RolledBack,
     Training,
     Unstable,
 )
@@ -28,6 +29,7 @@ HISTORY = (
     CheckpointSaved,
     MemoryDropped,
     MemoryResume,
+    RolledBack,
 )  # what `outdated` needs
 TRIES = 2  # of the same point: a third failure may be its own
 
@@ -49,6 +51,8 @@ def outdated(events: Sequence[Event], key: PointKey) -> str:
         earlier = isinstance(step, int) and step < key.step
         if isinstance(event, Handover | Unstable):
             return "the run was handed over, or was unstable, after it"
+        if isinstance(event, RolledBack) and earlier:
+            return f"a person rolled the run back to step {step} after it"
         if isinstance(event, Training):
             own = False
             if earlier:

@@ -148,7 +148,7 @@ class JournalView:
             self._tail.append(event)
         if (step := whole(event.get("to_step" if "to_step" in event else "step"))) is not None:
             self.step = step
-        if name in (*WORKS, *ENDS, "ended", "hang", "restart", "hosts_awaited"):
+        if name in (*WORKS, *ENDS, "ended", "hang", "restart", "hosts_awaited", "rolled_back"):
             self.word = name
             self.goodbye = event if name in ENDS else None if name in WORKS else self.goodbye
             self.restart = event if isinstance(event, Restart | HostsAwaited) else None

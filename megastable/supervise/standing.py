@@ -89,6 +89,8 @@ def _orphaned(told: JournalView, supervised: bool | None) -> bool:
 
 def _ended(told: JournalView) -> Standing:
     """From the supervisor's last event or, if none, the training process's."""
+    if told.word == "rolled_back":
+        return Standing(State.STOPPED, reason=f"a person rolled it back to step {told.step}")
     last, goodbye = told.supervisor or NOTHING, told.goodbye or NOTHING
     reason = visible(last.get("reason") or goodbye.get("reason") or "", 500)
     if last.get("what") == "ended" and (code := whole(last.get("code"))) is not None:

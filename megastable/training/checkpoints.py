@@ -39,6 +39,7 @@ from megastable.run.events.training_events import (
     ClippingAnew,
     MomentsAnew,
     Reshaped,
+    RolledBack,
     Training,
     Unstable,
     Warned,
@@ -278,7 +279,7 @@ class Checkpoints:
             raise SpaceError(f"{self.folder} cannot be written to: {error}") from None
 
     def _recover(self, staging: Staging) -> None:
-        since = first(lambda: next((e["time"] for e in self.run.events(Training)), math.inf))
+        since = first(self._counts_since)
         if (found := recover(staging, self.folder, self._model, since - 0.001)) is None:  # it was rounded
             return
         step, problem = found
@@ -287,6 +288,11 @@ class Checkpoints:
             CheckpointRecovered(step=step, problem=problem),
             say=f"the checkpoint of step {step}, which was not uploaded yet: {what}",
         )
+
+    def _counts_since(self) -> float:
+        """When the checkpoints began that count: with the run, or when a person rolled it back."""
+        began = next((e["time"] for e in self.run.events(Training)), math.inf)
+        return max([began, *(e["time"] for e in self.run.events(RolledBack))])
 
     def _only_before(self, before: int) -> None:
         """Keep only those before a step, if there are any; of them only up to the newest healthy one."""

@@ -16,6 +16,7 @@ from megastable.base import jsonl
 from megastable.base.errors import DataError
 from tests.full_disk import files_no_larger_than
 from tests.patience import PATIENCE
+from tests.tiers import examples
 
 ENTRIES = st.lists(
     st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5), max_size=3), max_size=5
@@ -40,7 +41,7 @@ def test_a_missing_file_is_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(ENTRIES, st.data())
 def test_a_cut_anywhere_loses_the_line_it_is_in_and_no_other(
     entries: list[dict[str, object]], data: st.DataObject

@@ -48,6 +48,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
     return result
 
 
+@pytest.mark.slow
 def test_every_number_is_there(found: Measurement) -> None:
     assert found.rounds == 3 and found.values.keys() == MEANING.keys()
     assert found.run["parameters"] > 1000 and found.bytes > 12 * found.run["parameters"]
@@ -57,6 +58,7 @@ def test_every_number_is_there(found: Measurement) -> None:
     assert found.values["waiting"].median < 60 and found.first["blocked"] > found.first["copy"] > 0
 
 
+@pytest.mark.slow
 def test_what_the_steps_wait_for_is_what_the_stopwatches_say(found: Measurement) -> None:
     """Each part of a save behind the steps was reached, and there is next to nothing else."""
     assert found.waited.keys() == {
@@ -70,6 +72,7 @@ def test_what_the_steps_wait_for_is_what_the_stopwatches_say(found: Measurement)
     assert found.behind["read back"] > 0 and found.behind["commit"] > 0
 
 
+@pytest.mark.slow
 def test_shares_are_of_the_same_round(found: Measurement) -> None:
     v = found.values
     assert v["share"].high <= 100 * v["blocked"].high / v["waiting"].low * (1 + 1e-9)
@@ -83,6 +86,7 @@ def test_without_memory_for_a_copy_there_is_nothing_to_measure(tmp_path: Path) -
     assert "training pauses for every checkpoint" in run_ranks(1, refused, recipe_of(), tmp_path)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "within"), [(4.9, True), (5.1, False)])
 def test_the_limit(share: float, within: bool, found: Measurement) -> None:
     values = found.values | {"share": Spread(share, 1.0, 99.0)}
@@ -91,6 +95,7 @@ def test_the_limit(share: float, within: bool, found: Measurement) -> None:
     assert Found({}, {"a": changed}).of["a"].values["share"] == Spread.of([99.0, share, 1.0])
 
 
+@pytest.mark.slow
 def test_the_table_fits_a_terminal(found: Measurement) -> None:
     text = io.StringIO()
     Console(width=80, file=text).print(table("launch/recipes/quickstart.yaml", found))

@@ -212,7 +212,7 @@ def test_nothing_is_missed() -> None:
         assert seen == both | {(own, 24): 1} and missed == 0
 
 
-@pytest.mark.quick("PP2xDP3 tied")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

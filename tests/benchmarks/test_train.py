@@ -102,6 +102,7 @@ def train_all(config: RunConfig, names: list[str], rate: float, steps: int) -> d
     return found
 
 
+@pytest.mark.slow
 def test_everyone_trains_alike() -> None:
     """The same weights, tokens, clipping, decay and update: in fp32 the losses stay together for steps on end, though
     they fall. What decays and what is clipped shows, at a rate like this."""
@@ -116,6 +117,7 @@ def test_everyone_trains_alike() -> None:
     assert found["bare-masters"] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_megatron_core_trains_on_a_cpu_too() -> None:
     pytest.importorskip("megatron.core")
     losses = run_ranks(1, train_all, config_of("bf16"), ["megatron-core"], 0.01, 6)[0]["megatron-core"]

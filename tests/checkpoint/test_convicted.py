@@ -57,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick("weight-pp2-one")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "before", "after"), CASES)
 def test_the_one_before_is_taken_in_the_same_start(
     kind: Kind, before: str, after: str, corpus: Path, tmp_path: Path
@@ -280,7 +280,7 @@ def train_ill(config: RunConfig, step: int) -> tuple[int, str]:
     return train(config)
 
 
-@pytest.mark.quick("32")
+@pytest.mark.slow
 @pytest.mark.parametrize("probes", [32, 0])
 def test_a_save_costs_one_forward_pass_over_the_probes(probes: int, corpus: Path, tmp_path: Path) -> None:
     config = at(corpus, tmp_path / "run", "one", 10, checkpoint={"vitals": {"probes": probes}})

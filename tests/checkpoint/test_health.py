@@ -14,6 +14,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointHealthy
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.tiers import examples
 from tests.training.test_failures import batch, train
 
 
@@ -189,7 +190,7 @@ class AgainstMemory(RuleBasedStateMachine):
 
 
 TestAgainstMemory = AgainstMemory.TestCase
-TestAgainstMemory.settings = settings(max_examples=60, stateful_step_count=40)
+TestAgainstMemory.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 @pytest.mark.slow

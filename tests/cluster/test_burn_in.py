@@ -25,6 +25,7 @@ from megastable.cluster.burn_in.exact_cases import ACCUMULATED, EXACT, LARGEST, 
 from megastable.cluster.burn_in.faults import AGAIN, BurnInFault, DeviceBurnIn
 from megastable.cluster.burn_in.memory_patterns import NAMES, Memory, Pattern, pattern_of
 from tests.distributed import run_ranks
+from tests.tiers import examples
 
 CPU = torch.device("cpu")
 SMALL = 1 << 12  # words of memory
@@ -94,7 +95,7 @@ def inputs_of(case: exact_cases.KnownCase, monkeypatch: pytest.MonkeyPatch, name
 
 
 @given(numbers, numbers, st.integers(1, 150), st.integers(1, 150), st.integers(1, 150), dtypes, st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_matrix_products_are_those_of_integers(
     seed: int, number: int, n: int, k: int, m: int, dtype: torch.dtype, narrow: bool
 ) -> None:
@@ -123,7 +124,7 @@ def test_matrix_products_are_those_of_integers(
 
 
 @given(numbers, st.integers(1, 3), st.integers(1, 256), st.sampled_from([32, 64, 128]), dtypes, st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_attention_is_that_of_its_definition(
     seed: int, heads: int, length: int, head: int, dtype: torch.dtype, causal: bool
 ) -> None:
@@ -147,7 +148,7 @@ def test_attention_is_that_of_its_definition(
 
 
 @given(numbers, numbers, st.integers(2, 16), st.sampled_from(["cuda", "cpu"]))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_sums_over_ranks_are_exact_in_any_order(seed: int, number: int, ranks: int, kind: str) -> None:
     dtype, count, parts = sum_exchange.contributions(kind, seed, number, ranks)
     assert parts.shape[0] == ranks and count > 0 and (parts != 0).all()

@@ -24,6 +24,7 @@ from megastable.config import __main__, deepspeed_json
 from megastable.config.recipe import ROOT, find, load, override, read_yaml, validate
 from megastable.config.tree import RunConfig
 from megastable.model.flops import parameters
+from tests.tiers import examples
 
 QUICKSTART = "launch/recipes/quickstart.yaml"
 
@@ -245,7 +246,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_valid_overrides_arrive_and_survive_yaml(chosen: dict[str, Any]) -> None:
     """Given on the command line, dumped as the run directory freezes it, loaded again: the same tree."""
@@ -295,7 +296,7 @@ def test_keys_that_need_others_survive_yaml(given: dict[str, Any]) -> None:
     assert RunConfig.model_validate(yaml.safe_load(frozen)) == c
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.sampled_from(
         [*VALUES, "model", "data.corpora", "data.corpora.0", "a.b", "run.dir.x", "model.", ".", ""]

@@ -42,6 +42,7 @@ def test_every_key_has_a_row_in_its_chapter() -> None:
         )
 
 
+@pytest.mark.quick("data*", "parallel*")
 @pytest.mark.parametrize(
     ("chapter", "row"),
     [

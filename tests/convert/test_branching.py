@@ -96,7 +96,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.quick("linear")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_rate_goes_on_and_decays_to_the_floor(kind: Any, parent: Path, tmp_path: Path) -> None:
     made = branch(parent / f"checkpoints/step-{AT}", tmp_path / "out", 4, kind, 0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +74,7 @@ def test_what_is_not_finite_is_no_number_and_comes_first() -> None:
     assert [one.name for one in found] == ["b", "a", "c"]
 
 
+@pytest.mark.slow
 def test_a_tensor_larger_than_a_chunk() -> None:
     a = torch.arange(9_000_000, dtype=torch.float32)
     b = a.clone()

@@ -13,6 +13,7 @@ from megastable.data.deferral import Deferral, DeferralRoom, plan
 from megastable.data.exchange import Exchange, Exchanged, swaps_of
 from megastable.data.order import LAST_POSITION, Order, OrderedCorpus, Phase
 from megastable.data.skips import Exclusions, Identity, Selection, Skips
+from tests.tiers import examples
 
 BLOCK = 64
 
@@ -38,7 +39,7 @@ exchanges = st.lists(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(exchanges=exchanges)
 def test_any_exchanges_are_a_permutation_and_are_made_one_on_top_of_another(
     exchanges: list[Exchange],
@@ -60,7 +61,7 @@ def test_any_exchanges_are_a_permutation_and_are_made_one_on_top_of_another(
     assert read(plain.exchanging(exchanges), np.arange(end)) == read(one_by_one, np.arange(end))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(exchanges=exchanges, first=st.integers(0, 300), length=st.integers(0, 400), data=st.data())
 def test_the_way_back_finds_exchanged_samples(
     exchanges: list[Exchange], first: int, length: int, data: st.DataObject
@@ -182,7 +183,7 @@ def test_nobody_is_put_where_something_is_left_out_or_was_exchanged() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(40, 300), min_size=1, max_size=3),
     windows=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 30)), min_size=1, max_size=5),

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
 from tests.forensics.shelves import VOCABULARY, Plain, read, shelves, write
+from tests.tiers import examples
 
 Files = tuple[bytes, bytes]  # .bin, .idx
 
@@ -166,7 +167,7 @@ def consistent(shard: Shard, vocabulary: int | None) -> None:
             assert 0 <= tokens.min() <= tokens.max() < vocabulary
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     given_=shelves(),
     changes=st.lists(st.tuples(st.booleans(), mutations()), max_size=4),
@@ -213,7 +214,7 @@ def test_a_damaged_shard_is_read_right_or_refused(
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(given_=shelves(), changes=st.lists(st.tuples(st.booleans(), mutations()), min_size=1, max_size=3))
 def test_a_shard_damaged_while_it_is_in_use(given_: Any, changes: list[tuple[bool, Any]]) -> None:
     """Of what is there by then an answer may be made, but nothing ends the process."""
@@ -234,7 +235,7 @@ def test_a_shard_damaged_while_it_is_in_use(given_: Any, changes: list[tuple[boo
             consistent(one, VOCABULARY)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sequences=NUMBERS, entries=NUMBERS, size=st.integers(0, 200), code=st.sampled_from([4, 8]))
 def test_a_header_is_not_believed(sequences: int, entries: int, size: int, code: int) -> None:
     with tempfile.TemporaryDirectory() as place:

@@ -24,6 +24,7 @@ from megastable.data.skip_ledger import Ledger, SkipEntry
 from megastable.data.skips import Selection, Skips
 from megastable.data.source import Source
 from megastable.model.rope import document_positions
+from tests.tiers import examples
 
 MakeCorpus = Callable[..., Manifest]
 LENGTH, EOD = 16, 0
@@ -122,7 +123,9 @@ HOSTS = tuple("abcdef")
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     fates=st.lists(
         st.tuples(
@@ -260,7 +263,9 @@ def test_reading_any_positions(source: Source, micro_batch: int, data_size: int)
     assert walked == expected
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.sampled_from([(24, 1), (4, 2), (2, 3), (1, 8)]),
     st.sampled_from([1, 2, 4, 8, 16]),

@@ -19,6 +19,7 @@ from megastable.data.lost_text import LossCounter, check_text
 from megastable.data.prepare import prepare_shards
 from megastable.data.tokenizer import NO_EOD, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from tests.data.texts import documents, hugging_face_file, sentencepiece_file, source_code
+from tests.tiers import examples
 
 CHINESE = "漢字" * 150
 EOD = "<|endoftext|>"
@@ -157,7 +158,7 @@ def test_unknown_line_ends_are_lost_text(tmp_path: Path) -> None:
     assert shares(tokenizer, ["self\nself\n", "self self"]) == [0.25, 0.0]
 
 
-@settings(max_examples=60, deadline=None)  # the first example trains the tokenizers
+@settings(max_examples=examples(60), deadline=None)  # the first example trains the tokenizers
 @given(text=st.text(st.sampled_from(" \n\taSelf(é漢🤷\u2581\u00a0½ﬁ"), max_size=60))
 def test_a_share_is_a_share(load: Callable[[Make], Tokenizer], text: str) -> None:
     for kind in (*LOSSLESS, *LOSSY):

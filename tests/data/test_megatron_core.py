@@ -19,6 +19,7 @@ from megastable.forensics.pruning.proof import verify
 from megastable.forensics.pruning.prune import apply
 from megastable.forensics.pruning.prune_plan import Removal, text_of
 from tests.forensics.shelves import VOCABULARY, Plain, corpus, read
+from tests.tiers import examples
 
 megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="bash launch/install.sh dev")
 
@@ -134,7 +135,7 @@ def test_the_types_have_its_codes() -> None:
         assert megatron.DType.optimal_dtype(vocabulary).__name__ == dtype_for(vocabulary)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     documents=st.lists(
         st.lists(

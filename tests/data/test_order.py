@@ -29,6 +29,7 @@ from megastable.data.order import (
     round_keys,
 )
 from megastable.data.shards import ShardInfo
+from tests.tiers import examples
 
 TWO = [OrderedCorpus("books", 50_001, 0.7), OrderedCorpus("web", 7_000, 0.3)]
 
@@ -115,7 +116,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
     assert abs(np.corrcoef(shuffled, np.arange(100_000))[0, 1]) < 0.02
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**40),
     weights=st.lists(st.floats(0.05, 1), min_size=1, max_size=4),
@@ -378,7 +379,7 @@ def blended_orders(draw: st.DrawFn) -> Order:
     return Order(corpora, draw(st.sampled_from([1, 3, 8])), draw(st.integers(0, 99)), block=8, phases=phases)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(order=blended_orders())
 def test_a_corpus_goes_on_with_its_next_sample_whatever_the_blend(order: Order) -> None:
     """Its samples, one after the other, are those of a run on it alone; shares are exact in every block."""
@@ -405,7 +406,7 @@ def test_a_corpus_goes_on_with_its_next_sample_whatever_the_blend(order: Order) 
         }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(order=blended_orders(), first=st.integers(0, 100), length=st.integers(0, 60))
 def test_positions_of_is_the_way_back_of_locate(order: Order, first: int, length: int) -> None:
     found = order.locate(np.arange(first, first + length))

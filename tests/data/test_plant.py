@@ -29,6 +29,7 @@ from megastable.data.tokenizer import load_tokenizer
 from megastable.data.verify import verify_corpus
 from tests.conftest import tiny
 from tests.data.texts import documents, sentencepiece_file
+from tests.tiers import examples
 
 ROOT = Path(__file__).parents[2]
 WHERE = {"step": 10, "samples": 12, "seed": 3}
@@ -202,7 +203,9 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     text=TEXTS, step=st.integers(1, 12), samples_=st.integers(1, 20), seed=st.integers(0, 3),
     of_each=st.none() | st.integers(1, 4),

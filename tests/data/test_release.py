@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skip_ledger import AnyEntry, Ledger, SkipLedger, append_all, released, sample_entries
 from megastable.data.skips import Exclusions, Selection
+from tests.tiers import examples
 
 ORDER = Order([OrderedCorpus("a", 161, 2.0, "fa"), OrderedCorpus("b", 81, 1.0, "fb")], 8, seed=3, block=6)
 WHOLE = np.arange(30)  # an epoch of both, each sample once
@@ -24,7 +25,7 @@ def left_out(exclusions: Exclusions) -> set[int]:
     return set(WHOLE[Selection(ORDER, exclusions).mask(WHOLE)].tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(STEPS)
 def test_what_incidents_said_is_withdrawn_and_what_others_say_stays(
     tmp_path_factory: object, steps: list[tuple[str, list[int]]]

@@ -24,6 +24,7 @@ from megastable.data.skip_ledger import (
     sample_entries,
 )
 from megastable.data.skips import Range, Selection, Skips
+from tests.tiers import examples
 
 NAMES = ("books", "code", "web")
 SHOWN = 700  # positions that are looked at: many epochs of corpora of up to 20 sequences
@@ -93,7 +94,7 @@ LINES = st.lists(
 MORE = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20)).map(lambda r: (r[0], sum(r))), max_size=2)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(orders(), LINES, MORE, st.integers(0, 200), st.lists(st.integers(0, 40), max_size=6))
 def test_a_selection_is_the_naive_walk_in_every_epoch(
     order: Order, entries: list[AnyEntry], more: list[Range], cursor: int, counts: list[int]
@@ -120,7 +121,7 @@ def test_a_selection_is_the_naive_walk_in_every_epoch(
     assert by_name <= everything
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(orders(), st.lists(st.integers(0, SHOWN - 1), min_size=1, max_size=5, unique=True), st.data())
 def test_what_was_convicted_comes_in_no_epoch_and_nothing_else_is_lost(
     order: Order, guilty: list[int], data: st.DataObject
@@ -170,6 +171,7 @@ def test_many_numbers_are_set_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_bitmap_of_a_large_corpus_is_small() -> None:
     """10^12 tokens, of which a million samples are named: what is touched is a page of each, and few bytes in all."""
     tokens, length = 10**12, 4096

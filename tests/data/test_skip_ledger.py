@@ -30,6 +30,7 @@ from megastable.data.skip_ledger import (
     sample_entries,
 )
 from megastable.data.skips import Identity, Skips
+from tests.tiers import examples
 
 IDENTITY: dict[str, Any] = {"corpus": "web", "fingerprint": "f00", "tokens": [[0, 32]], "reason": "x"}
 
@@ -159,7 +160,7 @@ GOOD = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(GOOD | st.fixed_dictionaries({}, optional=FIELDS).map(json.dumps), max_size=6))
 def test_columns_say_what_the_lines_say(lines: list[str]) -> None:
     """Whatever is left out or wrong: the same entries, and the same is said of the others."""

@@ -23,6 +23,7 @@ def test_modules_without_tests_and_packages() -> None:
     assert files == sorted(files)
 
 
+@pytest.mark.slow
 def test_the_corpus_is_made_once_and_reused(tmp_path: Path) -> None:
     output = tmp_path / "stdlib"
     made = prepare_stdlib(output, vocab_size=1024)

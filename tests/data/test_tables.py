@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megastable.base.errors import DataError
 from megastable.data import table_files
 from megastable.data.text_files import TextFiles
+from tests.tiers import examples
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted", \\ {}', "x" * 70_000]
 
@@ -84,7 +85,7 @@ def csv_bytes(rows: list[list[str]], delimiter: str = ",") -> bytes:
 
 
 @pytest.mark.parametrize(("ending", "delimiter"), [("csv", ","), ("tsv", "\t"), ("CSV", ",")])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     texts=st.lists(
         st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufeff"), min_size=1)

@@ -95,6 +95,7 @@ def test_parts_have_the_ids_of_the_whole_for_all_texts(
     assert piece.encode(text) == whole.encode(text)
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize(
     "options",
     [{}, {"split_by_whitespace": False, "remove_extra_whitespaces": False, "add_dummy_prefix": False}],

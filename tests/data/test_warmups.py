@@ -17,6 +17,7 @@ from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.skips import Skips
 from megastable.data.source import Source
+from tests.tiers import examples
 
 LENGTH, EOD = 16, 0
 UNIT = 12  # of all batches: divides over 1, 2, 3, 4, 6 and 12 ranks
@@ -86,7 +87,9 @@ def check(steps: list[list[Step]], wanted: list[tuple[int, list[int]]], layout: 
         assert together.ravel().tolist() == positions
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(batch_stages(), skips, layouts, layouts, st.integers(0, 8), st.integers(0, 8), st.data())
 def test_every_position_is_trained_once_or_skipped(
     source: Source,
@@ -131,7 +134,7 @@ def test_every_position_is_trained_once_or_skipped(
     assert len(done) == len({*done}) and not any(left.contains(p) for p in done)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(batch_stages(), skips, st.integers(0, 400), st.integers(0, 12))
 @example(
     Stages((0, 24), (12, 24)), [(5, 20)], 0, 3
@@ -142,7 +145,9 @@ def test_what_is_ahead_is_what_will_be_read(stages: Stages, ranges: Ranges, curs
     assert [batch.tolist() for batch in found] == [taken for _, taken in walk(stages, left, cursor, steps)]
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.integers(0, 130), st.booleans())
 def test_samples_are_cut_by_their_own_position(source: Source, cursor: int, apart: bool) -> None:
     """In a step, and read again: into pieces of the length at the position; documents end there, too."""

@@ -106,6 +106,7 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_the_newest_is_evaluated_with_the_loss_of_the_plain_model(trained: RunConfig, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run = run_of(trained)

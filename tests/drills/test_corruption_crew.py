@@ -57,6 +57,7 @@ def run(crew: Crew, trouble: str, limit: float = 60.0) -> list[Ended]:
     return crew.run(settings, fault, Path("log"), limit)
 
 
+@pytest.mark.slow
 def test_processes_are_used_again_until_there_is_trouble(crew: Crew) -> None:
     first, second = run(crew, "finishes"), run(crew, "finishes")
     assert first == second and [end.error for end in first] == ["", ""]

@@ -92,6 +92,7 @@ def messages(position: int) -> list[Tensor]:
     return act()
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_one_bit_of_one_message_to_one_rank(position: int) -> None:
     wrong, other = run_ranks(2, messages, position)

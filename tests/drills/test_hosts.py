@@ -71,6 +71,7 @@ def test_each_has_a_name_an_address_and_the_same_checkout(hosts: Hosts) -> None:
     assert (hosts.folder / "hostfile").read_text() == "first slots=1\nsecond slots=1\nthird slots=1\n"
 
 
+@pytest.mark.slow
 def test_every_host_reaches_every_host_by_ssh_and_none_a_stranger(hosts: Hosts) -> None:
     for one, other in (("first", "first"), ("first", "second"), ("second", "third"), ("third", "first")):
         assert said(hosts[one], *SSH, other, "hostname") == other
@@ -142,6 +143,7 @@ def test_ranks_are_found_by_their_number(first: Host, second: Host) -> None:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_cut_link_loses_everything_and_a_joined_one_nothing_more(first: Host, second: Host) -> None:
     # One connection over all of it: what it sends meanwhile arrives afterwards.
     slow = first.start([*SSH, "second", "for i in 1 2 3 4; do echo $i; sleep 0.2; done > /dev/shm/count"])
@@ -192,6 +194,7 @@ def test_sshd_dies_and_is_started_again(first: Host, second: Host) -> None:
     assert said(first, *SSH, "second", "hostname") == "second"
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_slow(first: Host, second: Host) -> None:
     if reason := second.cannot_slow():
         pytest.skip(reason)
@@ -290,6 +293,7 @@ with Hosts(Path(sys.argv[1]), 2, 64 << 20) as hosts:
 """
 
 
+@pytest.mark.quick("ends")
 @pytest.mark.parametrize("how", ["killed", "fails", "ends"])
 def test_nothing_is_left_of_them(how: str, tmp_path: Path) -> None:
     """However their owner ends, and with a writer that stalls on the frozen disk."""

@@ -267,6 +267,7 @@ def overflow(config: RunConfig) -> dict[str, Any]:
     return {"code": train(config, Path("recipe.yaml"))}
 
 
+@pytest.mark.slow
 def test_fp16_overflow_lowers_the_loss_scale(corpus: Path, tmp_path: Path) -> None:
     config = tiny(
         corpus, tmp_path / "run", precision={"kind": "fp16", "initial_scale_power": 24}, parallel={"zero": 2},

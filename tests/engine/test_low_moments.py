@@ -78,7 +78,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(name: str, corpus: Path, tmp_path: Pa
                 assert torch.equal(first[kind][n], second[kind][n]), (kind, n)
 
 
-@pytest.mark.quick("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_steps_after_a_rewind_are_the_same(zero: int, corpus: Path, tmp_path: Path) -> None:
     config = config_of(corpus, tmp_path / "run", parallel={"zero": zero})

@@ -104,6 +104,7 @@ def test_every_architecture_computes_in_fp8(model: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(off[1], without[1], strict=True))
 
 
+@pytest.mark.quick("delayed-selective", "block-full")
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputation_changes_nothing(recipe: str, recompute: str) -> None:
@@ -244,6 +245,7 @@ def refusing(c: RunConfig) -> None:
     assert engine.fp8_history() == before
 
 
+@pytest.mark.slow
 def test_what_is_refused_or_undone_is_not_remembered() -> None:
     run_ranks(1, refusing, config("delayed", precision="bf16"))
 

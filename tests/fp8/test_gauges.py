@@ -120,6 +120,7 @@ def beside_zero3(c: Any) -> list[tuple[int, tuple[int, ...]]]:
     return sorted(set(shown))
 
 
+@pytest.mark.slow
 def test_weights_are_looked_at_before_zero_3_takes_them_away() -> None:
     (shown,) = run_ranks(1, beside_zero3, config("current", precision="bf16", zero=3))
     model = config().model

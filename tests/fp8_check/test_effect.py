@@ -83,6 +83,7 @@ def planted(of: PlainModel) -> str:
     return "blocks.1.mlp.down"
 
 
+@pytest.mark.slow
 def test_a_healthy_model_keeps_nothing() -> None:
     found, announced, made = checked(model())
     assert announced == made == 3 + 2 + 2 + 2 * 3
@@ -102,6 +103,7 @@ def test_a_healthy_model_keeps_nothing() -> None:
     assert {t.format for t in found.outcomes[2].layers[0].tensors.values()} == {"E4M3"}
 
 
+@pytest.mark.quick("Gemma 2")
 @pytest.mark.parametrize(
     "choices",
     [
@@ -118,6 +120,7 @@ def test_other_architectures_keep_nothing(choices: dict[str, Any]) -> None:
     assert 0.95 < outcome.everything.cosine < 0.99999
 
 
+@pytest.mark.quick("current")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_outlier_channel_is_named_and_keeping_its_layer_helps(recipe: str) -> None:
     sound, broken = model(), model()
@@ -195,6 +198,7 @@ def test_the_products_that_are_measured_are_those_that_train(recipe: str) -> Non
         assert recipe != "block" or name == "y" or wanted > 0.5, "it tells rows from columns"
 
 
+@pytest.mark.slow
 def test_delayed_scales_are_of_other_samples() -> None:
     """What the micro-batches before have not shown is cut; with a margin it is not."""
     of, some = model(), batches(2)

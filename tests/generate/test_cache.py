@@ -12,6 +12,7 @@ from megastable.checkpoint.plain import PlainModel
 from megastable.generate import decode as caching
 from megastable.generate.decode import KeyValueCache, extend
 from tests.generate.models import KINDS, LENGTH, VOCABULARY, model, tokens
+from tests.tiers import examples
 
 MODELS = {name: model(**changes) for name, changes in KINDS.items()}
 
@@ -29,7 +30,7 @@ def logits_in_steps(plain: PlainModel, given: Tensor, steps: list[int]) -> Tenso
     return torch.cat(parts).transpose(0, 1)[..., : plain.vocabulary].float()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     name=st.sampled_from(sorted(KINDS)), rows=st.integers(1, 3), count=st.integers(1, 90),
     steps=st.lists(st.integers(1, 20), max_size=8), seed=st.integers(0, 99),
@@ -44,6 +45,7 @@ def test_steps_of_any_size_give_the_logits_of_the_whole(
     torch.testing.assert_close(logits_in_steps(MODELS[name], given, steps), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick("gemma2", "both")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_in_steps(name: str) -> None:
     """Three rows, beyond windows of 7: in one step, in single ones, and in steps across the edge of a window."""
@@ -63,6 +65,7 @@ def test_every_kind_is_another_model(name: str) -> None:
     assert apart > 1e-2
 
 
+@pytest.mark.quick("full-qk-norm", "window", "llama3")
 @pytest.mark.parametrize("name", KINDS)
 def test_the_likeliest_text_is_the_same_with_and_without_a_cache(name: str) -> None:
     plain, text = MODELS[name], tokens(2, 5)

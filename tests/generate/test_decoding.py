@@ -35,6 +35,7 @@ def test_a_text_comes_whole_and_in_whole_characters(tokenizer: Tokenizer, before
         at += len(piece)
 
 
+@pytest.mark.quick("huggingface")
 @given(ids=st.lists(st.integers(0, 599), max_size=40), data=st.data())
 def test_whatever_comes_it_is_what_the_tokenizer_says(
     tokenizer: Tokenizer, ids: list[int], data: st.DataObject

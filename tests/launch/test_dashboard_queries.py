@@ -117,17 +117,20 @@ def lacks(ask: Ask, expression: str, legend: str) -> str:
     return "results" if not found else ", ".join(sorted(missing))
 
 
+@pytest.mark.slow
 def test_prometheus_answers_every_panel(ask: Ask) -> None:
     targets = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     lacking = {t["expr"]: lacks(ask, t["expr"], t["legendFormat"]) for t in targets}
     assert len(lacking) > 70 and not {expression: what for expression, what in lacking.items() if what}
 
 
+@pytest.mark.slow
 def test_what_is_misspelt_is_noticed(ask: Ask) -> None:
     assert lacks(ask, 'megastable_gpu_temprature_celsius{run=~"$run"}', "") == "results"
     assert lacks(ask, 'sum by (run) (megastable_gpu_power_watts{run=~"$run"})', "{{run}} {{host}}") == "host"
 
 
+@pytest.mark.slow
 def test_prometheus_answers_annotations_and_variables(ask: Ask) -> None:
     for one in DASHBOARD["annotations"]["list"]:
         assert not lacks(ask, one["expr"], one["titleFormat"])
@@ -150,6 +153,7 @@ def test_queries_of_many_hosts_stay_cheap_and_readable() -> None:
             assert few or "$host" not in target["expr"] or panel["maxDataPoints"] <= 200, panel["title"]
 
 
+@pytest.mark.slow
 def test_every_rule_can_be_evaluated(ask: Ask) -> None:
     """On what is really served: matching of vectors may fail only there."""
 

@@ -95,6 +95,7 @@ def test_a_port_in_use_is_told_with_the_remedy(mark: list[str], code: int, tmp_p
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_launcher_needs_no_script_beside_the_interpreter(tmp_path: Path) -> None:
     """As where DeepSpeed is on PYTHONPATH: a python alone in its folder."""
     alone = tmp_path / "python"

@@ -69,6 +69,7 @@ class Slurm:
         return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.quick("0-*", "75-*")
 @pytest.mark.parametrize(
     ("code", "asked"),
     [
@@ -91,6 +92,7 @@ def test_an_exit_code_becomes_a_decision_and_stays_the_jobs(
     assert slurm.asked() == asked
 
 
+@pytest.mark.slow
 def test_a_host_that_failed_too_often_is_left_out_though_it_answers(tmp_path: Path) -> None:
     """Else the requeued job gets it again, and again ends for it, for as long as nobody looks."""
     slurm, run = Slurm(tmp_path), RunDirectory(tmp_path / "a run")

@@ -17,6 +17,7 @@ from megastable.base import products
 from megastable.model import blocked
 from megastable.model.attention_scores import FULL, AttentionScores
 from megastable.model.blocked import blocked_attention, blocks, document_starts, kept_size, supported
+from tests.tiers import examples
 
 CPU = torch.device("cpu")
 BF16 = pytest.mark.skipif(not supported(CPU, torch.bfloat16), reason="no exact bf16 products on this machine")
@@ -120,7 +121,7 @@ shapes = {
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kept", [0, 100], ids=["computed again", "kept"])
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(**shapes)
 def test_fp32_equals_the_plain_softmax(
     kept: int, b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: AttentionScores
@@ -136,7 +137,7 @@ def test_fp32_equals_the_plain_softmax(
 
 @BF16
 @pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(**shapes)
 def test_bf16_equals_the_plain_softmax_up_to_its_rounding(
     b: int, k: int, groups: int, s: int, d: int, documents: bool, scores: AttentionScores
@@ -181,7 +182,7 @@ def test_bf16_scores_are_fp32_scores(d: int) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     b=st.integers(1, 4),
     k=st.integers(1, 4),
@@ -209,7 +210,7 @@ def test_blocks_cover_every_document_once(b: int, k: int, groups: int, s: int, s
 
 
 @pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(s=st.integers(1, 80), window=st.integers(1, 90), apart=st.booleans())
 def test_blocks_cover_every_window_once_and_little_more(s: int, window: int, apart: bool) -> None:
     segments = (torch.arange(s) // 20)[None].int()
@@ -319,7 +320,7 @@ def test_compiles_to_one_graph_once(dtype: torch.dtype) -> None:
                 assert torch.equal(one, two)
 
 
-@pytest.mark.quick("capped window-causal", "capped window-documents")
+@pytest.mark.quick("capped window-documents")
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("scores", [FULL, AttentionScores(0.3, 2.0, 9)], ids=["plain", "capped window"])
 def test_the_operator_keeps_the_rules_of_operators(documents: bool, scores: AttentionScores) -> None:

@@ -19,6 +19,7 @@ from megastable.model.chunked import chunked_objective
 from megastable.model.loss import LossFunction, project
 from megastable.model.sizes import chunk_size
 from megastable.parallel.topology import TensorParallel
+from tests.tiers import examples
 
 ONE = TensorParallel()
 HIDDEN, VOCABULARY, COLUMNS = 16, 50, 64
@@ -91,7 +92,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return ((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     s=st.integers(1, 9), b=st.integers(1, 4), h=st.integers(1, 12), vocabulary=st.integers(1, 40),
     padding=st.integers(0, 20), elements=st.integers(1, 1500), block=st.integers(1, 300),

@@ -114,6 +114,7 @@ def test_no_gpu_is_asked_for_grouped_queries_in_fp32(
     assert k.shape[1] == (kv_heads if grouped else 4) and (q.dtype, k.dtype) == (dtype, dtype)
 
 
+@pytest.mark.quick("all-documents-4", "capped-documents-1")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("apart", [False, True], ids=["causal", "documents"])

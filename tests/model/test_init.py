@@ -20,6 +20,7 @@ from megastable.model.init import ParameterPart, fill, initialise, threads_to_dr
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
 from tests.patience import PATIENCE
+from tests.tiers import examples
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -199,7 +200,7 @@ def test_shards_of_every_choice_are_slices_of_the_whole(
 
 
 @given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 700))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_chunks_are_the_bytes_of_the_whole(rows: int, columns: int, size: int) -> None:
     whole = torch.empty(rows, columns).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(3))
     with pytest.MonkeyPatch.context() as patch:

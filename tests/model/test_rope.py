@@ -88,7 +88,7 @@ LLAMA_31 = {"kind": "llama3", "factor": 8.0, "original_length": 8192}
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 4096}
 
 
-@pytest.mark.quick("128-500000.0-linear", "128-500000.0-none")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaling", "theirs"),
     [

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megastable.optim import adamw
 from megastable.optim.adamw import AdamW
+from tests.tiers import examples
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,7 +49,7 @@ def rounded(x: np.ndarray, bits: np.ndarray) -> Tensor:
     return torch.from_numpy(whole.view(np.float32)).bfloat16()
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     seed=st.integers(0, 1000), size=st.integers(1, 3000), beta2=st.sampled_from([0.95, 0.999]),
     decay=st.sampled_from([0.0, 0.1]), scale=st.sampled_from([1e-12, 1e-4, 1.0, 1e6]),

@@ -52,7 +52,7 @@ WORKERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("dp3")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", WORKERS)
 def test_workers(layout: str) -> None:
     """Each data-parallel rank's own gradient is clipped, then averaged; the gate sees the average of unclipped ones."""

@@ -17,6 +17,7 @@ from megastable.optim.ownership import MatrixPiece, Round, owners, plan
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import Placement, shard
 from tests.distributed import run_ranks
+from tests.tiers import examples
 
 SHAPES = {
     "embedding.weight": (Placement("embedding.weight", 0, (32,)), (32, 8)),
@@ -97,7 +98,7 @@ def test_a_piece_on_two_ranks_is_refused() -> None:
         plan([held[0] + held[1], held[1]], tensor=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=30),
     ranks=st.integers(1, 6), seed=st.integers(0, 99),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.optim.newton_schulz import orthogonalized
+from tests.tiers import examples
 
 # Where five iterations leave singular values of at least 0.2 % of the norm: between 0.67 and 1.21.
 BAND = (0.65, 1.25)
@@ -38,7 +39,7 @@ def test_singular_vectors_stay_and_values_become_one(
     assert float((u @ inside @ vt - y.double()).abs().max()) <= tolerance  # and nothing outside of them
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     rows=st.integers(1, 40), columns=st.integers(1, 40), power=st.integers(-60, 30), seed=st.integers(0, 999)
 )

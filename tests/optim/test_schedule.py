@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megastable.config.tree import ScheduleConfig
 from megastable.optim.schedule import rate
+from tests.tiers import examples
 
 PEAK, TOTAL, WARMUP = 2e-3, 1000, 100
 KINDS = ["cosine", "linear", "constant", "wsd"]
@@ -82,7 +83,7 @@ def test_shapes_of_the_final_decay(decay: str, left: list[float]) -> None:
     assert all(rates(kind, decay=decay) == rates(kind) for kind in ("cosine", "linear", "constant"))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.sampled_from(KINDS),
     st.integers(0, 300),

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("dp3-tied")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_zero_3_builds_the_parts_and_no_more_than_a_layer(name: str) -> None:
     """Elements, by their bytes, of host and device together: on a CPU they are one memory."""

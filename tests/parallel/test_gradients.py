@@ -144,7 +144,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("tp2", "dp3", "pp2-dp2-tied", "tp2-sequence-dp2", "accumulation-3")
+@pytest.mark.quick("tp2", "dp3", "accumulation-3")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bf16_gradients_are_summed_and_applied_in_fp32(name: str) -> None:
     world, options = LAYOUTS[name]

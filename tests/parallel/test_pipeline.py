@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.parallel.pipeline import partition
+from tests.tiers import examples
 
 
 def stages(bounds: list[int], values: list[int] | list[bool]) -> list[int]:
@@ -19,7 +20,7 @@ def all_cuts(layers: int, count: int) -> list[list[int]]:
     return [[0, *inner, layers] for inner in combinations(range(1, layers), count - 1)]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=9),
     st.integers(1, 5),

@@ -101,7 +101,7 @@ LOW = [
 ]
 
 
-@pytest.mark.quick("one-fp32")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in LAYOUTS), *LOW])
 def test_growing_steps_equal_the_reference(name: str, precision: str) -> None:
     world, options = LAYOUTS[name]
@@ -134,6 +134,7 @@ def test_growing_steps_equal_the_reference(name: str, precision: str) -> None:
     assert relative(ours, theirs) <= (1e-5 if precision == "fp32" else 3 * relative(theirs, true))
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_cut_sample_is_the_mean_of_its_pieces_alone() -> None:
     """Each piece as a sample of its own, of its own length: it knows nothing of what is before it."""
     weights, shape = plain(config(batch=12, micro_batch=1).model)

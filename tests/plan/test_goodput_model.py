@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.plan.goodput_model import DAY, LLAMA, FaultyCluster, expected, spares
 from megastable.plan.goodput_trial import trial
+from tests.tiers import examples
 
 BASE = FaultyCluster(gpus=1024, start=120.0)
 LARGE = FaultyCluster(gpus=10_000, start=300.0, interval=900.0)
@@ -130,7 +131,7 @@ def test_two_minutes_of_waiting_by_hand() -> None:
     assert replace(c, repair=60.0).shrinking().away == 60.0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(CLUSTER, st.booleans(), st.booleans())
 def test_shares_add_up(c: FaultyCluster, shrinks: bool, halves: bool) -> None:
     c = c.shrinking(c.away, halves) if shrinks else c

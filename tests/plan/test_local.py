@@ -24,6 +24,7 @@ def config(hidden: int) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_seconds_are_those_of_the_processor() -> None:
     """Who sleeps, or waits for others, does not work."""
 

@@ -19,6 +19,7 @@ from megastable.plan import activations
 from megastable.plan.items import KINDS, PHASES, Footprint
 from megastable.plan.memory import footprints, kernels_on, taken
 from megastable.plan.volume import bounds, parameters, stage_of
+from tests.tiers import examples
 
 MODEL = {
     "layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "sequence_length": 2048, "vocab_size": 32000,
@@ -163,7 +164,7 @@ SETTINGS = st.fixed_dictionaries(
 
 
 @given(LAYOUT, SETTINGS, st.sampled_from([1, 2]), st.sampled_from([1, 4]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_kinds_add_up_and_more_samples_take_more(
     layout: dict[str, Any], others: dict[str, Any], data: int, accumulation: int
 ) -> None:
@@ -181,7 +182,7 @@ def test_kinds_add_up_and_more_samples_take_more(
 
 
 @given(LAYOUT, SETTINGS, st.sampled_from([1, 4]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_watched_step_needs_no_more(
     layout: dict[str, Any], others: dict[str, Any], accumulation: int
 ) -> None:
@@ -194,7 +195,7 @@ def test_a_watched_step_needs_no_more(
 
 
 @given(LAYOUT, SETTINGS, st.sampled_from([1, 2]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_more_ranks_take_less_each(layout: dict[str, Any], others: dict[str, Any], data: int) -> None:
     split = layout | {"tensor": 2 * layout["tensor"]}
     assert most(data, parallel=split, **others) < most(data, parallel=layout, **others)
@@ -205,7 +206,7 @@ def test_more_ranks_take_less_each(layout: dict[str, Any], others: dict[str, Any
 
 
 @given(SETTINGS, st.sampled_from([2, 4, 8]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_more_zero_holds_less(others: dict[str, Any], data: int) -> None:
     held = [planned(data, parallel={"zero": zero}, **others)[0].at("between") for zero in (1, 2, 3)]
     state = [sum(h[kind] for kind in ("weights", "gradients", "master", "moments")) for h in held]
@@ -217,7 +218,7 @@ def test_more_zero_holds_less(others: dict[str, Any], data: int) -> None:
 
 
 @given(LAYOUT, SETTINGS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_recomputing_more_keeps_less(layout: dict[str, Any], others: dict[str, Any]) -> None:
     def waiting(recompute: str) -> int:
         tree = {"model": MODEL | others["model"], "parallel": layout | {"recompute": recompute}}

@@ -22,6 +22,7 @@ from megastable.plan.memory import footprints
 from megastable.plan.search import Choice
 from megastable.plan.time import step_time
 from megastable.plan.volume import bounds
+from tests.tiers import examples
 
 ROOT = Path(__file__).parents[2]
 H100 = load(ROOT / "launch/clusters/h100.yaml")
@@ -148,7 +149,7 @@ def test_best_has_one_of_each_split(seven: tuple[RunConfig, search.SearchResult]
 
 
 @given(st.integers(1, 40), st.integers(0, 10), st.integers(1, 8), st.integers(1, 64))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_tightest_stage_is_among_the_critical_ones(stages: int, more: int, wide: int, batch: int) -> None:
     model = {
         "layers": stages + more,
@@ -219,6 +220,7 @@ def test_the_fewest_gpus() -> None:
     assert search.smallest(config, with_memory(1e6)) == 2
 
 
+@pytest.mark.slow
 def test_elsewhere_is_where_it_fits() -> None:
     big = recipe.load(ROOT / "launch/recipes/70b.yaml", ["model.vocab_size=128000"])
     found = search.search(big, 8, H100)

@@ -82,6 +82,7 @@ def judged(laboratory: Laboratory, found: Conclusion) -> tuple[int, int]:
     return int((laboratory.bad & ~convicted).sum()), int((convicted & ~laboratory.bad).sum())
 
 
+@pytest.mark.quick("480")
 @pytest.mark.parametrize("count", [480, 5000])
 def test_all_of_a_long_region_are_named_though_their_losses_overlap_those_of_harmless_samples(
     count: int,
@@ -212,6 +213,7 @@ def test_a_region_that_changes_from_word_to_word_is_followed_by_gradients_and_na
     assert laboratory.time <= 60
 
 
+@pytest.mark.slow
 def test_a_region_of_a_crowd_with_innocent_samples_inside_is_not_named_by_likeness_alone() -> None:
     places = FIRST + 4 + np.arange(2400)
     laboratory = Sorted(places[np.random.default_rng(0).random(2400) > 0.05])

@@ -102,7 +102,7 @@ def test_fp8_is_left_without_a_restart_and_returns_when_it_is_calm(
         assert one.column(column).equals(other.column(column)), column
 
 
-@pytest.mark.quick("inf")
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [10.0, float("inf")] if EVERY else [float("inf")])
 def test_a_kernel_that_stays_broken_is_left_for_good(factor: float, easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

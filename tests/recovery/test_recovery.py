@@ -334,9 +334,7 @@ def test_other_numbers_every_time(
     assert [i["cause"] for i in incidents(tmp_path / "run")] == [cause]
 
 
-@pytest.mark.quick(
-    "unsteady where bits repeat-no rewind points", "unsteady where bits repeat-damaged rewind points"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [True, False], ids=["damaged rewind points", "no rewind points"])
 @pytest.mark.parametrize(
     ("exact", "kind", "cause"),
@@ -443,6 +441,7 @@ def test_a_handover_needs_a_checkpoint_of_before(last_resort: str, easy: Path, t
     assert incident["actions"] == ["alert"] and incident["positions"] == []
 
 
+@pytest.mark.slow
 def test_an_update_that_was_applied_tells_nothing_of_the_hardware(easy: Path, tmp_path: Path) -> None:
     """Where the budgets are spent it trains on: done again on the state of after it, a step gives other numbers."""
     config = recipe(easy, tmp_path / "run", stability={"policy": {"rewinds": 0}})
@@ -531,6 +530,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     assert not (dry / "skips.jsonl").exists() and incidents(dry) == []
 
 
+@pytest.mark.slow
 def test_a_dry_run_cuts_no_rate_and_pretends_none(easy: Path, tmp_path: Path) -> None:
     """Two excursions: nobody is examined, so that nothing says it is the rate."""
     run = tmp_path / "run"

@@ -63,6 +63,7 @@ def test_deferred_samples_that_come_with_trouble_again_are_convicted(easy: Path,
     assert end["sample"][0] not in trained and len(trained) == len(set(trained)) == 8 * 70
 
 
+@pytest.mark.slow
 def test_a_weak_conviction_is_withdrawn_when_it_was_the_rate(tmp_path: Path) -> None:
     """A bad sample in the step at which the weights are spoilt, four times: it was convicted by less than 100 to 1, as
     it does not explain the trouble; when nothing but the rate is left to blame it is read again."""

@@ -116,6 +116,7 @@ def test_both_tests_are_told_who_is_convicted() -> None:
     assert found and told == [[3], [3]]
 
 
+@pytest.mark.slow
 def test_no_more_of_an_easy_region_is_read_than_is_needed() -> None:
     steps = 40
     texts, made = Texts(1024, set(range(42 * 1024))), Made()

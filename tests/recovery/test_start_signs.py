@@ -64,7 +64,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("one")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bad_start_is_told_on_every_rank(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]
@@ -86,7 +86,7 @@ def test_a_good_start_is_silent(corpus: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in steps if row["attention_entropy"] is not None] == [1, 20]
 
 
-@pytest.mark.quick("stability0-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stability", "signs"),
     [({"dry_run": True}, True), ({"enabled": False}, False), ({"signs": {"enabled": False}}, False)],
@@ -110,6 +110,7 @@ def test_what_was_told_before_a_restart_is_not_told_again(corpus: Path, tmp_path
     assert state == other and told(run) == told(whole) and hints(run) == hints(whole)
 
 
+@pytest.mark.slow
 def test_a_corpus_without_order_is_told_by_its_loss(corpus: Path, tmp_path: Path) -> None:
     """At a rate at which nothing can be learnt, the loss stays at the unigram entropy, or above."""
     c = recipe(corpus, tmp_path / "run", optimizer={"lr": 0.5}, stability={"dry_run": True})

@@ -222,7 +222,7 @@ def test_a_change_of_the_length_starts_entropy_and_evaluations_anew(corpus: Path
     assert {e["step"] for e in end["state"]["evaluations"]} == {s for s in range(5, 41, 5) if s >= changed}
 
 
-@pytest.mark.quick("adamw-signals0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "signals"), [("adamw", {"updates"}), ("lamb", set())])
 def test_only_updates_like_adams_are_measured_against_the_rate(
     optimizer: str, signals: set[str], corpus: Path, tmp_path: Path

@@ -104,6 +104,7 @@ def moderate(positions: list[int], by: float) -> dict[int, float]:
     return {p: float(np.random.default_rng(p).normal(by, 0.5)) for p in positions}
 
 
+@pytest.mark.quick("1.25-0")
 @pytest.mark.parametrize("ahead", [0, 10])
 @pytest.mark.parametrize("by", [0.75, 1.25])
 def test_a_new_kind_is_named_where_it_is_worse_and_nobody_else(by: float, ahead: int) -> None:
@@ -149,6 +150,7 @@ def test_a_kind_that_was_there_before_is_nobody() -> None:
     assert found.cause is Cause.STATE and not found.guilty
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("budget", [32, 1, 0])
 def test_a_new_kind_that_has_come_to_stay_convicts_nobody_whatever_is_left_for_looking_ahead(
     budget: int,

@@ -100,6 +100,7 @@ def test_a_stop_that_was_asked_for_is_no_outage(make: Make) -> None:
     assert evidence.cost.downtime_seconds == 21.0
 
 
+@pytest.mark.quick("data*")
 @pytest.mark.parametrize(
     ("cause", "said"),
     [("data", "the same failure at the same place"), ("hardware", "one host fails among several")],

@@ -19,6 +19,7 @@ from megastable.report.postmortem.evidence import Gatherer, Run
 from megastable.report.postmortem.facts import Evidence
 from megastable.run.directory import RunDirectory, as_json
 from tests.report.runs import Make, breakdown, note, tell
+from tests.tiers import examples
 
 
 @pytest.fixture
@@ -82,7 +83,9 @@ KEYS = """what step to_step suspects number evidence positions documents actions
 seconds steps_lost loss_peak time silent waited world""".split()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(
         st.tuples(
@@ -124,6 +127,7 @@ def test_what_cannot_be_told_is_named_and_the_others_are_told(
     assert [p.name for p in sorted(bare.glob("incidents/*"))] == ["0001", "0003", "index.html"]
 
 
+@pytest.mark.slow
 def test_a_long_journal_and_its_folders_are_read_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     root = make()
     for number in range(1, 41):

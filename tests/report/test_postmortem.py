@@ -41,6 +41,7 @@ from tests.conftest import LENGTH, tiny
 from tests.full_disk import files_no_larger_than
 from tests.report.runs import NASTY, SPIKE, Make, breakdown, data_incident, make_run, note, tell
 from tests.report.test_safe import HOSTILE
+from tests.tiers import examples
 
 # What is there
 
@@ -74,7 +75,7 @@ def test_how_far_bad_data_goes_is_shown_by_the_probes(make: Make, hostile_corpus
     assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()) == evidence
 
 
-@pytest.mark.quick("change0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -91,7 +92,7 @@ def test_any_region_can_be_shown(make: Make, hostile_corpus: Path, change: dict[
     assert ("its end was not seen" in (folder / "report.html").read_text()) == (change.get("found") is False)
 
 
-@pytest.mark.quick("change1", "change0")
+@pytest.mark.quick("change1")
 @pytest.mark.parametrize("change", [{"first": "x"}, {"end": 236}, {"probes": [["x"]]}])
 def test_a_region_that_cannot_be_understood_is_left_out_and_the_rest_told(
     make: Make, hostile_corpus: Path, change: dict[str, Any]
@@ -351,7 +352,7 @@ def evidence(hostile_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return evidence
 
 
-QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 FILES = ["report.html", "samples.txt", "attempt.log"]
 
 
@@ -527,6 +528,7 @@ def test_where_fp8_was_left_its_layers_are_looked_at(
     assert ("precision.fp8.keep" in todo and "fp8-check" in todo) is fp8 and ("optimizer.lr" in todo) is rate
 
 
+@pytest.mark.slow
 def test_ten_thousand_guilty_samples_stay_readable(make: Make, hostile_corpus: Path) -> None:
     run = make(data_incident(hostile_corpus, [(100, 110), (200, 10_190)]))
     (folder,) = write_incidents(run)
@@ -618,6 +620,7 @@ def test_by_hand(spike: Path) -> None:
     assert "Examples" in call("--help")[1]
 
 
+@pytest.mark.slow
 def test_it_runs_where_no_torch_is() -> None:
     heavy = "{'torch', 'deepspeed', 'matplotlib'}"
     code = f"import sys, megastable.report.postmortem.__main__; print(sorted({heavy} & {{*sys.modules}}))"

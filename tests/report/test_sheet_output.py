@@ -49,6 +49,7 @@ def test_a_table_on_the_standard_output_is_alone_there_and_the_device_stays(tmp_
     assert Path("/dev/stdout").readlink() == was
 
 
+@pytest.mark.quick("json=True")
 @pytest.mark.parametrize("options", ["", "json=True"])
 def test_a_full_standard_output_is_an_error_without_a_traceback(options: str) -> None:
     done = put(options, "/dev/full")

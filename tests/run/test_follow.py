@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megastable.base import jsonl
 from megastable.run.events.follow import ANCHOR, Follower
+from tests.tiers import examples
 
 ENTRIES = st.lists(
     st.builds(
@@ -40,7 +41,7 @@ def append(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(ENTRIES, st.lists(RUBBISH, max_size=8), st.data())
 def test_any_pieces_give_the_same_events_each_once(
     entries: list[dict[str, Any]], rubbish: list[bytes], data: st.DataObject
@@ -66,7 +67,7 @@ def test_any_pieces_give_the_same_events_each_once(
         assert follower.new() == [] and follower.starts == 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(ENTRIES, ENTRIES, st.data())
 def test_a_torn_line_that_is_set_aside_costs_nothing(
     before: list[dict[str, Any]], after: list[dict[str, Any]], data: st.DataObject

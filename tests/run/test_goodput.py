@@ -20,6 +20,7 @@ from megastable.run.goodput.step_times import NO_STEPS, StepTimes
 from megastable.run.goodput.time_account import TimeAccount, TimeKind
 from megastable.run.goodput.watching import WANTED, GoodputWatch, chosen, read_account
 from tests.run.test_records import record, write
+from tests.tiers import examples
 
 K = TimeKind
 Row = tuple[int, float, float, bool]
@@ -349,7 +350,7 @@ ROW = st.tuples(st.integers(1, 40), MOMENT, st.floats(0, 200), st.booleans())
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     st.lists(EVENT, min_size=1, max_size=25), st.lists(ROW, max_size=25), st.booleans(), MOMENT,
     st.fixed_dictionaries(
@@ -377,7 +378,7 @@ def test_every_second_once(
     assert found.begin <= first and found.end >= max(first, min(now, last))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(EVENT, min_size=1, max_size=25), st.lists(ROW, max_size=25), st.data())
 def test_a_look_changes_nothing(events: list[dict[str, Any]], rows: list[Row], data: st.DataObject) -> None:
     events.sort(key=lambda e: float(e["time"]))

@@ -22,6 +22,7 @@ from megastable.run.goodput.watching import GoodputWatch, read_account
 from tests.run.test_goodput import BEGIN, END, KILLED, K, Row, at, run_of, shown, steps, steps_of
 from tests.run.test_goodput_capacity import GROWN, GROWN_STEPS
 from tests.run.test_records import record, write
+from tests.tiers import examples
 
 RANK = ("training", "finished", "stopped", "evaluated", "checkpoint")  # what rank 0 writes, in these runs
 Events = Sequence[dict[str, Any]]
@@ -165,7 +166,7 @@ PIECE = st.tuples(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(PIECE, min_size=1, max_size=4), st.dictionaries(
     st.integers(1, 4), st.integers(-100 * 64, 100 * 64).map(lambda n: n / 64)
 ))  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.run.test_goodput import BEGIN, K, Row, account, at, shown, steps
+from tests.tiers import examples
 
 
 def spaced(gaps: list[float], seconds: float = 1.0, begin: float = 106.0) -> list[Row]:
@@ -76,7 +77,7 @@ def test_where_nobody_is_known_to_have_lived_time_is_unknown() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.sampled_from([0.0, 0.125, 0.375, 0.75, 1.5, 4.0, 60.0]), max_size=40),
     st.sampled_from([0.125, 1.0, 8.0]), st.floats(0, 100),

@@ -205,6 +205,7 @@ def with_others(random: np.random.Generator, count: int) -> np.ndarray:
     return np.where(random.random(count) < 0.02, random.normal(6.0, 0.5, count), heavy(random, count))
 
 
+@pytest.mark.quick("16-160-*")
 @pytest.mark.parametrize("text", [heavy, with_others])
 @pytest.mark.parametrize(
     ("batch", "known", "suspect", "rounds"),

@@ -21,6 +21,7 @@ from megastable.stability.actions import Action
 from megastable.stability.backtest import BacktestDecision, Episode, Recorded, episodes, read_trace, simulate
 from megastable.stability.signals import Verdict
 from tests.stability.traces import Run, healthy, spike
+from tests.tiers import examples
 
 FIRST, SECOND, LENGTH = 250, 450, 40
 
@@ -133,7 +134,7 @@ def test_a_sparse_recording_without_norms_and_with_gaps(every: int) -> None:
     assert rewind.action is Action.REWIND and 0 <= (rewind.step - 1000) / every - FIRST <= 5
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.lists(st.tuples(st.floats(), st.none() | st.floats(), st.integers(1, 2**40)), min_size=1, max_size=200)
 )
@@ -266,7 +267,7 @@ def test_losses_that_are_missing_at_the_end_are_nans_whatever_was_missing_before
     assert [j.action for j in found].count(Action.REWIND) == acted_on
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     phases=st.lists(st.tuples(st.integers(1, 12), st.integers(12, 25)), min_size=1, max_size=3),
     bursts=st.lists(st.tuples(st.integers(4, 9), st.integers(1, 4)), max_size=1),
@@ -329,7 +330,7 @@ def test_bad_traces(content: str | bytes, message: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(str(path))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.text(alphabet=string.digits[:4] + '.-e,\n"\r\x00 infa', max_size=12), max_size=6))
 def test_any_text_is_a_trace_or_a_message(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     path = trace(tmp_path_factory.getbasetemp(), "\n".join(["step,loss,grad_norm", *lines]))

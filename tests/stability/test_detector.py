@@ -16,6 +16,7 @@ from megastable.stability.detector import Detector
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.signals import Finding, Signals, Verdict
 from tests.stability import traces
+from tests.tiers import examples
 
 CONFIG = DetectorConfig()
 REWINDS = {Verdict.SPIKE, Verdict.DRIFT, Verdict.PLATEAU, Verdict.OSCILLATION}
@@ -35,6 +36,7 @@ def refused(found: Finding) -> bool:
     return found.verdict is Verdict.OUTLIER and found.severity >= 1.0
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("start", "noise"), [(120, 0.05), (400, 0.02), (400, 0.1)])
 def test_nearly_every_step_of_a_spike_is_flagged_and_then_none(seed: int, start: int, noise: float) -> None:
@@ -45,6 +47,7 @@ def test_nearly_every_step_of_a_spike_is_flagged_and_then_none(seed: int, start:
     assert any(each.verdict is Verdict.SPIKE and each.onset >= start - 5 for each in found[start : start + 3])
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
 @pytest.mark.parametrize("start", [120, 500])
@@ -92,6 +95,7 @@ def test_one_that_is_no_number_leaves_no_trace(value: float, where: str) -> None
             assert detector.observe(signals).verdict is Verdict.HEALTHY
 
 
+@pytest.mark.quick("3.0")
 @pytest.mark.parametrize("height", [0.3, 3.0, 1e5])
 def test_a_single_hard_batch_never_is_a_spike(height: float) -> None:
     for seed in range(8):
@@ -135,6 +139,7 @@ def test_a_norm_that_stays_up_is_noticed_before_the_loss_stands_out(seed: int) -
     assert any(each.verdict is Verdict.SPIKE for each in found[300:306])
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plateau_is_noticed_then_learnt_and_a_later_spike_is_seen(seed: int) -> None:
     run = traces.healthy(1300, seed)
@@ -147,6 +152,7 @@ def test_a_plateau_is_noticed_then_learnt_and_a_later_spike_is_seen(seed: int) -
     assert len(flagged(found[1100:1110])) >= 9
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("noise", [0.03, 0.1])
 def test_swings_without_a_shift_are_an_oscillation(seed: int, noise: float) -> None:
@@ -155,6 +161,7 @@ def test_swings_without_a_shift_are_an_oscillation(seed: int, noise: float) -> N
     assert any(each.verdict is Verdict.OSCILLATION for each in found[600:])
 
 
+@pytest.mark.quick("1.0")
 @pytest.mark.parametrize("depth", [0.1, 0.3, 1.0])
 def test_the_way_back_from_a_shard_of_easy_text_is_no_spike(depth: float) -> None:
     for seed in SEEDS:
@@ -215,7 +222,7 @@ def test_a_gradient_norm_that_doubles_warns() -> None:
     assert any("gradient norm has grown" in warning for found in judge(growing) for warning in found.warnings)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(cut=st.integers(1, 330), seed=st.integers(0, 3))
 def test_a_state_that_was_saved_goes_on_bit_for_bit(cut: int, seed: int) -> None:
     run = traces.spike(traces.divergence(traces.healthy(340, seed), 200, rate=0.003), 120, length=15)
@@ -256,7 +263,7 @@ def test_a_state_of_an_older_version_goes_on(cut: int) -> None:
 numbers = st.floats() | st.floats(-50, 50) | st.sampled_from([1e308, -1e308, 5e-324, 0.0, math.nan, math.inf])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @example([(1.0, None, math.nan, 0.0)])
 @given(
     st.lists(st.tuples(numbers, st.none() | numbers, st.none() | numbers, numbers), min_size=1, max_size=150)
@@ -284,6 +291,7 @@ def test_a_state_is_small() -> None:
     assert len(detector.state.model_dump_json()) < 20_000
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_further_jump_during_an_excursion_has_an_onset_of_its_own(seed: int) -> None:
     run = traces.plus(traces.healthy(700, seed), 500, np.full(200, 0.5), 2.5)

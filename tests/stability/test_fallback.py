@@ -17,6 +17,7 @@ from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Finding, Verdict
 from tests.stability.policies import CONFIG, VERDICTS, seen, trip
+from tests.tiers import examples
 
 
 def with_fp8(**config: int) -> Policy:
@@ -205,5 +206,5 @@ class Fallbacks(RuleBasedStateMachine):
         )
 
 
-Fallbacks.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+Fallbacks.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestFallbacks = Fallbacks.TestCase

@@ -224,6 +224,7 @@ def test_zero_or_stale_that_was_cleared_is_doubted_again_after_a_while() -> None
         assert doubts(1) == [1]
 
 
+@pytest.mark.quick("1.2")
 @pytest.mark.parametrize("far", [1.2, 1.6, 2.0, 2.5])
 def test_few_steps_doubt_a_sound_rank_as_rarely_as_many(far: float) -> None:
     """As after a resume. far: of the usual cosine from 0, in its scatter; each of 40,000 ranks is a try."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.stability.likeness import ENOUGH_ALIKE, Likeness, Resemblance, Words, separation
+from tests.tiers import examples
 
 LENGTH, VOCABULARY = 128, 1000
 
@@ -75,7 +76,7 @@ def test_the_order_of_words_tells_a_reversed_text() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(2 * ENOUGH_ALIKE, 3 * ENOUGH_ALIKE))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_accused_samples_that_are_harmless_are_told_by_nothing(seed: int, count: int) -> None:
     """Whatever was accused: a line finds something to tell any samples that it was drawn through, but not others."""
     random = np.random.default_rng(seed)

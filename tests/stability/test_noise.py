@@ -22,6 +22,7 @@ CONFIG = StabilityConfig()
 STEPS = 4000
 
 
+@pytest.mark.quick("bursts-True", "ar-0.7-True")
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize(
     "kind", ["ar-0.7", "levels-20", "levels-200", "heteroscedastic", "bursts", "changes", "changes-ar-0.4"]
@@ -32,12 +33,14 @@ def test_next_to_nothing_is_done_in_a_healthy_run(kind: str, norms: bool) -> Non
     assert found.rewinds <= 1 and found.discards <= 2
 
 
+@pytest.mark.slow
 def test_noise_that_grows_wider_is_no_spike_where_no_norm_tells() -> None:
     """Before the scatter of late was asked, there were 4 rewinds in these 20,000 steps."""
     found = count("bursts", 10_000, [1, 2], CONFIG, norms=False)
     assert found.rewinds == 0
 
 
+@pytest.mark.quick("bursts-1*")
 @pytest.mark.parametrize(
     ("kind", "seed", "step", "norms"),
     [
@@ -60,6 +63,7 @@ def test_two_hard_batches_where_no_norm_tells_are_no_spike(seed: int) -> None:
     assert Action.REWIND not in {judged.action for judged in simulate(rows, CONFIG)}
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("norms", [True, False])
 def test_planted_faults_are_acted_on_in_time(norms: bool) -> None:
     """What is done about noise is only half: whoever does nothing raises no false alarm."""
@@ -76,6 +80,7 @@ def test_a_delay_is_that_of_half_of_all_that_were_planted() -> None:
     assert Delays("white", "spike", 4, 2, [3, 5, 9]).median == 9
 
 
+@pytest.mark.slow
 def test_a_lower_rate_of_false_alarms_lets_more_pass() -> None:
     """What is let pass at all was an alarm of the loss alone."""
     alarms = []

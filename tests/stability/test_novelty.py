@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.stability.novelty import FEWEST, NEIGHBOURS, NewKind, Pool, _table
+from tests.tiers import examples
 
 Int64s = npt.NDArray[np.int64]
 LENGTH, WORDS = 64, 400
@@ -62,6 +63,7 @@ def test_a_kind_that_was_there_before_is_not_new(seed: int) -> None:
     assert scan(text(kinds, seed)).p > 0.01
 
 
+@pytest.mark.slow
 def test_chance_is_no_more_often_new_than_is_said() -> None:
     """Texts of many kinds, in any order."""
     p = np.array([scan(text(ordinary(160, seed), seed)).p for seed in range(150)])
@@ -119,7 +121,7 @@ def test_of_few_nothing_is_said() -> None:
     assert scan(np.empty((0, LENGTH + 1), np.int64)).kind.size == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(4, 9), st.data())
 def test_the_chance_of_late_neighbours_is_that_of_all_draws(others: int, data: st.DataObject) -> None:
     late = data.draw(st.integers(1, others))

@@ -14,6 +14,7 @@ from megastable.stability.policy import SUSPICION, Policy
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Verdict
 from tests.stability.policies import VERDICTS, seen
+from tests.tiers import examples
 
 RATES = st.sampled_from([1e-3, 1.5e-3, 1e-2])
 FOUND = st.builds(
@@ -161,5 +162,5 @@ class Ladder(RuleBasedStateMachine):
         assert s.alert is None or s.watching
 
 
-Ladder.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+Ladder.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
 TestLadder = Ladder.TestCase

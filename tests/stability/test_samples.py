@@ -22,15 +22,18 @@ from benchmarks.mixtures import (
 from megastable.config.stability import SampleConfig
 from megastable.stability.sample_history import SUMS, CorpusState, SampleState, SampleTest
 from megastable.stability.suspects import Seen, different, easy, repetitive, still_bad, suspects
+from tests.tiers import examples
 
 TEXT = Mixture(student(4))
 
 
+@pytest.mark.quick("three corpora*", "normal")
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_text_raises_nothing(name: str) -> None:
     assert list(alarms(HEALTHY[name], 1500, seed=5)) == []
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("of_each", "within"), [(1, 15), (4, 3)])
 def test_a_trickle_is_noticed(of_each: int, within: int, seed: int) -> None:
@@ -39,12 +42,14 @@ def test_a_trickle_is_noticed(of_each: int, within: int, seed: int) -> None:
     assert kind == "trickle" and 400 <= step < 400 + within and 390 <= onset <= step
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_bad_samples_scattered_among_the_good_are_noticed(seed: int) -> None:
     found = list(alarms(Mixture(normal), 700, seed, scattered(0.01, 6.0, 400)))
     assert found and found[0][1] == "trickle" and 400 <= found[0][0] < 560
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rate_that_has_risen_is_not_soon_taken_for_usual(seed: int) -> None:
     """One in a hundred, in tails that reach as far now and then."""
@@ -93,6 +98,7 @@ def by_norm(seed: int, factors: dict[int, float], count: int = 420) -> list[tupl
     return found
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_that_add_up_are_noticed_though_no_loss_is(seed: int) -> None:
     ((step, onset),) = by_norm(seed, {400: 2.5, 401: 2.8, 402: 2.0})
@@ -132,7 +138,7 @@ def test_what_is_not_finite_is_far_out_and_leaves_no_trace() -> None:
     assert np.isfinite([x for c in test.state.corpora.values() for x in c.losses]).all()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(cut=st.integers(1, 149), seed=st.integers(0, 5))
 def test_it_goes_on_from_its_state(cut: int, seed: int) -> None:
     one, other = SampleTest(SampleConfig()), SampleTest(SampleConfig())

@@ -44,6 +44,7 @@ def named(scale: Scale, suspects: ScoredSamples, error: float = 0.1) -> np.ndarr
     return judge(scale, suspects, alone, error, SIGNIFICANCE, INNOCENT).guilty
 
 
+@pytest.mark.quick("12-20-5.0")
 @pytest.mark.parametrize(
     ("bad", "clean", "z"), [(40, 24, 2.0), (40, 24, 5.0), (40, 120, 3.0), (12, 20, 3.5), (12, 20, 5.0)]
 )
@@ -60,6 +61,7 @@ def test_many_moderately_bad_samples_are_named_and_hardly_an_innocent_one(
     assert missed <= (0 if bad == 40 else 0.1 * 5 * bad) and innocent <= INNOCENT * 5 * bad
 
 
+@pytest.mark.quick("0.0")
 @pytest.mark.parametrize("z", [-1.5, 0.0, 3.0])
 def test_easy_text_that_is_alike_is_named_where_its_gradient_accuses_it(scale: Scale, z: float) -> None:
     """Whatever its losses are; innocent ones of the accused batches are acquitted, the like of the others not."""
@@ -74,6 +76,7 @@ def test_easy_text_that_is_alike_is_named_where_its_gradient_accuses_it(scale: S
         assert bad[:16].sum() >= 14 and bad[16:].sum() <= 3
 
 
+@pytest.mark.slow
 def test_what_is_not_alike_is_not_named_whatever_its_gradient_says(scale: Scale) -> None:
     found = 0
     for seed in range(100):
@@ -92,6 +95,7 @@ def test_a_few_that_are_alike_are_no_crowd(scale: Scale) -> None:
     assert not judge_alike(scale, unknown, np.ones(32, bool), INNOCENT).guilty.any()
 
 
+@pytest.mark.slow
 def test_windows_of_harmless_samples_convict_nobody(scale: Scale) -> None:
     """100 windows of 32 to 128: at the stated 0.1 % none is expected."""
     found = 0
@@ -122,6 +126,7 @@ def test_of_a_corpus_of_which_little_is_known_nobody_is_named(scale: Scale) -> N
     assert not named(scale, other(random, 40, 5.0, corpus=2)).any()
 
 
+@pytest.mark.slow
 def test_the_group_test_keeps_its_error_rate() -> None:
     """p of harmless groups is uniform: below 5 % in a twentieth of them."""
     random = np.random.default_rng(0)
@@ -143,6 +148,7 @@ def test_a_crowd_keeps_its_false_discovery_rate() -> None:
     assert np.mean(shares) <= 1.5 * INNOCENT
 
 
+@pytest.mark.quick("1-1.0")
 @pytest.mark.parametrize("z", [1.0, 3.5])
 @pytest.mark.parametrize("of", [0, 1])
 def test_who_is_like_the_few_that_are_convicted_joins_them(scale: Scale, z: float, of: int) -> None:

@@ -35,6 +35,7 @@ def resets(found: list[BacktestDecision]) -> list[int]:
     return [j.step for j in found if j.reset]
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize("sigmas", [4.0, 8.0, 14.0])
 @pytest.mark.parametrize("norm", [0.8, 1.0, 1.3])
@@ -50,6 +51,7 @@ def test_a_level_that_comes_and_stays_and_goes_again_is_learnt(seed: int, sigmas
         assert all(j.verdict is Verdict.HEALTHY for j in found[580:740])
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("rise", [0.2, 0.9, 2.0])
 def test_a_change_of_the_data_that_is_known_of_is_no_incident(seed: int, rise: float) -> None:
@@ -69,6 +71,7 @@ def test_a_jump_of_loss_and_norm_where_the_data_changes_is_a_spike(seed: int) ->
     assert 500 <= rewind.step <= 505 and rewind.verdict is Verdict.SPIKE
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("start", [120, 500])
 @pytest.mark.parametrize("steps", [2, 3])
@@ -77,6 +80,7 @@ def test_bad_tokens_of_one_nat_are_seen_at_once_whatever_the_norm(seed: int, sta
     assert start + 1 in [j.step for j in found if j.action is Action.REWIND]
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize("height", [1.0, 2.0, 4.0, 12.0])
 @pytest.mark.parametrize(("up", "down"), [(10, 50), (30, 150), (50, 300)])
@@ -92,6 +96,7 @@ def test_a_start_that_heals_by_itself_is_let_alone(
     assert len(acted(found)) <= 1
 
 
+@pytest.mark.quick("*-0")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("rate", [0.0, 0.01])
 @pytest.mark.parametrize("start", [3, 30])

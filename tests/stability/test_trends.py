@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megastable.config.stability import TrendsConfig
 from megastable.stability.trend_signals import SIGNALS, kind_of, slope
 from megastable.stability.trends import VALIDATION, TrendNotice, Trends, TrendsState
+from tests.tiers import examples
 
 CONFIG = TrendsConfig()
 WIDTH, RATE = 256, 1e-3
@@ -258,6 +259,7 @@ def of_logits(value: Callable[[int], float], noise: float, seed: int) -> list[tu
     return found
 
 
+@pytest.mark.quick("0.0-0.01", "0.05-0.02")
 @pytest.mark.parametrize("rate", [0.001, 0.004, 0.006, 0.01, 0.02, 0.05])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_logit_that_saturates_is_not_extrapolated(rate: float, noise: float) -> None:
@@ -315,7 +317,7 @@ def test_a_model_without_second_moments_and_blocks_is_judged_by_what_there_is() 
 
 
 @given(st.integers(1, 39), st.sampled_from(sorted(FAULTS)), st.booleans())
-@checked(deadline=None, max_examples=40)
+@checked(deadline=None, max_examples=examples(40))
 def test_a_resume_or_a_rewind_gives_the_same_warnings_bit_for_bit(at: int, name: str, rewound: bool) -> None:
     change, _, _ = FAULTS[name]
     whole, judge = Trends(CONFIG, WIDTH), Trends(CONFIG, WIDTH)

@@ -37,6 +37,7 @@ def test_a_trial_does_not_disturb_the_next_one(tiny_recipe: Path, tmp_path: Path
     assert found["0"].losses == found["2"].losses == alone.losses != found["1"].losses
 
 
+@pytest.mark.slow
 def test_divergence_is_a_result(tiny_recipe: Path, tmp_path: Path) -> None:
     """Weights beyond fp16's range: nan from some step on, and the run goes on to its end."""
     broken = (*FEW, "train.steps=8", "precision.kind=fp16", "optimizer.lr=1e7", "schedule.warmup_steps=1")

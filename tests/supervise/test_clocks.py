@@ -15,6 +15,7 @@ from tests.patience import PATIENCE
 from tests.supervise.test_ladder import FINISHED, Ladder, ladder  # noqa: F401
 
 
+@pytest.mark.quick("3600.0")
 @pytest.mark.parametrize("ahead", [3600.0, -3600.0])
 def test_the_clock_of_rank_0_is_measured_for_every_attempt(
     ahead: float,

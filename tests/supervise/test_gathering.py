@@ -226,6 +226,7 @@ def asked_to_grow(g: Gathering, names: tuple[str, ...] = ("a", "c"), seconds: fl
     return 0
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_the_check_refuses_is_left_out_before_anybody_stops(place: Any) -> None:
     p, g = growing(place)
     p.fleet.refused = {"b": "GPU 3 has fallen off the bus", "a": "busy: it trains"}

@@ -316,6 +316,7 @@ def test_closing_waits_only_so_long_and_leaves_nobody(tmp_path: Path) -> None:
     hooks.close(0.1)
 
 
+@pytest.mark.quick("*yes*")
 @pytest.mark.parametrize(
     "how",
     ["sleep 600 & sleep 600", "sleep 600 & exit 0", "sleep 600 & yes & yes", "exec >&- 2>&-; sleep 600"],

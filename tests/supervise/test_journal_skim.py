@@ -19,6 +19,7 @@ from megastable.run.events.reading import KINDS
 from megastable.supervise.journal_skim import skim
 from megastable.supervise.journal_view import JournalView
 from tests.supervise.runs import incident
+from tests.tiers import examples
 
 STEPS = st.integers(1, 60)
 LOSSES = st.one_of(st.floats(-1e3, 1e3), st.sampled_from(["nan", "inf", None]))
@@ -85,7 +86,7 @@ def read(follower: Follower, told: JournalView) -> str:
 
 
 @given(STORIES, st.sampled_from([300, 2000, 8000, 20_000]), st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_view_is_the_same_as_of_a_full_read(story: list[Any], block: int, pieces: int) -> None:
     same(lines_of(story), block, pieces)
 

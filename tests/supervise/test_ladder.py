@@ -203,6 +203,7 @@ def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: La
     assert "with other data, too" in list(ladder.run.events(SupervisorEvent))[-1]["reason"]
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_killed_when_it_has_skipped_skips_no_second_batch(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +240,7 @@ def test_where_skipping_helped_it_was_the_data(ladder: Ladder) -> None:
     assert code == errors.OK and ladder.incidents() == [("crash", "data", "lingering", "healed")]
 
 
+@pytest.mark.slow
 def test_what_never_begins_is_given_up_and_a_person_may_try_again(ladder: Ladder) -> None:
     code, ends = ladder({"code": 1})
     assert code == errors.UNSTABLE and len(ends) == ladder.config.stability.policy.barren
@@ -316,6 +318,7 @@ def test_a_torn_journal_and_foreign_lines_do_no_harm(ladder: Ladder) -> None:
     assert code == errors.OK and [e["attempt"] for e in ladder.run.events(Launched)] == [6, 7]
 
 
+@pytest.mark.slow
 def test_attempts_that_still_run_are_found_by_their_mark(ladder: Ladder) -> None:
     """A supervisor that was killed leaves its processes; another takes the newest over, and ends the others."""
     ladder.plan({"begin": 0, "until": 0, "hang": True}, FINISHED | {"until": 150})
@@ -368,6 +371,7 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(
         supervisor.journal.emit(Ended(attempt=2))
 
 
+@pytest.mark.slow
 def test_what_was_said_counts_more_than_a_hang_after_it(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +425,7 @@ def test_data_that_never_was_on_this_host_says_nothing(
     assert ladder.incidents() == [("crash", "process", "recoverable", "healed")]
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_is_called_by_its_name(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_one_that_fails_while_it_is_waited_for_is_started_again_at_once(
     assert told == [*["again"] * (beside_process.TRIES - 1), "not again: what comes is trained on unseen"]
 
 
+@pytest.mark.slow
 def test_failures_that_are_far_apart_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside_process, "LONG", -1.0)
     config = RunConfig.model_validate({"data": {"look_ahead": {"steps": 5}}})
@@ -110,6 +111,7 @@ def test_one_that_cannot_be_started_is_given_up(tmp_path: Path, monkeypatch: pyt
     assert len(said) == beside_process.TRIES and "cannot be started: no more processes" in said[0]
 
 
+@pytest.mark.slow
 def test_one_whose_supervisor_died_while_it_started_ends(clean: Path, tmp_path: Path) -> None:
     config, _ = planted(clean, tmp_path, "random", 20)
     recipe = tmp_path / "recipe.yaml"

@@ -29,6 +29,7 @@ from megastable.supervise.journal_view import KEPT, TAIL, JournalView
 from megastable.supervise.standing import State
 from megastable.supervise.status import RunWatch, Status, as_json, exit_code, read_status
 from tests.supervise.runs import held, incident, journal
+from tests.tiers import examples
 
 HERE = socket.gethostname()
 STARTED = {"event": "supervisor", "what": "started", "pid": 11, "host": HERE}
@@ -505,7 +506,7 @@ EVENTS = """training resumed evaluated checkpoint discarded incident handover un
 launched ended hang restart hook_failed warning would""".split()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     st.lists(st.tuples(st.sampled_from(EVENTS), st.dictionaries(st.sampled_from(KEYS), VALUES)), max_size=6)
 )

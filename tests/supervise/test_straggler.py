@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.run.rank_ipc import WorkBlock
 from megastable.supervise.straggler import WINDOW, Stragglers
+from tests.tiers import examples
 
 
 def hosts(count: int, ranks: int = 1) -> dict[int, str]:
@@ -37,6 +38,7 @@ def noisy(slow: Callable[[int, int], float], seed: int = 1, sd: float = 0.02) ->
     return lambda rank, number: 0.5 * slow(rank, number) * chance.lognormvariate(0, sd)
 
 
+@pytest.mark.quick("3-1")
 @pytest.mark.parametrize(("count", "ranks"), [(2, 1), (3, 1), (3, 4), (8, 2)])
 def test_a_host_that_becomes_a_fifth_slower_is_named_within_200_steps_and_told_when_it_is_over(
     count: int, ranks: int
@@ -72,7 +74,7 @@ def test_it_says_which_rank_how_much_it_costs_and_in_which_phase() -> None:
 @given(
     seed=st.integers(0, 10_000), count=st.integers(2, 6), ranks=st.integers(1, 3), more=st.floats(1.0, 1.03)
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_nobody_is_named_of_even_ones(seed: int, count: int, ranks: int, more: float) -> None:
     """Also if one has a little more work, pauses now and then, or all become slow together."""
     chance = random.Random(seed)
@@ -139,7 +141,7 @@ def test_a_rank_alone_has_nobody_to_be_compared_with() -> None:
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_order_in_which_ranks_report_does_not_matter(data: st.DataObject) -> None:
     """Each in its own order; a heartbeat may bring many blocks, and some are lost."""
     ranks, count = hosts(3), 60

@@ -198,6 +198,7 @@ def test_what_happened_is_in_the_picture(backtest: Call, tmp_path: Path) -> None
     assert "x] a$b_^$ &amp; c.csv" in text
 
 
+@pytest.mark.quick("rows1")
 @pytest.mark.parametrize(
     "rows",
     [

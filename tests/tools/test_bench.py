@@ -43,6 +43,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return json.loads(file.read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_it_measures_and_tells_where(measured: tuple[dict[str, Any], str]) -> None:
     found, printed = measured
     assert found["rounds"] == 2 and found["disturbed"] == 0
@@ -67,6 +68,7 @@ def test_it_measures_and_tells_where(measured: tuple[dict[str, Any], str]) -> No
     assert all(MEANING[name] in printed for name in (*COMPONENTS, "everything"))
 
 
+@pytest.mark.slow
 def test_the_totals_are_sums_of_shares(measured: tuple[dict[str, Any], str]) -> None:
     costs = measured[0]["costs"]
     bare = costs["steps_ms"]["bare"]["median"]
@@ -106,6 +108,7 @@ SECONDS = {
 INTERVALS = {"snapshot": 10, "norms": 0, "layers": 100, "trends": 0, "records": 10}
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=9))
 def test_what_falls_on_the_whole_round_falls_out(noise: list[float]) -> None:
     """A machine that is slow for a round is slow for all of it: differences within a round stay as they are."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megastable.base import durable
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import FileRecord
 from megastable.checkpoint.new_run import ADAM, write_run
@@ -27,6 +28,12 @@ from megastable.commands.checkpoint import app
 from megastable.config.tree import RunConfig
 from megastable.convert.catalogue import entries
 from megastable.convert.tool.showing import merged
+from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import Handover
+from megastable.run.events.training_events import Finished
+from megastable.run.log import RunLog
+from megastable.supervise.standing import State
+from megastable.supervise.status import read_status
 from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of, state_of
 from tests.patience import PATIENCE
 
@@ -188,6 +195,66 @@ def test_list_pin_and_unpin(call: Callable[..., tuple[str, str]], checkpoint: Pa
     )
     assert markers.pinned(checkpoint) is None
     call("pin", checkpoint.parent / "step-9", code=2)
+
+
+def finished_run(tmp_path: Path) -> tuple[Path, Path]:
+    """Checkpoints of steps 7 and 9 of a run that finished; the first, and the run."""
+    first = make_run(tmp_path / "run")
+    last, run = make_run(tmp_path / "other", step=9), first.parents[1]
+    shutil.move(last, first.with_name(last.name))
+    store.point_latest(first.parent)
+    (run / "summary.json").write_text('{"steps": 9}')
+    RunLog(RunDirectory(run)).emit(Finished(steps=9, val_loss=None))
+    return first, run
+
+
+def test_rollback(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    checkpoint, run = finished_run(tmp_path)
+    out, _ = call("rollback", checkpoint, "--reason", "step 8 spiked\x1b[31m")
+    assert "trains on from step 7" in out and "suspect-step-9" in out and str(run) in out
+    folder = checkpoint.parent
+    assert store.newest_first(folder) == [checkpoint] and (folder / store.LATEST).read_text() == "step-7"
+    assert store.problems(folder / "suspect-step-9") == []  # set aside as it was
+    assert not (run / "summary.json").exists()
+    assert json.loads((run / "summary-before-rollback-to-7.json").read_text()) == {"steps": 9}
+    told = [(event.event, event.get("step"), event.get("name")) for event in RunDirectory(run).events()][-2:]
+    assert told == [("rolled_back", 7, None), ("checkpoint_suspect", None, "step-9")]
+    stands = read_status(run)
+    assert (stands.state, stands.step) == (State.STOPPED, 7) and "rolled it back" in stands.reason
+    # And back again.
+    call("accept", folder / "suspect-step-9")
+    assert [path.name for path in store.newest_first(folder)] == ["step-9", "step-7"]
+    assert "no newer checkpoint" in call("rollback", folder / "step-9")[0]
+
+
+@pytest.mark.parametrize("lock", [".lock", ".supervisor.lock"])
+def test_a_run_at_work_is_not_rolled_back(
+    lock: str, call: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    checkpoint, run = finished_run(tmp_path)
+    with durable.hold(run / lock) as held:
+        assert held is not None
+        assert "at work: stop the run first" in call("rollback", checkpoint, code=2)[1]
+    assert (run / "summary.json").exists() and (checkpoint.parent / "step-9").exists()
+
+
+def test_what_no_run_can_go_on_from_is_not_rolled_back_to(
+    call: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    checkpoint, run = finished_run(tmp_path)
+    assert "name the one to go back to: step-9, step-7" in call("rollback", run, code=2)[1]
+    RunLog(RunDirectory(run)).emit(Handover(step=9, before=5))
+    assert "from before step 5" in call("rollback", checkpoint, code=2)[1]
+    RunLog(RunDirectory(run)).emit(Handover(step=9, before=8))
+    markers.convict(checkpoint, "of other losses")
+    assert "of other losses" in call("rollback", checkpoint, code=2)[1]
+    markers.accept(checkpoint)
+    flip(checkpoint / WEIGHTS)
+    assert "checksum" in call("rollback", checkpoint, code=2)[1]
+    flip(checkpoint / WEIGHTS)
+    store.set_aside_newer(checkpoint.parent, 7)
+    assert "accept it first" in call("rollback", checkpoint.parent / "suspect-step-9", code=2)[1]
+    assert (run / "summary.json").exists()
 
 
 def test_show_tells_what_of_the_model_is_not_usual(

@@ -145,6 +145,7 @@ def test_version(words: list[str]) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"megastable {__version__}\n", "")
 
 
+@pytest.mark.quick("*che-che*")
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
@@ -273,6 +274,7 @@ def test_a_shard_that_is_cut_off_is_bad_input(line: str, shards: Path) -> None:
     assert done.returncode == 2 and ".bin" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.quick("plan pipe")
 @pytest.mark.parametrize(
     "line",
     [
@@ -318,6 +320,7 @@ def trace(folder: Path) -> None:
     (folder / "trace.csv").write_text("\n".join(["step,loss,grad_norm", *lines]))
 
 
+@pytest.mark.quick("checkpoint list*")
 @pytest.mark.parametrize(
     "line",
     [

@@ -121,6 +121,7 @@ def test_a_planted_layer_is_named_with_what_to_copy(corpus: Path, tmp_path: Path
     assert changed.keep == ("blocks.1.mlp.down",)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_all_outliers_ends_with_1(corpus: Path, tmp_path: Path) -> None:
     shape = tiny(corpus, tmp_path).model.model_dump() | {"vocab_size": PIECES}
     held = numbers(tiny(corpus, tmp_path, model=shape))

@@ -151,8 +151,13 @@ def test_where_the_vocabulary_comes_from(corpus: Path, tmp_path: Path) -> None:
     assert "vocabulary 500, as --vocab says" in plan(*small, "--vocab", 500)[1]
     assert "vocabulary 600, the recipe's" in plan(*small, "model.vocab_size=600")[1]
     size = Manifest.load(corpus).tokenizer.vocab_size
-    out = plan(*small, f"data.corpora=[{{path: {json.dumps(str(corpus))}}}]")[1]
-    assert f"vocabulary {size:,}, of the corpus" in out
+    from_corpus = (*small, f"data.corpora=[{{path: {json.dumps(str(corpus))}}}]")
+    assert f"vocabulary {size:,}, of the corpus" in plan(*from_corpus)[1]
+    code, _, err = plan(*from_corpus, "model.vocab_size=100")
+    assert code == 2 and f"100, the recipe's, is smaller than the {size} of the corpus" in err
+    recipe.write_text("")
+    code, _, err = plan(recipe)
+    assert code == 2 and "mine.yaml is empty: " in err
 
 
 # Suggestions

@@ -110,6 +110,7 @@ def test_this_host_in_full_as_json(tmp_path: Path) -> None:
     assert abs(facts["clock_offsets"]["localhost"]) < PATIENCE
 
 
+@pytest.mark.slow
 def test_over_ssh(sshd: int, tmp_path: Path) -> None:
     """Two names of this host, and one that is none."""
     hostfile = tmp_path / "hostfile"

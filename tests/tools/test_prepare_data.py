@@ -204,6 +204,7 @@ def test_help_shows_examples(tmp_path: Path) -> None:
         assert f"megastable prepare {name} " in one.stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_a_bar(folder: Path) -> None:
     tokenizer = sentencepiece_file(folder)
     main, terminal = pty.openpty()

@@ -121,6 +121,7 @@ def test_help_has_examples_of_every_command() -> None:
         assert run(name, "--help", cwd=ROOT).stdout
 
 
+@pytest.mark.slow
 def test_a_bar_and_ctrl_c(tmp_path: Path) -> None:
     """On a terminal: how far it is; after Ctrl-C nothing is left and the exit code says so."""
     shards = [Plain("a", [[([1, 2], 0)], [([3], 0)]])]

@@ -191,6 +191,7 @@ def test_documents_stay_out_however_long_the_run_becomes(tmp_path: Path) -> None
     assert (again.samples, again.lines) == (0, 0) and again.text.startswith("nothing to do: the 1 documents")
 
 
+@pytest.mark.slow
 def test_documents_are_named_also_where_all_of_their_samples_are_out(tmp_path: Path) -> None:
     """Of shorter sequences these are fewer."""
     write_corpus(tmp_path / "a", tokens=SHORT, validation=0)

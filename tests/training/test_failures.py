@@ -122,7 +122,7 @@ def test_sigterm_to_one_rank_ends_all_in_a_checkpoint(corpus: Path, tmp_path: Pa
     assert identical(straight, stopped / "checkpoints/step-20") == 6
 
 
-@pytest.mark.quick("between the renames")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "rank", "written"),
     [

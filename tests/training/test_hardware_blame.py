@@ -122,6 +122,7 @@ def wrong_messages(config: RunConfig, rank: int, steps: Sequence[int]) -> int:
     return _train(config)
 
 
+@pytest.mark.slow
 def test_a_receiver_of_wrong_messages_is_not_left_out(corpus: Path, tmp_path: Path) -> None:
     c = recipe(corpus, tmp_path / "run", 16, pipeline=2)
     assert run_ranks(2, wrong_messages, c, 0, (7, 10, 13)) == [0, 0]
@@ -130,6 +131,7 @@ def test_a_receiver_of_wrong_messages_is_not_left_out(corpus: Path, tmp_path: Pa
     assert not list(run.events(HostFaulty))
 
 
+@pytest.mark.slow
 def test_a_link_that_is_always_wrong_does_not_repeat_a_step_for_ever(corpus: Path, tmp_path: Path) -> None:
     """Without rewind points nothing else would bound it."""
     c = recipe(corpus, tmp_path / "run", 16, interval=0, pipeline=2)
@@ -172,6 +174,7 @@ def test_one_fault_counts_once(corpus: Path, tmp_path: Path) -> None:
     assert not list(run.events(WrongCopy, HostFaulty))
 
 
+@pytest.mark.slow
 def test_the_third_fault_of_a_memory_costs_its_host(corpus: Path, tmp_path: Path) -> None:
     c = recipe(corpus, tmp_path / "run", 18)
     with pytest.raises(AssertionError, match=r"HandoverError|UnstableError"):
@@ -180,6 +183,7 @@ def test_the_third_fault_of_a_memory_costs_its_host(corpus: Path, tmp_path: Path
     assert event["hosts"] == ["host1"] and event["ranks"] == [1]
 
 
+@pytest.mark.slow
 def test_a_majority_of_wrong_copies_does_not_leave_out_the_right_one(corpus: Path, tmp_path: Path) -> None:
     """As after a wrong first hop of a ring."""
     c = recipe(corpus, tmp_path / "run", 22, state=False)
@@ -211,6 +215,7 @@ def wrong_sum(config: RunConfig, rank: int, step: int) -> int:
     return _train(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "named"), [(2, []), (3, [1])])
 def test_a_rank_that_received_another_sum_is_seen_in_the_next_step(
     world: int, named: list[int], corpus: Path, tmp_path: Path

@@ -120,6 +120,7 @@ def test_nobody_commands_a_run_without_a_supervisor(run: RunDirectory) -> None:
     assert not stop.asked
 
 
+@pytest.mark.slow
 def test_a_superseded_rank_ends_itself(run: RunDirectory) -> None:
     program = (
         "import pathlib, sys, time; from tests.training.test_heartbeat import RunDirectory, heart\n"

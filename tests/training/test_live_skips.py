@@ -187,6 +187,7 @@ def test_a_changed_corpus_is_still_refused(tmp_path: Path) -> None:
     assert [e.position for e in read_blends(tmp_path / "run" / "blends.jsonl")] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_detector_is_told_where_a_person_changes_the_mix(tmp_path: Path) -> None:
     """A corpus swapped out of a live run, and weights that begin at a block: neither may pass for an incident."""
     paths = [tmp_path / name for name in ("a", "b")]
@@ -259,6 +260,7 @@ def test_the_journal_is_read_once_for_corpora_that_the_run_does_not_use(
     assert "33 tokens (2 samples) of corpus b" in log.said[1]
 
 
+@pytest.mark.slow
 def test_what_an_earlier_version_convicted_by_position_stays_out_of_every_epoch(tmp_path: Path) -> None:
     """Written anew once, at the first resume; a window, of which nobody was convicted, comes back."""
     write_corpus(tmp_path / "a", tokens=1_500, validation=0)

@@ -145,6 +145,7 @@ def test_killed_ranks_resume_from_their_hosts_memory(corpus: Path, tmp_path: Pat
     assert not (tmp_path / "host-0").exists() or not any((tmp_path / "host-0").iterdir())  # at the end
 
 
+@pytest.mark.slow
 def test_a_rank_that_begins_late_leaves_the_folder_of_another(corpus: Path, tmp_path: Path) -> None:
     config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 1, 2)
     killed(2, config, hosts, "late")
@@ -255,7 +256,7 @@ def key(run: Path) -> PointKey:
     return held(str(run.parent / "host-0"), run)[0].key
 
 
-@pytest.mark.quick("rewound")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTDATED)
 def test_what_is_outdated_is_not_used(name: str, corpus: Path, tmp_path: Path) -> None:
     happens, why, step = OUTDATED[name]
@@ -271,6 +272,7 @@ def test_what_is_outdated_is_not_used(name: str, corpus: Path, tmp_path: Path) -
     assert [(e["step"], e["origin"]) for e in events(run, "resumed")] == [(step, "checkpoint")]
 
 
+@pytest.mark.slow
 def test_a_rewind_invalidates_later_points_at_once(corpus: Path, tmp_path: Path) -> None:
     config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 2, 2)
     killed(2, config, hosts, "rewound")
@@ -288,6 +290,7 @@ def test_a_new_run_in_an_old_directory_begins_anew(corpus: Path, tmp_path: Path,
     assert identical(straight, run / f"checkpoints/step-{END}") == 6
 
 
+@pytest.mark.slow
 def test_a_host_that_returns_with_old_memory_loses(corpus: Path, tmp_path: Path) -> None:
     config, hosts = (
         recipe(corpus, run := tmp_path / "run", checkpoint={"interval": 5}),
@@ -305,6 +308,7 @@ def test_a_host_that_returns_with_old_memory_loses(corpus: Path, tmp_path: Path)
     ]
 
 
+@pytest.mark.slow
 def test_fewer_ranks_take_the_parts_of_more(corpus: Path, tmp_path: Path) -> None:
     config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 2, 2)
     killed(2, config, hosts)
@@ -314,6 +318,7 @@ def test_fewer_ranks_take_the_parts_of_more(corpus: Path, tmp_path: Path) -> Non
     assert (resumed["step"], resumed["origin"]) == (POINT, "memory") and reshaped["new"]["data"] == 1
 
 
+@pytest.mark.slow
 def test_both_copies_lost_is_a_start_from_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
     config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 3, 3)
     config = recipe(corpus, run, train=dict(config.train) | {"global_batch": 12})
@@ -356,6 +361,7 @@ def failing(config: RunConfig, hosts: Sequence[str], how: str) -> dict[str, Any]
     return {"code": code, "seconds": time.monotonic() - begin}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stalls", "is full"])
 def test_training_goes_on_when_a_partner(how: str, corpus: Path, tmp_path: Path, straight: Path) -> None:
     config, hosts = recipe(corpus, run := tmp_path / "run"), memories(tmp_path, 2, 2)
@@ -375,6 +381,7 @@ def test_a_folder_that_is_not_there_is_said(corpus: Path, tmp_path: Path) -> Non
     assert "missing" in event["reason"]
 
 
+@pytest.mark.slow
 def test_without_a_supervisor_nothing_is_kept_by_default(corpus: Path, tmp_path: Path) -> None:
     parts = {"train": dict(recipe(corpus, tmp_path).train) | {"steps": 5}}
     config, hosts = recipe(corpus, tmp_path / "run", "auto", **parts), memories(tmp_path, 2, 2)
@@ -382,6 +389,7 @@ def test_without_a_supervisor_nothing_is_kept_by_default(corpus: Path, tmp_path:
     assert not any(path for host in hosts for path in Path(host).iterdir())
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_said_once(corpus: Path, tmp_path: Path) -> None:
     snapshots = {"interval": 4, "copies": {"mode": "always", "folder": "$MEMORY", "memory_gib": 1e-6}}
     parts = {"train": dict(recipe(corpus, tmp_path).train) | {"steps": 9}}
@@ -391,6 +399,7 @@ def test_too_little_memory_is_said_once(corpus: Path, tmp_path: Path) -> None:
     assert "memory_gib" in event["reason"]
 
 
+@pytest.mark.slow
 def test_a_point_beats_a_checkpoint_before_a_damaged_one(
     corpus: Path, tmp_path: Path, straight: Path
 ) -> None:

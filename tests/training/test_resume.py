@@ -108,6 +108,26 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     assert [e["step"] for e in events if e["event"] == "resumed"] == [STOP]
 
 
+@pytest.mark.slow
+def test_a_finished_run_that_is_rolled_back_trains_the_same_steps_again(corpus: Path, tmp_path: Path) -> None:
+    from megastable.convert.tool.rolling_back import roll_back
+
+    config = tiny(
+        corpus, tmp_path / "run", train={"steps": END, "global_batch": 8, "micro_batch": 4, "eval_samples": 0},
+        checkpoint={"interval": STOP}, schedule={"warmup_steps": 2},
+    )  # fmt: skip
+    run_ranks(1, train, config)
+    folder = tmp_path / "run/checkpoints"
+    roll_back(folder / f"step-{STOP}", "a test")
+    run_ranks(1, train, config)
+    assert identical(folder / f"step-{END}", folder / f"suspect-step-{END}") == 3
+    assert read_status(tmp_path / "run").state is State.FINISHED
+    assert records.read(tmp_path / "run/steps").column("step").to_pylist() == [
+        *range(1, END + 1),
+        *range(STOP + 1, END + 1),
+    ]
+
+
 RESHAPES: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
     "dp2-to-one": ((2, {}), (1, {})),
     "one-to-dp2-zero3": ((1, {}), (2, {"parallel": {"zero": 3}})),
@@ -209,6 +229,7 @@ def test_a_run_that_lost_its_summary_is_finished(corpus: Path, tmp_path: Path) -
     assert records.read(run / "steps").num_rows == 6
 
 
+@pytest.mark.slow
 def test_a_frozen_recipe_resumes_its_run(corpus: Path, tmp_path: Path) -> None:
     from megastable.config import recipe
 

@@ -97,7 +97,7 @@ def clean(layout: str, corpus: Path, tmp_path: Path) -> dict[str, bytes]:
     return CLEAN[layout]
 
 
-@pytest.mark.quick("dp2-moment-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "place", "at_rest"),
     [
@@ -153,6 +153,7 @@ def changed_before_a_point(config: RunConfig) -> int:
     return train.train(config, Path("recipe.yaml"))
 
 
+@pytest.mark.slow
 def test_watching_changes_no_byte(corpus: Path, tmp_path: Path) -> None:
     c = recipe(corpus, tmp_path / "off", {}, watched=False)
     assert run_ranks(2, corrupted, c, None, 0, False) == [0, 0]

@@ -85,7 +85,7 @@ def as_the_data_says(run: Path) -> None:
             assert 0.1 * peak < lr <= peak
 
 
-@pytest.mark.quick("one")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_resume_inside_of_both_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parallel = LAYOUTS[name]

@@ -62,6 +62,7 @@ from megastable.run.events.training_events import (
     RecordsLost,
     Reshaped,
     Resumed,
+    RolledBack,
     Stopped,
     Training,
     Unstable,
@@ -78,8 +79,9 @@ HEADINGS: dict[type[Event], str] = {
     TrendEvent: "Slow signal", ReplicasDiffer: "Hardware", WrongCopy: "Hardware", StateChanged: "Hardware",
     MessagesDiffer: "Hardware", GradientsDoubted: "Hardware", ReplayDiffers: "Hardware", HostFaulty: "Hardware",
     HostSlow: "Hosts", HostLeftOut: "Hosts", HostProven: "Hosts", HostsAwaited: "Hosts", CheckpointFailed: "Checkpoint",
-    CheckpointRejected: "Checkpoint", CheckpointSuspect: "Checkpoint", RecordsLost: "Records", Imported: "Start",
-    Reshaped: "Start", Warned: "Warning", Handover: "Handover", Unstable: "Gave up",
+    CheckpointRejected: "Checkpoint", CheckpointSuspect: "Checkpoint", RolledBack: "Checkpoint",
+    RecordsLost: "Records", Imported: "Start", Reshaped: "Start", Warned: "Warning",
+    Handover: "Handover", Unstable: "Gave up",
 }  # fmt: skip
 ALIKE = 3  # entries of one heading in a row; of more the first and the last are told
 NEAR = 120.0  # seconds around the end of a process in which its incident is opened

@@ -41,7 +41,8 @@ GROUPS = {
     "incident": "incident discarded unstable handover alert trend located would baseline_reset rate_cut rate_warmup "
     "rate_lifted fell_back returned replicas_differ state_changed gradients_doubted replay_differs snapshot_rejected "
     "warning discard_examined samples_examined samples_dropped",
-    "checkpoint": "checkpoint resumed reshaped memory_resume memory_refused memory_dropped memory_off imported",
+    "checkpoint": "checkpoint rolled_back resumed reshaped memory_resume memory_refused memory_dropped memory_off "
+    "imported",
     "data": "order_changed exchanges_undone blend_changed mix_changed batch_changed length_changed looked_ahead "
     "look_ahead_spent look_ahead_failed skips",
     "process": "supervisor launched training ended hang restart hosts_awaited host_ stopped finished hook_failed",

@@ -291,6 +291,17 @@ class CheckpointSuspect(Event):
         return f"checkpoint {self.get('name')} set aside{self.because()}"
 
 
+class RolledBack(Event):
+    """A person had the next start resume from the checkpoint of `step`."""
+
+    NAME = "rolled_back"
+    step: Whole
+    reason: Text
+
+    def words(self) -> str:
+        return f"rolled back by a person to the checkpoint of step {self.get('step')}{self.because()}"
+
+
 class RecordsLost(Event):
     """steps: how many; from_step: the first of them."""
 

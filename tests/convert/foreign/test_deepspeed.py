@@ -30,9 +30,9 @@ from megastable.run.events.training_events import Imported
 from tests.convert.foreign.junk import spoilt
 from tests.distributed import run_ranks
 from tests.patience import PATIENCE
+from tests.tiers import examples
 
 VOCABULARY, LENGTH, STEPS = 250, 16, 3
-EXAMPLES = 60
 # hidden, heads and head width that no number of ranks here divides: every cut has padding.
 MODEL = dict(
     layers=2, hidden=15, heads=3, kv_heads=1, head_dim=6, ffn=13, sequence_length=LENGTH, vocab_size=VOCABULARY,
@@ -376,7 +376,7 @@ def test_the_folder_is_found_by_latest_or_where_it_is_the_only_one(small: Path, 
 
 @pytest.mark.quick("1-bf16")
 @pytest.mark.parametrize("setting", ["1-bf16", "2-fp32", "3-fp32"])
-@settings(max_examples=EXAMPLES // 3)
+@settings(max_examples=examples(20))
 @given(data=st.data())
 def test_content_of_any_other_kind_is_an_error_that_says_where(
     small: Path, tmp_path_factory: pytest.TempPathFactory, setting: str, data: st.DataObject

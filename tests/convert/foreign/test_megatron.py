@@ -31,13 +31,13 @@ from megastable.convert.tool.imports import load_hint, to_megatron
 from tests.convert.foreign import mcore
 from tests.convert.foreign.junk import spoilt
 from tests.distributed import run_ranks
+from tests.tiers import examples
 
 MODEL = dict(
     layers=4, hidden=32, heads=8, kv_heads=2, head_dim=6, ffn=20, sequence_length=24, vocab_size=101, vocab_multiple=16,
     rope_theta=50_000.0, norm_eps=1e-3,
 )  # fmt: skip
 LLAMA3 = {"kind": "llama3", "factor": 32.0, "original_length": 8192}
-EXAMPLES = 60
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1)]
 
 
@@ -232,6 +232,7 @@ def changed(
     return folder
 
 
+@pytest.mark.quick("qk_l2_norm-True", "norm_epsilon*")
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -360,6 +361,7 @@ def test_a_tied_head_that_differs_is_refused(ours: Any, tmp_path: Path) -> None:
         import_megatron(tmp_path / "megatron", tmp_path / "run", None, print)
 
 
+@pytest.mark.quick("model3*", "model2*")
 @pytest.mark.parametrize(
     ("model", "tensor", "pipeline", "match"),
     [
@@ -441,7 +443,7 @@ def exported(ours: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_content_of_any_other_kind_is_an_error_that_says_where(
     exported: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

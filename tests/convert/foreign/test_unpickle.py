@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import CheckpointError
 from megastable.convert.foreign.unpickle import StandIn, dense, fields, load, number
+from tests.tiers import examples
 
 FORMATS = pytest.mark.parametrize("zipped", [True, False])
 
@@ -135,7 +136,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return [save(content, folder / "a.pt", zipped).read_bytes() for zipped in (True, False)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_changed_and_random_bytes_never_end_in_a_traceback(
     tmp_path_factory: pytest.TempPathFactory, saved: list[bytes], data: st.DataObject

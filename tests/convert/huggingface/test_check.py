@@ -57,7 +57,7 @@ def qwen3(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to_hf(make(MODELS["qwen3"]), tmp_path_factory.mktemp("qwen3") / "out", dtype="fp32").out
 
 
-@pytest.mark.quick("interleaved")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_found(make: Make, qwen3: Path, tmp_path: Path, name: str) -> None:
     checkpoint, out = make(MODELS["qwen3"]), shutil.copytree(qwen3, tmp_path / "out")
@@ -127,6 +127,7 @@ def test_positions_are_left_out_rather_than_memory_filled(
     assert [row.tokens for row in found.rows] == [10, 10] and not found.failed
 
 
+@pytest.mark.slow
 def test_where_the_corpora_are_not_there_other_text_is_taken(
     make: Make, text_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_setting_is_compared_though_it_hardly_shows(
     assert named in found.verdict
 
 
+@pytest.mark.quick("changed1*")
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

@@ -37,7 +37,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.quick("qwen3-tied-fp32", "gemma2-plain-fp32")
+@pytest.mark.quick("qwen3-tied-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_in_transformers(make: Make, tmp_path: Path, name: str, dtype: Any) -> None:
@@ -60,7 +60,7 @@ def test_logits_are_the_same_in_transformers(make: Make, tmp_path: Path, name: s
 MUP = {"base_width": 8, "base_layers": 1, "base_head_dim": 2}
 
 
-@pytest.mark.quick("qwen3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mup", "exactly"),
     [
@@ -102,6 +102,7 @@ def test_scales_that_no_weight_can_take_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_shards_hold_what_one_file_would(make: Make, tmp_path: Path) -> None:
     checkpoint = make(MODELS["qwen3"])
     one = to_hf(checkpoint, tmp_path / "one")
@@ -136,6 +137,7 @@ def test_the_card_says_where_it_came_from_and_how_it_was_checked(make: Make, tmp
     assert "It was not: the check was skipped at export." in (tmp_path / "other/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_where_documents_are_kept_apart_nothing_begins_one(make: Make, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -232,6 +234,7 @@ def test_an_export_that_computes_something_else_does_not_appear(make: Make, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_missing_or_wrong_tokenizer_is_told(make: Make, text_corpus: Path, tmp_path: Path) -> None:
     corpus = shutil.copytree(text_corpus, tmp_path / "corpus")
     run = configured(corpus, tmp_path / "run", MODELS["llama"])
@@ -258,6 +261,7 @@ def test_a_missing_or_wrong_tokenizer_is_told(make: Make, text_corpus: Path, tmp
         to_hf(checkpoint, tmp_path / "more")
 
 
+@pytest.mark.slow
 def test_no_ordinary_token_becomes_the_end_of_a_text(make: Make, text_corpus: Path, tmp_path: Path) -> None:
     corpus = shutil.copytree(text_corpus, tmp_path / "corpus")
     checkpoint = write_random(tmp_path / "run", configured(corpus, tmp_path / "run", MODELS["llama"]))

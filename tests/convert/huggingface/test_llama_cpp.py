@@ -114,7 +114,7 @@ def test_what_llama_cpp_leaves_out_is_said(tmp_path: Path) -> None:
     assert words.pre == "qwen2" and "NFC" in words.notes[0]
 
 
-@pytest.mark.quick("before0-normalizer0-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "normalizer", "qwens"),
     [
@@ -169,7 +169,7 @@ def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
         vocabulary(content(unigram), 600)
 
 
-@pytest.mark.quick("llama")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2"])
 def test_to_hf_says_what_llama_cpps_own_converter_would_do(make: Make, tmp_path: Path, kind: str) -> None:
     told = {"llama": [], "qwen3": ["puts a space before every text"], "olmo2": ["knows published tokenizers"]}
@@ -181,6 +181,7 @@ def test_to_hf_says_what_llama_cpps_own_converter_would_do(make: Make, tmp_path:
     assert len(named) == 1 and "knows published tokenizers" in named[0]
 
 
+@pytest.mark.slow
 def test_to_hf_says_that_a_tokenizer_is_none_for_llama_cpp(make: Make, tmp_path: Path) -> None:
     unigram = train_sentencepiece([real_text()], tmp_path / "unigram.model", 700, "unigram").file
     notes = to_hf(make(MODELS["llama"]), tmp_path / "out", tokenizer=unigram, inexact_tokenizer=True).notes

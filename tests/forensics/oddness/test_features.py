@@ -16,6 +16,7 @@ from megastable.forensics.oddness.features import FEATURES, GRAM, NAMES, Feature
 from megastable.forensics.oddness.lexicon import LONGEST_PIECE, Lexicon
 from megastable.forensics.oddness.tables import BONUS, Tables, bucket, halves
 from tests.forensics.texts import VOCABULARY, documents, joined, tokenizer, yardstick
+from tests.tiers import examples
 
 
 def _measure(pieces: list[list[int]], keys: list[int] | None = None) -> Features:
@@ -79,7 +80,7 @@ def _reference(piece: list[int], key: int, lexicon: Lexicon, tables: Tables) -> 
 IDS = st.integers(0, VOCABULARY) | st.integers(300, 303)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.lists(IDS, max_size=40), min_size=1, max_size=6))
 def test_every_piece_is_as_the_slow_reference_says(pieces: list[list[int]]) -> None:
     found = _measure(pieces)
@@ -100,7 +101,7 @@ def test_real_pieces_are_as_the_slow_reference_says() -> None:
             assert found[name][number] == pytest.approx(value, abs=1e-3), name
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(IDS, min_size=1, max_size=12), st.integers(20, 250), st.randoms(use_true_random=False))
 def test_loops_are_as_the_slow_reference_says(unit: list[int], length: int, random: Random) -> None:
     loop = [random.choice(unit) if random.random() < 0.02 else unit[at % len(unit)] for at in range(length)]

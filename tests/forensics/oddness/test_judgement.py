@@ -18,6 +18,7 @@ from megastable.forensics.oddness.judgement import (
     length_class,
 )
 from megastable.forensics.oddness.kinds import KINDS
+from tests.tiers import examples
 
 LENGTH = np.int64(200)
 LENGTHS = np.array([LENGTH])
@@ -95,7 +96,7 @@ def test_two_percent_of_junk_hardly_move_what_is_usual() -> None:
     assert after > 0.4 * before > 1
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(st.integers(1, 256), min_size=1, max_size=30))
 def test_every_length_has_numbers_even_if_only_one_was_seen(lengths: list[int]) -> None:
     found = _ordinary(500)

@@ -30,6 +30,7 @@ from megastable.forensics.pruning.prune_plan import Removal, text_of
 from megastable.forensics.pruning.pruned import Pruned
 from tests.forensics.shelves import Plain, corpus, read, shelves
 from tests.full_disk import files_no_larger_than
+from tests.tiers import examples
 
 EIGHT = [[([10 * n + 1, 10 * n + 2, 10 * n + 3], n)] for n in range(8)]
 SPLITS = {"train": [("a", 0, 6), ("b", 0, 8)], "validation": [("a", 6, 8)]}
@@ -64,7 +65,7 @@ def small_blocks(size: int) -> Iterator[None]:
         gaps.BLOCK = old
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     given_=shelves(), choice=st.randoms(use_true_random=False), block=st.sampled_from([4, 8, 12, 64, 1 << 20])
 )

@@ -27,6 +27,7 @@ from megastable.forensics.pruning.pruned import MAP, Pruned
 from megastable.forensics.pruning.token_loss import Loss, share_of
 from tests.forensics.pruning.test_prune import reseal, small_blocks
 from tests.forensics.shelves import Plain, Sequences, corpus, read, shelves
+from tests.tiers import examples
 
 EOD = 0  # of the corpora of shelves.py
 BOS = 1
@@ -71,7 +72,7 @@ def pieces(document: Sequences, spans: list[Span], bos: int | None) -> list[Sequ
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     given_=shelves(), data=st.data(), block=st.sampled_from([4, 8, 12, 64, 1 << 20]),
     bos=st.sampled_from([None, BOS]),

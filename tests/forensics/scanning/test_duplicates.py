@@ -31,6 +31,7 @@ from megastable.forensics.scanning.partition_files import Spool
 from megastable.forensics.scanning.units import units
 from tests.forensics.shelves import Plain, write
 from tests.full_disk import files_no_larger_than
+from tests.tiers import examples
 
 
 def hashed(values: list[int], empty: Sequence[int] = ()) -> np.ndarray:
@@ -42,7 +43,7 @@ def hashed(values: list[int], empty: Sequence[int] = ()) -> np.ndarray:
     return records
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 4), st.integers(1, 7), st.data())
 def test_every_document_but_the_first_of_its_hash_is_a_copy(
     tmp_path_factory: pytest.TempPathFactory, values: list[int], parts: int, size: int, data: st.DataObject
@@ -137,7 +138,7 @@ def test_signatures_estimate_similarity_for_short_and_long_documents(length: int
     assert same.any() and (error[same] == 0).all()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.lists(st.integers(0, 9), max_size=25), min_size=1, max_size=8), st.integers(5, 30))
 def test_documents_cut_into_parts_have_the_same_signatures(documents: list[list[int]], size: int) -> None:
     """As `near` reads them: what is cut repeats 4 tokens; a 5-gram never crosses from one document to the next."""

@@ -170,6 +170,7 @@ def test_a_row_is_what_its_pieces_are(shards: Path, reference: Path, monkeypatch
             assert (one["high"], one["low"], one["tokens"]) == (other["high"], other["low"], other["tokens"])
 
 
+@pytest.mark.slow
 def test_units_and_workers_change_nothing(
     done: tuple[Scan, Path], shards: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +200,7 @@ def test_units_and_workers_change_nothing(
     assert again.measured_tokens == sum(sizes)
 
 
+@pytest.mark.slow
 def test_parts_of_another_size_of_units_are_measured_again(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from megastable.forensics.oddness.yardstick import PIECE, cut
 from megastable.forensics.scanning import units as module
 from megastable.forensics.scanning.units import Unit, blocks, edges_of, open_unit, sample, unit_size, units
 from tests.forensics.shelves import Plain, write
+from tests.tiers import examples
 
 Lengths = list[list[int]]
 lengths = st.lists(st.lists(st.integers(0, 12) | st.integers(13, 90), max_size=12), min_size=1, max_size=4)
@@ -38,7 +39,7 @@ def shelf(folder: Path, documents: Lengths) -> list[Shard]:
     return shards
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(lengths, st.integers(1, 60), st.integers(1, 5))
 def test_units_are_all_documents_in_order(
     tmp_path_factory: pytest.TempPathFactory, documents: Lengths, size: int, most: int
@@ -67,7 +68,7 @@ def test_units_are_all_documents_in_order(
             assert edges_of(shard, unit).tolist() == edges[unit.first_document : document + 1].tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(lengths, st.integers(1, 60))
 def test_blocks_hold_every_token_once_and_cut_only_long_documents(
     tmp_path_factory: pytest.TempPathFactory, documents: Lengths, size: int
@@ -99,7 +100,7 @@ def test_a_unit_grows_with_a_large_corpus() -> None:
     assert 10**13 / unit_size(10**13) <= module.MOST_UNITS
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(lengths, st.integers(1, 400), st.integers(5, 80))
 def test_a_sample_is_all_of_a_small_corpus_and_spread_over_a_large_one(
     tmp_path_factory: pytest.TempPathFactory, documents: Lengths, most: int, block: int

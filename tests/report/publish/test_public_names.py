@@ -119,6 +119,7 @@ def test_every_key_that_holds_any_text_is_private_or_looked_at_here() -> None:
     assert keys_of_texts(RunConfig) - NOT_OF_RECIPE == PUBLIC_TEXTS
 
 
+@pytest.mark.slow
 def test_a_change_of_a_private_key_is_told_without_its_values(tmp_path: Path) -> None:
     """Numbers and words of megastable, which any other text may have."""
     run = begin(tmp_path / "run")
@@ -155,6 +156,7 @@ def test_a_clock_that_was_set_back_undoes_no_step(tmp_path: Path) -> None:
             assert table.steps["step"].tolist() == list(range(1, 101)) and not table.steps["undone"].any()
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_step_that_was_undone_is_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

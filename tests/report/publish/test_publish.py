@@ -103,6 +103,7 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert not (tmp_path / "public" / "loss.png").exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_incidents_on_other_hosts_after_a_resume(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", incidents=(), last=20)
     software = {"torch": "2.9.0", "megastable": "0.1.0"}
@@ -129,6 +130,7 @@ def test_a_run_without_incidents_on_other_hosts_after_a_resume(tmp_path: Path) -
     assert "gpu-b is slow" in texts(tmp_path / "public")
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", incidents=(60,), last=80)
     recipe = yaml.safe_load(run.recipe.read_text())
@@ -151,6 +153,7 @@ def test_a_run_of_an_older_version(tmp_path: Path) -> None:
     assert "journal.jsonl: 1 event of an unknown kind left out" in done.facts.problems
 
 
+@pytest.mark.slow
 def test_a_process_that_failed(tmp_path: Path) -> None:
     """Without an incident of the supervisor, and a look-alike of markup in a text that is kept."""
     run = made_run(tmp_path / "run", incidents=(), last=20)

@@ -162,7 +162,7 @@ with record_folder.building(output) as part:
 """
 
 
-@pytest.mark.quick("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [0, 1])
 def test_a_process_killed_while_it_replaces(output: Path, moment: int) -> None:
     """moment: before the first rename, or between two, where folders cannot be exchanged."""

@@ -58,7 +58,7 @@ def found(plants: Plants, folder: Path, drawn: list[str]) -> set[tuple[str, str]
     return {(place, name) for name, part in parts for secret, place in secrets.items() if secret in part}
 
 
-@pytest.mark.quick("unusable recipe")
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [True, False], ids=["unusable recipe", "usable recipe"], indirect=True)
 def test_secrets_are_nowhere(planted: Plants, tmp_path: Path, drawn: list[str]) -> None:
     done = publish(run_of(tmp_path, planted), tmp_path / "public", Keeping())

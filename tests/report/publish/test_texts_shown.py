@@ -67,7 +67,7 @@ def test_they_are_those_of_the_run_without_its_names(run: Path, tmp_path: Path) 
     assert both[0]["tokens"] and both[0]["tokens"] == both[1]["tokens"] and both[1]["problems"] == []
 
 
-@pytest.mark.quick("a shard is gone")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [

@@ -169,6 +169,7 @@ def test_the_cache_gives_the_same_and_only_new_files_are_read(tmp_path: Path) ->
     assert columns(reader) == columns(read(steps))
 
 
+@pytest.mark.quick("head")
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "head", "other files"])
 def test_a_cache_that_does_not_fit_is_as_none(tmp_path: Path, harm: str) -> None:
