@@ -161,15 +161,14 @@ def test_an_agent_that_nobody_told_of_the_end_of_a_complete_run_ends_well(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
-def test_processes_of_another_user_are_none_of_the_run(tmp_path: Path, start: Started) -> None:
+def test_processes_of_another_user_are_none_of_the_run(tmp_path: Path) -> None:
     """Whoever is on the host can write a mark into his own arguments; nothing of ours can end such a process."""
     run = RunDirectory(tmp_path)
-    words = ["sh", "-c", "sleep 600; :", "sh", f"{FLAG}={mark(run, 9)}"]
-    theirs = subprocess.Popen(words, user=65534)
-    mine = start.command(*words[:-1], f"{FLAG}={mark(run, 3)}")
-    try:
+
+    def wait_as(user: int, rank: int) -> subprocess.Popen[bytes]:
+        words = ["sh", "-c", "read line", "sh", f"{FLAG}={mark(run, rank)}"]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, user=user)
+
+    with wait_as(65534, 9) as theirs, wait_as(os.getuid(), 3) as mine:  # which end with their input
         until(lambda: alive_here(run) == [3])
         assert theirs.poll() is None and mine.poll() is None
-    finally:
-        theirs.kill()
-        theirs.wait()
