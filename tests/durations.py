@@ -46,7 +46,6 @@ ALLOWED: dict[str, str] = {
     "tests/supervise/test_asked_to_stop.py::test_a_signal_ends_a_run_with_all_that_it_has": _END_TO_END,
     "tests/convert/test_branching.py::fixtures": _SHARED,
     "tests/forensics/scoring/test_score.py::fixtures": _SHARED,
-    "tests/forensics/test_history.py::fixtures": _SHARED,
     "tests/forensics/test_deferred.py::fixtures": _SHARED,
     "tests/training/test_failures.py::fixtures": _SHARED,
     "tests/fp8/test_apply.py::test_every_layout_trains_as_one_process_does": _END_TO_END,

@@ -106,6 +106,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]
     return root / "run", [json.loads(x) for x in log.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_positions_of_every_step(run: tuple[Path, list[list[int]]]) -> None:
     root, read = run
     history = History(root)
@@ -120,6 +121,7 @@ def test_the_positions_of_every_step(run: tuple[Path, list[list[int]]]) -> None:
         history.at(31, 31)
 
 
+@pytest.mark.slow
 def test_the_sheet_of_a_step_holds_its_very_tokens(run: tuple[Path, list[list[int]]]) -> None:
     """Each row's tokens, read from the .bin at the bytes that it names, are what the order gives at the position."""
     root, _ = run
@@ -142,6 +144,7 @@ def test_the_sheet_of_a_step_holds_its_very_tokens(run: tuple[Path, list[list[in
     assert all(row["tokens"] <= row["of_tokens"] for row in sheet.rows)
 
 
+@pytest.mark.slow
 def test_every_step_that_read_a_document(run: tuple[Path, list[list[int]]]) -> None:
     root, read = run
     history = History(root)
@@ -164,6 +167,7 @@ def test_every_step_that_read_a_document(run: tuple[Path, list[list[int]]]) -> N
         document_sheet(shelf, "part-0", 10**6, [])
 
 
+@pytest.mark.slow
 def test_documents_are_skipped_while_it_trains_and_no_others(run: tuple[Path, list[list[int]]]) -> None:
     """From the step after the one in which they were added: every sample to come that holds a token of them."""
     root, read = run
@@ -190,6 +194,7 @@ def test_documents_are_skipped_while_it_trains_and_no_others(run: tuple[Path, li
     assert [e["event"] for e in events] == ["skips_read", "skips_added", "skips_read"]
 
 
+@pytest.mark.slow
 def test_what_was_read_so_far(run: tuple[Path, list[list[int]]]) -> None:
     """Not what was undone; and what was read before it came on the ledger was read."""
     root, read = run
@@ -202,6 +207,7 @@ def test_what_was_read_so_far(run: tuple[Path, list[list[int]]]) -> None:
     assert row["tokens"] == LENGTH * row["samples"] and row["share"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_second_skip_adds_nothing_and_a_corpus_can_go(
     run: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
@@ -246,6 +252,7 @@ def test_an_incident_begins_with_the_guilty(corpus: Path, tmp_path: Path) -> Non
         incident_sheet(history, 7, texts=0)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_down_leaves_documents_out_from_its_checkpoint_on(
     run: tuple[Path, list[list[int]]], tmp_path: Path
 ) -> None:
@@ -266,6 +273,7 @@ def test_a_run_that_is_down_leaves_documents_out_from_its_checkpoint_on(
     assert History(tmp_path / "run").selection(history.library()).mask(np.array([position])).all()
 
 
+@pytest.mark.slow
 def test_a_shard_of_the_same_name_is_not_the_runs(run: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     write_corpus(tmp_path / "other", tokens=9_000)
     with pytest.raises(DataError, match=r"part-0\.bin is not the run.s training data, which was .*corpus"):
@@ -288,6 +296,7 @@ def test_a_run_that_began_again_without_a_checkpoint(corpus: Path, tmp_path: Pat
     assert not changed.that_read(np.arange(100)) and "order_changed" in changed.problems[0]
 
 
+@pytest.mark.slow
 def test_a_step_that_passed_over_whole_epochs(run: tuple[Path, list[list[int]]]) -> None:
     history = History(run[0])
     done = replace(history.steps(1, 1)[0], first_position=5, next_position=10**13, skipped=[7, 10**13 - 1])
