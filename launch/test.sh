@@ -96,11 +96,10 @@ lint >.venv/lint.log 2>&1 &
 linting=$!
 trap 'kill $linting 2>/dev/null' EXIT
 
-# One more than there are cores: a test of processes spends much of its time waiting. In the quick suite without the
-# values that were compared: to have them costs every worker half a minute of reading the tests, and what fails is run
-# again with them.
+# A worker for each core. In the quick suite without the values that were compared: to have them costs every worker half
+# a minute of reading the tests, and what fails is run again with them.
 cores=$(nproc)
-workers=$((cores < 5 ? cores + 1 : 6))
+workers=$((cores < 6 ? cores : 6))
 run_tests() {
   local plainly=()
   [ $tier != quick ] || plainly=(--assert plain)

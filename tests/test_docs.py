@@ -32,7 +32,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```bash runnable\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-@pytest.mark.quick("planning.md")
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_runnable_commands_run(page: Path, tmp_path: Path) -> None:
     for name in ("README.md", "docs", "megastable", "tools", "launch", "ds_configs"):

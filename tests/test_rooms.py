@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -45,10 +46,14 @@ def trees() -> dict[str, ast.Module]:
     names = {
         path: ".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")
     }
-    return {
-        name.removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
-        for path, name in names.items()
-    }
+    gc.disable()  # it would look at millions of nodes again and again, of which none can go
+    try:
+        return {
+            name.removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
+            for path, name in names.items()
+        }
+    finally:
+        gc.enable()
 
 
 @cache
@@ -57,8 +62,18 @@ def imports() -> dict[str, set[str]]:
     return {name: set(imported(tree)) for name, tree in trees().items()}
 
 
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """All of a module, in functions too, without their expressions: most of a tree."""
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        inner = getattr(tree, name, None)
+        for node in inner if isinstance(inner, list) else ():
+            if isinstance(node, ast.stmt):
+                yield node
+            yield from statements(node)
+
+
 def imported(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith("megastable."):
             below = node.module.removeprefix("megastable").removeprefix(".")
             yield from (f"{below}.{alias.name}".removeprefix(".") for alias in node.names)

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 import pytest
 from hypothesis import settings
 
-FEWER = 4  # times as many examples in the full suite
+FEWER = 6  # times as many examples in the full suite
 LEAST = 8  # examples
 IS_QUICK = os.environ.get("MEGASTABLE_TIER") == "quick"  # launch/test.sh says so
 

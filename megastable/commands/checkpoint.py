@@ -13,7 +13,7 @@ from megastable.commands.checkpoint_makers import Checkpoint, add_makers
 from megastable.commands.options import Csv, Html, Json, JsonFile, Rows, Run, put_json
 
 app = App(
-    "Verify, list, show, pin, compare, roll back to, reshape, branch and average checkpoints. Needs no GPU."
+    "Verify, list, show, pin, compare, reshape, branch, average, roll back to checkpoints. Needs no GPU."
 )
 Reason = Annotated[str, typer.Option(help="Why, for later readers")]
 One = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or RUN/checkpoints/latest")]

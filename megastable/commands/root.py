@@ -22,7 +22,7 @@ COMMANDS = {
     "prepare": "Turn text into corpora for training: a tokenizer, Megatron shards, a manifest with counts and hashes.",
     "inspect": "Find the text behind a step or an incident, the steps that read a document, and bad documents.",
     "prune": "Remove documents or spans from a corpus: a plan to edit, a new corpus, a check of what is left.",
-    "checkpoint": "Verify, list, show, pin, compare, roll back to, reshape, branch and average checkpoints. Needs no GPU.",
+    "checkpoint": "Verify, list, show, pin, compare, reshape, branch, average, roll back to checkpoints. Needs no GPU.",
     "convert": "Convert checkpoints to and from Hugging Face and llama.cpp, and compare the logits.",
     "generate": "Continue a prompt with a checkpoint, a run's newest one, or a Hugging Face folder.",
     "plan": "Estimate memory, time and cost of a recipe on a cluster, and suggest faster layouts.",

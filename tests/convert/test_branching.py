@@ -73,7 +73,7 @@ def constant(run: Path, *overrides: str) -> RunConfig:
     return recipe.load(run / "recipe.yaml", ["schedule.kind=constant", *overrides])
 
 
-@pytest.mark.quick("one")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_but_for_its_schedule_a_branch_is_its_parent(name: str, corpus: Path, tmp_path: Path) -> None:
     """With a constant rate it ends with the parent's bytes, and the parent stays as it is."""

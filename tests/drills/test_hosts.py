@@ -158,6 +158,7 @@ def test_a_cut_link_loses_everything_and_a_joined_one_nothing_more(first: Host, 
     assert said(second, "cat", "/dev/shm/count").split() == list("1234")
 
 
+@pytest.mark.slow
 def test_a_host_without_power_is_silent_and_comes_back_empty(hosts: Hosts, first: Host) -> None:
     third = hosts["third"]
     working = third.start(["sleep", "777"])

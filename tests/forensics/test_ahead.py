@@ -78,7 +78,7 @@ def left_out(config: RunConfig, run: RunDirectory) -> Skips:
     return Skips.of_numbers(named)
 
 
-@pytest.mark.quick("random")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "repeated", "shuffled"])
 def test_finds_what_was_planted_and_nothing_else(kind: Kind, clean: Path, tmp_path: Path) -> None:
     config, bad = planted(clean, tmp_path, kind, 20)

@@ -260,7 +260,7 @@ def test_what_comes_back_again_and_again_cuts_the_learning_rate(
     assert len(list(RunDirectory(run).events(RateCut))) == cut
 
 
-@pytest.mark.quick("where bits repeat")
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False], ids=["where bits repeat", "where they need not"])
 def test_what_does_not_happen_again_is_the_hardware(
     exact: bool, easy: Path, straight: Path, tmp_path: Path
@@ -421,7 +421,7 @@ def test_a_restart_goes_back_behind_checkpoints_of_after_the_onset(easy: Path, t
     assert (run / f"checkpoints/step-{STEPS}").is_dir()
 
 
-@pytest.mark.quick("train_on")
+@pytest.mark.slow
 @pytest.mark.parametrize("last_resort", ["train_on", "stop"])
 def test_a_handover_needs_a_checkpoint_of_before(last_resort: str, easy: Path, tmp_path: Path) -> None:
     """Where all are later the run trains on and tells a person, or stops if that is wanted, and keeps them: it must not

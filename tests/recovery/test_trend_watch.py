@@ -63,7 +63,7 @@ def told(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in e.fields.items() if k != "time"} for e in RunDirectory(run).events(TrendEvent)]
 
 
-@pytest.mark.quick("one")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_collapse_is_warned_of_on_every_rank_alike(name: str, corpus: Path, tmp_path: Path) -> None:
     world, parts = LAYOUTS[name]

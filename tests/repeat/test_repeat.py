@@ -231,7 +231,7 @@ def test_every_operation_of_a_block_is_there_in_the_order_of_the_model(
         assert {f"{kind} of {name}" for name in names} <= {o.name for o in whole}
 
 
-@pytest.mark.quick("dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2", "zero3", "tp2"])
 def test_layouts_agree_up_to_rounding(layout: str, clean: Callable[[str], Steps]) -> None:
     found = first_beyond(zip(clean("plain"), clean(layout), strict=True), 0.05)

@@ -132,6 +132,7 @@ def test_an_incident_becomes_a_folder_of_files_that_a_person_opens(spike: Path) 
     assert "0001/report.html" in (folder.parent / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_evidence_for_machines_is_read_back_as_it_was(spike: Path) -> None:
     (folder,) = write_incidents(spike)
     (evidence,) = incidents_of(spike)

@@ -71,6 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_out_and_in_again(place: Path) -> None:
     told = run("to-hf", "runs/a", "out", "--shard-size", "30KB", cwd=place)
     assert "exported out: step 5 of " in told.stdout and " in bf16, " in told.stdout

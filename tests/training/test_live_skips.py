@@ -212,6 +212,7 @@ def test_the_detector_is_told_where_a_person_changes_the_mix(tmp_path: Path) -> 
     assert first == 11 and rows[second]["next_position"] > BLOCK >= rows[second - 1]["next_position"]
 
 
+@pytest.mark.slow
 def test_a_supervisors_restart_lives_with_a_line_that_a_person_got_wrong(
     corpus: Path, tmp_path: Path
 ) -> None:

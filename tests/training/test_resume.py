@@ -243,6 +243,7 @@ def test_a_frozen_recipe_resumes_its_run(corpus: Path, tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["steps"] == 6
 
 
+@pytest.mark.slow
 def test_a_resume_that_makes_the_rate_jump_says_how_far(corpus: Path, tmp_path: Path) -> None:
     """A finished run that is made longer: its decay begins again."""
     run = tmp_path / "run"
@@ -265,6 +266,7 @@ def test_a_resume_that_makes_the_rate_jump_says_how_far(corpus: Path, tmp_path: 
     assert [(step, text in told) for step, _, told in notes.noted.rates] == [(3, True)]
 
 
+@pytest.mark.slow
 def test_a_complete_run_that_is_started_again_stays_complete(corpus: Path, tmp_path: Path) -> None:
     """Also when the recipe asks for fewer steps than were done."""
     run = tmp_path / "run"

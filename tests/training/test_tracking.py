@@ -150,6 +150,7 @@ def test_trackers_that_stand_still_or_are_gone_hold_up_nothing(tmp_path: Path) -
     t.close()
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_training_tells_the_rest(tmp_path: Path) -> None:
     """Its end closes the pipe. The next process undoes what it repeats, though nobody told."""
     root, said = tmp_path / "run", list[str]()

@@ -374,7 +374,7 @@ def test_the_folder_is_found_by_latest_or_where_it_is_the_only_one(small: Path, 
     assert find(tmp_path) == tmp_path / "global_step3"
 
 
-@pytest.mark.quick("1-bf16")
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["1-bf16", "2-fp32", "3-fp32"])
 @settings(max_examples=examples(20))
 @given(data=st.data())

@@ -76,7 +76,7 @@ def test_a_change_is_found(make: Make, qwen3: Path, tmp_path: Path, name: str) -
         assert found.unequal and "tensors differ" in found.verdict
 
 
-@pytest.mark.quick("qwen3")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama", "olmo2", "olmo3", "mistral", "gemma2"])
 def test_a_model_too_large_for_the_memory_is_compared_layer_by_layer(
     make: Make, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -126,6 +126,7 @@ def test_a_tied_model_has_no_head_of_its_own(make: Make, tmp_path: Path) -> None
     assert settings["tie_word_embeddings"] is True and settings["head_dim"] == 24
 
 
+@pytest.mark.slow
 def test_the_card_says_where_it_came_from_and_how_it_was_checked(make: Make, tmp_path: Path) -> None:
     checkpoint = make(MODELS["llama"])
     made = to_hf(checkpoint, tmp_path / "out", check=compare)

@@ -111,6 +111,7 @@ def test_a_layout_that_the_model_does_not_allow_is_refused(make: Make, base: Pat
         from_hf(folder, tmp_path / "run", base)
 
 
+@pytest.mark.slow
 def test_a_wrong_tokenizer_is_refused(make: Make, tokenizer: Tokenizer, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
     other = train_sentencepiece(["other text, " * 50, *"abcdefghij"], tmp_path / "other/tokenizer.model", 290)

@@ -227,7 +227,7 @@ def test_two_tokenizers_are_told_apart(tokenizer: Tokenizer, byte_level: Tokeniz
     assert "they give" in difference(tokenizer, load_tokenizer(file))
 
 
-@pytest.mark.quick("sentencepiece-qwen3")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "olmo2"])
 @pytest.mark.parametrize("form", ["sentencepiece", "huggingface"])
 def test_the_token_that_begins_documents_is_put_before_every_text(

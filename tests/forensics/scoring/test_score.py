@@ -261,6 +261,7 @@ def test_the_odd_document_comes_out_worst_and_is_shown(run: Path, odd: Path, tmp
     assert sheet.histograms[0].counts == scores.counts and len(sheet.histograms[0].marks) == 3
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_interrupted(
     run: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

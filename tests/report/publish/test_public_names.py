@@ -142,6 +142,7 @@ def test_a_change_of_a_private_key_is_told_without_its_values(tmp_path: Path) ->
     assert "9200" not in everywhere and "220" in everywhere
 
 
+@pytest.mark.slow
 def test_a_clock_that_was_set_back_undoes_no_step(tmp_path: Path) -> None:
     run, time = begin(tmp_path / "run"), BEGIN + 22
     recorder = Recorder(run.steps, 20)
