@@ -98,7 +98,7 @@ trap 'kill $linting 2>/dev/null' EXIT
 
 # A worker for each core. In the quick suite without the values that were compared: to have them costs every worker half
 # a minute of reading the tests, and what fails is run again with them.
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS nproc)
 workers=$((cores < 6 ? cores : 6))
 run_tests() {
   local plainly=()

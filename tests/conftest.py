@@ -32,10 +32,7 @@ def pytest_configure() -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None:
         cores, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        own = cores[int(worker.removeprefix("gw")) :: workers]
-        os.sched_setaffinity(
-            0, own or cores
-        )  # of more workers than cores the last takes what the others leave idle
+        os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: workers] or cores)
         # Ranks that wait for each other are not to interrupt the one that they wait for.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
