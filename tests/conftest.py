@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ def pytest_configure() -> None:
     A rank's gloo thread spins while bytes wait for a rank that has not asked for them yet, on a core that another test
     could use: without this the tests of several ranks take 40 % longer.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Started in the background of a script; what tests start would not hear Ctrl-C either.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is not None:
         cores, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
