@@ -13,8 +13,8 @@ operations.
 
 from __future__ import annotations
 
-import os
-import shutil
+import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -25,6 +25,8 @@ import xxhash
 from torch import Tensor
 
 from megastable.base import splitmix
+
+log = logging.getLogger(__name__)
 
 ROW = 2048  # words
 ROWS, COLUMNS = 1, 2  # the keys of their factors
@@ -84,9 +86,15 @@ def unlike(marks: Marks, others: Marks) -> list[str]:
 
 
 def _values(marks: Marks, names: Sequence[str]) -> list[int]:
-    """Fetched together: a wait for each would leave a GPU without work as often."""
-    values: list[int] = torch.stack([marks[name].value for name in names]).tolist() if names else []
-    return values
+    """Fetched together: a wait for each would leave a GPU without work as often. Of a state on a GPU a few tensors are
+    on the CPU, as the optimizer's count of steps may be."""
+    groups = defaultdict[torch.device, list[str]](list)
+    for name in names:
+        groups[marks[name].value.device].append(name)
+    values: dict[str, int] = {}
+    for group in groups.values():
+        values |= zip(group, torch.stack([marks[name].value for name in group]).tolist(), strict=True)
+    return [values[name] for name in names]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -102,7 +110,7 @@ def _add(total: Tensor, flat: Tensor, scale: int) -> None:
     words, rest = flat[:whole].view(torch.int64), flat[whole:]
     # With the length, or zeros could move from one tensor to the next.
     start = flat.numel() * STEP * scale & MASK
-    if flat.device.type == "cuda" and _can_compile():
+    if flat.device.type == "cuda" and _can_compile(flat.device):
         from megastable.base.fingerprint_kernel import add_words
 
         add_words(total, words, rest, start, scale, (ROWS, COLUMNS), ROW)
@@ -136,8 +144,25 @@ def _odd_numbers(key: int, count: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _can_compile() -> bool:
-    """Whether Triton is there, and the C compiler with which it builds what launches a kernel."""
-    return find_spec("triton") is not None and bool(
-        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+def _can_compile(device: torch.device) -> bool:
+    """Whether Triton makes the kernel here, tried once. It needs a C compiler, Python's headers and a folder that it
+    may write to, and a machine may lack any of them."""
+    if find_spec("triton") is None:
+        return False
+    from megastable.base.fingerprint_kernel import add_words
+
+    total, word = (
+        torch.zeros((), dtype=torch.int64, device=device),
+        torch.ones(1, dtype=torch.int64, device=device),
     )
+    try:
+        add_words(total, word, word.view(torch.uint8)[:0], 0, 1, (ROWS, COLUMNS), ROW)
+    except Exception as error:  # whatever a compiler says
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        log.warning(
+            "fingerprints of the state are taken by torch's operations, in many launches, as Triton cannot "
+            "compile here: %s",
+            lines[-1],
+        )
+        return False
+    return True
