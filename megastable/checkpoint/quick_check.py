@@ -26,7 +26,8 @@ _KINDS: dict[str, Kind] = {
     f"{store.SAVING}replaced-": "replaced",
     DELETING: "deleting",
 }
-_NAME = re.compile(rf"({'|'.join(map(re.escape, _KINDS))})step-(0|[1-9][0-9]{{0,17}})")
+# Those that a person rolled back behind have the number of the rollback in their names.
+_NAME = re.compile(rf"({'|'.join(map(re.escape, _KINDS))}|rollback\d+-)step-(0|[1-9][0-9]{{0,17}})")
 
 
 class FoundCheckpoint(NamedTuple):
@@ -47,7 +48,10 @@ def found(folder: Path) -> list[FoundCheckpoint]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
-    return sorted(FoundCheckpoint(int(match[2]), _KINDS[match[1]], folder / one.name) for match, one in named)
+    return sorted(
+        FoundCheckpoint(int(match[2]), _KINDS.get(match[1], "suspect"), folder / one.name)
+        for match, one in named
+    )
 
 
 def latest(folder: Path) -> str:

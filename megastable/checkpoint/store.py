@@ -201,6 +201,9 @@ def model_fingerprint(config: ModelConfig) -> str:
 # Setting aside
 
 
+SUSPECT = "suspect"
+
+
 def set_aside(checkpoint: Path) -> None:
     """Rename a damaged checkpoint, so that it no longer counts among those kept. Best effort: it is passed over
     anyway."""
@@ -211,14 +214,17 @@ def set_aside(checkpoint: Path) -> None:
     point_latest(checkpoint.parent)
 
 
-def set_aside_newer(folder: Path, step: int, but: Collection[str] = (), forget: bool = True) -> list[str]:
+def set_aside_newer(
+    folder: Path, step: int, but: Collection[str] = (), forget: bool = True, why: str = SUSPECT
+) -> list[str]:
     """Rename the checkpoints of steps later than `step`, except `but`: the run is rewound past them. Returns their
     names.
 
     They are kept for inspection as suspect-step-N; with `forget` those of earlier calls are deleted, except pinned
-    ones. Raises CheckpointError if one could not be renamed: a restart would continue from it.
+    ones. why: the first part of their names. Raises CheckpointError if one could not be renamed: a restart would
+    continue from it.
     """
-    older, done = list(folder.glob("suspect-*")), list[Path]()
+    older, done = list(folder.glob(f"{SUSPECT}-*")), list[Path]()
     stuck: list[str] = []
     try:
         bring_back(folder)  # else it would come back later as a good one
@@ -226,7 +232,7 @@ def set_aside_newer(folder: Path, step: int, but: Collection[str] = (), forget: 
         stuck.append(str(error))
     for path in [path for path in newest_first(folder) if step_of(path) > step and path.name not in but]:
         try:
-            _rename(path, "suspect")
+            _rename(path, why)
             done.append(path)
         except OSError as error:
             stuck.append(str(error))

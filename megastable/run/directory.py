@@ -24,7 +24,7 @@ from megastable.config.tree import RunConfig
 from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of_line
 from megastable.run.events.stability_events import Handover
-from megastable.run.events.training_events import Training
+from megastable.run.events.training_events import RolledBack, Training
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ class RunDirectory:
 
     def handed_over(self) -> int | None:
         """The step before which a checkpoint must be, if the last process ended by a handover."""
-        told = list(self._numbered(Handover, Training))
-        if not told or isinstance(told[-1][1], Training):
+        told = list(self._numbered(Handover, RolledBack, Training))
+        if not told or not isinstance(told[-1][1], Handover):
             return None
         number, last = told[-1]
         if not isinstance(last.get("before"), int):
@@ -102,6 +102,18 @@ class RunDirectory:
                 "mend that line, or remove it to go on from the newest checkpoint"
             )
         return int(last["before"])
+
+    def rolled_back(self) -> tuple[int, int] | None:
+        """If a person has rolled the run back since it last trained: the number of the rollback, and its step."""
+        told = list(self.events(RolledBack, Training))
+        if not told or isinstance(told[-1], Training):
+            return None
+        number, step = sum(isinstance(event, RolledBack) for event in told), told[-1].get("step")
+        if not isinstance(step, int):
+            raise DataError(
+                f"{self.journal}: a rollback without its step: remove the last line that tells of one"
+            )
+        return number, step
 
     def compare(self, config: RunConfig, recipe: Path | None = None) -> list[str]:
         """Differences from the frozen recipe, as "key: old -> new"; none if nothing is frozen yet. recipe: that of a

@@ -106,8 +106,10 @@ class Checkpoints:
         first(self._clean)
         if self.config.staging is not None:
             self._recover(Staging(self.config.staging, self.run.root))
-        before = first(self.run.handed_over)
-        if before is not None:
+        before, rolled_back = first(self.run.handed_over), first(self.run.rolled_back)
+        if rolled_back is not None:
+            first(lambda: self._go_behind(*rolled_back))
+        elif before is not None:
             self.log.say(f"the last process asked for a checkpoint from before step {before}")
             first(lambda: self._only_before(before))
         elif cut_short := first(
@@ -309,6 +311,12 @@ class Checkpoints:
                 "none of the checkpoints from before it has proved healthy yet: the newest of them is taken"
             )
         store.set_aside_newer(self.folder, max(healthy, default=before - 1))
+
+    def _go_behind(self, number: int, step: int) -> None:
+        """Put aside what a rollback that was killed had not put aside yet."""
+        for name in store.set_aside_newer(self.folder, step, forget=False, why=f"rollback{number}"):
+            reason = f"a person rolled the run back to step {step}"
+            self.log.emit(CheckpointSuspect(name=name, reason=reason), say=f"passed over {name}: {reason}")
 
     def _leave_behind(self, undone: int, since: set[str]) -> None:
         """Put aside checkpoints that a rewind had undone when the process died, if others remain."""

@@ -208,23 +208,47 @@ def finished_run(tmp_path: Path) -> tuple[Path, Path]:
     return first, run
 
 
+def moved_away(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "elsewhere" / checkpoint.name))
+
+
 def test_rollback(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
     checkpoint, run = finished_run(tmp_path)
     out, _ = call("rollback", checkpoint, "--reason", "step 8 spiked\x1b[31m")
-    assert "trains on from step 7" in out and "suspect-step-9" in out and str(run) in out
+    assert "trains on from step 7" in out and "rollback1-step-9" in out and str(run) in out
     folder = checkpoint.parent
     assert store.newest_first(folder) == [checkpoint] and (folder / store.LATEST).read_text() == "step-7"
-    assert store.problems(folder / "suspect-step-9") == []  # set aside as it was
+    assert store.problems(folder / "rollback1-step-9") == []  # set aside as it was
     assert not (run / "summary.json").exists()
-    assert json.loads((run / "summary-before-rollback-to-7.json").read_text()) == {"steps": 9}
+    assert json.loads((run / "summary-rollback1.json").read_text()) == {"steps": 9}
     told = [(event.event, event.get("step"), event.get("name")) for event in RunDirectory(run).events()][-2:]
     assert told == [("rolled_back", 7, None), ("checkpoint_suspect", None, "step-9")]
     stands = read_status(run)
     assert (stands.state, stands.step) == (State.STOPPED, 7) and "rolled it back" in stands.reason
+    [_, row] = sorted(json_of(call, "list", run)["rows"], key=lambda row: row["step"])
+    assert (row["step"], row["state"]) == (9, "suspect")
     # And back again.
-    call("accept", folder / "suspect-step-9")
+    call("accept", folder / "rollback1-step-9")
     assert [path.name for path in store.newest_first(folder)] == ["step-9", "step-7"]
     assert "no newer checkpoint" in call("rollback", folder / "step-9")[0]
+
+
+def test_no_rollback_loses_what_another_one_set_aside(
+    call: Callable[..., tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, run = finished_run(tmp_path)
+    folder = checkpoint.parent
+    monkeypatch.chdir(folder)  # a path as it is typed there
+    call("rollback", "step-7")
+    shutil.copytree(folder / "rollback1-step-9", folder / "step-9")  # trained again
+    (run / "summary.json").write_text('{"steps": 10}')
+    call("rollback", "step-7")
+    shutil.copytree(folder / "rollback1-step-9", folder / "step-9")
+    store.set_aside_newer(folder, 7)  # by an incident
+    kept = {path.name for path in folder.iterdir()} - {store.LATEST}
+    assert kept == {"step-7", "rollback1-step-9", "rollback2-step-9", "suspect-step-9"}
+    summaries = [json.loads((run / f"summary-rollback{n}.json").read_text())["steps"] for n in (1, 2)]
+    assert summaries == [9, 10] and not list(folder.glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("lock", [".lock", ".supervisor.lock"])
@@ -246,6 +270,9 @@ def test_what_no_run_can_go_on_from_is_not_rolled_back_to(
     RunLog(RunDirectory(run)).emit(Handover(step=9, before=5))
     assert "from before step 5" in call("rollback", checkpoint, code=2)[1]
     RunLog(RunDirectory(run)).emit(Handover(step=9, before=8))
+    assert (
+        "is not in the checkpoints of a run" in call("rollback", moved_away(checkpoint, tmp_path), code=2)[1]
+    )
     markers.convict(checkpoint, "of other losses")
     assert "of other losses" in call("rollback", checkpoint, code=2)[1]
     markers.accept(checkpoint)

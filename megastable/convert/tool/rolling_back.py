@@ -12,8 +12,10 @@ from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
 from megastable.checkpoint import markers, store
 from megastable.convert.tool.verifying import checkpoints_of
+from megastable.recovery.persisted_state import interrupted
 from megastable.run.directory import RunDirectory
-from megastable.run.events.training_events import CheckpointSuspect, RolledBack
+from megastable.run.events.stability_events import IncidentEvent
+from megastable.run.events.training_events import CheckpointSaved, CheckpointSuspect, RolledBack, Training
 from megastable.run.log import RunLog
 
 LOCKS = (".supervisor.lock", ".lock")  # of a supervisor and of rank 0, which write to the run directory
@@ -29,22 +31,25 @@ def roll_back(path: Path, reason: str) -> str:
     if len(found) > 1:
         names = ", ".join(one.name for one in found)
         raise CheckpointError(f"{path} has {len(found)} checkpoints: name the one to go back to: {names}")
-    [checkpoint] = found
+    checkpoint = found[0].resolve()
     run, step = RunDirectory(checkpoint.parent.parent), store.read_contents(checkpoint).step
+    if checkpoint.parent != run.checkpoints or not run.journal.exists():
+        raise CheckpointError(f"{checkpoint} is not in the checkpoints of a run that has a journal")
     with _nobody_at_work(run):
         _check(checkpoint, run, step)
-        newer = [one for one in store.newest_first(run.checkpoints) if store.step_of(one) > step]
         log = RunLog(run)
-        # The journal first: from this line on, copies of later steps in the memory of hosts do not count either.
+        # The journal first. From this line on, copies of later steps in the memory of hosts do not count, and a start
+        # finishes what is not done here.
         log.commit(RolledBack(step=step, reason=reason))
-        for one in newer:
-            log.commit(CheckpointSuspect(name=one.name, reason=f"the run was rolled back to step {step}"))
-        store.set_aside_newer(run.checkpoints, step, forget=False)
-        kept = run.summary.with_name(f"summary-before-rollback-to-{step}.json")
+        number, _ = run.rolled_back() or (1, step)
+        why = f"rollback{number}"
+        newer = store.set_aside_newer(run.checkpoints, step, forget=False, why=why)
+        for name in newer:
+            log.commit(CheckpointSuspect(name=name, reason=f"a person rolled the run back to step {step}"))
         if run.summary.exists():
-            os.replace(run.summary, kept)
+            os.replace(run.summary, run.summary.with_name(f"{run.summary.stem}-{why}.json"))
             durable.sync_directory(run.root)
-    aside = ", ".join(f"suspect-{one.name}" for one in newer)
+    aside = ", ".join(f"{why}-{name}" for name in newer)
     return visible(
         f"the next start of {run.root} trains on from step {step}"
         + (f"; set aside, not deleted: {aside}" if newer else "; there was no newer checkpoint")
@@ -64,7 +69,10 @@ def _check(checkpoint: Path, run: RunDirectory, step: int) -> None:
             f"{checkpoint} was convicted: {ruling.reason}. To go on from it all the same: megastable checkpoint accept "
             f"{checkpoint}"
         )
+    undone = interrupted(run.events(Training, IncidentEvent, CheckpointSaved))
     before = run.handed_over()
+    if before is None and undone is not None and checkpoint.name not in undone[1]:
+        before = undone[0]
     if before is not None and step >= before:
         raise CheckpointError(
             f"{checkpoint}: an incident asks for a checkpoint from before step {before}: name one of those"
