@@ -33,10 +33,13 @@ class CountedFiles:
         names[group or name] = (first, count + 1)
 
     def add(self, other: CountedFiles) -> None:
-        """Add what another reading has left out."""
+        """Add what became of the files of another reading, which may have groups of this one."""
         self.counts.update(other.counts)
         for reason, names in other._names.items():
-            self._names.setdefault(reason, {}).update(names)
+            mine = self._names.setdefault(reason, {})
+            for group, (first, count) in names.items():
+                before = mine.get(group, (first, 0))
+                mine[group] = (before[0], before[1] + count)
 
     @property
     def files(self) -> dict[str, list[str]]:

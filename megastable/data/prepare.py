@@ -149,6 +149,7 @@ def prepare_shards(
         manifest.save(staging)
     if held_back is not None:
         corpus.left_out.add(held_back.left_out)
+        corpus.read.add(held_back.read)
     warnings = []
     if chosen.kind == "huggingface" and chosen.bos is None and chosen.added not in ((), (chosen.eod,)):
         spelled = ", ".join(visible(chosen.spelled(token)) for token in chosen.added)

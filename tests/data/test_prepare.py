@@ -248,6 +248,27 @@ def test_a_validation_set_of_ones_own(tmp_path: Path, tokenizer: Path) -> None:
     assert texts_of(tmp_path / "out", "train") == texts[3:]
 
 
+def test_how_the_files_of_both_inputs_were_read_is_told(tmp_path: Path, tokenizer: Path) -> None:
+    texts = documents(8)
+    for name in ("train", "held"):
+        (tmp_path / name).mkdir()
+    for number in range(2):
+        write_lines(tmp_path / "train" / f"{number}.jsonl", texts[number : number + 1])
+    held = [write_lines(tmp_path / "held" / "part-00000", texts[2:4])]
+    held += [
+        write_lines(tmp_path / "held" / f"{number}.jsonl", texts[number : number + 1]) for number in (4, 5)
+    ]
+    made = prepare_shards(
+        [tmp_path / "train"], tmp_path / "out", tokenizer, validation_inputs=held, progress=False
+    )
+    assert made.read == {"files of JSON lines": 4, "files of JSON lines, told by their content": 1}
+    assert made.read_files == {
+        # The rest of a kind is a count, which is that of both inputs.
+        "files of JSON lines": [f"{tmp_path}/train/0.jsonl and 3 more"],
+        "files of JSON lines, told by their content": [f"{tmp_path}/held/part-00000"],
+    }
+
+
 def test_the_split_depends_on_text_and_seed_alone(tmp_path: Path, tokenizer: Path) -> None:
     texts = documents(200)
     held_back = {}
