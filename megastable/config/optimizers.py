@@ -9,6 +9,24 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from megastable.config.section import Fraction, Section
 
+_ADAMS = frozenset({"adamw", "stable_adamw", "spam", "stable_spam", "lamb", "muon"})
+# Of the keys below `optimizer` that not all rules, or kinds of clipping, read: those that do. The others leave them be.
+RULES_WITH: Mapping[str, frozenset[str]] = {
+    "betas": _ADAMS,
+    "eps": _ADAMS,
+    "moments": frozenset({"adamw"}),
+    "momentum": frozenset({"sgd", "muon"}),
+    "spam": frozenset({"spam"}),
+    "stable_spam": frozenset({"stable_spam"}),
+    "adafactor": frozenset({"adafactor"}),
+}
+CLIPPINGS_WITH: Mapping[str, frozenset[str]] = {
+    "clip": frozenset({"norm", "adagc", "worker"}),
+    "clipping.threshold": frozenset({"value", "adagc", "zclip", "agc"}),
+    "clipping.decay": frozenset({"adagc", "zclip"}),
+    "clipping.warmup": frozenset({"adagc", "zclip"}),
+}
+
 
 class SpamConfig(Section):
     """`spam` (arXiv:2501.06842)."""
@@ -101,6 +119,11 @@ class OptimizerConfig(Section):
     adafactor: AdafactorConfig = AdafactorConfig()
 
     in_a_word: ClassVar[Mapping[str, str]] = {"clipping": "kind"}
+
+    def reads(self, key: str) -> bool:
+        """Whether the rule, or the kind of clipping, reads a key of this section, such as `clipping.decay`."""
+        rules, kinds = RULES_WITH.get(key), CLIPPINGS_WITH.get(key)
+        return (rules is None or self.name in rules) and (kinds is None or self.clipping.kind in kinds)
 
     @field_validator("clipping", mode="before")
     @classmethod

@@ -97,14 +97,14 @@ def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
     bad = []
     if o.betas[0] >= 1 or o.betas[1] >= 1:
         bad.append(f"optimizer.betas={list(o.betas)}: both must be below 1")
-    if o.moments == "bf16" and o.name != "adamw":
+    if o.moments == "bf16" and not o.reads("moments"):
         bad.append(
             f"optimizer.moments=bf16 with optimizer.name={o.name}: only adamw keeps its moments in bf16; leave "
             "optimizer.moments out"
         )
     if o.momentum == 1:
         bad.append("optimizer.momentum=1: must be below 1")
-    if o.momentum is not None and o.name not in ("sgd", "muon"):
+    if o.momentum is not None and not o.reads("momentum"):
         bad.append(
             f"optimizer.momentum={o.momentum:g} with optimizer.name={o.name}: only sgd and muon have it; leave it out"
         )
@@ -137,18 +137,17 @@ def _impossible_qk_clip(c: RunConfig) -> list[str]:
 
 def _impossible_clipping(c: RunConfig) -> list[str]:
     bad, p, of = [], c.parallel, c.optimizer.clipping
-    adaptive = of.kind in ("adagc", "zclip")
     if of.kind == "value" and of.threshold is None:
         bad.append(
             "optimizer.clipping.kind=value: set optimizer.clipping.threshold, the largest magnitude of an element"
         )
-    if of.kind in ("norm", "worker") and of.threshold is not None:
+    if of.threshold is not None and not c.optimizer.reads("clipping.threshold"):
         bad.append(
             f"optimizer.clipping.threshold={of.threshold:g} with optimizer.clipping.kind={of.kind}: that clips to "
             "optimizer.clip; set it instead"
         )
     for key in ("decay", "warmup"):
-        if getattr(of, key) is not None and not adaptive:
+        if getattr(of, key) is not None and not c.optimizer.reads(f"clipping.{key}"):
             bad.append(
                 f"optimizer.clipping.{key} with optimizer.clipping.kind={of.kind}: only adagc and zclip have it; leave "
                 "it out"

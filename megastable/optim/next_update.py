@@ -82,10 +82,11 @@ def _settings(config: RunConfig, at: RunPosition) -> dict[str, Any]:
     if fp8 is not None:
         found |= _leaves("precision.fp8", fp8.model_dump(exclude={"recipe"}))
     own = config.optimizer.model_dump(exclude={"lr"})  # part of the rate
-    # Sections of the other rules do nothing.
-    for rule in {"spam", "stable_spam", "adafactor"} - {config.optimizer.name}:
-        del own[rule]
-    found |= _leaves("optimizer", own)
+    clipping = own.pop("clipping")
+    own |= {f"clipping.{key}": value for key, value in clipping.items()}
+    for key, value in own.items():
+        if config.optimizer.reads(key):
+            found |= _leaves(f"optimizer.{key}", value)
     return found
 
 

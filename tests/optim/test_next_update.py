@@ -75,3 +75,28 @@ def test_a_changed_key_that_acts_at_once_is_named(
     for name, factor in expected.items():
         assert found[name] == (factor if factor is None else pytest.approx(factor, rel=0.02)), found
     assert expected or not found
+
+
+@pytest.mark.parametrize(
+    ("rule", "keys", "expected"),
+    [
+        ({"name": "sgd"}, {"eps": 1e-6}, set()),
+        ({"name": "sgd"}, {"betas": (0.5, 0.5)}, set()),
+        ({"name": "sgd"}, {"momentum": 0.5}, {"optimizer.momentum"}),
+        ({"name": "adafactor"}, {"eps": 1e-6, "betas": (0.5, 0.5)}, set()),
+        ({"name": "adafactor"}, {"adafactor": {"momentum": 0.5}}, {"optimizer.adafactor.momentum"}),
+        ({"name": "muon"}, {"eps": 1e-6, "momentum": 0.5}, {"optimizer.eps", "optimizer.momentum"}),
+        ({"name": "lamb"}, {"eps": 1e-6, "spam": {"threshold": 1.0}}, {"optimizer.eps"}),
+        ({"clipping": {"kind": "value", "threshold": 0.1}}, {"clip": 0.25}, set()),
+        ({"clipping": "zclip"}, {"clip": 0.25}, set()),
+        ({"clipping": "agc"}, {"clip": 0.25}, set()),
+        ({"clipping": "adagc"}, {"clip": 0.25}, {"optimizer.clip"}),  # until its warm-up ends
+        # What only one of the two reads goes with what is told.
+        ({"name": "sgd", "momentum": 0.5}, {"name": "adamw", "momentum": None}, {"optimizer.name"}),
+        ({"clip": 0.25}, {"clip": 1.0, "clipping": "agc"}, {"optimizer.clipping.kind"}),
+    ],
+)  # fmt: skip
+def test_a_key_that_the_rule_or_the_clipping_does_not_read_is_not_told(
+    rule: dict[str, Any], keys: dict[str, Any], expected: set[str]
+) -> None:
+    assert changes(config(optimizer=rule), config(optimizer=rule | keys)).keys() == expected
