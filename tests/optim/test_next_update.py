@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 
 from megastable.config import recipe
+from megastable.config.model import ModelConfig
+from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
+from megastable.model.gpt import GPT
+from megastable.optim.build import build
 from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
+from megastable.parallel.topology import TensorParallel
 
 DONE = RunPosition(updates=100, trained_tokens=100 * 8 * 64, cursor=100 * 8)
 
@@ -100,3 +106,14 @@ def test_a_key_that_the_rule_or_the_clipping_does_not_read_is_not_told(
     rule: dict[str, Any], keys: dict[str, Any], expected: set[str]
 ) -> None:
     assert changes(config(optimizer=rule), config(optimizer=rule | keys)).keys() == expected
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerConfig.model_fields["name"].annotation))
+def test_the_table_of_who_reads_what_is_that_of_the_optimizers(name: Any) -> None:
+    given = OptimizerConfig(name=name)
+    model = ModelConfig(layers=1, hidden=16, heads=2, ffn=16, vocab_size=16)
+    with torch.device("meta"):
+        gpt = GPT(model, TensorParallel(), "none", None)
+    built = build(gpt, given, model, compiled=False)
+    for key in ("betas", "eps"):
+        assert (key in built.defaults) == given.reads(key)
