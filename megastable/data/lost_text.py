@@ -72,10 +72,10 @@ class LossCounter:
         return min(max(lost, unknown), plain)  # blanks may be unknown, too
 
 
-def describe_loss(share: float, tokenizer: Tokenizer, worst: str) -> str:
+def describe_loss(share: float, tokenizer: Tokenizer, worst: str, of: str = "the text") -> str:
     """What was lost and where; worst: the beginning of the document that lost most."""
     return (
-        f"{show_share(share)} of the text is lost or unknown in {tokenizer.file}, which has no tokens for it, most of "
+        f"{show_share(share)} of {of} is lost or unknown in {tokenizer.file}, which has no tokens for it, most of "
         f"it in a document that begins with {visible(worst[:SHOWN])!r}"
     )
 

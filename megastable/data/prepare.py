@@ -19,6 +19,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from rich.filesize import decimal
 
 from megastable.base.errors import DataError
 from megastable.base.text import show_share, visible
@@ -37,6 +38,9 @@ from megastable.data.tokenizer import OWN, Tokenizer, load_tokenizer
 SHARD_TOKENS = 1 << 30
 BATCH = 1 << 20  # characters of text per batch for a worker
 SPLITS = ("train", "validation")
+# From so much text on, the share lost so far ends the pass: a tokenizer that does not fit shows after seconds, and the
+# end of a large corpus comes after hours. Of less, a few odd documents may be too much.
+JUDGED_FROM = 100_000_000  # bytes
 VALIDATION = 0.01  # share of the documents, unless another is given
 IN_BOTH = "training documents that are validation documents, too"
 
@@ -92,7 +96,7 @@ def prepare_shards(
     replaced only with `overwrite`. With `bos` every document begins with the tokenizer's own begin-of-document token.
 
     Raises DataError for bad input, a tokenizer that loses more than the share `max_lost` of the text (`lost_text.py`),
-    an empty corpus, an `output` that is occupied, or a full disk.
+    or of that so far from `JUDGED_FROM` on, an empty corpus, an `output` that is occupied, or a full disk.
     """
     begin = time.monotonic()
     if validation and validation_inputs:
@@ -121,18 +125,13 @@ def prepare_shards(
     with staged_directory(output) as staging:
         tokenizer = load_tokenizer(chosen.copy_to(staging), chosen.eod, chosen.bos)
         job = _Tokenization(
-            corpus, held_back, staging, tokenizer, name, workers, shard_tokens, seed, progress
+            corpus, held_back, staging, tokenizer, name, workers, shard_tokens, seed, max_lost, progress
         )
         threshold = round(validation * 2**64)
         written = job.write(threshold)
         if not written.hashes:
             raise DataError(_nothing_found(inputs, corpus))
-        if written.lost_share > max_lost:
-            allowed = f"{min(1, written.lost_share + 0.001):.3f}"
-            raise DataError(
-                f"{describe_loss(written.lost_share, tokenizer, written.worst[1])}: take another, train one on this "
-                f"text (megastable prepare tokenizer), or allow the loss with --max-lost {allowed}"
-            )
+        job.check_loss(written)
         if held_back is not None and (
             empty := {"train", "validation"} - {s for s in SPLITS if written.shards[s]}
         ):
@@ -312,7 +311,18 @@ class _Tokenization:
     workers: int
     shard_tokens: int
     seed: int
+    max_lost: float
     progress: bool
+
+    def check_loss(self, written: _Written, of: str = "the text") -> None:
+        """Raise a DataError if too much of the text is lost."""
+        if written.lost_share > self.max_lost:
+            allowed = f"{min(1, written.lost_share + 0.001):.3f}"
+            lost = describe_loss(written.lost_share, self.tokenizer, written.worst[1], of)
+            raise DataError(
+                f"{lost}: take another, train one on this text (megastable prepare tokenizer), or allow the loss with "
+                f"--max-lost {allowed}"
+            )
 
     def write(self, threshold: int) -> _Written:
         """Write all shards: documents whose hash is below `threshold` are for validation."""
@@ -333,18 +343,22 @@ class _Tokenization:
                 results = ordered_map(encode, _batches(corpus), self.workers)
                 yield from stack.enter_context(closing(results))
 
-            def describe_lost() -> str:
-                return f"{show_share(written.lost_share)} lost" if written.lost_bytes else ""
+            def note(encoded: Encoded, read_bytes: int, left_out_bytes: int = 0) -> None:
+                nonlocal documents, tokens
+                written.note(encoded, left_out_bytes)
+                documents += len(encoded.lengths)
+                tokens += encoded.tokens.size
+                lost = f"{show_share(written.lost_share)} lost" if written.lost_bytes else ""
+                meter.update(read_bytes, documents, tokens, lost)
+                if written.text_bytes >= JUDGED_FROM:
+                    self.check_loss(written, f"the first {decimal(written.text_bytes)} of text")
 
             # First what is held back, to know it in the other input.
             for encoded in encoded_batches(self.held_back) if self.held_back else ():
                 for document in np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1]):
                     validation.add(document)
                 held_hashes.update(encoded.hashes)
-                written.note(encoded)
-                documents += len(encoded.lengths)
-                tokens += encoded.tokens.size
-                meter.update(encoded.read_bytes, documents, tokens, describe_lost())
+                note(encoded, encoded.read_bytes)
             read_before = self.held_back.read_bytes if self.held_back else 0
             for encoded in encoded_batches(self.corpus):
                 ends, left_out_bytes = np.cumsum(encoded.lengths)[:-1], 0
@@ -356,10 +370,7 @@ class _Tokenization:
                         left_out_bytes += text_bytes
                         continue
                     (validation if text_hash < threshold else train).add(document)
-                written.note(encoded, left_out_bytes)
-                documents += len(encoded.lengths)
-                tokens += encoded.tokens.size
-                meter.update(read_before + encoded.read_bytes, documents, tokens, describe_lost())
+                note(encoded, read_before + encoded.read_bytes, left_out_bytes)
             written.shards = {"train": train.close(), "validation": validation.close()}
         return written
 

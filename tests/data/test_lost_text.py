@@ -15,6 +15,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as HuggingFaceModel
 
 from megastable.base.errors import DataError
+from megastable.data import prepare
 from megastable.data.lost_text import LossCounter, check_text
 from megastable.data.prepare import prepare_shards
 from megastable.data.tokenizer import NO_EOD, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
@@ -194,3 +195,34 @@ def test_a_corpus_that_loses_too_much_is_refused(
     )
     assert made.lost_share is not None
     assert 0.01 < made.lost_share < 0.2
+
+
+def test_lost_text_ends_the_pass_early(
+    tmp_path: Path, load: Callable[[Make], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "JUDGED_FROM", 20_000, raising=False)
+    monkeypatch.setattr(prepare, "BATCH", 1_000)
+    tokenizer = load(bpe)
+    lines = [json.dumps({"text": f"{text} {CHINESE[:8]}"}) for text in documents(200)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([*lines, "what is read only by a pass that goes on"]))
+    for held_back in ([], [path]):
+        with pytest.raises(
+            DataError, match=r"of the first 2\d.\d kB of text is lost .* with --max-lost 0\.0"
+        ):
+            prepare_shards(
+                [path],
+                tmp_path / "no",
+                tokenizer.file,
+                validation_inputs=held_back,
+                eod=EOD,
+                progress=False,
+            )
+        assert not (tmp_path / "no").exists()
+    with pytest.raises(DataError, match="not one JSON object per line"):
+        prepare_shards([path], tmp_path / "no", tokenizer.file, eod=EOD, progress=False, max_lost=0.1)
+    # A few odd documents at the beginning do not count for more.
+    path.write_text("\n".join(lines[:3] + [json.dumps({"text": text}) for text in documents(300)[100:]]))
+    made = prepare_shards([path], tmp_path / "yes", tokenizer.file, eod=EOD, progress=False)
+    assert made.lost_share is not None
+    assert 0 < made.lost_share < 0.01
