@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.peak_memory import peak_mib
 from megastable.base.errors import MegastableError
-from megastable.config.recipe import ROOT
+from megastable.base.installation import ROOT
 from megastable.data.shards import ShardWriter
 from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.scan import scan_shards

@@ -25,8 +25,8 @@ from drills.score import Score, score
 from drills.stage import OVERRIDES, Stage
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, MegastableError
+from megastable.base.installation import ROOT
 from megastable.cluster.launcher import LAUNCHER, free_port
-from megastable.config.recipe import ROOT
 from megastable.data.manifest import Manifest
 from megastable.data.plant import Planted
 from megastable.run.directory import RunDirectory

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from megastable.base.installation import install_command
 from megastable.base.text import plural, size, visible
 from megastable.cluster.burn_in.findings import burned
 from megastable.cluster.host_report import GpuState, HostReport
@@ -124,7 +125,7 @@ def _unreached(reason: str) -> str:
         ),
         ("Connection refused", "start sshd there, or give its port (--ssh_port)"),
         ("No such file", "this folder and its .venv must be at the same path on every host"),
-        ("No module named", "install the same packages there: bash launch/install.sh"),
+        ("No module named", f"install the same packages there: {install_command()}"),
         ("no answer within", "it, or a file system that it needs, hangs"),
     ):
         if sign in told:

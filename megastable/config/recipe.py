@@ -11,11 +11,11 @@ import yaml
 from pydantic import ValidationError
 
 from megastable.base.errors import ConfigError
+from megastable.base.installation import IS_CHECKOUT, ROOT
 from megastable.config.explain import explain
 from megastable.config.overrides import override
 from megastable.config.tree import RunConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 # What comes along in every installation, below the paths that it has in a checkout, where links lead here.
 SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
 
@@ -25,7 +25,7 @@ def find(path: str | Path) -> Path:
     also without a checkout."""
     given = Path(path)
     # Beside an installed package lie those of others.
-    bases = [ROOT, SHIPPED] if (ROOT / "pyproject.toml").is_file() else [SHIPPED]
+    bases = [ROOT, SHIPPED] if IS_CHECKOUT else [SHIPPED]
     found = (base / given for base in bases if (base / given).exists())
     return given if given.exists() or given.is_absolute() else next(found, given)
 

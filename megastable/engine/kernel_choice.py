@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
+from megastable.base.installation import install_command
 from megastable.config.rules import caps_logits
 from megastable.config.tree import RunConfig
 from megastable.model.blocked import supported
@@ -55,7 +56,7 @@ def _no_attention(attention: str, config: RunConfig, device: torch.device, dtype
             # It would register itself in Transformer Engine's global list, and its messages would disturb a pipeline's.
             return "with FP8's delayed scales it takes part in Transformer Engine's own reductions"
         if find_spec("transformer_engine") is None:
-            return "Transformer Engine is not installed (bash launch/install.sh gpu)"
+            return f"Transformer Engine is not installed ({install_command('gpu')})"
         if device.type != "cuda" or dtype is torch.float32:
             return "Transformer Engine computes on GPUs only, in bf16 and fp16"
         if config.segmented:

@@ -118,7 +118,9 @@ def skip_plan(history: History, path: Path, reason: str | None = None) -> Skippe
     ledger. Raises DataError."""
     plan = read_plan(path)
     if plan.fingerprint is None:
-        raise DataError(f"{path} does not name its corpus: make a plan of it with prune_data.py plan --list")
+        raise DataError(
+            f"{path} does not name its corpus: make a plan of it with megastable prune plan --list"
+        )
     # At its current path: the recipe may have followed a moved corpus.
     names = [corpus.name for corpus in history.library().source.order.corpora]
     stream = history.library().source.streams[names.index(history.share(plan.fingerprint).name)]

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megastable.base.installation import install_command
 from megastable.config.tree import Fp8Config, RunConfig
 from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.controller import Fp8, Metered, Record, tell
@@ -65,14 +66,14 @@ def why_not(config: RunConfig, device: torch.device) -> str | None:
     if reason := misfit(config):
         return reason
     if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed (bash launch/install.sh gpu)"
+        return f"Transformer Engine is not installed ({install_command('gpu')})"
     try:
         import transformer_engine.pytorch as te
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"Transformer Engine cannot be imported: {said}"
     if not hasattr(te, "autocast"):
-        return "this Transformer Engine is too old: 2.9 or newer is needed (bash launch/install.sh gpu)"
+        return f"this Transformer Engine is too old: 2.9 or newer is needed ({install_command('gpu')})"
     assert config.precision.fp8 is not None
     with torch.cuda.device(device):
         return _unsupported(te, config.precision.fp8)

@@ -78,7 +78,7 @@ def membership(environment: Mapping[str, str]) -> dict[str, str]:
     if together.local_rank is None or not environment.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
         if together.launcher == "srun":
             remedy = (
-                "Use sbatch launch/slurm.sbatch RECIPE, or say where they meet: MASTER_PORT=29500 "
+                "In a checkout, use sbatch launch/slurm.sbatch RECIPE; or say where they meet: MASTER_PORT=29500 "
                 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) srun ...'
             )
         else:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
+from megastable.base.installation import ROOT
 from megastable.config.deepspeed_json import KNOWN, REFUSED, accumulation, build, data_parallel
-from megastable.config.recipe import ROOT
 from megastable.config.tree import RunConfig
 
 

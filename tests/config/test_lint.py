@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from drills.stage import RECIPE
+from megastable.base.installation import ROOT
 from megastable.config import lint as rules
 from megastable.config import recipe
 from megastable.config.lint import lint
@@ -33,9 +34,7 @@ def first(lr: float, warmup: int, beta2: float = 0.95, **model: Any) -> list[str
     return hints(optimizer={"lr": lr, "betas": [0.9, beta2]}, schedule={"warmup_steps": warmup}, model=model)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((recipe.ROOT / "launch/recipes").glob("*.yaml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "launch/recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_shipped_recipes_are_clean(path: Path) -> None:
     assert lint(recipe.load(path)) == []
 

@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
+from megastable.base.installation import ROOT
 from megastable.base.text import plural
 from megastable.config import __main__, deepspeed_json
-from megastable.config.recipe import ROOT, find, load, override, read_yaml, validate
+from megastable.config.recipe import find, load, override, read_yaml, validate
 from megastable.config.tree import RunConfig
 from megastable.model.flops import parameters
 from tests.tiers import examples

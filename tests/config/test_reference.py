@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from megastable.base.installation import ROOT
 from megastable.config import __main__
 from megastable.config.keys import sections
-from megastable.config.recipe import ROOT
 from megastable.config.reference import COMMAND, page, values_of
 
 WRITTEN = ROOT / "docs/configuration.md"

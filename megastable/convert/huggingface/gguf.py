@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megastable.base.durable import sync_directory
 from megastable.base.errors import CheckpointError, DataError
+from megastable.base.installation import install_command
 from megastable.base.text import visible
 from megastable.checkpoint.target import refuse_existing
 from megastable.config.model import ModelConfig
@@ -31,7 +32,6 @@ from megastable.data.unforgeable import CONTROL, NORMAL
 from megastable.model.rope import Rope, frequencies
 
 TEMPLATE = "chat_template.jinja"
-INSTALL = "bash launch/install.sh gguf"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def to_gguf(folder: Path, out: Path, watch: Callable[[int, int], None] = lambda 
     refuse_existing(out, "file")
     source = HuggingFaceFolder(folder)
     if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError(f"the package gguf, which writes such files, is not installed: {INSTALL}")
+        install = install_command("gguf")
+        raise CheckpointError(f"the package gguf, which writes such files, is not installed: {install}")
     import gguf
 
     if problem := unsupported(source.config):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megastable.base import free_memory
 from megastable.base.errors import CheckpointError, MegastableError
+from megastable.base.installation import install_command
 from megastable.base.text import plural, size
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.model import ModelConfig
@@ -40,7 +41,6 @@ ROWS = 2  # of random tokens, and of text
 LENGTH = 512  # tokens of a row, at most
 WORK = 4e12  # approximate multiply-adds of one model; larger models get less text
 LOGITS = 1 << 27  # bytes of fp32 logits per model; positions are left out to stay below
-INSTALL = "bash launch/install.sh hf"
 # Model keys whose values are compared by the report: logits need not show a difference.
 NUMBERS = (
     "rope_theta", "rope_scaling", "norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "window",
@@ -138,7 +138,8 @@ def compare(
     whole, largest = _memory(theirs, samples)
     free = free_memory.free()
     if importlib.util.find_spec("transformers") is None:
-        found.why = f"transformers, which the check needs, is not installed: {INSTALL}, then run `check`"
+        install = install_command("hf")
+        found.why = f"transformers, which the check needs, is not installed: {install}, then run `check`"
     elif largest > free:
         need = f"it would take {size(largest)} of memory, but {size(free)} are free"
         found.why = f"{need}: run `check` on a larger machine"

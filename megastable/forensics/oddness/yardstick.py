@@ -1,4 +1,4 @@
-"""Baseline of a corpus, and the distance of a piece of text from it, used by `inspect_data.py scan`."""
+"""Baseline of a corpus, and the distance of a piece of text from it, used by `megastable inspect scan`."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
         for corpus in r.corpora:
             yield FollowUp(
                 text="Remove them from the corpus, for all later runs: this writes a plan to edit. Then come "
-                "prune_data.py apply and verify.",
+                "megastable prune apply and verify.",
                 command=f"megastable prune plan {shlex.quote(corpus)} --incident "
                 f"{shlex.quote(r.directory)}:{i.number} --spans",
             )

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from megastable.base.errors import ConfigError
+from megastable.base.installation import install_command
 from megastable.report.run_page import page_parts, run_panel
 from megastable.report.run_page.page_guard import HEADERS, INCIDENT_POLICY, POLICY, PageGuard, is_loopback
 from megastable.report.run_page.plot_data import AXES
@@ -31,8 +32,8 @@ try:
     from starlette.types import ASGIApp, Receive, Scope, Send
 except ImportError as error:
     raise ConfigError(
-        f"a live page needs Starlette and uvicorn ({error}): install megastable with its dependencies (bash "
-        "launch/install.sh), or write the page as a file with --output run.html"
+        f"a live page needs Starlette and uvicorn ({error}): install megastable with its dependencies "
+        f"({install_command()}), or write the page as a file with --output run.html"
     ) from None
 
 PORT = 8765

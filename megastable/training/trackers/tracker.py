@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from megastable.base.installation import install_command
 from megastable.training.trackers.points import (
     LayersPoint,
     NotePoint,
@@ -82,6 +83,6 @@ def opened(name: str, setting: Setting) -> Tracker:
         found = getattr(import_module(f"megastable.training.trackers.{module}"), kind)
     except ModuleNotFoundError as error:
         raise TrackerError(
-            f"the library {error.name} is not installed: bash launch/install.sh {name}, or pip install it"
+            f"the library {error.name} is not installed: {install_command(name)}, or pip install it"
         ) from None
     return cast(Tracker, found(setting))

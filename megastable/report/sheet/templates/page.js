@@ -235,7 +235,7 @@ class Page {
     const count = this.planned().length;
     find("copy").textContent = `copy ${same.format(count)} for a plan`;
     find("copy").disabled = !count;
-    find("copy").title = "lines SHARD DOCUMENT, with FIRST:END for parts of documents: save them, then python tools/prune_data.py plan CORPUS --list FILE";
+    find("copy").title = "lines SHARD DOCUMENT, with FIRST:END for parts of documents: save them, then megastable prune plan CORPUS --list FILE";
   }
 
   // The address
