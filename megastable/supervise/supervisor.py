@@ -81,13 +81,12 @@ class Supervisor:
         self.fleet = fleet(self.store)
         self.overrides = [redacted_override(text) for text in overrides]
         self.here = socket.gethostname()
-        self.signals = 0
+        self.stopping, self.signals = False, 0  # hours that have passed are no signal
         self.signalled = self.asked_kernel = -inf
         self.until = inf if config.run.max_hours is None else time.monotonic() + 3600 * config.run.max_hours
-        self.journal = SupervisorJournal(run, listener, lambda: self.signals > 0)
-        self.gathering = Gathering(
-            config, self.fleet, self.journal, listener.say, lambda: self.signals > 0, self._look
-        )
+        self.journal = SupervisorJournal(run, listener, lambda: self.stopping)
+        hurry = self.journal.hurry
+        self.gathering = Gathering(config, self.fleet, self.journal, listener.say, hurry, self._look)
         self.slow_hosts = SlowHosts(config, self.store, self.fleet, self.journal, self.gathering)
         self.machines = MachineRecorder(run, self.fleet, listener.say)
         self.again = ""  # why the next attempt has other hosts, if this one was asked to stop for that
@@ -169,7 +168,7 @@ class Supervisor:
         while not isinstance(follows, RunExit):
             if follows is not None:
                 self._pause(follows)
-            if self.signals:
+            if self.stopping:
                 return RunExit(errors.STOPPED, "stopped between two attempts")
             if attempt is None:
                 hosts = self.gathering.hosts()
@@ -212,7 +211,7 @@ class Supervisor:
     def _launch(self, hosts: Sequence[str]) -> Attempt:
         number, self.again = self.journal.state.attempt + 1, ""
         self.journal.insist(lambda: self.ranks.only(number))
-        wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.signals > 0)
+        wait_until_nobody_trains(self.run, self.config.supervise.hang_unknown, lambda: self.stopping)
         # Journaled first: the next supervisor looks for it.
         log = str(log_of(self.run, number).relative_to(self.run.root))
         words = [*self.given, "--module", self.module, self.recipe, *self.overrides]
@@ -239,11 +238,8 @@ class Supervisor:
             time.sleep(LOOK)
             now = time.monotonic()
             elapsed, seen = now - seen, now
-            if not self.signals and attempt.code in [-number for number in STOPS]:
-                # The ranks live on without it, or have heard the same signal.
-                self.say("stopping: the launcher was asked to, by a signal")
-                self.signals = 1
-            if self.signals and asked is None:
+            self._hear_launcher(attempt)
+            if self.stopping and asked is None:
                 asked = now
                 self.ranks.want(stop=True)
                 self.say("stopping: the ranks finish their step and save; once more ends them at once")
@@ -271,6 +267,7 @@ class Supervisor:
             if late and ours and first_death is None and not self._storage_stalls():
                 hung = True
                 break
+        self._hear_launcher(attempt)  # one that had no ranks yet
         stacks, found = list[str](), Suspects()
         if hung:
             stacks, mute = self.ranks.stacks(attempt)
@@ -286,6 +283,11 @@ class Supervisor:
                 silent=found.told, stacks=stacks,
             ))  # fmt: skip
         return self._end(attempt, found if hung else None)
+
+    def _hear_launcher(self, attempt: Attempt) -> None:
+        if not self.signals and attempt.code in [-number for number in STOPS]:
+            self.say("stopping: the launcher was asked to, by a signal")  # its ranks may live on without it
+            self._asked()
 
     def _other_hosts(self, attempt: Attempt, progress: Progress | None) -> str:
         """Why it would be better to begin again on other hosts; empty: it would not."""
@@ -330,12 +332,12 @@ class Supervisor:
         }  # fmt: skip
 
     def _look(self) -> None:
-        if not self.signals and time.monotonic() > self.until:
+        if not self.stopping and time.monotonic() > self.until:
             self.say(f"stopping: the {self.config.run.max_hours:g} hours of run.max_hours have passed")
-            self.signals = 1
+            self.stopping = True
         if not self.signals and (name := self.fleet.stop_asked()) is not None:
             self.say(f"stopping: the agent on {name} was asked to (SIGTERM)")
-            self.signals = 1
+            self._asked()
         self.journal.listen()
         self.prescan.poll()
         self.evaluation.poll()
@@ -345,7 +347,7 @@ class Supervisor:
         self.prescan.close()
         if self.evaluation.unfinished:
             self.say("the training is complete; waiting for the evaluation of its last checkpoint")
-            self.evaluation.finish(self._look, lambda: self.signals > 0)
+            self.evaluation.finish(self._look, lambda: self.stopping)
         if not self.evaluation.unfinished:
             return end
         reason = "complete, but for the evaluation of its last checkpoint: the same command goes on with it"
@@ -356,7 +358,7 @@ class Supervisor:
         """Whether a rank has ended by error or signal, on any host, or the training has journaled its end."""
         # The launcher of one host may end while the others wait for it in the rendezvous. One that ends by the signal
         # that has asked for a stop leaves its ranks to save.
-        launcher = attempt.code and not self.signals
+        launcher = attempt.code and not self.stopping
         seen = any(fate.signal or fate.code for fate in attempt.fates.values())
         return bool(self.journal.state.since or launcher or seen) or self.ranks.anybody_died(attempt.number)
 
@@ -392,13 +394,13 @@ class Supervisor:
         progress = self.ranks.progress(number)
         clock = max(state.clock, progress.step or 0 if progress is not None else 0)
         remedy, skipped = None, list[Range]()
-        if not end.final and not self.signals:
+        if not end.final and not self.stopping:
             step = end.step if end.cursor is not None else None
             host = None if state.does_not_fit(end) else end.host
             failure = Failure(end.what, step, host, clock, code=end.code)
             remedy = after_failure([*state.failures, failure], len(self.fleet.names), policy)
             judged = end.code == errors.BAD_INPUT and self.has_data
-            if judged and (problem := bad_data(self.config, self.run, lambda: self.signals > 0)):
+            if judged and (problem := bad_data(self.config, self.run, lambda: self.stopping)):
                 remedy = Remedy(Action.STOP, Cause.STORAGE, problem)  # another attempt would be refused
             if remedy.skip:
                 skipped = self._skip(end)  # before it is journaled as done
@@ -411,7 +413,7 @@ class Supervisor:
         if end.code == errors.OK:
             self.incidents.close_all("healed")
             return RunExit(errors.OK, "complete")
-        if end.code == errors.STOPPED and self.again and not self.signals:
+        if end.code == errors.STOPPED and self.again and not self.stopping:
             return StartAgain(self.again, delay=0, told=False)
         if end.code == errors.STOPPED:
             return RunExit(errors.STOPPED, "stopped as asked, with a checkpoint")
@@ -463,7 +465,7 @@ class Supervisor:
             say=again.told and f"starting again{when}: {again.reason}",
         )
         until = time.monotonic() + again.delay
-        while time.monotonic() < until and not self.signals:
+        while time.monotonic() < until and not self.stopping:
             time.sleep(LOOK)
             self._look()
 
@@ -491,7 +493,8 @@ class Supervisor:
         state, done = self.journal.state, whole(read_object(self.run.summary).get("steps")) or 0
         return done >= self.config.train.steps and not state.under_way and not state.open
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self.signalled > SAME:
-            self.signals += 1
-            self.signalled = time.monotonic()
+    def _asked(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        """A signal to this process, or to another one of the run, has asked for a stop."""
+        self.stopping, now = True, time.monotonic()
+        if now - self.signalled > SAME:
+            self.signalled, self.signals = now, self.signals + 1

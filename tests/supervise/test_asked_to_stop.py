@@ -70,7 +70,7 @@ RECEIVERS: dict[str, Callable[[Supervised], list[psutil.Process]]] = {
 }
 TABLE = [
     ("the supervisor starts", "the supervisor"),
-    *(("the launcher starts", receiver) for receiver in ("the supervisor", "everybody")),
+    *(("the launcher starts", receiver) for receiver in ("the supervisor", "the launcher", "everybody")),
     *((moment, receiver) for moment in list(MOMENTS)[2:] for receiver in RECEIVERS),
 ]
 

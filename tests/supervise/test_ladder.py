@@ -62,6 +62,15 @@ def note(event, **fields):
 plan = told["attempts"]
 plan = plan[min(number, len(plan)) - 1]
 assert json.loads(control.read_text())["attempt"] == number
+supervisor = os.getppid()
+if "dies" in plan and not (plan["survived"] and os.fork() == 0):
+    os.kill(os.getpid(), plan["dies"])
+while plan.get("obeys") and not json.loads(control.read_text()).get("stop"):
+    time.sleep(0.01)
+if "tells" in plan:
+    time.sleep(plan["tells"])
+    os.kill(supervisor, signal.SIGTERM)
+    time.sleep(0.4)
 if "begin" in plan:
     note("training", step=plan["begin"])
     for step in range(plan["begin"], plan["until"] + 1):
@@ -171,6 +180,30 @@ def test_a_crash_and_then_the_end(ladder: Ladder) -> None:
     assert told["failure"] == "rank 0 on here ended with: RuntimeError: boom (data.py:7)"
     assert "the last line" in ladder.quiet.said
     assert list(ladder.run.events(SupervisorEvent))[-1]["code"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_ends_the_launcher_before_it_has_ranks_is_no_crash(ladder: Ladder, number: int) -> None:
+    code, ends = ladder({"dies": number, "survived": False})
+    assert code == errors.STOPPED and len(ends) == 1 and not ladder.incidents()
+
+
+STOPPED = {"begin": 5, "until": 6, "event": "stopped", "code": errors.STOPPED}
+
+
+@pytest.mark.parametrize("first", ["the launcher", "run.max_hours"])
+def test_one_stop_that_comes_twice_leaves_the_ranks_the_time_to_save(ladder: Ladder, first: str) -> None:
+    """A scheduler signals all processes one after the other; and hours that have passed are no signal."""
+    plan = STOPPED | {"obeys": True, "tells": 0.6}
+    if first == "the launcher":
+        plan |= {"dies": signal.SIGTERM, "survived": True}
+    else:
+        ladder.config = ladder.config.model_copy(
+            update={"run": ladder.config.run.model_copy(update={"max_hours": 0.5 / 3600})}
+        )
+    code, _ = ladder(plan)
+    reason = list(ladder.run.events(SupervisorEvent))[-1]["reason"]
+    assert (code, reason) == (errors.STOPPED, "stopped as asked, with a checkpoint")
 
 
 def test_hosts_that_are_awaited_and_come(ladder: Ladder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +399,7 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(
     assert [e["attempt"] for e in ladder.run.events(Ended)] == [1]
     assert sum("make room" in line for line in ladder.quiet.said) == 1
     refusing(10**6, monkeypatch)
-    supervisor.signals = 1
+    supervisor.stopping = True
     with pytest.raises(SpaceError, match="make room"):
         supervisor.journal.emit(Ended(attempt=2))
 
