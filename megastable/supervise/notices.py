@@ -50,7 +50,11 @@ def folded(notices: Sequence[Notice], left_out: int) -> dict[str, Any]:
 
 
 class Sender:
-    """Sends to one hook, in its own thread, at most once every `pause` seconds."""
+    """Sends to one hook, in its own thread, at most once every `pause` seconds.
+
+    The thread begins with the first notice: made while this process holds signals back (base/stop_signals.py), it would
+    do so for ever, and so would the hook's processes.
+    """
 
     def __init__(self, hook: Hook, pause: float) -> None:
         self.hook, self.pause = hook, pause
@@ -61,20 +65,24 @@ class Sender:
         self._closing = self._over = False
         self._change = threading.Condition()
         self._child: ChildProcess | None = None
-        self._thread = threading.Thread(target=self._work, name=f"hook-{hook.kind}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def put(self, notice: Notice) -> None:
         with self._change:
             self._keep([*self._waiting, notice])
             self._tries = 0
             self._change.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"hook-{self.hook.kind}", daemon=True)
+            self._thread.start()
 
     def close(self, until: float) -> None:
         """Send what is waiting, and end by `until` on the monotonic clock."""
         with self._change:
             self._closing = True
             self._change.notify()
+        if self._thread is None:
+            return
         self._thread.join(max(0.0, until - time.monotonic()))
         with self._change:
             child, self._over = self._child, True

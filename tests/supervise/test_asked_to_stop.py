@@ -46,6 +46,13 @@ def _launches(process: psutil.Process) -> bool:
     return False
 
 
+def imports(process: psutil.Process) -> bool:
+    """Whether it has got to torch. In its first hundredths of a second Python makes an error of a SIGINT: code 1."""
+    with suppress(OSError):
+        return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    return False
+
+
 def supervisor(run: Supervised) -> list[psutil.Process]:
     assert run.process is not None
     return [psutil.Process(run.process.pid)]
@@ -53,7 +60,7 @@ def supervisor(run: Supervised) -> list[psutil.Process]:
 
 MOMENTS: dict[str, Callable[[Supervised], object]] = {
     "the supervisor starts": lambda run: run.process is not None and holds(run.process.pid),
-    "the launcher starts": lambda run: launchers(run),
+    "the launcher starts": lambda run: any(map(imports, launchers(run))),
     "the ranks start": lambda run: (
         len(ranks := run.ranks()) == 2 and all(holds(rank.pid) for rank in ranks.values())
     ),
@@ -126,3 +133,25 @@ def test_a_rank_hears_what_came_while_it_started_and_one_key_press_only_once() -
             raise SystemExit(7)
         """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 7
+
+
+def test_a_hook_can_be_ended_by_a_signal(tmp_path: Path) -> None:
+    """Though the supervisor lets signals wait while it starts, which is when it is told of its hooks."""
+    code = """if True:
+        import sys
+        from megastable.base.stop_signals import hold_stops, release_stops
+        hold_stops()
+        from megastable.config.supervise import SuperviseConfig
+        from megastable.supervise.notices import Notices
+        failed = []
+        hooks = Notices(SuperviseConfig(command=sys.argv[1]), lambda *problem: failed.append(problem))
+        release_stops()
+        hooks.notify("incident", "x", {})
+        hooks.close(30)
+        print(failed)
+        """
+    hook = tmp_path / "hook"  # no shell: some let all signals through
+    hook.write_text(f"#!{sys.executable}\nimport os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    hook.chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", code, str(hook)], capture_output=True, text=True)
+    assert done.stdout == f"[('command', 'was killed by signal {signal.SIGTERM:d}')]\n", done
