@@ -48,9 +48,9 @@ def main(
         deepspeed_json.build(config, world)
     except MegastableError as error:
         # The same on every rank: one message is enough. The launcher ends all ranks when the first one ends: not before
-        # it.
-        release_stops()
+        # it, nor before a stop that waits, which would end it without a word.
         if rank:
+            release_stops()
             time.sleep(30)
         _fail(error)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from megastable.base import errors
+from tests.patience import until
 from tests.supervise.test_supervisor import Supervised, settings
 
 STEPS = 24
@@ -133,6 +135,17 @@ def test_a_rank_hears_what_came_while_it_started_and_one_key_press_only_once() -
             raise SystemExit(7)
         """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 7
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_refused_is_said_though_a_stop_waits(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "megastable.train", str(tmp_path / "none.yaml")]
+    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with subprocess.Popen(words, env=environment, text=True, stderr=subprocess.PIPE) as rank:
+        until(lambda: holds(rank.pid))
+        rank.terminate()
+        said = rank.communicate()[1]
+    assert rank.returncode == errors.BAD_INPUT and "error: " in said and "none.yaml" in said
 
 
 def test_a_hook_can_be_ended_by_a_signal(tmp_path: Path) -> None:
