@@ -23,6 +23,7 @@ from megastable.run.events.training_events import (
     CheckpointRejected,
     CheckpointSaved,
     Finished,
+    RolledBack,
     Stopped,
     TasksEvaluated,
     TasksFailed,
@@ -47,8 +48,9 @@ class SupervisorState:
     began: the step that the current processes resumed from; rejected: of the newest checkpoint that they passed over.
     failures: since a person started the run; failed: time of the last one, until training goes on; unmended: an end not
     acted on yet; skipped: the positions skipped because of it. predecessor: (process, host) of a supervisor that ended
-    without a word. evaluated: the newest step whose checkpoint eval.command is done with. number: of the newest
-    incident. open: our incidents that are not resolved. since: the training's events about its end, in this attempt.
+    without a word. evaluated: the newest step whose checkpoint eval.command is done with, unless a person rolled it
+    back. number: of the newest incident. open: our incidents that are not resolved. since: the training's events about
+    its end, in this attempt.
     """
 
     def __init__(self) -> None:
@@ -115,6 +117,8 @@ class SupervisorState:
                 self.rejected = max(self.rejected, int(str(event["name"]).removeprefix("step-")))
             case TasksEvaluated() | TasksFailed() | TasksSkipped():
                 self.evaluated = max(self.evaluated, int(event["of_step"]))
+            case RolledBack():
+                self.evaluated = min(self.evaluated, int(event["step"]))
             case Finished() | Stopped() | Handover() | HostFaulty() | Unstable():
                 self.since.append(event)
             case Ended():

@@ -60,6 +60,13 @@ def test_evaluated_is_the_newest_step_that_is_done_with() -> None:
     assert told({"event": "tasks_evaluated", "of_step": "x"}).evaluated == 0
 
 
+def test_after_a_rollback_what_is_trained_anew_is_not_done_with() -> None:
+    """Or a run that a person rolled back from its end would count as complete without the evaluation of the new one."""
+    end, back = {"event": "tasks_evaluated", "of_step": 8}, {"event": "rolled_back", "step": 6, "reason": "x"}
+    assert told(end, back).evaluated == 6 and told(end, back, end).evaluated == 8
+    assert told({"event": "tasks_evaluated", "of_step": 4}, back).evaluated == 4
+
+
 def test_failures_are_counted_until_a_person_starts_it_again() -> None:
     took_over = STARTED | {"what": "took over"}
     memory = told(STARTED, LAUNCHED, ended("SIGKILL", 7), took_over, LAUNCHED | {"attempt": 2}, ended("", 9))
