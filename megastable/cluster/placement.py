@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -14,8 +14,10 @@ import psutil
 from megastable.base.errors import ConfigError
 from megastable.cluster.hostfile import HostSlots, placement
 from megastable.cluster.reach import Local, Reach, Srun, Ssh, allocated
+from megastable.cluster.timed_probe import TimedProbe
 
 LOOPBACK = "127.0.0.1"
+RESOLVED = 3.0  # seconds for the addresses of all hosts
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 # What says where, as opposed to how; those with a value, and those without.
 WHERE = ("-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators",
@@ -68,9 +70,17 @@ def placed(given: Sequence[str], environment: Mapping[str, str]) -> HostChoice:
 
 
 def _refuse_two_names_of_here(hosts: Sequence[HostSlots]) -> None:
-    """This host can have one agent, so the run would wait for the other for ever. The preflight finds two names of
-    another host."""
-    here = [host.name for host in hosts if _is_here(host.name)]
+    """This host can have one agent, so the run would wait for the other for ever. Two names of another host, and a name
+    of this one that only ssh knows, are found by `megastable preflight`."""
+    names = [host.name for host in hosts]
+    own = {one.address for of in psutil.net_if_addrs().values() for one in of}
+    # A name server that does not answer holds nobody up: what it would have known counts as other hosts.
+    known, _ = TimedProbe(lambda: [name for name in names if _leads_here(name, own)], RESOLVED).result()
+    here = [
+        name for name in names
+        if name in ("localhost", socket.gethostname(), *(known or ()))
+        or _leads_here(name, own, socket.AI_NUMERICHOST)
+    ]  # fmt: skip
     if len(here) > 1:
         raise ConfigError(
             f"{here[0]} and {here[1]} are both this host: name it once, with all its GPUs in one line, by a name that "
@@ -78,15 +88,13 @@ def _refuse_two_names_of_here(hosts: Sequence[HostSlots]) -> None:
         )
 
 
-def _is_here(name: str) -> bool:
-    if name in ("localhost", socket.gethostname()):
-        return True
+def _leads_here(name: str, own: Collection[str], flags: int = 0) -> bool:
+    """Whether all addresses of a host are among our `own`. AI_NUMERICHOST: only where the name is an address."""
     try:
-        address = ip_address(name)
-    except ValueError:
+        found = {str(place[0]) for *_, place in socket.getaddrinfo(name, None, flags=flags)}
+    except (OSError, UnicodeError):
         return False
-    own = {one.address for of in psutil.net_if_addrs().values() for one in of}
-    return address.is_loopback or str(address) in own
+    return all(address in own or ip_address(address).is_loopback for address in found)
 
 
 def _counted(host: HostSlots, gpus: str) -> HostSlots:

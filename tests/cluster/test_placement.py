@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from megastable.base.errors import ConfigError
+from megastable.cluster import placement as module
 from megastable.cluster.exported import exported
 from megastable.cluster.placement import HostChoice, interface, placed
 from megastable.cluster.reach import Local, Ssh
+from tests.patience import PATIENCE
 
 
 @pytest.fixture
@@ -36,12 +41,35 @@ def test_several_hosts_by_ssh(hostfile: str) -> None:
     assert words[-2] == "node-3" and words[-1].endswith("echo 'a b'") and "-p 23" in " ".join(words)
 
 
-@pytest.mark.parametrize("other", ["127.0.0.1", "::1", socket.gethostname()])
+# The fourth is a name that resolves without a name server, and is none of the first three.
+@pytest.mark.parametrize("other", ["127.0.0.1", "::1", socket.gethostname(), "127.1"])
 def test_two_names_of_this_host_are_refused_with_both(tmp_path: Path, other: str) -> None:
     """It can have one agent: the run would wait for the other for ever."""
     (tmp_path / "twice").write_text(f"localhost slots=1\n{other} slots=1\n")
     with pytest.raises(ConfigError, match=rf"localhost and {other} are both this host"):
         placed(["--hostfile", str(tmp_path / "twice")], {})
+
+
+def test_names_that_nobody_resolves_are_those_of_other_hosts(
+    hostfile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the name server hangs, too; the run goes on without its answer."""
+    given = ["--hostfile", hostfile]
+    asked = mmap.mmap(-1, 1)  # shared with the process that waits
+
+    def hang(*_: object, flags: int) -> None:
+        if flags:  # an address: nobody is asked
+            raise socket.gaierror(socket.EAI_NONAME, "no address")
+        asked[0] = 1
+        time.sleep(PATIENCE)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(module, "RESOLVED", 1.0)
+    assert len(placed(given, {}).hosts) == 3 and asked[0]
+    monkeypatch.setattr(
+        socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_NONAME, "unknown"))
+    )
+    assert len(placed(given, {}).hosts) == 3
 
 
 def test_hosts_that_start_their_own() -> None:
