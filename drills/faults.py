@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megastable import train
 from megastable.config.tree import ScheduleConfig
 from megastable.engine.engine import Engine
 from megastable.fp8 import emulated
+from megastable.model.cores import CORES, Core
 from megastable.model.loss import Features, LossFunction
 from megastable.optim.schedule import rate
 from megastable.parallel.fragments import Fragment
@@ -55,15 +57,44 @@ def _mistake(fault: Fault) -> None:
     train.rate = mistaken  # type: ignore[attr-defined]
 
 
-def _broken_kernel(fault: Fault) -> None:
+def _broken_product(fault: Fault) -> None:
     """A fault of the emulation, such as the scale of another tile."""
-    product, step, broken = emulated.multiply, Engine.train_step, False
+    product, is_broken = emulated.multiply, _lasting(fault)
 
     def multiply(*args: Any, **options: Any) -> Tensor:
         result = product(*args, **options)
-        if broken:
+        if is_broken():
             result[..., :TILE] *= fault.factor
         return result
+
+    emulated.multiply = multiply
+
+
+def _broken_attention(fault: Fault) -> None:
+    """A fault of the fused kernels' backward pass, for the first sample of a micro-batch."""
+    is_broken = _lasting(fault)
+
+    def broken(core: Core) -> Core:
+        def run(*args: Any) -> Tensor:
+            y = core.run(*args)
+            if is_broken() and y.requires_grad:
+                y.register_hook(spoilt)
+            return y
+
+        return replace(core, run=run)
+
+    def spoilt(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[0] *= fault.factor
+        return gradient
+
+    for name in CORES.keys() - {"reference", "plain"}:
+        CORES[name] = broken(CORES[name])
+
+
+def _lasting(fault: Fault) -> Callable[[], bool]:
+    """Whether the present step is one of those with the fault, every time that they are computed."""
+    step, broken = Engine.train_step, False
 
     def train_step(self: Engine, *args: Any, **options: Any) -> Any:
         nonlocal broken
@@ -75,13 +106,14 @@ def _broken_kernel(fault: Fault) -> None:
         finally:
             broken = False
 
-    emulated.multiply = multiply
     Engine.train_step = train_step  # type: ignore[method-assign]
+    return lambda: broken
 
 
 LASTING: dict[str, Callable[[Fault], None]] = {
     "high_rate": _mistake,
-    "fp8": _broken_kernel,
+    "fp8": _broken_product,
+    "attention": _broken_attention,
     "growing_gains": slow_faults.growing_gains,
     "growing_logits": slow_faults.growing_logits,
     "dying_block": slow_faults.dying_block,

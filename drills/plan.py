@@ -32,15 +32,17 @@ class Fault(BaseModel):
     flips. Each happens once in the life of a run: a transient fault, not one of the step. "high_rate": a mistake in the
     schedule, which is a function of applied updates: the `steps` updates from `step` on use `factor` times the
     rate, every time they are done. "fp8": from step `step` on, for `steps` steps, one tile of FP8 products is `factor`
-    times too large, on all ranks, every time they are computed; products in other precisions are right. Those of
+    times too large, on all ranks, every time they are computed; products in other precisions are right. "attention":
+    for as long, the backward pass of fused attention kernels makes the gradient of the first sample of a micro-batch
+    `factor` times as large (NaN: no number). Those of
     slow_faults.py act before every one of `steps` steps; `factor` is by how much.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal[
-        "nan_gradient", "inf_loss", "moments", "bit_flip", "high_rate", "fp8", "growing_gains", "growing_logits",
-        "dying_block", "rare_tokens",
+        "nan_gradient", "inf_loss", "moments", "bit_flip", "high_rate", "fp8", "attention", "growing_gains",
+        "growing_logits", "dying_block", "rare_tokens",
     ]  # fmt: skip
     step: int
     rank: int = 1

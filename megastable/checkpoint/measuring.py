@@ -12,6 +12,7 @@ import xxhash
 from megastable.base.collectives import agree, first
 from megastable.checkpoint.vitals import Vitals
 from megastable.data.loader import Loader, MicroBatch
+from megastable.engine.numerics import Numerics
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,17 @@ def read_probes(loader: Loader, count: int) -> Probes:
 
 
 def measure(engine: Any, probes: Probes) -> Vitals:
-    """The vitals of the engine's state. Without FP8, whose history may differ and which may be off at the next
-    start."""
+    """The vitals of the engine's state. Without FP8, whose history may differ, and by plain PyTorch: either may be left
+    by the next start, and a wrong kernel must not make a good state look bad."""
     losses: list[float] = []
     if probes.digests:
-        fp8, counters = engine.fp8, engine.counters()
-        was_on = fp8 is not None and fp8.on
-        if fp8 is not None:
-            fp8.on = False
+        counters, now = engine.counters(), engine.numerics.now
+        engine.numerics.switch(Numerics(False, frozenset(engine.numerics.kernels)))
         try:
             losses = engine.evaluate(probes.micro_batches)[: len(probes.digests)].tolist()
         finally:
-            if fp8 is not None:
-                fp8.on = was_on
-                engine.restore_counters(counters)
+            engine.numerics.switch(now)
+            engine.restore_counters(counters)
     return Vitals(
         losses=losses, samples=probes.digests, sizes=engine.flat_state().sizes(list(engine.probe.tally.rows)),
         precision=engine.config.precision.kind,

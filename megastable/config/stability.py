@@ -182,7 +182,7 @@ class PolicyConfig(Section):
     cut_rest: NonNegativeInt = 200
     """When a limit is lifted, twice as long after each return; 0: never. [steps]"""
     fallbacks: NonNegativeInt = 3
-    """Times that a run leaves FP8, the last one permanently; 0: never."""
+    """Times that a run leaves FP8, the last one permanently; 0: never, and no kernel either."""
     fp8_rest: NonNegativeInt = 200
     """Without FP8 after the first time, twice as long after each further one; 0: permanently. [steps]"""
     swaps: NonNegativeInt = 2

@@ -35,6 +35,7 @@ from megastable.engine.kernel_choice import choose
 from megastable.engine.layer_stats import LayerStatistics, Probe
 from megastable.engine.logit_clipping import LogitClipping
 from megastable.engine.measured import Judge, Measured
+from megastable.engine.numerics import NumericsSwitch
 from megastable.engine.trend_probe import TrendProbe
 from megastable.engine.worker_clipping import Worker
 from megastable.engine.zero import Bf16, wrapper
@@ -80,6 +81,7 @@ class Engine:
             staged = config.precision.fp8 is not None and layout.pipeline > 1
             sharing = topology.stage_group() if staged else None
             self.fp8 = apply(module, config, self.kernels.fp8, sharing, self.device)
+            self.numerics = NumericsSwitch(module, self.kernels, self.loss, self.fp8)
             with refusals(config.deepspeed):
                 self.ds, self.optimizer, *_ = deepspeed.initialize(
                     model=module,
@@ -93,10 +95,8 @@ class Engine:
             self.zero.watch(config.stability.hardware)
         self.clipping = self._attach()
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
-        threshold = config.optimizer.qk_clip
-        self.qk_clip = (
-            LogitClipping(module, config.model, topology, threshold, self.device) if threshold else None
-        )
+        most = config.optimizer.qk_clip
+        self.qk_clip = LogitClipping(module, config.model, topology, most, self.device) if most else None
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
             patches.untimed(self.ds)

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from megastable.base.products import is_cast
 from megastable.model.attention_scores import FULL, AttentionScores, softcap
 from megastable.model.blocked import blocked_attention
+from megastable.model.in_parts import in_parts
 
 
 class RunCore(Protocol):
@@ -58,6 +59,7 @@ FUSED = [
 # Dtypes of the fused GPU kernels that support grouped queries: cuDNN's and flash attention. The one for fp32
 # (EFFICIENT_ATTENTION) does not.
 GROUPED = (torch.bfloat16, torch.float16)
+ELEMENTS = 2**24  # scores of a part of `plain_attention`: 64 MiB in fp32
 
 
 def attention_mask(
@@ -79,14 +81,33 @@ def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: AttentionScores = FULL
 ) -> Tensor:
     """In plain fp32, scores and all. documents: segments [b, s]."""
-    (groups, (length, d)) = q.shape[1] // k.shape[1], q.shape[2:]
+    return _of_queries(q, 0, k, v, documents, scores)
+
+
+def _of_queries(
+    q: Tensor, first: int, k: Tensor, v: Tensor, documents: Tensor | None, scores: AttentionScores
+) -> Tensor:
+    """`reference_attention` of the queries from position `first` on: q [b, q, n, d] -> the same shape."""
+    groups, (count, d), device = q.shape[1] // k.shape[1], q.shape[2:], q.device
     k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
     z = softcap(q.float() @ k.transpose(-2, -1) * scores.factor(d), scores.cap)
-    index = torch.arange(length, device=q.device)
-    allowed = scores.mask(index, index)
+    queries = torch.arange(first, first + count, device=device)
+    allowed = scores.mask(queries, torch.arange(k.shape[2], device=device))
     if documents is not None:
-        allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
+        allowed = allowed & (documents[:, None, queries, None] == documents[:, None, None, :])
     return (z.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).to(q.dtype)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scores: AttentionScores = FULL
+) -> Tensor:
+    """`reference_attention` a few queries at a time: by no fused kernel, in about as little memory as one needs."""
+
+    def of_queries(part: Tensor, first: int, keys: Tensor, values: Tensor) -> Tensor:
+        return _of_queries(part, first, keys, values, documents, scores)
+
+    samples, heads, length = q.shape[:3]
+    return in_parts(of_queries, q, (k, v), max(1, ELEMENTS // (samples * heads * length)), (2, 2))
 
 
 def sdpa_attention(
@@ -185,6 +206,7 @@ def _te_core(heads: int, groups: int, width: int, scores: AttentionScores) -> Ca
 
 CORES: dict[str, Core] = {
     "reference": Core(reference_attention),
+    "plain": Core(plain_attention),  # in place of another one that computes wrong numbers: see PlainKernels
     "sdpa": Core(sdpa_attention, _sdpa_mask),
     "blocked": Core(blocked_attention),
     "te": Core(te_attention),

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from megastable.config.model import ModelConfig
 from megastable.model.attention import Attention, Places
 from megastable.model.attention_scores import AttentionScores
+from megastable.model.cores import CORES
 from megastable.model.dropout import at_places, dropped
 from megastable.model.init import initialise
 from megastable.model.kernels import PLAIN, Kernels
@@ -120,6 +121,7 @@ class Block(nn.Module):
         self._index, self._dropout, self._part = index, config.dropout, _part(tp, cp)
         self.in_halves = False  # for hooks on its modules; see `_halves`
         self._fast, self._kernels = self._block, kernels
+        self._plain = False  # compiled blocks are not used; see `compute_plainly`
         if kernels.compile:
             # All blocks share one code object: it is compiled once for training and once for evaluation.
             self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
@@ -132,15 +134,30 @@ class Block(nn.Module):
         between = torch.compile(self.attention.between, fullgraph=whole, dynamic=False)
         self._fast = lambda x, at: self.around(x, lambda y: self.attention(y, at, between), at.keys)
         if isinstance(self.mlp, MLP):
-            self.mlp.activation = torch.compile(self.mlp.activation, fullgraph=whole, dynamic=False)
+            self.mlp.fast = torch.compile(self.mlp.activation, fullgraph=whole, dynamic=False)
+
+    def compute_plainly(self, attention: bool, compiled: bool) -> None:
+        """From the next step on, compute by plain PyTorch in place of a kernel that computes wrong numbers, or by the
+        run's kernels again.
+
+        Args:
+            attention: Whether `plain` takes the place of the attention core. It is not compiled: nothing is then.
+            compiled: Whether nothing is compiled. To take no more memory than compiled code does, blocks are
+                recomputed then.
+        """
+        self._plain = (attention or compiled) and self._kernels.compile
+        self.attention.core = CORES["plain" if attention else self._kernels.attention]
+        if isinstance(self.mlp, MLP):
+            self.mlp.plain = self._plain
 
     def forward(self, stream: Stream) -> Stream:
         x, segments, keys = open_stream(stream)
         at = self._places(x, segments)
         if self.training and keys is not None:
             at = at._replace(keys=at_places(keys, 1 + 2 * self._index, 2 + 2 * self._index))
-        run = self._halves if self.in_halves else self._fast
-        again = (self.recompute or self.in_halves) and torch.is_grad_enabled()
+        halves = self.in_halves or self._plain
+        run = self._halves if halves else self._fast
+        again = (self.recompute or halves) and torch.is_grad_enabled()
         return _with(stream, _recomputed(run, x, at) if again else run(x, at))
 
     @torch.no_grad()

@@ -29,6 +29,18 @@ class Kernels:
         return f"attention {self.attention}, loss {self.loss}, blocks {blocks}{fp8}"
 
     @property
+    def replaceable(self) -> dict[str, str]:
+        """What plain PyTorch can compute in place of each kind of these kernels, by kind: its name. A
+        name has torch's version: after an update it is another kernel."""
+        of = f"of torch {torch.__version__}"
+        names = {
+            "compile": f"torch.compile {of}" if self.compile else "",
+            "attention": f"attention {self.attention} {of}" if self.attention != "reference" else "",
+            "loss": f"chunked loss {of}" if self.loss == "chunked" else "",
+        }
+        return {kind: name for kind, name in names.items() if name}
+
+    @property
     def whole_blocks(self) -> bool:
         """Whether a block is compiled as one graph: Transformer Engine's attention cannot be part of one."""
         return self.attention != "te"

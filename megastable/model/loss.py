@@ -18,6 +18,7 @@ from megastable.base.products import linear
 from megastable.model import sizes
 from megastable.model.attention_scores import softcap
 from megastable.model.chunked import chunked_objective
+from megastable.model.in_parts import in_parts
 from megastable.parallel.topology import TensorParallel
 
 
@@ -93,7 +94,8 @@ class LossFunction:
     """`(logits, labels) -> mean(cross-entropy) + z_loss * mean(logsumexp^2)`, for DeepSpeed and for us.
 
     Given features instead of logits it computes the same, chunk by chunk (chunked.py). compiled: with torch.compile.
-    cap: of the logits that it makes of features; those that it is given are capped already.
+    plain: by `cross_entropy`, a few tokens at a time, in place of chunked.py. cap: of the logits that it makes of
+    features; those that it is given are capped already.
 
     Every call leaves the per-sample means in `samples`: a list of fp32 [2, b] (cross-entropy, logsumexp^2), one
     for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar.
@@ -104,18 +106,37 @@ class LossFunction:
     tp: TensorParallel
     compiled: bool = False
     cap: float | None = None
+    plain: bool = False
     samples: list[Tensor] = field(default_factory=list)
 
     def __call__(self, given: Tensor | Features, labels: Tensor) -> Tensor:
         """Logits [s, b, v / tensor] or features; labels [b, s]."""
-        if isinstance(given, tuple):
+        if isinstance(given, tuple) and not self.plain:
             objective, samples = chunked_objective(
                 *given, labels, self.vocabulary, self.z_loss, self.tp, self.compiled, cap=self.cap
             )
             self.samples.append(samples)
             return objective
-        logits = given
-        loss, lse = cross_entropy(logits, labels.t(), self.vocabulary, self.tp)
+        loss, lse = (
+            self._of_features(given, labels)
+            if isinstance(given, tuple)
+            else self._of_logits(given, labels.t())
+        )
         square = lse.pow(2)
         self.samples.append(torch.stack((loss.detach().mean(0), square.detach().mean(0))))
         return loss.mean() + self.z_loss * square.mean()
+
+    def _of_logits(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(logits, labels, self.vocabulary, self.tp)
+
+    def _of_features(self, given: Features, labels: Tensor) -> Tensor:
+        """Loss and logsumexp of every token, [2, s, b], with as many logits in memory as chunked.py has."""
+        (x, weight), rows = given, labels.t()
+
+        def of_tokens(part: Tensor, first: int, weight: Tensor) -> Tensor:
+            logits = project((part, weight), self.cap)
+            return torch.stack(self._of_logits(logits, rows[first : first + len(part)]))
+
+        length, samples = x.shape[:2]
+        size = sizes.chunk_size(length * samples, len(weight), sizes.elements_on(x.device.type))
+        return in_parts(of_tokens, x, (weight,), max(1, size // samples), (0, 1))

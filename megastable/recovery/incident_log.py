@@ -242,6 +242,7 @@ class IncidentLog:
         incident.cause = found.cause
         incident.actions.append(action)
         incident.reasons.append(f"{found.reason}; {remedy}")
+        incident.kernels += found.kernels
         incident.positions = sorted({*incident.positions, *skipped})
         incident.steps_lost += lost
         incident.seconds = round(incident.seconds + seconds, 3)

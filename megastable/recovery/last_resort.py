@@ -84,13 +84,17 @@ class LastResort:
         else:
             self.log.emit(AlertEvent(what="over", step=state.step), say=True)
 
-    def end(self, decision: Decision, state: RunState, cause: Cause) -> MegastableError:
-        """The error that ends this process. A hand-over defers the window if the cause is unknown: it may be guilty."""
+    def end(
+        self, decision: Decision, state: RunState, cause: Cause, kernels: tuple[str, ...] = ()
+    ) -> MegastableError:
+        """The error that ends this process. A hand-over defers the window if the cause is unknown: it may be guilty.
+        kernels: names of those that the next process leaves."""
         onset, unknown = decision.finding.onset, cause is Cause.UNKNOWN
         if self.incident_log.incident is not None and not unknown:
             self.incident_log.incident.cause = cause
+            self.incident_log.incident.kernels += kernels
         if decision.action is Action.HANDOVER:
-            more = self.guard.policy.handing_over(cause)
+            more = self.guard.policy.handing_over(cause, kernels)
             decision = replace(decision, reason=decision.reason + more)
         before = self._before(onset)
         incident = self.incident_log.give_up(decision, state, self.since(onset), unknown, before)

@@ -29,6 +29,7 @@ from megastable.recovery.hardware_watch import HardwareWatch
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort, explain_refusals
 from megastable.recovery.learning_rate_history import RateHistory
+from megastable.recovery.numerics_choice import NumericsChoice
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.replays import Replays
@@ -46,11 +47,9 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import BatchChanged, LengthChanged, MixChanged, SkipsRefused
 from megastable.run.events.stability_events import (
     BaselineReset,
-    FellBack,
     HostFaulty,
     Located,
     RateLifted,
-    Returned,
     StabilityStateDropped,
     Would,
 )
@@ -104,11 +103,11 @@ class Recovery:
         self._mixed = False  # whether the next step is the first of another data mix
         self._quiet_until = 0
         self._located = ""  # result of replaying this step, refused as it is not finite
-        self._in_fp8 = True  # as last reported; an engine begins with it
         c, source = self.settings, self.source
         memory = self._recall(state)
         self.guard = Guard(c, memory.guard, c.dry_run, engine.fp8 is not None)
         self.guard.policy.resumed(state.step, state.updates)
+        self.numerics = NumericsChoice(engine, self.guard, self.acts, config.precision.kind, log)
         self._before = self.guard.detector.state
         self.replays = Replays(engine, config.run.deterministic)
         deferring = Deferring(config, run, source, self._selection)
@@ -138,7 +137,7 @@ class Recovery:
         )  # fmt: skip
         if self.acts:
             self._take(state)
-        self.choose_precision(state)
+        self.numerics.choose(state)
 
     def memory(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -200,27 +199,11 @@ class Recovery:
             self.log.emit(
                 BatchChanged(step=state.step + 1, position=batch.first, old=state.batch, new=size), say=True
             )
-        self.choose_precision(state)
+        self.numerics.choose(state)
 
     def _other_data(self) -> None:
         self._mixed = True
         self.trends.changed()
-
-    def choose_precision(self, state: RunState) -> None:
-        """FP8, or the precision of the rest, for the step after `state`; a change is journaled and printed."""
-        fp8, policy = self.engine.fp8, self.guard.policy
-        if fp8 is None:
-            return
-        fp8.on = wanted = not self.acts or policy.fp8
-        if wanted == self._in_fp8:
-            return
-        self._in_fp8 = wanted
-        change, other = (Returned, "FP8") if wanted else (FellBack, self.config.precision.kind)
-        count = len(policy.state.fallbacks)
-        self.log.emit(
-            change(step=state.step, to=other, reason=policy.precision, fallbacks=count),
-            say=f"step {state.step}: goes on in {other}: {policy.precision}",
-        )
 
     # Before the update
 
@@ -388,6 +371,12 @@ class Recovery:
             self.log.emit(BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}")
         if decision.healed:
             self.incident_log.close(state, "healed")
+        if decision.action is Action.DISCARD and not damage:
+            tripped = Tripped(decision, done, self._before, damage)
+            back = self.rewinding.leave_kernels(tripped, lambda: self._take_before(done))
+            if back is not None:
+                self.indicators = {}  # of the state that is undone
+                return back
         if decision.action.rewinds:
             return self._rewind(decision, done, damage)
         if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:
@@ -413,8 +402,7 @@ class Recovery:
         ):
             # The weights are those before it: should more follow, nothing needs to be repeated. (A step draws no random
             # numbers, so the random states are those before it, too.)
-            before = self.engine.counters_before
-            self.points.take(done.before, self._before, self.samples.before, self.trends.state, before)
+            self._take_before(done)
             return None
         calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
         if calm and self.points.ring.due(state.step, urgent=not finding.on_trend):
@@ -424,6 +412,11 @@ class Recovery:
     def _take(self, state: RunState) -> None:
         """Keep a rewind point."""
         self.points.take(state, self.guard.detector.state, self.samples.state, self.trends.state)
+
+    def _take_before(self, done: StepResult) -> None:
+        """Keep a rewind point of the state before a step whose update was refused."""
+        counters = self.engine.counters_before
+        self.points.take(done.before, self._before, self.samples.before, self.trends.state, counters)
 
     def _refused_too_often(self, done: StepResult) -> MegastableError:
         state, (_, reason) = done.state, self.refusal(done.measured)

@@ -1,19 +1,34 @@
-"""Replays the step that tripped: does it repeat bit for bit, and is it harmless without FP8? Collective."""
+"""Replays the step that tripped: does it repeat bit for bit, and is it harmless computed otherwise: without FP8, or by
+plain PyTorch in place of the run's kernels? Collective."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 from megastable.base.deterministic import exact
 from megastable.data.loader import Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
+from megastable.engine.numerics import Numerics
 from megastable.stability import attribution
 from megastable.stability.attribution import Replay, Result
 from megastable.stability.robust import Trend
 from megastable.stability.signals import Verdict
 
 UNSTEADY = "the same data on the same state gives other numbers every time: hardware"
+
+Expected = tuple[Trend | None, Trend | None]  # trends of loss and log gradient norm
+
+
+@dataclass(frozen=True)
+class Harmless:
+    """How a step is harmless that is not as the run computes it. reason: a sentence. kernels: the names of those in
+    whose place plain PyTorch computed it; none: FP8 was left out."""
+
+    numerics: Numerics
+    reason: str
+    kernels: tuple[str, ...] = ()
 
 
 class Replays:
@@ -42,28 +57,50 @@ class Replays:
         """Whether two runs of a step differ."""
         return not attribution.alike(self.again(batch), self.again(batch))
 
-    def without_fp8(
-        self, batch: Step, measured: Measured, expected: tuple[Trend | None, Trend | None]
-    ) -> str:
-        """Repeat the step that tripped, on the state that refused it, without FP8: a sentence if it is then harmless.
-        Skipped if FP8 is off. expected: trends of loss and log gradient norm."""
-        engine, fp8 = self.engine, self.engine.fp8
-        if fp8 is None or not measured.fp8:
-            return ""
-        counters = engine.counters()
-        fp8.on = False
+    def without_fp8(self, batch: Step, measured: Measured, expected: Expected) -> Harmless | None:
+        """Repeat the step that tripped, on the state that refused it, without FP8: how, if it is then harmless."""
+        now = self.engine.numerics.now
+        if not now.fp8 or not measured.fp8:
+            return None
+        return self._harmless(batch, measured, expected, Harmless(replace(now, fp8=False), "FP8"))
+
+    def without_kernels(self, batch: Step, expected: Expected) -> Harmless | None:
+        """Repeat the step that tripped, on the state that refused it, by the same kernels, and by plain PyTorch in
+        their place: how, if only this is harmless. With one kernel left out, if that is enough, else with all."""
+        switch = self.engine.numerics
+        now, names = switch.now, switch.kernels
+        used = [kind for kind in names if kind not in now.plain]
+        if not used:
+            return None
+        repeated = self.engine.measure(batch.micro_batches)
+
+        def without(*kinds: str) -> Harmless | None:
+            to, kernels = replace(now, plain=now.plain.union(kinds)), tuple(names[kind] for kind in kinds)
+            return self._harmless(batch, repeated, expected, Harmless(to, " and ".join(kernels), kernels))
+
+        everything = without(*used)
+        if everything is None or len(used) == 1:
+            return everything
+        return next(filter(None, map(without, used)), everything)
+
+    def _harmless(self, batch: Step, measured: Measured, expected: Expected, to: Harmless) -> Harmless | None:
+        """`to` with a sentence as its reason, if the step is harmless so. measured: by the present numerics."""
+        engine, switch = self.engine, self.engine.numerics
+        counters, now = engine.counters(), switch.now
+        switch.switch(to.numerics)
         try:
             other = engine.measure(batch.micro_batches)
         finally:
-            fp8.on = True
-            engine.restore_counters(counters)  # the magnitude history, which switching forgets
-        with_fp8, without = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
-        if not attribution.gone(with_fp8, without, expected):
-            return ""
-        return (
-            f"the same step without FP8 is harmless: a loss of {other.loss:.4g} in place of {measured.loss:.4g}, a "
-            f"gradient norm of {other.grad_norm:.3g} in place of {measured.grad_norm:.3g}"
+            switch.switch(now)
+            engine.restore_counters(counters)  # the magnitude history, which switching FP8 forgets
+        step, otherwise = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
+        if not attribution.gone(step, otherwise, expected):
+            return None
+        reason = (
+            f"the same step without {to.reason} is harmless: a loss of {other.loss:.4g} in place of "
+            f"{measured.loss:.4g}, a gradient norm of {other.grad_norm:.3g} in place of {measured.grad_norm:.3g}"
         )
+        return replace(to, reason=reason)
 
 
 def _result(measured: Measured) -> Result:

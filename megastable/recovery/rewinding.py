@@ -20,7 +20,7 @@ from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
-from megastable.recovery.replays import UNSTEADY, Replays
+from megastable.recovery.replays import UNSTEADY, Harmless, Replays
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
@@ -28,7 +28,7 @@ from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
 from megastable.run.events.stability_events import RateCut, RateWarmup
 from megastable.run.log import RunLog
-from megastable.stability import groups
+from megastable.stability import fallback, groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
 from megastable.stability.attribution import Conclusion
 from megastable.stability.detector import Detector
@@ -36,6 +36,7 @@ from megastable.stability.detector_state import DetectorState
 from megastable.stability.guard import Guard
 from megastable.stability.odds import Examined
 from megastable.stability.policy import BLAMELESS
+from megastable.stability.robust import Trend
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Finding, Verdict
 from megastable.stability.trends import Trends
@@ -44,12 +45,13 @@ from megastable.stability.trends import Trends
 @dataclass(frozen=True)
 class Tripped:
     """The step at which a rewind was decided. detector: its state before that step; damage: what is already proven
-    about the hardware, a sentence, or ""."""
+    about the hardware, a sentence, or ""; harmless: how it is known to be harmless already."""
 
     decision: Decision
     done: StepResult
     detector: DetectorState
     damage: str
+    harmless: Harmless | None = None
 
 
 class Rewinding:
@@ -93,17 +95,17 @@ class Rewinding:
         adjacent = self.incident_log.adjacent(window)
         recurred = policy.recurred(adjacent)
         rate = self.rates.highest_since(finding.onset)
-        unsteady, damage, numerics = self._replayed(t)
+        unsteady, damage, harmless = self._replayed(t)
         left_out = self.selection()
-        snapshot = self.points.back(finding.onset, 1 if recurred and not numerics else 0, left_out)
+        snapshot = self.points.back(finding.onset, 1 if recurred and not harmless else 0, left_out)
         if snapshot is None:
-            return self._unproven(t, damage, numerics)
+            return self._unproven(t, damage, harmless)
         if unsteady and not damage and self.replays.differ(t.done.batch):
             damage = UNSTEADY  # also on a good state, where nothing would magnify the last bits
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
-        elif numerics:
-            conclusion = Conclusion(Cause.NUMERICS, [], [], numerics)
+        elif harmless:
+            conclusion = Conclusion(Cause.NUMERICS, [], [], harmless.reason, kernels=harmless.kernels)
         else:
             conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
@@ -117,12 +119,39 @@ class Rewinding:
         found = Examined(
             conclusion.odds, adjacent, self.rates.before(snapshot.step), rate,
             warming=self._warming(saved), beginning=suspect,
-            guilty=tuple(conclusion.convicted),
+            guilty=tuple(conclusion.convicted), kernels=conclusion.kernels,
         )  # fmt: skip
         conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
         seconds = time.perf_counter() - begin
         self._write_down(t.decision, t.done.state, conclusion, remedy, window, snapshot, seconds)
         return self._go_on_from(snapshot, t.done.state, begin, remedy.reason, seconds)
+
+    def leave_kernels(self, t: Tripped, keep_before: Callable[[], None]) -> RunState | None:
+        """After a single refused update that is harmless without some kernels, leave them and do the step again: where
+        the run stands then. Without a rewind point, or rewinds left, they are left from the next step on. None: the run
+        was not rewound.
+
+        One such step is enough: unlike hard data, a kernel that computes wrong numbers does not get easier, and makes
+        harmless samples look guilty. keep_before: keeps the state before the step, so that no other one is repeated.
+        """
+        wrong, policy, finding = self._wrong_kernels(t), self.guard.policy, t.decision.finding
+        if wrong is None:
+            return None
+        keep_before()
+        if not policy.may_look_back(finding.step, self.points.oldest):
+            fallback.leave_kernels(policy.state, wrong.kernels)
+            return None
+        decision = policy.convicted(replace(finding, onset=finding.step), wrong.reason)
+        return self.go_back(replace(t, decision=decision, harmless=wrong))
+
+    def _wrong_kernels(self, t: Tripped) -> Harmless | None:
+        """The kernels without which a refused step is harmless, on the state that refused it."""
+        if not self.guard.policy.may_leave_kernels:
+            return None
+        return self.replays.without_kernels(t.done.batch, self._expected(t))
+
+    def _expected(self, t: Tripped) -> tuple[Trend | None, Trend | None]:
+        return Detector(self.config.stability.detector, t.detector).expected()
 
     def look_back(self, case: Waiting, measured: Measured, state: RunState) -> RunState | None:
         """Examine the steps of a case on a proven state from before them. If a crowd of their samples is guilty there,
@@ -163,20 +192,23 @@ class Rewinding:
         self.samples.convicted(case)
         return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
 
-    def _replayed(self, t: Tripped) -> tuple[bool, str, str]:
-        """Whether all runs of the step differ; what is proven about the hardware, and about FP8, a sentence each, or
-        ""."""
-        unsteady, damage, numerics = False, t.damage, ""
-        if not damage:
+    def _replayed(self, t: Tripped) -> tuple[bool, str, Harmless | None]:
+        """Whether all runs of the step differ; what is proven about the hardware, a sentence, or ""; how the step is
+        harmless."""
+        unsteady, damage, harmless = False, t.damage, t.harmless
+        if not damage and not harmless:
             unsteady, damage = self.replays.compare(
                 t.done.batch, t.done.measured, t.done.state.step, t.decision.finding.verdict
             )
-        if not damage and self.guard.policy.may_fall_back:
-            expected = Detector(self.config.stability.detector, t.detector).expected()
-            numerics = self.replays.without_fp8(t.done.batch, t.done.measured, expected)
-        if numerics and self.engine.fp8 is not None:
-            self.engine.fp8.on = False  # failed FP8 must not measure samples and states
-        return unsteady, damage, numerics
+        if not damage and not harmless:
+            if self.guard.policy.may_fall_back:
+                harmless = self.replays.without_fp8(t.done.batch, t.done.measured, self._expected(t))
+            harmless = harmless or self._wrong_kernels(t)
+        if harmless:
+            self.engine.numerics.switch(
+                harmless.numerics
+            )  # failed numerics must not measure samples and states
+        return unsteady, damage, harmless
 
     def _remedy(
         self, found: Conclusion, examined: Examined, saved: RunState, left_out: Selection
@@ -227,7 +259,7 @@ class Rewinding:
             decision = replace(decision, action=remedy.action, reason=remedy.reason)
             raise self.last_resort.end(decision, state, found.cause)
 
-    def _unproven(self, t: Tripped, damage: str, numerics: str) -> RunState:
+    def _unproven(self, t: Tripped, damage: str, harmless: Harmless | None) -> RunState:
         """No rewind point is proven good: hand over; if impossible, alert, and resume from the newest finite one.
         Raises HandoverError and UnstableError."""
         policy, begin, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
@@ -235,12 +267,14 @@ class Rewinding:
             why = f"the checkpoint of step {self.origin.step} is convicted: {self.origin.reason}"
             cause, decision = Cause.STORAGE, policy.abandon(t.decision, why, proven=True)
         else:
-            cause = Cause.HARDWARE if damage else Cause.NUMERICS if numerics else Cause.UNKNOWN
-            why = "; ".join(filter(None, ["no snapshot is good", damage, numerics]))
+            cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN
+            why = "; ".join(filter(None, ["no snapshot is good", damage, harmless and harmless.reason]))
             decision = policy.leave(t.decision, why, damaged=snapshot is None)
         decision = self.last_resort.weigh(decision, damaged=snapshot is None)
+        kernels = harmless.kernels if harmless else ()
         if decision.action.ends or snapshot is None:
-            raise self.last_resort.end(decision, t.done.state, cause)
+            raise self.last_resort.end(decision, t.done.state, cause, kernels)
+        fallback.leave_kernels(policy.state, kernels)
         if self.incident_log.incident is not None:
             self.incident_log.incident.cause = cause
         self.points.restore(snapshot)

@@ -13,7 +13,7 @@ class Action(StrEnum):
     DISCARD = "discard"  # this update is refused; the data moves on
     SKIP = "skip"  # samples are skipped from here on; nothing is undone
     REWIND = "rewind"  # back to a snapshot before the onset, then skip or defer
-    FALL_BACK = "fall_back"  # rewind, and continue without FP8
+    FALL_BACK = "fall_back"  # rewind, and continue without FP8, or without a kernel
     CAP_LR = "cap_lr"  # rewind, and continue with a rate no higher than that of the good state
     CUT_LR = "cut_lr"  # rewind, and continue with a smaller rate
     SWAP_CORPUS = "swap_corpus"  # rewind, and continue without a corpus
@@ -33,7 +33,7 @@ class Action(StrEnum):
 
 class Cause(StrEnum):
     DATA = "data"  # samples that are bad on the good state, too
-    NUMERICS = "numerics"  # the same step is harmless without FP8
+    NUMERICS = "numerics"  # the same step is harmless without FP8, or by other kernels
     STATE = "state"  # the same data is harmless on the good state
     LEARNING_RATE = "learning_rate"  # it recurs with other data, or came with a jump of the rate
     HARDWARE = "hardware"  # the same data on the same state gave another result

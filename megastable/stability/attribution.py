@@ -3,7 +3,7 @@
 Pure: recovery/ measures, these functions conclude. The experiments:
 1. the refused step, again, on the very state it was refused on: if two replays agree with each other but not with the
    step, it was the hardware; also if they differ where bits should repeat or where replays of a good state agree;
-2. the same in FP8 runs, but without it: if the spike vanishes, the cause is numerics;
+2. the same without FP8, or by plain PyTorch in place of a kernel: if the spike vanishes, the cause is numerics;
 3. every sample since the onset, on the state before it: one that is bad there is bad data, and so is a crowd that is
    worse than harmless batches (groups.py, scores.py); then its region is grown until it ends (region.py);
 4. a batch with an extraordinary gradient there: the samples in it that are like each other and unlike harmless ones, if
@@ -40,8 +40,8 @@ GRADIENT_RATIO = (
     4.0  # gradient norm relative to as many ordinary samples; a ratio of two occurs in clean text
 )
 EXCESS = 3.0  # sigma above its trend: a loss or gradient norm beyond it counts as elevated
-REMAINS = 0.5  # share of it that remains without FP8: above this FP8 is not the cause
-OUTLIER = 6.0  # sigma, if the FP8 result is not finite: such a batch is bad by itself
+REMAINS = 0.5  # share of it that remains when computed otherwise: above this the numerics are not the cause
+OUTLIER = 6.0  # sigma, if the step was not finite: such a batch is bad by itself
 BATCH_RATIO = 1.5  # the same ratio for a batch that is examined: means scatter little
 
 
@@ -71,7 +71,7 @@ class Conclusion:
     extent of the bad data, None if no sample is guilty. odds: log10 of the odds between the samples and the state, in
     favour of the named cause (data, or not data), at most `SURE`; 0 = unknown. later: positions that are suspected, but
     not guilty: they are deferred. alone: the guilty ones convicted individually by their own loss, not as part of a
-    crowd or by a gradient.
+    crowd or by a gradient. kernels: the names of those without which the step is harmless.
     """
 
     cause: Cause
@@ -83,6 +83,7 @@ class Conclusion:
     odds: float = 0.0
     later: list[int] = field(default_factory=list)
     alone: list[int] = field(default_factory=list)
+    kernels: tuple[str, ...] = ()
 
     @property
     def convicted(self) -> list[int]:
@@ -163,17 +164,17 @@ def alike(one: Result, other: Result) -> bool:
     return reproduced(one.losses, other.losses) and reproduced(*norms, SAME_NORM)
 
 
-def gone(with_fp8: Sequence[float], without: Sequence[float], expected: Sequence[Trend | None]) -> bool:
-    """Whether a step's anomaly vanishes when it is computed without FP8.
+def gone(step: Sequence[float], otherwise: Sequence[float], expected: Sequence[Trend | None]) -> bool:
+    """Whether a step's anomaly vanishes when it is computed otherwise: without FP8, or by other kernels.
 
     Each: loss (nats) and log gradient norm. A non-finite number must become finite and ordinary. Of the excess over the
     trend more than half must vanish, for each of loss and norm that is elevated; the other one must not rise.
     """
-    if not all(map(math.isfinite, without)):
+    if not all(map(math.isfinite, otherwise)):
         return False
-    broken = not all(map(math.isfinite, with_fp8))
+    broken = not all(map(math.isfinite, step))
     trouble = broken
-    for now, then, usual in zip(with_fp8, without, expected, strict=True):
+    for now, then, usual in zip(step, otherwise, expected, strict=True):
         if usual is None:
             continue
         level, bound = max(usual.level, usual.late), EXCESS * usual.scale

@@ -1,9 +1,15 @@
-"""Fall-back from FP8 and return to it: how long each fall-back lasts, and why. Pure."""
+"""Fall-back from FP8 and return to it, and from kernels: how long each fall-back lasts, and why. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megastable.config.stability import PolicyConfig
 from megastable.stability.policy_state import PolicyState
+
+WRONG_KERNELS = (
+    "a step went wrong that is harmless by plain PyTorch, which computes in its place for the rest of the run"
+)
 
 
 def rest(state: PolicyState, config: PolicyConfig) -> int | None:
@@ -36,3 +42,10 @@ def lasting(state: PolicyState, config: PolicyConfig) -> str:
     if steps is not None:
         return f"for {steps} steps of new ground at least"
     return f"for good (stability.policy.fallbacks={config.fallbacks}, fp8_rest={config.fp8_rest})"
+
+
+def leave_kernels(state: PolicyState, names: Sequence[str]) -> str:
+    """Leave kernels for the rest of the run, in words. Numbers that were wrong once cannot be trusted later, so they
+    are not tried again by this version of them."""
+    state.kernels += [name for name in names if name not in state.kernels]
+    return f"without {' and '.join(names)} for the rest of the run"

@@ -49,7 +49,7 @@ class IncidentFields(BaseModel):
     (Cost, in report/postmortem). loss_before, loss_after: median of the last steps (up to 20) when it was opened and
     closed; loss_peak: the highest of a step; nats per token. norm_peak: before clipping. failure: of a process or
     checkpoint, a sentence; evidence: paths of logs and stacks, relative to the run directory. warnings: slow signals
-    that were warned of before it was opened and were not over, a sentence each.
+    that were warned of before it was opened and were not over, a sentence each. kernels: names of those that were left.
     """
 
     number: int
@@ -77,6 +77,7 @@ class IncidentFields(BaseModel):
     failure: str = ""
     evidence: list[str] = []
     warnings: list[str] = []
+    kernels: list[str] = []
 
 
 class Incident(IncidentFields):

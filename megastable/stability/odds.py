@@ -77,7 +77,8 @@ class Examined:
     adjacent: the incident is next to samples that the previous incident skipped. good_rate, rate: scheduled (before
     cuts and caps) at the good state and when it tripped, None if unknown. warming: in the recipe's warm-up.
     beginning: the good state is the one that this process resumed from, its checkpoint is the suspect (origin.py), and
-    there is no older one to hand over to. guilty: positions of the guilty and inferred samples.
+    there is no older one to hand over to. guilty: positions of the guilty and inferred samples. kernels: names of those
+    without which the step is harmless.
     """
 
     odds: float = 0.0
@@ -87,6 +88,7 @@ class Examined:
     warming: bool = False
     beginning: bool = False
     guilty: tuple[int, ...] = ()
+    kernels: tuple[str, ...] = ()
 
     @property
     def jumped(self) -> bool:

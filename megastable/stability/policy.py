@@ -185,9 +185,9 @@ class Policy:
 
     # Handing over
 
-    def handing_over(self, cause: Cause) -> str:
+    def handing_over(self, cause: Cause, kernels: Sequence[str] = ()) -> str:
         """The decided hand-over takes place: returns the message on its side effects. Called when replays have proven
-        or cleared the hardware.
+        or cleared the hardware. kernels: as in `Examined`.
 
         A hand-over that did not help leads to leaving FP8 and, if the odds suffice, to a cut of the rate.
         """
@@ -198,6 +198,8 @@ class Policy:
         again = self._count(Action.HANDOVER) > 1
         if cause in (Cause.HARDWARE, Cause.STORAGE):
             return ""
+        if kernels:
+            return f"; {fallback.leave_kernels(s, kernels)}"
         if self.may_fall_back and (again or cause is Cause.NUMERICS):
             return f"; without FP8 from there on, {self._leave_fp8()}"
         if (
@@ -301,7 +303,7 @@ class Policy:
             case Cause.LEARNING_RATE:
                 return self._against_the_rate(updates, found)
             case Cause.NUMERICS:
-                return self._against_numerics()
+                return self._against_numerics(found.kernels)
             case Cause.HARDWARE:
                 return self._against_hardware()
         return Remedy(Action.REWIND, Cause.STATE, "nobody in particular is guilty")
@@ -361,8 +363,11 @@ class Policy:
         self._take(Action.HANDOVER, self.state.tripped, Cause.HARDWARE)
         return Remedy(Action.HANDOVER, Cause.HARDWARE, reason)
 
-    def _against_numerics(self) -> Remedy:
+    def _against_numerics(self, kernels: Sequence[str]) -> Remedy:
         s, c = self.state, self.config
+        if kernels:
+            self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
+            return Remedy(Action.FALL_BACK, Cause.NUMERICS, fallback.leave_kernels(s, kernels))
         if not self.may_fall_back:
             reason = f"no fall-backs from FP8 are left (stability.policy.fallbacks={c.fallbacks})"
             return self._pause(Cause.NUMERICS, reason)
@@ -418,7 +423,11 @@ class Policy:
         since = self.state.account.since if self.state.account is not None else self.state.clock
         return tuple(position for t in self.state.taken if t.clock >= since for position in t.weak)
 
-    # FP8
+    # Numerics
+
+    @property
+    def may_leave_kernels(self) -> bool:
+        return self.config.fallbacks > 0
 
     @property
     def fp8(self) -> bool:

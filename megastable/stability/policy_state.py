@@ -42,7 +42,7 @@ class PolicyState(BaseModel):
     recurrences: how often the present incident came back. account: the evidence about the present chain of incidents.
     limits: of the learning rate. rewound: applied updates of the state that the last rewind led to, where the rate
     warms up; None: no rewind, or no warm-up is configured. fallbacks, returns: clocks at which FP8 was left and
-    resumed. alert: the episode.
+    resumed. kernels: the names of those that were left for good. alert: the episode.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,6 +60,7 @@ class PolicyState(BaseModel):
     rewound: int | None = None
     fallbacks: list[int] = []
     returns: list[int] = []
+    kernels: list[str] = []
     alert: Alert | None = None
 
     @model_validator(mode="before")

@@ -18,11 +18,11 @@ from megastable.model.cores import CORES, attention_mask, reference_attention, s
 
 S, B, D = 11, 2, 8
 ON_A_CPU = ["reference", "sdpa", "blocked"]
-FAST = ON_A_CPU[1:]
+FAST = [*ON_A_CPU[1:], "plain"]
 SEGMENTS = torch.tensor([[0] * 5 + [1] + [2] * 5, [0] * S])
 CPU = torch.device("cpu")
 SCORES = {
-    "plain": FULL, "scaled": AttentionScores(scale=0.7), "capped": AttentionScores(cap=0.8),
+    "full": FULL, "scaled": AttentionScores(scale=0.7), "capped": AttentionScores(cap=0.8),
     "window": AttentionScores(window=3), "all": AttentionScores(0.7, 0.8, 3),
     "window of one": AttentionScores(window=1),
 }  # fmt: skip

@@ -59,13 +59,13 @@ def broken(config: RunConfig, steps: int, factor: float, end: int = 0) -> tuple[
 
 def by_hand(config: RunConfig, left: int, returned: int) -> tuple[int, str]:
     """Train without a fault, and without FP8 in the steps after `left`, up to `returned`."""
-    from megastable.recovery.recovery import Recovery
+    from megastable.recovery.numerics_choice import NumericsChoice
 
-    def choose(self: Recovery, state: Any) -> None:
+    def choose(self: NumericsChoice, state: Any) -> None:
         assert self.engine.fp8 is not None
         self.engine.fp8.on = not left <= state.step < returned
 
-    Recovery.choose_precision = choose  # type: ignore[method-assign]
+    NumericsChoice.choose = choose  # type: ignore[method-assign]
     return train(config)
 
 

@@ -463,6 +463,9 @@ def test_of_a_crash_failure_log_and_stacks_are_shown(make: Make) -> None:
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "cut_lr"]}, "the learning rate was. The run"),
         (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "step is harmless. The run was rewound in memory "),
         (SPIKE | {"cause": "numerics", "actions": ["fall_back"]}, "and continued without FP8."),
+        (SPIKE | {"cause": "numerics", "actions": ["fall_back"], "kernels": ["attention sdpa"]},
+         "without attention sdpa the same step is harmless. The run was rewound in memory to step 29 and continued "
+         "without attention sdpa."),
         (SPIKE | {"cause": "learning_rate", "actions": ["rewind", "fall_back"]}, "the learning rate was, or FP8. The"),
         (SPIKE | {"cause": "hardware", "actions": ["rewind"]}, "something else: hardware."),
         (SPIKE | {"cause": "state", "actions": ["rewind"], "positions": [(232, 248)]},

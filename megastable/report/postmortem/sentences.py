@@ -21,7 +21,7 @@ TYPES = {
 }
 CAUSES = {
     "data": "data: samples that are bad on the good state as well",
-    "numerics": "numerics: the same step without FP8 is harmless",
+    "numerics": "numerics: the same step is harmless without FP8, or without a kernel",
     "state": "state: the weights or the optimizer's state: the same data is harmless on the good state",
     "learning_rate": "learning rate: it came back with other data, and nobody was guilty",
     "hardware": "hardware: the same data on the same state gave something else",
@@ -38,7 +38,7 @@ ACTIONS = {
     "discard": "the updates were refused; the weights never saw them",
     "skip": "skipped the guilty samples from there on; nothing was undone",
     "rewind": "rewound in memory to before the onset, without a restart",
-    "fall_back": "rewound in memory to before the onset and continued without FP8",
+    "fall_back": "rewound in memory to before the onset and continued without FP8, or without a kernel",
     "cap_lr": "rewound in memory to before the onset and capped the learning rate at its value there",
     "cut_lr": "rewound in memory to before the onset and cut the learning rate",
     "swap_corpus": "rewound in memory to before the onset and continued without the corpus",
@@ -147,7 +147,7 @@ def _found_and_done(e: Evidence) -> str:
     found = {
         "data": f"{guilty} {'was' if count(i.guilty) == 1 else 'were'} guilty.",
         "state": "No sample was guilty: the state was.",
-        "numerics": "No sample was guilty: without FP8 the same step is harmless.",
+        "numerics": f"No sample was guilty: without {_left(i)} the same step is harmless.",
         "learning_rate": "No sample was guilty: the learning rate was, or FP8."
         if _left_first(i)
         else "No sample was guilty: the learning rate was.",
@@ -160,7 +160,7 @@ def _found_and_done(e: Evidence) -> str:
     done = {
         "skip": "The run skipped them from there on. Nothing was undone.",
         "rewind": f"{went}.",
-        "fall_back": f"{went} without FP8.",
+        "fall_back": f"{went} without {_left(i)}.",
         "cap_lr": f"{went} with the learning rate capped at its value there.",
         "cut_lr": f"{went} with a smaller learning rate.",
         "alert": "Nothing more was done automatically: training went on, and an alert was raised.",
@@ -187,6 +187,11 @@ def put_off(e: Evidence) -> str:
 def what_of(i: IncidentFacts) -> str:
     """Describes the samples whose texts are shown."""
     return "guilty" if i.guilty else "skipped" if i.positions else "deferred"
+
+
+def _left(i: IncidentFacts) -> str:
+    """What a fall-back left."""
+    return " and ".join(i.kernels) or "FP8"
 
 
 def _left_first(i: IncidentFacts) -> bool:
@@ -353,6 +358,12 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
             yield FollowUp(
                 text="A corpus is left out from here on: clean it, or raise the weights of the others knowingly."
             )
+    elif i.cause == "numerics" and i.kernels:
+        yield FollowUp(
+            text=f"Look for known faults of {_left(i)}, and report it. Plain PyTorch is slower: until it is mended, "
+            "set kernels.attention, kernels.loss or kernels.compile to another kernel. After an update of torch the "
+            "run tries it again by itself."
+        )
     elif i.cause == "numerics" or _left_first(i):
         yield FollowUp(
             text="Find the layers that FP8 does not suit: precision.fp8.keep keeps them in the precision of the rest.",

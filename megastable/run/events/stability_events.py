@@ -332,6 +332,36 @@ class FellBack(Event):
         return f"goes on without FP8, in {self.get('to')}{self.because()}"
 
 
+class KernelsLeft(Event):
+    """Plain PyTorch computes in place of these kernels from here on."""
+
+    NAME = "kernels_left"
+    step: Whole
+    kernels: Items
+    reason: Text
+
+    def words(self) -> str:
+        return f"goes on without {_listed(self.kernels)}{self.because()}"
+
+
+class KernelsTriedAgain(Event):
+    """Kernels that were left are others by now, of another version or by another recipe. now: those in use."""
+
+    NAME = "kernels_tried_again"
+    step: Whole
+    kernels: Items
+    now: Items
+
+    def words(self) -> str:
+        return (
+            f"computes by {_listed(self.now)}: {_listed(self.kernels)}, which was left, is no longer in use"
+        )
+
+
+def _listed(names: Items) -> str:
+    return " and ".join(map(str, names)) or "plain PyTorch"
+
+
 class Returned(Event):
     """FP8 is used again. fallbacks: how many so far."""
 

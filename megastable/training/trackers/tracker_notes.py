@@ -24,6 +24,7 @@ from megastable.training.trackers.points import NotePoint, TasksPoint
 NOTED: tuple[type[Event], ...] = (
     IncidentEvent, stability_events.AlertEvent, stability_events.TrendEvent, stability_events.Handover,
     stability_events.RateCut, stability_events.RateLifted, stability_events.FellBack, stability_events.Returned,
+    stability_events.KernelsLeft, stability_events.KernelsTriedAgain,
     stability_events.ReplicasDiffer, stability_events.StateChanged, stability_events.ReplayDiffers,
     stability_events.HostFaulty, training_events.Warned, training_events.Unstable, ConfigChanged,
     training_events.Resumed, training_events.CheckpointFailed, training_events.CheckpointRejected,

@@ -1,0 +1,49 @@
+"""Switches the engine to the numerics that the policy has decided on, and tells of every change. Collective."""
+
+from __future__ import annotations
+
+from megastable.checkpoint.store import RunState
+from megastable.engine.engine import Engine
+from megastable.engine.numerics import Numerics
+from megastable.run.events.stability_events import FellBack, KernelsLeft, KernelsTriedAgain, Returned
+from megastable.run.log import RunLog
+from megastable.stability import fallback
+from megastable.stability.guard import Guard
+
+
+class NumericsChoice:
+    """acts: whether the policy's decisions are carried out. rest: the precision without FP8."""
+
+    def __init__(self, engine: Engine, guard: Guard, acts: bool, rest: str, log: RunLog) -> None:
+        self.engine, self.guard, self.acts, self.rest, self.log = engine, guard, acts, rest, log
+        self._told = engine.numerics.now  # an engine begins with FP8, if the recipe has it, and all kernels
+
+    def choose(self, state: RunState) -> None:
+        """FP8, or the precision of the rest, and the kernels for the step after `state`."""
+        switch, policy = self.engine.numerics, self.guard.policy
+        fp8 = self.engine.fp8 is not None and (not self.acts or policy.fp8)
+        left = policy.state.kernels if self.acts else []
+        to = Numerics(fp8, frozenset(kind for kind, name in switch.kernels.items() if name in left))
+        switch.switch(to)
+        if gone := [name for name in left if name not in switch.kernels.values()]:
+            policy.state.kernels = [name for name in left if name not in gone]
+            event = KernelsTriedAgain(step=state.step, kernels=gone, now=list(switch.kernels.values()))
+            self.log.emit(event, say=True)
+        if to != self._told:
+            self._tell(to, state)
+            self._told = to
+
+    def _tell(self, to: Numerics, state: RunState) -> None:
+        policy, told = self.guard.policy, self._told
+        if to.fp8 != told.fp8:
+            change, precision = (Returned, "FP8") if to.fp8 else (FellBack, self.rest)
+            count = len(policy.state.fallbacks)
+            self.log.emit(
+                change(step=state.step, to=precision, reason=policy.precision, fallbacks=count),
+                say=f"step {state.step}: goes on in {precision}: {policy.precision}",
+            )
+        if kinds := to.plain - told.plain:
+            names = [name for kind, name in self.engine.numerics.kernels.items() if kind in kinds]
+            self.log.emit(
+                KernelsLeft(step=state.step, kernels=names, reason=fallback.WRONG_KERNELS), say=True
+            )
