@@ -114,3 +114,19 @@ def test_loss_function_adds_the_z_loss_and_keeps_sample_means(z_loss: float) -> 
     assert not first.requires_grad and torch.equal(first, second)
     torch.testing.assert_close(first[0].double(), loss.mean(0), rtol=1e-5, atol=0)
     torch.testing.assert_close(first[1].double(), lse.square().mean(0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_the_plain_loss_of_features_is_the_chunked_one(cap: float | None) -> None:
+    """A few tokens at a time, by other code: the same objective, sample means and gradients."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(shape, generator=generator) for shape in ((12, 2, 16), (24, 16)))
+    labels = torch.randint(VOCABULARY, (2, 12), generator=generator)
+    found = []
+    for is_plain in (False, True):
+        given = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        function = LossFunction(VOCABULARY, 0.1, TensorParallel(), cap=cap, plain=is_plain)
+        loss = function(given, labels)
+        found.append([loss.detach(), *function.samples, *torch.autograd.grad(loss, given)])
+    for chunked, plainly in zip(*found, strict=True):
+        torch.testing.assert_close(plainly, chunked, rtol=1e-4, atol=1e-6)
