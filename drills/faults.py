@@ -75,8 +75,8 @@ def _broken_attention(fault: Fault) -> None:
     is_broken = _lasting(fault)
 
     def broken(core: Core) -> Core:
-        def run(*args: Any) -> Tensor:
-            y = core.run(*args)
+        def run(*args: Any, **options: Any) -> Tensor:
+            y = core.run(*args, **options)
             if is_broken() and y.requires_grad:
                 y.register_hook(spoilt)
             return y

@@ -268,7 +268,9 @@ class Rewinding:
             cause, decision = Cause.STORAGE, policy.abandon(t.decision, why, proven=True)
         else:
             cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN
-            why = "; ".join(filter(None, ["no snapshot is good", damage, harmless and harmless.reason]))
+            why = "; ".join(
+                filter(None, ["no snapshot is good", damage, harmless.reason if harmless else ""])
+            )
             decision = policy.leave(t.decision, why, damaged=snapshot is None)
         decision = self.last_resort.weigh(decision, damaged=snapshot is None)
         kernels = harmless.kernels if harmless else ()
