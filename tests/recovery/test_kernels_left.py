@@ -97,15 +97,3 @@ def test_a_kernel_stays_left_until_it_is_another(easy: Path, tmp_path: Path) -> 
     assert run_ranks(1, train, other) == [(0, "")]
     (again,) = RunDirectory(run).events(KernelsTriedAgain)
     assert again["step"] == STEPS and "attention" in again["kernels"][0]
-
-
-@pytest.mark.slow
-def test_without_the_rung_a_wrong_kernel_stops_the_run(easy: Path, tmp_path: Path) -> None:
-    ((code, message),) = run_ranks(1, broken, run_of(easy, tmp_path / "run", {"fallbacks": 0}), NAN)
-    print(
-        "WITHOUT",
-        code,
-        message,
-        [(i["cause"], i["actions"], i["positions"]) for i in incidents(tmp_path / "run")],
-    )
-    assert code == errors.UNSTABLE
