@@ -206,7 +206,7 @@ def _te_core(heads: int, groups: int, width: int, scores: AttentionScores) -> Ca
 
 CORES: dict[str, Core] = {
     "reference": Core(reference_attention),
-    "plain": Core(plain_attention),  # in place of another one that computes wrong numbers: see PlainKernels
+    "plain": Core(plain_attention),  # in place of another one that computes wrong numbers: see NumericsSwitch
     "sdpa": Core(sdpa_attention, _sdpa_mask),
     "blocked": Core(blocked_attention),
     "te": Core(te_attention),

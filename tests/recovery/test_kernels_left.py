@@ -14,7 +14,6 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import KernelsLeft, KernelsTriedAgain
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import LAYOUTS, easy, incidents, recipe, train
-from tests.tiers import thinned
 from tests.training.test_failures import terminate
 from tests.training.test_failures import train as train_with
 from tests.training.test_resume import identical
@@ -56,9 +55,8 @@ def by_hand(config: RunConfig, left: int) -> tuple[int, str]:
     return train(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "factor"), thinned([("one", NAN), ("one", 300.0), ("pp2", NAN), ("tp2", NAN)], [("one", NAN)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "factor"), [("one", NAN), ("one", 300.0), ("pp2", NAN), ("tp2", NAN)])
 def test_a_wrong_kernel_is_left_and_no_step_is_lost(
     name: str, factor: float, easy: Path, tmp_path: Path
 ) -> None:
