@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import xxhash
 from megastable.base.collectives import agree, first
 from megastable.checkpoint.vitals import Vitals
 from megastable.data.loader import Loader, MicroBatch
-from megastable.engine.numerics import Numerics
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ def read_probes(loader: Loader, count: int) -> Probes:
 
 
 def measure(engine: Any, probes: Probes) -> Vitals:
-    """The vitals of the engine's state. Without FP8, whose history may differ, and by plain PyTorch: either may be left
-    by the next start, and a wrong kernel must not make a good state look bad."""
+    """The vitals of the engine's state. Without FP8, whose history may differ and which may be off at the next
+    start."""
     losses: list[float] = []
     if probes.digests:
         counters, now = engine.counters(), engine.numerics.now
-        engine.numerics.switch(Numerics(False, frozenset(engine.numerics.kernels)))
+        engine.numerics.switch(replace(now, fp8=False))
         try:
             losses = engine.evaluate(probes.micro_batches)[: len(probes.digests)].tolist()
         finally:

@@ -29,7 +29,8 @@ NAMES = """alert baseline_anew baseline_reset batch_changed blend_changed checkp
 checkpoint_healthy checkpoint_recovered checkpoint_rejected checkpoint_suspect clipping_anew config_changed
 discard_examined discarded ended evaluated exchanges_undone fell_back finished gradients_doubted handover
 hang hook_failed host_faulty
-host_left_out host_proven host_slow hosts_awaited imported incident launched length_changed located look_ahead_failed
+host_left_out host_proven host_slow hosts_awaited imported incident kernels_left kernels_tried_again launched
+length_changed located look_ahead_failed
 look_ahead_spent looked_ahead memory_dropped memory_off memory_refused memory_resume messages_differ mix_changed
 moments_anew no_snapshots order_changed rate_cut rate_lifted
 rate_warmup records_lost replay_differs replicas_differ reshaped restart resumed returned rolled_back samples_dropped
