@@ -1,11 +1,11 @@
-"""The fourteen gross faults and their expected answers, written down before any run."""
+"""The fifteen gross faults and their expected answers, written down before any run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from drills.plan import Fault
-from drills.scenario import CLEAN, FAULT_STEP, Scenario, data, outside
+from drills.scenario import CLEAN, FAULT_STEP, STEPS, Scenario, data, outside
 from megastable.stability.actions import Cause
 from megastable.stability.incident import Kind
 
@@ -15,6 +15,8 @@ BROKEN_STEPS, REST = (
     15,
     20,
 )  # steps of the broken FP8 kernel; rest of FP8, so that it returns after the repair
+# Far beyond what a hard sample does, which a kernel's mistake has no reason to stay below.
+WRONG_GRADIENT = 300.0
 
 
 def _inside(name: str, title: str, kind: str, causes: set[Cause], why: str) -> Scenario:
@@ -111,6 +113,14 @@ GROSS = (
         overrides=(*FP8, f"stability.policy.fp8_rest={REST}"),
         reference=CLEAN_FP8.name,
         steps=BROKEN_STEPS,
+    ),
+    Scenario(
+        "attention-kernel",
+        f"a fused attention kernel whose gradient of a sample is {WRONG_GRADIENT:.0f} times too large, to the end",
+        frozenset({Cause.NUMERICS}),
+        "the same samples on the same weights are harmless by plain PyTorch in its place",
+        fault=Fault(kind="attention", step=FAULT_STEP, steps=STEPS - FAULT_STEP, factor=WRONG_GRADIENT),
+        steps=STEPS - FAULT_STEP,
     ),
     _inside(
         "corrupted-moments", "corrupted Adam moments", "moments", DAMAGED, "the state was changed in place"

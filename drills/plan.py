@@ -34,8 +34,8 @@ class Fault(BaseModel):
     rate, every time they are done. "fp8": from step `step` on, for `steps` steps, one tile of FP8 products is `factor`
     times too large, on all ranks, every time they are computed; products in other precisions are right. "attention":
     for as long, the backward pass of fused attention kernels makes the gradient of the first sample of a micro-batch
-    `factor` times as large (NaN: no number). Those of
-    slow_faults.py act before every one of `steps` steps; `factor` is by how much.
+    `factor` times as large (NaN: no number). Those of slow_faults.py act before every one of `steps` steps; `factor` is
+    by how much.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

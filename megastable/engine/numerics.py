@@ -6,6 +6,7 @@ cannot take the place of: the library of the products themselves, Transformer En
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -37,6 +38,10 @@ class NumericsSwitch:
     @property
     def now(self) -> Numerics:
         return Numerics(self._fp8 is not None and self._fp8.on, self._plain)
+
+    def kinds_of(self, names: Collection[str]) -> frozenset[str]:
+        """The kinds of this run's kernels with these names; others are not in use."""
+        return frozenset(kind for kind, name in self.kernels.items() if name in names)
 
     def switch(self, to: Numerics) -> None:
         """Compute so from the next step on. Delayed scales of FP8 lose their history where FP8 is switched."""

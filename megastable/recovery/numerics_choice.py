@@ -16,14 +16,15 @@ class NumericsChoice:
 
     def __init__(self, engine: Engine, guard: Guard, acts: bool, rest: str, log: RunLog) -> None:
         self.engine, self.guard, self.acts, self.rest, self.log = engine, guard, acts, rest, log
-        self._told = engine.numerics.now  # an engine begins with FP8, if the recipe has it, and all kernels
+        # What the recipe says, which a person knows: a start may have left kernels already, untold.
+        self._told = Numerics(engine.fp8 is not None)
 
     def choose(self, state: RunState) -> None:
         """FP8, or the precision of the rest, and the kernels for the step after `state`."""
         switch, policy = self.engine.numerics, self.guard.policy
         fp8 = self.engine.fp8 is not None and (not self.acts or policy.fp8)
         left = policy.state.kernels if self.acts else []
-        to = Numerics(fp8, frozenset(kind for kind, name in switch.kernels.items() if name in left))
+        to = Numerics(fp8, switch.kinds_of(left))
         switch.switch(to)
         if gone := [name for name in left if name not in switch.kernels.values()]:
             policy.state.kernels = [name for name in left if name not in gone]

@@ -205,9 +205,8 @@ class Rewinding:
                 harmless = self.replays.without_fp8(t.done.batch, t.done.measured, self._expected(t))
             harmless = harmless or self._wrong_kernels(t)
         if harmless:
-            self.engine.numerics.switch(
-                harmless.numerics
-            )  # failed numerics must not measure samples and states
+            # Failed numerics must not measure samples and states.
+            self.engine.numerics.switch(harmless.numerics)
         return unsteady, damage, harmless
 
     def _remedy(

@@ -196,10 +196,10 @@ class Policy:
         if c.rewind_warmup and cause is not Cause.HARDWARE:
             s.rewound = s.clock  # `resumed` sets its update
         again = self._count(Action.HANDOVER) > 1
-        if cause in (Cause.HARDWARE, Cause.STORAGE):
-            return ""
         if kernels:
             return f"; {fallback.leave_kernels(s, kernels)}"
+        if cause in (Cause.HARDWARE, Cause.STORAGE):
+            return ""
         if self.may_fall_back and (again or cause is Cause.NUMERICS):
             return f"; without FP8 from there on, {self._leave_fp8()}"
         if (

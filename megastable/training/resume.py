@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import random
 import secrets
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from megastable.engine.engine import Engine
 from megastable.optim.next_update import RunPosition, compare_next_update, describe_next_update
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
+from megastable.recovery.persisted_state import TELLING, recall
 from megastable.run import directory
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.training_events import (
@@ -135,11 +137,21 @@ class Start:
             if (later := order.exchanged_since(saved)) is None:
                 order.accept_another(saved, found)
             checkpoints.load(found, saved, self.state.layout)
+            self._leave_kernels(saved)
             if checkpoints.proved(found, saved):
                 break
         if later:
             order.undo(later, saved, found)
         self._resumed(found, saved, "checkpoint", checkpoints.changes)
+
+    def _leave_kernels(self, saved: store.RunState) -> None:
+        """Compute without the kernels that the run has left, by which a good checkpoint would look bad."""
+        c, numerics = self.config.stability, self.engine.numerics
+        if not c.enabled or c.dry_run:
+            return
+        memory, _ = first(lambda: recall(saved.stability, self.run.events(*TELLING)))
+        left = numerics.kinds_of(memory.guard.policy.kernels)
+        numerics.switch(replace(numerics.now, plain=left))
 
     def _from_memory(self, memory: Restoring, newer_than: int, convicted: list[int]) -> bool:
         """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""
