@@ -125,6 +125,27 @@ def test_a_handover_that_cannot_be_leaves_fp8_as_it_was() -> None:
     assert policy.cannot_hand_over(decision, "no checkpoint").action is Action.ALERT and policy.fp8
 
 
+def test_kernels_are_left_once_and_for_good_and_fp8_is_not_left_for_them() -> None:
+    policy, found = with_fp8(), Examined(kernels=("attention", "loss"))
+    for step in (100, 400):
+        policy.decide(seen(step, Verdict.SPIKE), 0)
+        remedy = policy.remedy(Cause.NUMERICS, step - 1, None, False, found)
+        assert (
+            remedy.action is Action.FALL_BACK and "without attention and loss for the rest" in remedy.reason
+        )
+    calm(policy, 395, 2000)
+    assert policy.state.kernels == ["attention", "loss"] and policy.fp8 and not policy.state.fallbacks
+    assert policy.may_leave_kernels and not with_fp8(fallbacks=0).may_leave_kernels
+
+
+@pytest.mark.parametrize("cause", [Cause.NUMERICS, Cause.STORAGE])
+def test_kernels_are_left_with_a_handover_whatever_the_checkpoint_is_worth(cause: Cause) -> None:
+    policy = with_fp8()
+    policy.leave(policy.decide(seen(100, Verdict.SPIKE), 0), "no snapshot is good")
+    assert "without attention" in policy.handing_over(cause, ("attention",))
+    assert policy.state.kernels == ["attention"] and policy.fp8
+
+
 class Fallbacks(RuleBasedStateMachine):
     """A run in FP8 as the training loop drives it: every sequence of steps, incidents, rewinds and restarts."""
 
