@@ -141,7 +141,7 @@ class StableSpam(Adam):
         mean, square = g1 * mean + (1 - g1) * norm, g2 * square + (1 - g2) * norm**2
         wanted = mean / (1 - g1**t) / (math.sqrt(square / (1 - g2**t)) + self.eps)
         self.shared[f"gradient_sizes/{name}"] = torch.tensor([limit, mean, square], dtype=torch.float64)
-        return lr * (self.adam(name, g / norm * wanted, age) + decay * p)
+        return lr * (self.adam(name, g / norm * wanted if norm else g, age) + decay * p)
 
 
 class Adafactor(Rule):
@@ -160,7 +160,8 @@ class Adafactor(Rule):
             columns = self.shared.get(f"columns/{name}", torch.zeros(m)) * n
             rows = beta * rows + (1 - beta) * squares @ torch.ones(m)
             columns = beta * columns + (1 - beta) * torch.ones(n) @ squares
-            v = torch.outer(rows, columns) / rows.sum()
+            # Where all gradients are zero, the product of two sums of 1e-30 is no fp32 number.
+            v = (torch.outer(rows.double(), columns.double()) / rows.double().sum()).to(p.dtype)
             self.shared[f"rows/{name}"], self.shared[f"columns/{name}"] = rows / m, columns / n
         u = g / v.sqrt()
         rms = float(u.square().mean().sqrt())
@@ -177,7 +178,7 @@ class AdafactorMomentum(Adafactor):
 
 def newton_schulz(x: Tensor) -> Tensor:
     """Five quintic steps towards U V^T."""
-    y = (x if x.shape[0] <= x.shape[1] else x.T) / x.double().norm()
+    y = (x if x.shape[0] <= x.shape[1] else x.T) / x.double().norm().clamp_min(1e-30)
     y = y.float()
     for _ in range(5):
         gram = y @ y.T
