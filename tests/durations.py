@@ -29,6 +29,7 @@ get_affinity, read_times, read_monotonic = os.sched_getaffinity, os.times, time.
 # Quick tests, or fixtures (`FILE::fixtures`), that may cost more than the limit, and why they stay quick.
 _SHARED = "one start of the ranks trains all that its cases look at"
 _END_TO_END = "the end-to-end test of its room"
+_STARTS = "a process is started for every moment at which it is hit"
 _PROPERTY = "a property test of what no example can show"
 ALLOWED: dict[str, str] = {
     "tests/optim/test_optimizers.py::test_ten_steps": _SHARED,
@@ -45,6 +46,10 @@ ALLOWED: dict[str, str] = {
     "tests/supervise/test_asked_to_stop.py::test_a_signal_ends_a_run_with_all_that_it_has": _END_TO_END,
     "tests/training/test_hardware_blame.py::test_one_fault_counts_once": _END_TO_END,
     "tests/training/test_memory_resume.py::test_killed_ranks_resume_from_their_hosts_memory": _END_TO_END,
+    "tests/training/test_memory_resume.py::fixtures": _SHARED,
+    "tests/engine/test_gate.py::test_a_non_finite_step_changes_nothing": _END_TO_END,
+    "tests/supervise/test_asked_to_stop.py::test_a_rank_hears_what_came_while_it_started_and_one_key_press_only_once": _STARTS,  # noqa: E501
+    "tests/recovery/test_incident_log.py::test_a_crash_in_the_middle_of_an_incident_loses_nothing_of_it": _STARTS,
     "tests/tools/test_cli.py::test_help_of_every_command_imports_nothing_heavy": "starts every command",
     "tests/convert/test_branching.py::fixtures": _SHARED,
     "tests/forensics/scoring/test_score.py::fixtures": _SHARED,

@@ -12,7 +12,7 @@ import torch
 
 from megastable.base.rng import rng_state
 from megastable.checkpoint import markers, store
-from megastable.config.stability import PolicyConfig, StabilityConfig
+from megastable.config.stability import DetectorConfig, PolicyConfig, StabilityConfig
 from megastable.config.tree import ScheduleConfig
 from megastable.config.warmups import Stages
 from megastable.recovery import origin, rewind_points
@@ -24,6 +24,7 @@ from megastable.recovery.snapshot import Ring
 from megastable.run.events.stability_events import RateWarmup
 from megastable.stability.actions import Action, Cause
 from megastable.stability.attribution import Conclusion
+from megastable.stability.detector_state import DetectorState
 from megastable.stability.groups import CROWD
 from megastable.stability.policy import Policy
 from megastable.stability.region import Region
@@ -45,6 +46,8 @@ def shell(policy: Policy) -> Any:
               "trends", "last_resort", "guard", "selection", "log", "phase")  # fmt: skip
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
+    rewinding.config.stability.detector = DetectorConfig()
+    rewinding.replays.without_kernels.return_value = None  # nor is a kernel to blame
     rewinding.config.stability.policy.swap_most = 0.5
     rewinding.config.schedule = ScheduleConfig(warmup_steps=0)
     rewinding.selection.return_value.share_without.return_value = 1.0
@@ -62,7 +65,7 @@ def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
     state, and when it tripped."""
     policy = Policy(PolicyConfig())
     decision = policy.decide(seen(40, Verdict.SPIKE), 0)
-    tripped = Tripped(decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), MagicMock(), "")
+    tripped = Tripped(decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), DetectorState(), "")
     rewinding = shell(policy)
     rewinding.replays.compare.return_value = (False, "")
     rewinding.incident_log.adjacent.return_value = False

@@ -111,6 +111,7 @@ def test_a_live_run_leaves_out_what_is_added_from_the_next_step_on(
     assert all(text in event["problem"] for text, event in zip(said, refused, strict=True))
 
 
+@pytest.mark.slow
 def test_a_new_blend_begins_at_the_next_block_and_is_journaled(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a", "b")]
     for seed, path in enumerate(paths):
