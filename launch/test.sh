@@ -96,7 +96,7 @@ lint >.venv/lint.log 2>&1 &
 linting=$!
 trap 'kill $linting 2>/dev/null' EXIT
 
-# A worker for each core. In the quick suite without the values that were compared: to have them costs every worker half
+# A worker for each core, up to six. In the quick suite without the values that were compared: to have them costs every worker half
 # a minute of reading the tests, and what fails is run again with them.
 cores=$(env -u OMP_NUM_THREADS nproc)
 workers=$((cores < 6 ? cores : 6))

@@ -103,8 +103,8 @@ class RunDirectory:
             )
         return int(last["before"])
 
-    def rolled_back(self) -> tuple[int, int] | None:
-        """If a person has rolled the run back since it last trained: the number of the rollback, and its step."""
+    def rolled_back(self) -> tuple[int, int, float] | None:
+        """If a person has rolled the run back since it last trained: the number of the rollback, its step and time."""
         told = list(self.events(RolledBack, Training))
         if not told or isinstance(told[-1], Training):
             return None
@@ -113,7 +113,7 @@ class RunDirectory:
             raise DataError(
                 f"{self.journal}: a rollback without its step: remove the last line that tells of one"
             )
-        return number, step
+        return number, step, told[-1].time or 0.0
 
     def compare(self, config: RunConfig, recipe: Path | None = None) -> list[str]:
         """Differences from the frozen recipe, as "key: old -> new"; none if nothing is frozen yet. recipe: that of a

@@ -293,8 +293,9 @@ class Checkpoints:
 
     def _counts_since(self) -> float:
         """When the checkpoints began that count: with the run, or when a person rolled it back."""
-        began = next((e["time"] for e in self.run.events(Training)), math.inf)
-        return max([began, *(e["time"] for e in self.run.events(RolledBack))])
+        told = list(self.run.events(Training, RolledBack))
+        began = next((e["time"] for e in told if isinstance(e, Training)), math.inf)
+        return max([began, *(e["time"] for e in told if isinstance(e, RolledBack))])
 
     def _only_before(self, before: int) -> None:
         """Keep only those before a step, if there are any; of them only up to the newest healthy one."""
@@ -312,9 +313,12 @@ class Checkpoints:
             )
         store.set_aside_newer(self.folder, max(healthy, default=before - 1))
 
-    def _go_behind(self, number: int, step: int) -> None:
-        """Put aside what a rollback that was killed had not put aside yet."""
-        for name in store.set_aside_newer(self.folder, step, forget=False, why=f"rollback{number}"):
+    def _go_behind(self, number: int, step: int, moment: float) -> None:
+        """Put aside what a rollback that was killed had not put aside yet, but nothing that a person has accepted
+        since, which undoes it."""
+        rulings = {path.name: markers.accepted(path) for path in self._paths()}
+        back = [name for name, ruling in rulings.items() if ruling is not None and ruling.time > moment]
+        for name in store.set_aside_newer(self.folder, step, back, forget=False, why=f"rollback{number}"):
             reason = f"a person rolled the run back to step {step}"
             self.log.emit(CheckpointSuspect(name=name, reason=reason), say=f"passed over {name}: {reason}")
 

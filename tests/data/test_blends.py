@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megastable.base.errors import ConfigError, DataError
@@ -57,6 +58,10 @@ def test_the_remaining_corpora_keep_their_order(three: dict[str, Path]) -> None:
         alone = opened(three, {name: 1.0})
         found = samples(run, range(3 * BLOCK), name)
         assert found == samples(alone, range(len(found)), name)
+        index = [c.name for c in run.train.order.corpora].index(name)
+        where = np.flatnonzero(run.train.order.locate(range(3 * BLOCK)).corpus == index)
+        for number, position in list(enumerate(where.tolist()))[::50]:
+            assert run.train.sample(position).tobytes() == alone.train.sample(number).tobytes()
     assert not samples(run, range(2 * BLOCK, 3 * BLOCK), "a")
     # What was read before a change is what it was.
     assert samples(run, range(BLOCK), "b") == samples(first, range(BLOCK), "b")

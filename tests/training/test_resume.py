@@ -110,6 +110,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_finished_run_that_is_rolled_back_trains_the_same_steps_again(corpus: Path, tmp_path: Path) -> None:
+    from megastable.convert.tool.accepting import accept
     from megastable.convert.tool.rolling_back import roll_back
 
     config = tiny(
@@ -124,6 +125,11 @@ def test_a_finished_run_that_is_rolled_back_trains_the_same_steps_again(corpus: 
     run_ranks(1, train, config)
     assert identical(folder / f"step-{END}", aside) == 3
     assert read_status(tmp_path / "run").state is State.FINISHED
+    # Accepted after a rollback, the last one counts again: nothing is left to do.
+    roll_back(folder / f"step-{STOP}", "a test")
+    accept(folder / f"rollback2-step-{END}", "it was right")
+    run_ranks(1, train, config)
+    assert (folder / f"step-{END}").exists() and not list(folder.glob("rollback2-*"))
     assert records.read(tmp_path / "run/steps").column("step").to_pylist() == [*range(1, END + 1)]
 
 

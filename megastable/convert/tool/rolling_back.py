@@ -17,8 +17,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import CheckpointSaved, CheckpointSuspect, RolledBack, Training
 from megastable.run.log import RunLog
-
-LOCKS = (".supervisor.lock", ".lock")  # of a supervisor and of rank 0, which write to the run directory
+from megastable.supervise.locks import SUPERVISOR, TRAINING, lock
 
 
 def roll_back(path: Path, reason: str) -> str:
@@ -41,8 +40,9 @@ def roll_back(path: Path, reason: str) -> str:
         # The journal first. From this line on, copies of later steps in the memory of hosts do not count, and a start
         # finishes what is not done here.
         log.commit(RolledBack(step=step, reason=reason))
-        number, _ = run.rolled_back() or (1, step)
-        why = f"rollback{number}"
+        rolled_back = run.rolled_back()
+        assert rolled_back is not None, "its line was just written"
+        why = f"rollback{rolled_back[0]}"
         newer = store.set_aside_newer(run.checkpoints, step, forget=False, why=why)
         for name in newer:
             log.commit(CheckpointSuspect(name=name, reason=f"a person rolled the run back to step {step}"))
@@ -81,18 +81,11 @@ def _check(checkpoint: Path, run: RunDirectory, step: int) -> None:
 
 @contextmanager
 def _nobody_at_work(run: RunDirectory) -> Iterator[None]:
-    """Hold the locks of the run. Raises CheckpointError if a process has one."""
+    """Hold the locks of the run. Raises CheckpointError if a process has one, ConfigError if they cannot be
+    taken."""
     with ExitStack() as held:
-        for name in LOCKS:
-            try:
-                lock = durable.hold(run.root / name)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{run.root / name} cannot be locked: {error.strerror or error}"
-                ) from None
-            if lock is None:
-                raise CheckpointError(
-                    f"{run.root}: its {'supervisor' if name == LOCKS[0] else 'training'} is at work: stop the run first"
-                )
-            held.enter_context(lock)
+        for name, who in ((SUPERVISOR, "supervisor"), (TRAINING, "training")):
+            if (held_lock := lock(run.root / name)) is None:
+                raise CheckpointError(f"{run.root}: its {who} is at work: stop the run first")
+            held.enter_context(held_lock)
         yield
