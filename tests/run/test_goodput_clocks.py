@@ -240,6 +240,17 @@ def test_of_a_dead_run_the_end_is_its_last_sign_of_life(ahead: float, tmp_path: 
             assert shown(seen)[2:] == [("unknown", 125.5, 130.0), ("unknown", 130.0, 134.0)]
 
 
+@pytest.mark.parametrize("back", [0.0, 30.0, 3600.0])
+def test_a_clock_that_was_set_back_is_named(back: float, tmp_path: Path) -> None:
+    later = [{**event, "time": event["time"] - back} for event in END]
+    rows = [(n, t - back * (n > 10), s, a) for n, t, s, a in steps(1, 20, 105.5)]
+    _, problems = read_account(run_of(tmp_path, [*BEGIN, *later], rows))
+    assert [p for p in problems if "goes back in time by" in p] == problems
+    assert len(problems) == (back > 60)
+    if problems:
+        assert "by 3,579 s" in problems[0]  # from the event before it to the one after
+
+
 def test_records_of_before_attempts_were_recorded(tmp_path: Path) -> None:
     write(tmp_path, [record(n, time=float(n), attempt=None if n > 3 else 7) for n in range(1, 6)])
     (file,) = tmp_path.iterdir()

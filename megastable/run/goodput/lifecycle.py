@@ -38,6 +38,7 @@ OF_SUPERVISOR = (
     "damaged_checkpoint",
 )  # verdicts of incidents that are no work of the training
 SLACK = 2.0  # seconds by which clocks of hosts may differ: steps recorded so long after an end belong to it
+SET_BACK = 60.0  # seconds by which a journal goes back in time only where a clock was set, or hosts differ
 NOTHING = Reason()
 GROWS = re.compile("hosts can take part")  # a reason to stop and begin again
 PHASES = {
@@ -54,14 +55,14 @@ class Lifecycle:
     """Fed every event in order. steps: those recorded; all of a process must be there when its end is heard.
 
     line: the account so far, None before the first event. supervised: whether a supervisor is at work. newest: the time
-    of the newest event.
+    of the newest event. set_back: the most seconds by which a clock was set back.
     """
 
     def __init__(self) -> None:
         self.clocks = Clocks()
         self._recorded = self._steps = NO_STEPS  # by the clocks of ranks, and by the supervisor's
         self.line: TimeLine | None = None
-        self.newest = 0.0
+        self.newest = self.set_back = 0.0
         self.supervised = False
         self.attempt = 0
         self.done = 0  # the farthest step
@@ -96,6 +97,8 @@ class Lifecycle:
         moment = event.time
         if moment is None or not abs(moment) < 1e12 or isinstance(event, PassedOver):
             return
+        if self.newest - moment > SET_BACK:
+            self.set_back = max(self.set_back, self.newest - moment)
         self.newest = max(self.newest, moment)
         if self.line is None:
             self.line = TimeLine(moment - _before(event))
