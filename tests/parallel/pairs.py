@@ -108,7 +108,7 @@ pipeline tensor data zero context sequence recompute precision tied model       
 1        1      3    2    1       no       none      bf16      yes  deep          lamb               adagc
 1        1      3    2    1       no       none      bf16      yes  norm-scaling  muon               value
 1        1      3    2    1       no       none      fp16      no   mup           adamw              norm
-1        1      3    2    1       no       selective fp32      yes  branch        stable_spam        norm
+1        1      3    2    1       no       selective fp32      yes  branch        adamw              norm
 1        1      3    2    1       no       full      fp32      yes  qwen2         adafactor          zclip
 1        1      3    3    1       no       selective fp8       yes  windows       muon               zclip
 1        1      3    3    1       no       full      fp16      no   plain         lamb               zclip
@@ -144,7 +144,7 @@ pipeline tensor data zero context sequence recompute precision tied model       
 4        1      1    1    1       no       none      fp32      yes  zero-residual stable_adamw       value
 4        1      1    1    1       no       none      bf16      no   mup           low-moments        worker
 4        1      1    1    1       no       none      fp16      no   plain         sgd                norm
-4        1      1    1    1       no       none      fp8       no   deep          stable_spam        zclip
+4        1      1    1    1       no       none      fp8       no   deep          stable_spam        norm
 4        1      1    1    1       no       none      fp8       no   dropout       spam               worker
 4        1      1    1    1       no       none      fp8       yes  both          adamw              zclip
 4        1      1    1    1       no       selective bf16      yes  branch        stable_adamw       zclip
