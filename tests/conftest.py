@@ -81,7 +81,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # Those that failed and run again, alone, are not the run that the file is about.
-    again = session.config.getoption("lf")
+    again = session.config.getoption("lf", False)
     if "PYTEST_XDIST_WORKER" not in os.environ and _costs and not again:
         durations.write_durations(_costs)
 

@@ -17,7 +17,7 @@ an activation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from megastable.config.tree import RunConfig
@@ -167,6 +167,8 @@ def operations(config: RunConfig, kernels: PlannedKernels, recompute: str) -> li
     placement = m.placement_of(m.layers - 1)
     if placement == "both":
         posts = [_norm(f"{name} post-norm", z, z.stream, z.n, fused) for name in ("attention", "MLP")]
+        if fused:  # the stream at the second norm is added up again, of two that are kept
+            second = [replace(operation, saved=()) for operation in second]
         return [*first, *attention, *posts[0], *second, *mlp, *posts[1]]
     if placement == "before":
         return [*first, *attention, *second, *mlp]

@@ -88,8 +88,8 @@ class GoodputWatch:
             found.append(f"{self.run.steps}: no step records: what the journal does not tell is unknown time")
         if self._life.set_back:
             found.append(
-                f"{self._journal.path}: it goes back in time by {self._life.set_back:,.0f} s: a clock was set back, or the "
-                "clocks of hosts differ; what the run did until that time came again is lost or unknown time"
+                f"{self._journal.path}: it goes back in time by {self._life.set_back:,.0f} s: a clock was set back, or "
+                "the clocks of hosts differ; what the run did until that time came again is lost or unknown time"
             )
         damaged = self._files.damaged
         if damaged:
