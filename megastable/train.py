@@ -31,7 +31,7 @@ from megastable.base.software import software
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.model.kernels import DTYPES
-from megastable.optim.schedule import progress, rate, total
+from megastable.optim.schedule import scheduled_rate
 from megastable.recovery.recovery import Recovery, StepOutcome
 from megastable.recovery.step_result import StepResult
 from megastable.run.events.training_events import Evaluated, Stopped, Training, Warned
@@ -126,7 +126,6 @@ class Trainer:
 
     def _all_steps(self) -> None:
         c, feed, recovery, recorder = self.config, self.feed, self.recovery, self.recorder
-        end = total(c)
         gc.disable()
         while self.state.step < c.train.steps and not self.stopping:
             before = self.state
@@ -137,8 +136,7 @@ class Trainer:
 
             # Forward, backward, gate, update
             recovery.begin(before, mix, batch)
-            done = progress(c.schedule, before.updates, before.trained_tokens)
-            scheduled = rate(c.schedule, c.optimizer.lr, end, done, progress(c.schedule, 1, tokens))
+            scheduled = scheduled_rate(c, before.updates, before.trained_tokens, tokens)
             lr = recovery.rate(before.updates, scheduled)
             recorder.begin(before)
             measured, applied = self.engine.train_step(

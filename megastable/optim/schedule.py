@@ -54,13 +54,18 @@ def total(config: RunConfig) -> int:
     return config.schedule.total_tokens or config.tokens
 
 
+def scheduled_rate(config: RunConfig, updates: int, trained_tokens: int, tokens: int) -> float:
+    """The rate of the update of a step with `tokens`, after the applied updates and their tokens."""
+    schedule = config.schedule
+    done, next = progress(schedule, updates, trained_tokens), progress(schedule, 1, tokens)
+    return rate(schedule, config.optimizer.lr, total(config), done, next)
+
+
 def rates(config: RunConfig) -> Iterator[float]:
     """The rate of every step of a run in which nothing is skipped or refused."""
-    schedule, end, batches, cursor = config.schedule, total(config), config.batches, 0
+    batches, cursor = config.batches, 0
     for step in range(config.train.steps):
         size = batches.at(cursor)
         done, tokens = cursor * config.model.sequence_length, size * config.model.sequence_length
-        yield rate(
-            schedule, config.optimizer.lr, end, progress(schedule, step, done), progress(schedule, 1, tokens)
-        )
+        yield scheduled_rate(config, step, done, tokens)
         cursor += size

@@ -260,6 +260,26 @@ class IncidentLog:
             how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
             self.log.say(f"  skipped {how}: {count} samples{of} (positions {ranges(skipped, 4)})")
 
+    def train_through(
+        self, found: Conclusion, state: RunState, refused: Sequence[Trained], reason: str, seconds: float
+    ) -> None:
+        """Close the incident: its samples are new, or do no harm, and the run goes on with them. refused: steps whose
+        updates were refused; their samples are read again later. Raises SpaceError."""
+        incident = self._present()
+        deferred, _ = self._defer(refused, f"{Cause.NEW_DATA}: {reason}")
+        incident.cause = Cause.NEW_DATA
+        incident.actions.append(Action.APPLY)
+        incident.reasons.append(reason)
+        incident.seconds = round(incident.seconds + seconds, 3)
+        event = IncidentEvent(
+            what="attributed", cause=Cause.NEW_DATA, reason=reason, action=Action.APPLY,
+            remedy="nothing is taken away", suspects=[asdict(suspect) for suspect in found.suspects[:SHOWN]],
+            deferred=ranges_of(deferred.positions), returns=ranges_of(deferred.returns), lost=deferred.lost.size,
+            **self._story(),
+        )  # fmt: skip
+        self._commit(event, f"  cause: {Cause.NEW_DATA}: {reason}")
+        self.close(state, "healed")
+
     def release(self, positions: Sequence[int], cursor: int, reason: str) -> None:
         """Withdraw the conviction of samples by incidents of this run. Skips by a person, or by another tool, stay.
         cursor: the run continues there: earlier samples are read in the next epoch. Raises SpaceError."""

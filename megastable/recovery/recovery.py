@@ -440,6 +440,7 @@ class Recovery:
         decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
         if decision.action.rewinds:
             back = self._rewind(decision, done, damage)
+            assert back is not None, "only what the detector suspects is tried"
             self.hardware.rewound(back.step)
             return StepOutcome(back, rewound=True)
         self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
@@ -467,7 +468,7 @@ class Recovery:
 
     # Rewinding
 
-    def _rewind(self, decision: Decision, done: StepResult, damage: str) -> RunState:
+    def _rewind(self, decision: Decision, done: StepResult, damage: str) -> RunState | None:
         self.indicators = {}  # of the state that is undone
         return self.rewinding.go_back(Tripped(decision, done, self._before, damage))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megastable.attribution.harm import HarmTrial, TrialVerdict, is_harmless
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
@@ -26,6 +27,7 @@ from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
+from megastable.recovery.suspect_trials import Trials
 from megastable.run.events.stability_events import RateCut, RateWarmup
 from megastable.run.log import RunLog
 from megastable.stability import fallback, groups
@@ -75,6 +77,9 @@ class Rewinding:
         log: RunLog,
         phase: Callable[[str], None],
     ) -> None:
+        self.trials = Trials(
+            config, engine, points, lambda updates, rate: guard.policy.rate(updates, rate), phase
+        )
         self.config, self.engine, self.loader, self.source = config, engine, loader, loader.source
         self.points, self.replays, self.rates = points, replays, rates
         self.incident_log, self.origin, self.samples, self.last_resort = (
@@ -84,10 +89,12 @@ class Rewinding:
             last_resort,
         )
         self.guard, self.selection, self.trends = guard, selection, trends
+        samples.try_aside = self.try_aside
         self.log, self.phase = log, phase
 
-    def go_back(self, t: Tripped) -> RunState:
-        """Rewind, and return where the run stands. Raises HandoverError, UnstableError and SpaceError."""
+    def go_back(self, t: Tripped) -> RunState | None:
+        """Rewind, and return where the run stands; None: nothing was wrong, and it stays where it is. Raises
+        HandoverError, UnstableError and SpaceError."""
         begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
         self.phase("rewind")
         window = self.points.since(finding.onset)
@@ -96,7 +103,11 @@ class Rewinding:
         recurred = policy.recurred(adjacent)
         rate = self.rates.highest_since(finding.onset)
         unsteady, damage, harmless = self._replayed(t)
-        left_out = self.selection()
+        left_out, present, outlook = self.selection(), None, None
+        # What is proven, or not finite, needs no trial.
+        if not damage and not harmless and finding.verdict not in (Verdict.NON_FINITE, Verdict.CORRUPTED):
+            outlook = self.trials.look_ahead(t.done.state, left_out)
+            present = self.points.ring.aside(t.done.state.step) if self.points.may_look else None
         snapshot = self.points.back(finding.onset, 1 if recurred and not harmless else 0, left_out)
         if snapshot is None:
             return self._unproven(t, damage, harmless)
@@ -110,6 +121,17 @@ class Rewinding:
             conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
             conclusion = self.incident_log.returned_again(conclusion, window)
+            trial = None
+            if outlook is not None:
+                trial = self.trials.hold(conclusion, window, snapshot, left_out, outlook)
+            if trial is not None:
+                if is_harmless(trial, len(conclusion.convicted), conclusion.gross):
+                    if not trial.damaged:
+                        return self._train_through(t, conclusion, trial, snapshot, present, begin)
+                    # The state was damaged, but not by these samples: all of them are read again.
+                    conclusion, window = _of_state(conclusion, trial), []
+                else:
+                    conclusion = _after_trial(conclusion, trial)
         suspect = conclusion.cause in BLAMELESS and self.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
@@ -125,6 +147,47 @@ class Rewinding:
         seconds = time.perf_counter() - begin
         self._write_down(t.decision, t.done.state, conclusion, remedy, window, snapshot, seconds)
         return self._go_on_from(snapshot, t.done.state, begin, remedy.reason, seconds)
+
+    def _train_through(
+        self,
+        t: Tripped,
+        found: Conclusion,
+        trial: HarmTrial,
+        snapshot: Snapshot,
+        present: Snapshot | None,
+        begin: float,
+    ) -> RunState | None:
+        """Go on with data that is new, or does no harm, from where the run stands: None; or, where that state could not
+        be kept, from the snapshot: the state after it. Raises SpaceError."""
+        state, back, seconds = t.done.state, None, time.perf_counter() - begin
+        refused = [step for step in self.points.since(t.decision.finding.onset) if not step.applied]
+        if present is None:
+            back = self._go_on_from(snapshot, state, begin, trial.reason, seconds)
+            refused = []
+        else:
+            self.points.restore(present)
+        self.guard.train_through()
+        self.samples.begin_again()
+        self.trends.changed()
+        self.incident_log.train_through(found, state, refused, trial.reason, seconds)
+        if refused:
+            self.loader.go_to(state.cursor, self.selection())
+        return back
+
+    def try_aside(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> HarmTrial | None:
+        """Try suspects on the newest good snapshot from before `window`, and return to the state of now, where the run
+        stays. None: there is no room for it, or no such snapshot."""
+        if not self.points.may_look or not window:
+            return None
+        left_out, present = self.selection(), self.points.ring.aside(state.step)
+        outlook = self.trials.look_ahead(state, left_out)
+        snapshot = self.points.look(min(t.step for t in window), left_out)
+        try:
+            if snapshot is None:
+                return None
+            return self.trials.hold(found, window, snapshot, left_out, outlook)
+        finally:
+            self.points.restore(present)
 
     def leave_kernels(self, t: Tripped, keep_before: Callable[[], None]) -> RunState | None:
         """After a single refused update that is harmless without some kernels, leave them and do the step again: where
@@ -165,6 +228,7 @@ class Rewinding:
             return None
         left_out = self.selection()
         present = self.points.ring.aside(state.step)
+        outlook = self.trials.look_ahead(state, left_out)
         snapshot = self.points.look(case.first, left_out)
         found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
         if snapshot is not None:
@@ -179,6 +243,15 @@ class Rewinding:
                 policy.skipped(few.convicted, few.odds)
             else:
                 self.samples.nobody(case, found, state.step, seconds)
+            return None
+        trial = self.trials.hold(found, window, snapshot, left_out, outlook)
+        if trial is not None and is_harmless(trial, len(found.convicted), found.gross):
+            self.points.restore(present)
+            self.guard.train_through()
+            self.samples.nobody(
+                case, replace(found, reason=trial.reason), state.step, time.perf_counter() - begin
+            )
+            self.samples.begin_again()
             return None
         snapshot = self.points.before_region(found, snapshot)
         finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
@@ -317,6 +390,21 @@ class Rewinding:
         )
         self.last_resort.tell_alert(back)
         return back
+
+
+def _of_state(found: Conclusion, trial: HarmTrial) -> Conclusion:
+    """The state was worse than the samples can explain, which are harmless."""
+    return Conclusion(
+        Cause.STATE, [], found.suspects, f"the state was damaged, but not by the data: {trial.reason}"
+    )
+
+
+def _after_trial(found: Conclusion, trial: HarmTrial) -> Conclusion:
+    """With the trial's words; what teaches something is deferred to the end of the run."""
+    found = replace(found, reason=f"{found.reason}. {trial.reason}")
+    if found.cause is not Cause.DATA or trial.verdict is not TrialVerdict.MIXED:
+        return found
+    return replace(found, guilty=[], inferred=[], later=found.convicted)
 
 
 def _as_judged(found: Conclusion, cause: Cause) -> Conclusion:

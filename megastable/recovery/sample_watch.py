@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
+from megastable.attribution.harm import FEW, HarmTrial, is_harmless
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
 from megastable.config.stability import StabilityConfig
@@ -63,6 +65,8 @@ class SampleWatch:
     ) -> None:
         self.config, self.incident_log = config, incident_log
         self.log, self.phase, self.selection = log, phase, selection
+        # Tries suspects of some steps; set by who can rewind.
+        self.try_aside: Callable[[Conclusion, Sequence[Trained], RunState], HarmTrial | None] = _untried
         self._names = [corpus.name for corpus in incident_log.source.order.corpora]
         self._looked, self._rest, self._kinds = 0, Rest(), Rest()
         self.rewind(state or WatchState())
@@ -123,6 +127,14 @@ class SampleWatch:
                 f"since step {low.onset} all samples together lie far below what is usual for their corpora"
             )
             self._suspect("easy", low, reason, step)
+
+    def begin_again(self) -> None:
+        """What comes is of another kind than what came before: forget what is usual, and what was suspected."""
+        self._test = SampleTest(self.config.samples)
+        self._easy = SampleTest(self.config.samples, None, self.config.samples.false_alarms)
+        self._waiting.clear()
+        self._pools.clear()
+        self._quiet = 0
 
     def _suspect(self, kind: WaitingKind, alarm: Alarm, reason: str, step: int) -> None:
         if self.config.dry_run:
@@ -291,6 +303,19 @@ class SampleWatch:
         if found.cause is not Cause.DATA or not found.guilty:
             self.nobody(case, found, state.step, seconds)
             return None
+        few = len(found.convicted) <= FEW and found.gross
+        trial = None if few else self.try_aside(found, window, state)
+        seconds = time.perf_counter() - begin
+        if trial is not None and is_harmless(trial, len(found.convicted), found.gross):
+            self.nobody(case, replace(found, reason=trial.reason), state.step, seconds)
+            self.begin_again()
+            return None
+        if trial is None and len(found.convicted) > FEW:
+            untried = (
+                f"{len(found.convicted)} samples would be skipped, and no snapshot is left to try them on"
+            )
+            self.nobody(case, replace(found, reason=f"{found.reason}; {untried}"), state.step, seconds)
+            return None
         self.skip(case, found, window, state, laboratory.loader, seconds)
         return found
 
@@ -388,6 +413,10 @@ class SampleWatch:
         """Number of batches ahead that may be measured."""
         c = self.config.samples
         return max(0, min(c.ahead, c.ahead + step // c.ahead_every - self._looked))
+
+
+def _untried(found: Conclusion, window: Sequence[Trained], state: RunState) -> None:
+    return None
 
 
 def _until(rest: Rest) -> int:

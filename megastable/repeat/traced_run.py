@@ -25,7 +25,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader
 from megastable.data.skips import Skips
 from megastable.engine.engine import Engine
-from megastable.optim.schedule import progress, rate, total
+from megastable.optim.schedule import scheduled_rate
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.repeat.operation_watch import OperationWatch
@@ -72,12 +72,11 @@ def trace(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> i
 def _train(
     config: RunConfig, engine: Engine, loader: Loader, watch: OperationWatch, writer: TraceWriter
 ) -> None:
-    schedule, end, trained, plant = config.schedule, total(config), 0, watch.request.plant
+    trained, plant = 0, watch.request.plant
     for step in range(1, watch.request.steps + 1):
         batch = next(loader)
         tokens = batch.positions.size * config.model.sequence_length
-        done = progress(schedule, engine.updates, trained)
-        lr = rate(schedule, config.optimizer.lr, end, done, progress(schedule, 1, tokens))
+        lr = scheduled_rate(config, engine.updates, trained, tokens)
         watch.begin(step, batch.micro_batches)
         _, applied = engine.train_step(batch.micro_batches, lr, watch.judged)
         trained += tokens if applied else 0

@@ -33,6 +33,7 @@ class Action(StrEnum):
 
 class Cause(StrEnum):
     DATA = "data"  # samples that are bad on the good state, too
+    NEW_DATA = "new_data"  # samples that are new, not bad: the run learns from them
     NUMERICS = "numerics"  # the same step is harmless without FP8, or by other kernels
     STATE = "state"  # the same data is harmless on the good state
     LEARNING_RATE = "learning_rate"  # it recurs with other data, or came with a jump of the rate

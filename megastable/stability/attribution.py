@@ -90,6 +90,11 @@ class Conclusion:
         """Convicted positions, guilty and inferred, ascending."""
         return sorted({*self.guilty, *self.inferred})
 
+    @property
+    def gross(self) -> bool:
+        """Whether most of the samples are far out by themselves, each of them."""
+        return 2 * len(self.alone) >= len(self.convicted)
+
     def individuals(self, met: set[int]) -> Conclusion:
         """Without the samples of `met` that are not convicted individually; any other guilty sample resembles the
         rest."""

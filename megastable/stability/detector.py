@@ -100,6 +100,12 @@ class Detector:
         """A copy: later observations do not change it."""
         return self._state.model_copy(deep=True)
 
+    def begin_again(self) -> None:
+        """Judge the coming steps as those of a run that begins: they are of another kind than those before."""
+        record = self._state.loss.record, self._state.norm.record
+        self._state = DetectorState(seen=self._state.seen)
+        self._state.loss.record, self._state.norm.record = record
+
     def expected(self) -> tuple[Trend | None, Trend | None]:
         """The expected loss (nats) and log gradient norm of the next step; None: too little is known."""
         s, c = self._state, self.config

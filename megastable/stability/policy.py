@@ -73,6 +73,13 @@ class Policy:
             s.account = None  # explained
         return True
 
+    def trained_through(self) -> None:
+        """The rewind that was decided last did not take place: nothing was wrong."""
+        s = self.state
+        if s.taken and s.taken[-1].action is Action.REWIND:
+            s.taken.pop()
+        s.watching, s.refused, s.recurrences, s.good, s.account, s.alert = False, [], 0, 0, None, None
+
     def explained(self) -> None:
         """Samples were convicted while an action was being verified: the data explains the incident."""
         s = self.state

@@ -46,6 +46,8 @@ def shell(policy: Policy) -> Any:
               "trends", "last_resort", "guard", "selection", "log", "phase")  # fmt: skip
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
+    rewinding.trials = MagicMock()
+    rewinding.trials.hold.return_value = None  # nothing to compare
     rewinding.config.stability.detector = DetectorConfig()
     rewinding.replays.without_kernels.return_value = None  # nor is a kernel to blame
     rewinding.config.stability.policy.swap_most = 0.5

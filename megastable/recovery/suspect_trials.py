@@ -1,0 +1,128 @@
+"""Holds a trial before anything is taken away: the same steps from a good state with the suspects, and without them.
+Collective; leaves no trace. attribution/harm.py decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.attribution.branches import BranchStart, train_branch
+from megastable.attribution.harm import (
+    BranchLosses,
+    HarmTrial,
+    choose_held_out,
+    judge_trial,
+    replace_samples,
+)
+from megastable.base.collectives import first
+from megastable.checkpoint.store import RunState
+from megastable.config.tree import RunConfig
+from megastable.data.skips import Selection
+from megastable.engine.engine import Engine
+from megastable.recovery.rewind_points import Points
+from megastable.recovery.sample_replay import Trained, harmless
+from megastable.recovery.snapshot import Snapshot
+from megastable.stability.attribution import Conclusion
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+STEPS = 16  # of a branch since the first step with a suspect
+LONGEST = 48  # steps of a branch, with those before the first suspect
+COMING = 64  # samples of the data to come that a trial is measured on
+FARTHEST = 256  # batches ahead from which they are taken
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Samples of the data to come, by position, and their losses where the run stands; [n], nats."""
+
+    positions: Int64s
+    losses: Floats
+
+
+class Trials:
+    """points: of which one is in the engine when a trial is held. limit_rate: the rate of an update after cuts and
+    caps, from the number of applied ones and the scheduled rate. phase: the heartbeat's."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        points: Points,
+        limit_rate: Callable[[int, float], float],
+        phase: Callable[[str], None],
+    ) -> None:
+        self.config, self.engine, self.points = config, engine, points
+        self.laboratory, self.loader = points.laboratory, points.laboratory.loader
+        self.limit_rate, self.phase = limit_rate, phase
+
+    def look_ahead(self, state: RunState, left_out: Selection) -> Outlook:
+        """Measure the data to come on the state that the engine holds, where the run stands: samples evenly spread over
+        what is left of the run, `FARTHEST` batches at most, beyond the reach of a branch.
+
+        Raises DataError on every rank if one cannot read its part."""
+        steps = min(FARTHEST, self.config.train.steps - state.step - STEPS)
+        if steps < 1:
+            return Outlook(np.empty(0, np.int64), np.empty(0))
+        _, cursor = left_out.next_kept(state.cursor, STEPS * self.loader.batch)
+        ahead, _ = left_out.next_kept(cursor, steps * self.loader.batch)
+        chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
+        return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]))
+
+    def hold(
+        self,
+        found: Conclusion,
+        window: Sequence[Trained],
+        snapshot: Snapshot,
+        left_out: Selection,
+        outlook: Outlook,
+    ) -> HarmTrial | None:
+        """Try the suspects of a conclusion: its bad samples, or without any all samples of `window`. The engine holds
+        `snapshot`, before and after. None: there is nothing to compare.
+
+        Raises DataError on every rank if one cannot read its part."""
+        suspects = np.array(found.convicted, dtype=np.int64)
+        if not suspects.size:
+            suspects = np.concatenate([t.positions for t in window])
+        batches = self._next_batches(snapshot, suspects, left_out)
+        suspects = np.sort(np.intersect1d(suspects, np.concatenate(batches)))
+        applied = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
+        fillers = harmless(applied, left_out)[0]
+        fillers = fillers[~np.isin(fillers, found.convicted)][-suspects.size :]
+        n = outlook.positions.size
+        if not suspects.size or not fillers.size or not n:
+            return None
+        held_out = choose_held_out(suspects)
+        measured = np.concatenate([outlook.positions, held_out])
+        before = self.laboratory.losses(outlook.positions)
+        with_them = self._live(snapshot, replace_samples(batches, held_out, fillers), measured)
+        control = self._live(snapshot, replace_samples(batches, suspects, fillers), measured)
+        coming = BranchLosses(with_them[:n], control[:n], before, outlook.losses)
+        held = with_them[n:], control[n:]
+        vocabulary = self.config.model.vocab_size
+        assert vocabulary is not None
+        return first(lambda: judge_trial(coming, held, vocabulary, suspects.size, len(batches)))
+
+    def _next_batches(self, snapshot: Snapshot, suspects: Int64s, left_out: Selection) -> list[Int64s]:
+        """The batches that follow a snapshot, as the run reads them, until `STEPS` steps after the first suspect."""
+        cursor, found, since = snapshot.extra.state.cursor, list[Int64s](), 0
+        while since < STEPS and len(found) < LONGEST:
+            positions, cursor = left_out.next_kept(cursor, self.loader.batches.at(cursor))
+            found.append(positions)
+            since += bool(since) or bool(np.isin(positions, suspects).any())
+        return found
+
+    def _live(self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s) -> Floats:
+        """Losses of the measured samples at the end of a branch, fp64 [n]; the engine holds the snapshot again."""
+        self.phase("examine samples")
+        saved: RunState = snapshot.extra.state
+        start = BranchStart(saved.updates, saved.trained_tokens)
+        try:
+            train_branch(self.config, self.engine, self.loader, start, batches, self.limit_rate)
+            return self.laboratory.losses(measured)
+        finally:
+            self.points.restore(snapshot)

@@ -1,0 +1,118 @@
+"""The verdict on suspects, from what two branches have shown."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.attribution.harm import (
+    FEW,
+    HELD_OUT,
+    BranchLosses,
+    HarmTrial,
+    TrialVerdict,
+    choose_held_out,
+    is_harmless,
+    judge_trial,
+    mean_difference,
+    replace_samples,
+)
+from tests.tiers import examples
+
+VOCABULARY = 1000
+SPREAD = 0.5 * np.random.default_rng(1).standard_normal(64)
+NOISE = 0.01 * np.random.default_rng(2).standard_normal((4, 64))
+
+
+def coming_at(cost: float, level: float = 4.0, present: float = 0.0) -> BranchLosses:
+    """Losses of data to come that costs so much more after the suspects; present: by how much the state of now is worse
+    than the control's."""
+    usual = level + SPREAD
+    return BranchLosses(
+        usual + cost + NOISE[0], usual + NOISE[1], usual + NOISE[2], usual + present + NOISE[3]
+    )
+
+
+def judge(cost: float, learnt: float, kind: float = 5.0, present: float = 0.0) -> HarmTrial:
+    """A trial as of `coming_at`, in which suspects that were held out cost so much less after the others. kind: their
+    loss after the control."""
+    held_out = kind + SPREAD - learnt, kind + SPREAD + NOISE[0]
+    return judge_trial(coming_at(cost, present=present), held_out, VOCABULARY, 128, 16)
+
+
+@pytest.mark.parametrize(
+    ("cost", "learnt", "verdict"),
+    [
+        (-0.3, 1.0, TrialVerdict.NEW),  # a switch to code
+        (-0.3, 0.0, TrialVerdict.NEW),
+        (0.0, 1.0, TrialVerdict.NEW),  # a visit that is nearly over
+        (0.2, 0.0, TrialVerdict.BAD),
+        (0.2, 1.0, TrialVerdict.MIXED),
+        (0.0, 0.0, TrialVerdict.NOISE),
+        (0.005, 0.03, TrialVerdict.NOISE),  # too little to tell
+        (math.inf, 0.0, TrialVerdict.BAD),
+        (math.nan, 0.0, TrialVerdict.BAD),  # no longer finite
+    ],
+)
+def test_the_table(cost: float, learnt: float, verdict: TrialVerdict) -> None:
+    found = judge(cost, learnt)
+    assert found.verdict is verdict and not found.damaged
+    assert found.pays == (cost == -0.3) and str(found.steps) in found.reason
+
+
+def test_what_is_known_by_heart_or_still_guessed_teaches_nothing() -> None:
+    known = judge_trial(coming_at(0.2), (np.full(64, 0.1), 5.0 + SPREAD), VOCABULARY, 128, 16)
+    assert known.verdict is TrialVerdict.BAD and known.learnt == 0.0
+    guessed = math.log(VOCABULARY)
+    assert judge(0.2, 3.0, kind=guessed + 3.2).verdict is TrialVerdict.BAD
+    assert judge(0.2, 3.0, kind=guessed + 1.5).verdict is TrialVerdict.MIXED
+    # Nor does data to come that is known by heart: one sentence again and again.
+    usual = 4.0 + SPREAD
+    after = np.where(np.arange(64) < 16, 0.05, usual + 0.02)
+    coming = BranchLosses(after, usual, usual, usual)
+    found = judge_trial(coming, (np.full(8, 0.05), np.full(8, 3.0)), VOCABULARY, 16, 16)
+    assert found.verdict is TrialVerdict.BAD and found.learnt == 0.0
+
+
+def test_damage_that_the_same_steps_do_not_make() -> None:
+    assert judge(0.0, 1.0, present=0.1).damaged
+    assert judge(0.0, 1.0, present=math.nan).damaged
+    assert not judge(0.2, 0.0, present=0.1).damaged  # the branch is as bad
+
+
+def test_gross_and_few_are_trained_on_only_where_that_pays() -> None:
+    pays, learns, nothing, bad = (judge(*of) for of in ((-0.3, 1.0), (0.0, 1.0), (0.0, 0.0), (0.2, 0.0)))
+    assert [is_harmless(t, FEW, True) for t in (pays, learns, nothing, bad)] == [True, False, False, False]
+    assert [is_harmless(t, FEW, False) for t in (pays, learns, nothing, bad)] == [True, True, True, False]
+    assert [is_harmless(t, FEW + 1, True) for t in (pays, learns, nothing, bad)] == [True, True, True, False]
+    assert is_harmless(nothing, 0, True)  # nobody is accused
+
+
+def test_a_mean_difference_has_the_error_of_its_pairs() -> None:
+    one = np.array([5.0, 6.0, 7.0])
+    assert mean_difference(one, one - 0.1) == (pytest.approx(0.1), pytest.approx(0.0))
+    assert mean_difference(one[:1], one[:1])[1] == math.inf
+    assert all(map(math.isnan, mean_difference(one[:0], one[:0])))
+    assert mean_difference(np.array([1.0, math.nan]), one[:2]) == (math.inf, 0.0)
+    assert mean_difference(one[:2], np.array([1.0, math.inf])) == (-math.inf, 0.0)
+
+
+@given(st.sets(st.integers(0, 500), min_size=1, max_size=300), st.integers(1, 9))
+@settings(max_examples=examples(100))
+def test_only_suspects_are_replaced_and_half_are_held_out(chosen: set[int], fillers: int) -> None:
+    suspects, batches = np.array(sorted(chosen)), list(np.arange(512).reshape(32, 16))
+    held_out = choose_held_out(suspects)
+    assert held_out.size == min(suspects.size // 2, HELD_OUT) == np.unique(held_out).size
+    assert np.isin(held_out, suspects).all()
+    replaced = replace_samples(batches, suspects, 1000 + np.arange(fillers))
+    for before, after in zip(batches, replaced, strict=True):
+        suspected = np.isin(before, suspects)
+        assert np.array_equal(before[~suspected], after[~suspected]) and (after[suspected] >= 1000).all()
+    used = np.concatenate(replaced)
+    counts = np.bincount(used[used >= 1000] - 1000, minlength=fillers)
+    assert counts.max() - counts.min() <= 1  # in turn
+    assert np.array_equal(np.concatenate(batches), np.arange(512))  # those given are left as they were
