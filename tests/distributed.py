@@ -137,11 +137,16 @@ def _main(
 
 
 def run_main(
-    world: int, folder: Path, *arguments: str, port: int = 0, prepare: Callable[[], None] | None = None
+    world: int,
+    folder: Path,
+    *arguments: str,
+    port: int = 0,
+    prepare: Callable[[], None] | None = None,
+    patience: float = PATIENCE,
 ) -> Ended:
     """`megastable.train ARGUMENTS` on `world` ranks without a launcher: when one fails, the others are ended at once.
 
-    folder: for what they print. prepare: is called by every rank before.
+    folder: for what they print. prepare: is called by every rank before. patience: how long to wait. [seconds]
     """
     folder.mkdir(exist_ok=True)
     if not port:
@@ -153,13 +158,13 @@ def run_main(
     ]
     for process in processes:
         process.start()
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     try:
         while True:
             codes = [process.exitcode for process in processes]
             if None not in codes or any(codes):
                 break
-            assert time.monotonic() < end, f"{codes.count(None)} ranks still run after {PATIENCE} s"
+            assert time.monotonic() < end, f"{codes.count(None)} ranks still run after {patience} s"
             time.sleep(0.02)
     finally:
         for process in processes:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megastable.config.section import Section
+from megastable.config.section import SampleCount, Section
 
 
 class VitalsConfig(Section):
@@ -18,7 +18,7 @@ class VitalsConfig(Section):
     single samples either way.
     """
 
-    probes: NonNegativeInt = 32
+    probes: SampleCount = 32
     """Samples whose losses are stored, the first of the order; each save and each start costs a forward pass over them;
     0: none, sizes of weights and moments only. [samples]"""
     size_change: PositiveFloat = 1e-4

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from megastable.config.keys import Key, all_keys, key_at, section_at
 from megastable.config.other_names import known_elsewhere
-from megastable.config.section import BOOL_FOR_ANOTHER_KIND
+from megastable.config.section import BEYOND_RANGE, BOOL_FOR_ANOTHER_KIND
 
 
 def explain(detail: ErrorDetails) -> list[str]:
@@ -29,6 +29,8 @@ def explain(detail: ErrorDetails) -> list[str]:
         return [f"{path}={given}: {message}"]
     if kind == "missing":
         return [f"{path}: missing, e.g. {key.example}"]
+    if kind == BEYOND_RANGE:
+        return [f"{path}={given}: {message}, e.g. {key.example}"]
     words = key.expected
     if kind == "finite_number":
         words = words.replace("number", "finite number", 1)

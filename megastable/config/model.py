@@ -258,6 +258,8 @@ def _contradictions(m: ModelConfig) -> list[str]:
         bad.append(
             "residual_init=same with norms=deep: DeepNorm needs its own initialisation; leave residual_init out"
         )
+    if m.rope_scaling is not None and m.rope_scaling.kind == "yarn" and m.rope_theta <= 1:
+        bad.append(f"rope_scaling.kind=yarn with rope_theta={m.rope_theta:g}: it needs a base above 1")
     if m.mup is None:
         return bad
     if m.init != "normal":

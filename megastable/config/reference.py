@@ -19,7 +19,8 @@ INTRODUCTION = f"""# Configuration
 A recipe is a YAML file with the keys below; those that it leaves out have their defaults. `KEY=VALUE` on the command
 line overrides it: `train.steps=2000`, `data.corpora='[{{path: data/mine}}]'`, `data.corpora.0.weight=2`,
 `model.kv_heads=null`. `python -m megastable.config RECIPE [KEY=VALUE ...]` prints what comes of it. An unknown key is
-an error, and so is a combination that cannot work.
+an error, and so is a combination that cannot work. A whole number is at most 10^15; any other is 0, or from 1e-30 to
+1e30 in size.
 
 The last column has Megatron-LM's name, with how it differs where it does not mean the same. Names of
 [other trainers](#names-of-other-trainers) are at the end.

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 LONGEST = 10**9  # seconds, 31 years: timers and timeouts of Python and torch overflow beyond a few billion
+# Beyond these lie the ends of int64 and fp32, in which training computes; bf16 and fp32 have the same exponents.
+LARGEST_WHOLE = 10**15
+LARGEST, SMALLEST = 1e30, 1e-30
 Seconds = Annotated[float, Field(ge=0.0, le=LONGEST)]
 PositiveSeconds = Annotated[float, Field(gt=0.0, le=LONGEST)]
 WholeSeconds = Annotated[int, Field(ge=1, le=LONGEST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-BOOL_FOR_ANOTHER_KIND = "bool_for_another_kind"  # an error type
+SampleCount = Annotated[int, Field(ge=0, le=10**6)]  # read at once, whole
+# Types of errors.
+BOOL_FOR_ANOTHER_KIND = "bool_for_another_kind"
+BEYOND_RANGE = "beyond_range"
 
 
 def _takes_bool(annotation: Any) -> bool:
     return annotation is bool or any(isinstance(choice, bool) for choice in get_args(annotation))
 
 
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    if isinstance(value, tuple | list):
+        for part in value:
+            yield from _numbers_in(part)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
 class Section(BaseModel):
-    """A section of the tree: frozen, finite, without unknown keys.
+    """A section of the tree: frozen, without unknown keys, its numbers such that training can compute with them.
 
     The string below a key is its meaning, with its unit in brackets at the end, for docs/configuration.md.
     """
@@ -45,3 +59,18 @@ class Section(BaseModel):
                     {"name": name, "given": str(value).lower()},
                 )
         return given
+
+    @field_validator("*")
+    @classmethod
+    def _is_in_range(cls, value: Any) -> Any:
+        for number in _numbers_in(value):
+            if isinstance(number, int) and abs(number) > LARGEST_WHOLE:
+                limit = "a whole number of at most 10^15"
+            elif isinstance(number, float) and abs(number) > LARGEST:
+                limit = f"a number of at most {LARGEST:g}"
+            elif isinstance(number, float) and 0 < abs(number) < SMALLEST:
+                limit = f"a number of at least {SMALLEST:g}"
+            else:
+                continue
+            raise PydanticCustomError(BEYOND_RANGE, "expected {limit} in size", {"limit": limit})
+        return value

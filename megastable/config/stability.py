@@ -242,7 +242,7 @@ class SnapshotConfig(Section):
 
     interval: NonNegativeInt = 10
     """Steps between rewind points; 0: none. [steps]"""
-    keep: PositiveInt = 4
+    keep: int = Field(default=4, ge=1, le=1000)
     """Number of rewind points, the newest and ever older ones, as a slow divergence is noticed late. [snapshots]"""
     memory_gib: PositiveFloat | None = Field(default=None, examples=[64.0])
     """Host memory per rank; null: a quarter of what is free. [GiB]"""

@@ -28,7 +28,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.profile import ProfileConfig
 from megastable.config.rules import impossible
-from megastable.config.section import Fraction, Section, WholeSeconds
+from megastable.config.section import Fraction, SampleCount, Section, WholeSeconds
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.warmups import BatchWarmup, SequenceWarmup, Stages, batches, pieces
@@ -75,7 +75,7 @@ class DataConfig(Section):
     """Ranges [first, end) of the sample order that are never trained on, `end` not included. [samples]"""
     keep_documents_apart: bool = False
     """Attention stays inside documents, and positions restart at each."""
-    prefetch: PositiveInt = 2
+    prefetch: int = Field(default=2, ge=1, le=1000)
     """Steps that are prepared in the background. [steps]"""
     accept_changed_manifest: bool = False
     """Resume although the corpus is not the one that the checkpoint was trained on."""
@@ -161,7 +161,7 @@ class TrainConfig(Section):
 
     steps: PositiveInt = 1000
     """Length of the run. [steps]"""
-    global_batch: PositiveInt = 64
+    global_batch: int = Field(default=64, ge=1, le=10**6)
     """Batch of a step, over all ranks. [samples]"""
     micro_batch: PositiveInt = 1
     """Batch of one forward pass on a rank. [samples]"""
@@ -173,9 +173,9 @@ class TrainConfig(Section):
     """Shorter sequences at the start of the run; null: none."""
     eval_interval: NonNegativeInt = 200
     """Steps between evaluations; 0: only at the end. [steps]"""
-    eval_samples: NonNegativeInt = 256
+    eval_samples: SampleCount = 256
     """Samples of the validation split, always the same ones; 0: never evaluate. [samples]"""
-    eval_samples_per_corpus: NonNegativeInt | None = Field(default=None, examples=[256])
+    eval_samples_per_corpus: SampleCount | None = Field(default=None, examples=[256])
     """In a blend, samples of each corpus for a loss of its own; null: `eval_samples` over the number of corpora at the
     start of the run; 0: none. [samples]"""
 
@@ -254,7 +254,7 @@ class PrecisionConfig(Section):
     """Precision of weights and activations."""
     fp8: Fp8Config | None = Field(default=None, examples=["current"])
     """FP8 for the blocks' linear layers: a recipe's name or a section; null: none."""
-    initial_scale_power: PositiveInt = 16
+    initial_scale_power: int = Field(default=16, ge=1, le=32)
     """fp16: the loss scale starts at 2 to this power."""
     scale_window: PositiveInt = 1000
     """fp16: steps without overflow before the loss scale doubles. [steps]"""

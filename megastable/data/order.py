@@ -128,7 +128,7 @@ class Order:
             if sequences < 1:
                 raise DataError(
                     f"corpus {corpus.name!r} has {corpus.tokens} tokens, a sequence needs "
-                    f"{sequence_length + 1}: shorten the sequences or add text"
+                    f"{sequence_length + 1}: lower model.sequence_length or add text"
                 )
         # Sorted by name, so that the order of `corpora` has no influence on the shuffle of a block.
         by_name = sorted(range(len(self.corpora)), key=lambda index: self.corpora[index].name)

@@ -13,7 +13,9 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+from megastable.base.collectives import agree
 from megastable.base.errors import ConfigError
+from megastable.base.free_memory import GIB, total
 from megastable.base.products import linear_of_parameter
 from megastable.config.tree import RunConfig
 from megastable.engine.patches import Partitioned
@@ -21,7 +23,9 @@ from megastable.model import gpt
 from megastable.model.init import initialise
 from megastable.model.kernels import DTYPES, Kernels
 from megastable.model.loss import LossFunction
+from megastable.model.sizes import matrix_elements
 from megastable.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megastable.parallel.layout import Layout
 from megastable.parallel.pipeline import partition
 from megastable.parallel.topology import ContextParallel, Topology
 
@@ -30,7 +34,9 @@ def build(
     config: RunConfig, ds_config: dict[str, Any], topology: Topology, kernels: Kernels, loss: LossFunction,
     cp: ContextParallel, device: torch.device,
 ) -> nn.Module:  # fmt: skip
-    """The model, or this rank's stage, with initial weights; under ZeRO 3 this rank's partition of them."""
+    """The model, or this rank's stage, with initial weights; under ZeRO 3 this rank's partition of them. ConfigError if
+    they cannot fit into memory."""
+    agree(partial(check_weights_fit, config, topology.layout, device))
     make = partial(_make, config, ds_config, topology, device)
     module: nn.Module
     if topology.layout.pipeline == 1:
@@ -39,6 +45,24 @@ def build(
         module = _Pipeline(config, kernels, topology, loss, cp, make)
     initialise(module, config.model, loss.tp, config.run.seed, topology.data_rank)
     return module
+
+
+def check_weights_fit(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    """ConfigError if a rank's even share of the weights alone is more than the memory of its device: before torch fails
+    at one of them with a traceback, or the host begins to end processes."""
+    ranks = layout.world if config.parallel.zero == 3 else layout.tensor * layout.pipeline
+    needed = matrix_elements(config.model) * DTYPES[config.precision.kind].itemsize // ranks
+    on_gpu = device.type == "cuda"
+    most = torch.cuda.get_device_properties(device).total_memory if on_gpu else total()
+    if needed > most:
+        m = config.model
+        raise ConfigError(
+            f"the weights of this model take {needed / GIB:.3g} GiB a rank, and {'a GPU' if on_gpu else 'this host'} "
+            f"has {most / GIB:.3g} GiB: lower model.layers={m.layers}, model.hidden={m.hidden}, model.head_dim="
+            f"{m.head_width}, model.ffn={m.ffn_width}, model.vocab_size={m.vocab_size} or model.vocab_multiple="
+            f"{m.vocab_multiple}, or share the model out over more ranks by parallel.tensor, parallel.pipeline or "
+            "parallel.zero=3"
+        )
 
 
 def _make(

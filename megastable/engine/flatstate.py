@@ -109,6 +109,8 @@ class FlatState:
         if "step" not in state:
             return
         lr, decay, (beta1, beta2) = of["lr"], of["weight_decay"], of["betas"]
+        if lr * decay == 1:  # nothing is left of w in w'
+            return
         count = state["step"].double()
         unbias1, unbias2 = 1 - beta1**count, 1 - beta2**count
         for w, m, v in zip(*(piece.split(CHUNK) for piece in held if piece is not None), strict=True):

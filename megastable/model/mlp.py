@@ -25,6 +25,7 @@ def gated(gate_up: Tensor, gelu: bool, clamp: float | None) -> Tensor:
     """As `swiglu`, with GELU (tanh) in place of SiLU, and with the gate at most `clamp` and up within ± `clamp`."""
     gate, up = gate_up.chunk(2, -1)
     if clamp is not None:
+        clamp = min(clamp, torch.finfo(gate_up.dtype).max)  # fp16 ends early
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
 

@@ -33,6 +33,13 @@ def block_cost(c: ModelConfig, block: int) -> float:
     return c.hidden * width + 3 * c.hidden * c.ffn_width + 2 * seen * c.heads * c.head_width
 
 
+def matrix_elements(c: ModelConfig) -> int:
+    """Elements of the model's matrices: all of its weights but those of the norms and biases, which are few."""
+    attention = c.head_width * 2 * (c.heads + c.key_value_heads)
+    block = c.hidden * (attention + 3 * c.ffn_width)
+    return c.layers * block + c.hidden * c.padded_vocab * (1 if c.tied else 2)
+
+
 def layer_costs(c: ModelConfig) -> list[tuple[float, bool]]:
     """For every layer (embedding, blocks, final norm, head): its cost per token, in multiply-adds, and whether it is a
     block."""

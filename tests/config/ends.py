@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,12 +9,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from megastable.config.section import Section
+from megastable.config.section import LARGEST, LARGEST_WHOLE, SMALLEST, Section
 from megastable.config.tree import RunConfig
 
-# No bound: more than any person means, and more than 64 bits hold.
-HUGE = {int: 10**20, float: sys.float_info.max}
-TINY = sys.float_info.min
+HUGE = {int: LARGEST_WHOLE, float: LARGEST}  # where a key has no bound of its own
 
 
 def cases(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -67,7 +64,7 @@ def _constraints(one: Any) -> list[Any]:
 
 
 def _above(kind: type, bound: float) -> Any:
-    return bound + 1 if kind is int else max(TINY, bound * (1 + 1e-15))
+    return bound + 1 if kind is int else max(SMALLEST, bound * (1 + 1e-15))
 
 
 def _below(kind: type, bound: float) -> Any:

@@ -77,7 +77,7 @@ def test_every_section_and_key_says_what_it_means(path: str) -> None:
         ("model.qk_norm", "true, false or full"),
         ("optimizer.lr", "number above 0"),
         ("optimizer.betas", "[number from 0 to 1, number from 0 to 1]"),
-        ("train.eval_samples", "whole number at least 0"),
+        ("train.eval_samples", "whole number from 0 to 1e+06"),
         ("parallel.zero", "0, 1, 2 or 3"),
         ("precision.fp8.history", "whole number from 1 to 1024"),
         ("supervise.metrics_port", "whole number from 0 to 65535"),
