@@ -32,7 +32,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
         layers=draw(st.integers(1, 99)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
         hidden=draw(st.integers(1, 9999)), head_dim=2 * draw(st.integers(1, 128)), ffn=draw(st.integers(1, 9999)),
         vocab_size=draw(st.integers(1, 10**6)), tied=draw(st.booleans()),
-        norm_eps=draw(st.floats(1e-8, 1e-2)), rope_theta=draw(st.floats(1, 1e8)),
+        norm_eps=draw(st.floats(1e-8, 1e-2)), rope_theta=draw(st.floats(1.5, 1e8)),
         sequence_length=draw(st.integers(1, 10**6)), **{"rope_scaling": scaling} | chosen,
     )  # fmt: skip
 
