@@ -40,7 +40,6 @@ GAIN = 0.005  # nats of the data to come, at least, for suspects that pay
 LEARNT = 0.05  # nats, at least: other text of the same language teaches a little
 BY_HEART = 0.1  # of the loss of the data to come, below which a sample is known by heart
 GUESSING = 0.95  # of the entropy of guessing, above which a loss shows no knowledge
-FEW = 64  # samples that a verdict without a clear win may take away
 HELD_OUT = 64  # most suspects that neither branch is trained on
 
 
@@ -148,11 +147,14 @@ def _without_gains(after: Floats, control: Floats, least: float, most: float) ->
     return np.where(empty, control, after)
 
 
-def is_harmless(trial: HarmTrial, convicted: int, gross: bool) -> bool:
-    """Whether suspects are trained on all the same. convicted: how many would be taken away; gross: by themselves, they
-    are far out."""
-    few = gross and 0 < convicted <= FEW
+def is_harmless(trial: HarmTrial, few: bool) -> bool:
+    """Whether suspects are trained on all the same. few: they are, and each is far out by itself."""
     return trial.pays or (not few and trial.verdict in (TrialVerdict.NEW, TrialVerdict.NOISE))
+
+
+def is_clear(trial: HarmTrial) -> bool:
+    """Whether a trial shows that suspects do harm."""
+    return trial.verdict in (TrialVerdict.BAD, TrialVerdict.MIXED)
 
 
 def choose_held_out(suspects: Int64s) -> Int64s:

@@ -29,7 +29,6 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 REFERENCE = 256  # harmless samples whose tokens are read
-FARTHEST = 1 << 12  # most batches ahead that are searched
 NOBODY = Conclusion(Cause.STATE, [], [], "the samples are easy, but do not repeat themselves")
 
 
@@ -72,7 +71,9 @@ class ByHeart:
             or not suspects.easy(self.met.of(latest), self.usual, self.threshold)
         ):
             return NOBODY
-        side = region.grow(self._probe, self.size, suspects.HALF, self.budget, FARTHEST, suspects.FEW_AT_MOST)
+        side = region.grow(
+            self._probe, self.size, suspects.HALF, self.budget, region.FARTHEST, suspects.FEW_AT_MOST
+        )
         if side.endless:  # no end was found: only samples already met are convicted
             side = replace(side, reach=0)
         cut = None

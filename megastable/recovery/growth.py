@@ -72,12 +72,11 @@ class Growth:
         between = np.count_nonzero((mine >= guilty.min()) & (mine <= guilty.max()))
         share = guilty.size / max(int(between), self.size)
         self.share = min(1.0, max(THINNEST if guilty.size >= FEW else 2 * THINNEST, share))
-        farthest = min(region.FARTHEST, REACH // self.size)
-        self.ahead: Side = region.grow(self._ahead, self.size, self.share, self._left, farthest)
+        self.ahead: Side = region.grow(self._ahead, self.size, self.share, self._left)
         if self.ahead.found and self.ahead.reach and not self.ahead.clean:
             # No end was found: of rare corpora too little is within reach.
             self.ahead = replace(self.ahead, found=False, endless=True)
-        self.ahead = self._followed(farthest)
+        self.ahead = self._followed()
         self.looked_behind: dict[int, ExaminedBatch] = {}
         self.back: Side = region.grow(self._behind, self.size, self.share, len(e.behind))
 
@@ -103,7 +102,7 @@ class Growth:
             self.pulls[number] = positions.size == self.size and self.of.norm(positions) > self.of.pull
         return self.pulls[number]
 
-    def _followed(self, farthest: int) -> Side:
+    def _followed(self) -> Side:
         """How far the region extends by batch gradients, if beyond its apparent end come samples that are bad together
         but unlike those of the window."""
         if self.ahead.endless or not math.isfinite(self.of.pull) or not self._pulling(self.ahead.reach + 1):
@@ -111,7 +110,7 @@ class Growth:
         self.follows = True
         budget = self._left // (region.FORWARD + 1)
         # Batches of further epochs have the bad samples among others, too.
-        found = region.grow(self._ahead, self.size, 1.0, budget, farthest, enough=SOLID_END)
+        found = region.grow(self._ahead, self.size, 1.0, budget, enough=SOLID_END)
         self.follows = found.found and not found.endless and bool(found.clean)
         return found if self.follows else self.ahead
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megastable.attribution.harm import HarmTrial, TrialVerdict, is_harmless
+from megastable.attribution.harm import HarmTrial, TrialVerdict, is_clear, is_harmless
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
@@ -42,6 +42,9 @@ from megastable.stability.robust import Trend
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Finding, Verdict
 from megastable.stability.trends import Trends
+
+# Most samples that one trial takes away: so many, or this share of those read.
+TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Rewinding:
             last_resort,
         )
         self.guard, self.selection, self.trends = guard, selection, trends
-        samples.try_aside = self.try_aside
+        samples.why_keep = self.why_keep
         self.log, self.phase = log, phase
 
     def go_back(self, t: Tripped) -> RunState | None:
@@ -125,13 +128,16 @@ class Rewinding:
             if outlook is not None:
                 trial = self.trials.hold(conclusion, window, snapshot, left_out, outlook)
             if trial is not None:
-                if is_harmless(trial, len(conclusion.convicted), conclusion.gross):
+                few = conclusion.few and policy.may_take_untried(len(conclusion.convicted))
+                if is_harmless(trial, few):
                     if not trial.damaged:
                         return self._train_through(t, conclusion, trial, snapshot, present, begin)
                     # The state was damaged, but not by these samples: all of them are read again.
                     conclusion, window = _of_state(conclusion, trial), []
                 else:
-                    conclusion = _after_trial(conclusion, trial)
+                    conclusion = _after_trial(conclusion, trial, t.done.state.cursor)
+                    if not is_clear(trial):
+                        policy.take_untried(len(conclusion.convicted))
         suspect = conclusion.cause in BLAMELESS and self.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
@@ -174,7 +180,21 @@ class Rewinding:
             self.loader.go_to(state.cursor, self.selection())
         return back
 
-    def try_aside(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> HarmTrial | None:
+    def why_keep(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> tuple[str, bool]:
+        """Why samples that were found bad on the present state are trained on all the same, as a sentence, and whether
+        they are new; "": they are to be skipped. Those that are few and far out by themselves need no trial."""
+        policy, count = self.guard.policy, len(found.convicted)
+        few = found.few and policy.may_take_untried(count)
+        trial = None if few else self._try_aside(found, window, state)
+        if trial is not None and is_harmless(trial, few=False):
+            return trial.reason, trial.verdict is TrialVerdict.NEW
+        if trial is None and not (few or policy.may_take_untried(count)):
+            return f"{found.reason}; but {count} samples are too many to skip without a trial", False
+        if trial is None or not is_clear(trial):
+            policy.take_untried(count)
+        return "", False
+
+    def _try_aside(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> HarmTrial | None:
         """Try suspects on the newest good snapshot from before `window`, and return to the state of now, where the run
         stays. None: there is no room for it, or no such snapshot."""
         if not self.points.may_look or not window:
@@ -245,7 +265,7 @@ class Rewinding:
                 self.samples.nobody(case, found, state.step, seconds)
             return None
         trial = self.trials.hold(found, window, snapshot, left_out, outlook)
-        if trial is not None and is_harmless(trial, len(found.convicted), found.gross):
+        if trial is not None and is_harmless(trial, few=False):
             self.points.restore(present)
             self.guard.train_through()
             self.samples.nobody(
@@ -371,7 +391,7 @@ class Rewinding:
         incident = self.incident_log.incident
         # After a fault of the hardware the same steps are done again, as they should have been.
         hardware = incident is not None and incident.cause is Cause.HARDWARE
-        if not hardware and self.guard.policy.rewound(back.updates):
+        if not hardware and self.guard.policy.rewound(back.updates, state.step - back.step):
             c = self.guard.policy.config
             self.log.emit(
                 RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup), say=True
@@ -399,10 +419,14 @@ def _of_state(found: Conclusion, trial: HarmTrial) -> Conclusion:
     )
 
 
-def _after_trial(found: Conclusion, trial: HarmTrial) -> Conclusion:
-    """With the trial's words; what teaches something is deferred to the end of the run."""
+def _after_trial(found: Conclusion, trial: HarmTrial, read: int) -> Conclusion:
+    """With the trial's words; what teaches something is deferred to the end of the run. One trial takes away a limited
+    number of samples: what lies beyond is tried on the state that reaches it. read: samples so far."""
     found = replace(found, reason=f"{found.reason}. {trial.reason}")
-    if found.cause is not Cause.DATA or trial.verdict is not TrialVerdict.MIXED:
+    if found.cause is not Cause.DATA:
+        return found
+    found = found.first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
+    if trial.verdict is not TrialVerdict.MIXED or found.few:
         return found
     return replace(found, guilty=[], inferred=[], later=found.convicted)
 

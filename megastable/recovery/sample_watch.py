@@ -15,7 +15,6 @@ from typing import Literal
 
 import numpy as np
 
-from megastable.attribution.harm import FEW, HarmTrial, is_harmless
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
 from megastable.config.stability import StabilityConfig
@@ -65,8 +64,8 @@ class SampleWatch:
     ) -> None:
         self.config, self.incident_log = config, incident_log
         self.log, self.phase, self.selection = log, phase, selection
-        # Tries suspects of some steps; set by who can rewind.
-        self.try_aside: Callable[[Conclusion, Sequence[Trained], RunState], HarmTrial | None] = _untried
+        # Tries the suspects of some steps; set by who can rewind.
+        self.why_keep: Callable[[Conclusion, Sequence[Trained], RunState], tuple[str, bool]] = _untried
         self._names = [corpus.name for corpus in incident_log.source.order.corpora]
         self._looked, self._rest, self._kinds = 0, Rest(), Rest()
         self.rewind(state or WatchState())
@@ -303,18 +302,12 @@ class SampleWatch:
         if found.cause is not Cause.DATA or not found.guilty:
             self.nobody(case, found, state.step, seconds)
             return None
-        few = len(found.convicted) <= FEW and found.gross
-        trial = None if few else self.try_aside(found, window, state)
+        why, new = self.why_keep(found, window, state)
         seconds = time.perf_counter() - begin
-        if trial is not None and is_harmless(trial, len(found.convicted), found.gross):
-            self.nobody(case, replace(found, reason=trial.reason), state.step, seconds)
-            self.begin_again()
-            return None
-        if trial is None and len(found.convicted) > FEW:
-            untried = (
-                f"{len(found.convicted)} samples would be skipped, and no snapshot is left to try them on"
-            )
-            self.nobody(case, replace(found, reason=f"{found.reason}; {untried}"), state.step, seconds)
+        if why:
+            self.nobody(case, replace(found, reason=why), state.step, seconds)
+            if new:
+                self.begin_again()
             return None
         self.skip(case, found, window, state, laboratory.loader, seconds)
         return found
@@ -415,8 +408,8 @@ class SampleWatch:
         return max(0, min(c.ahead, c.ahead + step // c.ahead_every - self._looked))
 
 
-def _untried(found: Conclusion, window: Sequence[Trained], state: RunState) -> None:
-    return None
+def _untried(found: Conclusion, window: Sequence[Trained], state: RunState) -> tuple[str, bool]:
+    return "", False
 
 
 def _until(rest: Rest) -> int:

@@ -30,6 +30,7 @@ from megastable.stability.robust import Trend
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
+FEW = 64  # samples that may be taken away without a clear win in a trial
 SURE = 12.0  # log10 of odds: larger values are not meaningful
 WORSE = 0.05  # nats: a healthy state only improves on what it was trained on
 LIKE = 0.8  # times the deviation of a sample convicted by its gradient: similar samples beyond it are bad
@@ -91,9 +92,15 @@ class Conclusion:
         return sorted({*self.guilty, *self.inferred})
 
     @property
-    def gross(self) -> bool:
-        """Whether most of the samples are far out by themselves, each of them."""
-        return 2 * len(self.alone) >= len(self.convicted)
+    def few(self) -> bool:
+        """Whether a few samples are named, most of them far out by themselves."""
+        return 0 < len(self.convicted) <= min(FEW, 2 * len(self.alone))
+
+    def first(self, most: int) -> Conclusion:
+        """With the first `most` samples only."""
+        kept = set(self.convicted[:most])
+        guilty, inferred = ([p for p in named if p in kept] for named in (self.guilty, self.inferred))
+        return replace(self, guilty=guilty, inferred=inferred)
 
     def individuals(self, met: set[int]) -> Conclusion:
         """Without the samples of `met` that are not convicted individually; any other guilty sample resembles the

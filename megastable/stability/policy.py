@@ -22,6 +22,10 @@ from megastable.stability.policy_state import Alert, PolicyState, Taken
 from megastable.stability.signals import Finding, Verdict
 
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions span a few batches
+SAME_PLACE = 3  # rewinds within `SUSPICION` steps: another would end as they did
+UNTRIED, UNTRIED_STEPS = 64, 1000  # samples that are taken away without a clear win, in so many steps
+# Steps that a run may do again: this share, or so many if that is more.
+REDONE_SHARE, REDONE = 0.05, 64
 BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # causes that clear the data, the hardware and the numerics
 
 
@@ -94,6 +98,16 @@ class Policy:
         last.odds = odds
         last.weak = () if self._strong(last) else tuple(positions)
 
+    def may_take_untried(self, count: int) -> bool:
+        """Whether so many samples more may be taken away without a clear win in a trial."""
+        s = self.state
+        s.untried = [(clock, taken) for clock, taken in s.untried if s.clock - clock < UNTRIED_STEPS]
+        return sum(taken for _, taken in s.untried) + count <= UNTRIED
+
+    def take_untried(self, count: int) -> None:
+        """So many were taken away."""
+        self.state.untried.append((self.state.clock, count))
+
     def escalate(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
         """A discarded update that turned out to be worse: the state itself is not finite."""
         return self._climb(finding, reason, oldest, damaged=True)
@@ -101,7 +115,8 @@ class Policy:
     def may_look_back(self, onset: int, oldest: int | None) -> bool:
         """Whether steps from `onset` on may be examined on an earlier state, and undone if samples are guilty. oldest:
         as in `decide`."""
-        return oldest is not None and oldest < onset and not self._spent(Action.REWIND)
+        found = Finding(self.state.clock, Verdict.SHIFT, 1.0, onset)
+        return oldest is not None and oldest < onset and not self._forbids_rewind(found)
 
     def convicted(self, finding: Finding, reason: str) -> Decision:
         """Samples of steps without an alarm of their own were found guilty: rewind to before them."""
@@ -149,9 +164,9 @@ class Policy:
             reason = f"{reason}; {have}, and it began at step {finding.onset}"
             if finding.verdict is not Verdict.CORRUPTED:  # a chip that lied says nothing of the points
                 self._weigh(Clue.NO_POINT)
-        elif self._spent(Action.REWIND):
-            reason = f"{reason}; {self._budget(Action.REWIND)} are spent"
-        if not old and not self._spent(Action.REWIND):
+        elif forbidden := self._forbids_rewind(finding):
+            reason = f"{reason}; {forbidden}"
+        if not old and not self._forbids_rewind(finding):
             action = Action.REWIND
         else:
             convicted = damaged or self._odds(Cause.STATE) >= self.config.odds_handover
@@ -261,6 +276,23 @@ class Policy:
             others = self._count(action) - strong - hardware
             return others >= c.rewinds or strong >= c.data_rewinds or hardware >= c.rewinds
         return self._count(action) >= (c.swaps if action is Action.SWAP_CORPUS else c.handovers)
+
+    def _forbids_rewind(self, finding: Finding) -> str:
+        """Why the run may not be rewound for a finding, as a clause; empty if it may."""
+        if self._spent(Action.REWIND):
+            return f"{self._budget(Action.REWIND)} are spent"
+        if finding.verdict in (Verdict.NON_FINITE, Verdict.CORRUPTED):
+            return ""  # nothing else is left
+        s = self.state
+        here = [
+            t for t in s.taken
+            if t.action is Action.REWIND and t.cause is not Cause.HARDWARE and abs(t.step - finding.step) < SUSPICION
+        ]  # fmt: skip
+        if len(here) >= SAME_PLACE:
+            return f"it was rewound {SAME_PLACE} times around step {finding.step} already"
+        if s.redone >= max(REDONE, REDONE_SHARE * s.clock):
+            return f"{s.redone} steps were done again already"
+        return ""
 
     def _strong(self, taken: Taken) -> bool:
         return taken.cause is Cause.DATA and taken.odds >= self.config.odds_swap
@@ -467,8 +499,9 @@ class Policy:
         share = learning_rate_limits.after_rewind(s.rewound, updates, c)
         return learning_rate_limits.limited(s.limits, updates, scheduled, c.rewarm_steps, share)
 
-    def rewound(self, updates: int) -> bool:
-        """The run was rewound to `updates` applied ones: whether the rate warms up from there."""
+    def rewound(self, updates: int, redone: int) -> bool:
+        """The run was rewound to `updates` applied ones, by `redone` steps: whether the rate warms up from there."""
+        self.state.redone += redone
         if self.config.rewind_warmup:
             self.state.rewound = updates
         return self.config.rewind_warmup > 0

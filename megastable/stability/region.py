@@ -21,7 +21,7 @@ STRAY = 0.005  # share of harmless samples that look bad
 SOLID = 0.85  # maximum required share of bad samples: some look ordinary even if all are bad
 CLEAN = 3  # spots in a row
 LARGEST = 16  # maximum batches per spot: anything thinner is not a region
-FARTHEST = 1 << 16  # batches
+FARTHEST = 256  # batches: what goes on for longer is a new phase
 FORWARD = 3  # forward passes in the time of a step
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.attribution.harm import (
-    FEW,
     HELD_OUT,
     BranchLosses,
     HarmTrial,
     TrialVerdict,
     choose_held_out,
+    is_clear,
     is_harmless,
     judge_trial,
     mean_difference,
@@ -85,11 +85,10 @@ def test_damage_that_the_same_steps_do_not_make() -> None:
 
 
 def test_gross_and_few_are_trained_on_only_where_that_pays() -> None:
-    pays, learns, nothing, bad = (judge(*of) for of in ((-0.3, 1.0), (0.0, 1.0), (0.0, 0.0), (0.2, 0.0)))
-    assert [is_harmless(t, FEW, True) for t in (pays, learns, nothing, bad)] == [True, False, False, False]
-    assert [is_harmless(t, FEW, False) for t in (pays, learns, nothing, bad)] == [True, True, True, False]
-    assert [is_harmless(t, FEW + 1, True) for t in (pays, learns, nothing, bad)] == [True, True, True, False]
-    assert is_harmless(nothing, 0, True)  # nobody is accused
+    trials = [judge(*of) for of in ((-0.3, 1.0), (0.0, 1.0), (0.0, 0.0), (0.2, 0.0), (0.2, 1.0))]
+    assert [is_harmless(t, few=True) for t in trials] == [True, False, False, False, False]
+    assert [is_harmless(t, few=False) for t in trials] == [True, True, True, False, False]
+    assert [is_clear(t) for t in trials] == [False, False, False, True, True]
 
 
 def test_a_mean_difference_has_the_error_of_its_pairs() -> None:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from megastable.attribution.harm import HarmTrial, TrialVerdict
 from megastable.base.errors import DataError
 from megastable.config.stability import PolicyConfig, StabilityConfig
 from megastable.data.skips import Skips
@@ -81,9 +80,6 @@ class Texts:
         return np.arange(steps * self.batch).reshape(steps, -1)
 
 
-BAD = HarmTrial(TrialVerdict.BAD, 0.1, 0.01, 0.0, 0.01, 99, 16, pays=False, damaged=False)
-
-
 class Made:
     """A watch, what it wrote and said, and whom it convicted."""
 
@@ -99,7 +95,6 @@ class Made:
             StabilityConfig(), made, self.log, lambda phase: None,
             lambda: KEPT,  # type: ignore[arg-type, return-value]
         )  # fmt: skip
-        self.watch.try_aside = lambda *_: BAD
 
 
 def case(step: int, **changes: Any) -> Waiting:

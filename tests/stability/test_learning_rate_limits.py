@@ -233,20 +233,22 @@ def test_the_rate_warms_up_after_a_rewind(rewound: int | None, updates: int, sha
 
 def test_a_policy_without_it_remembers_no_rewind() -> None:
     policy = Policy(CONFIG)
-    assert not policy.rewound(30) and policy.state == PolicyState() and policy.rate(30, 1.0) == 1.0
+    assert (
+        not policy.rewound(30, 10) and policy.state == PolicyState(redone=10) and policy.rate(30, 1.0) == 1.0
+    )
 
 
 def test_a_second_rewind_begins_again() -> None:
     policy = Policy(WARMUP)
-    assert policy.rewound(30)
+    assert policy.rewound(30, 10)
     assert [policy.rate(n, 2.0) for n in (30, 40, 50)] == pytest.approx([0.4, 1.2, 2.0])
-    policy.rewound(35)
+    policy.rewound(35, 10)
     assert [policy.rate(n, 2.0) for n in (35, 45, 55)] == pytest.approx([0.4, 1.2, 2.0])
 
 
 def test_a_restart_goes_on_with_it() -> None:
     policy = Policy(WARMUP)
-    policy.rewound(30)
+    policy.rewound(30, 10)
     again = Policy(WARMUP, PolicyState.model_validate_json(policy.state.model_dump_json()))
     again.resumed(36, 36)
     assert [again.rate(n, 1.0) for n in range(36, 60)] == [policy.rate(n, 1.0) for n in range(36, 60)]
@@ -272,7 +274,7 @@ def test_with_a_cut_the_lower_warmup_holds() -> None:
     policy = Policy(PolicyConfig(rewind_warmup=10, rewind_warmup_from=0.5))
     cut(policy)
     at = policy.state.limits[0].updates
-    policy.rewound(at)
+    policy.rewound(at, 10)
     rewarm = 0.1 + 0.9 * 5 / REWARM
     assert policy.rate(at, 1.0) == pytest.approx(0.05) and policy.rate(at + 5, 1.0) == pytest.approx(
         0.5 * rewarm

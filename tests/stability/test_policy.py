@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.odds import Clue, Examined
-from megastable.stability.policy import SUSPICION, Policy
+from megastable.stability.policy import SAME_PLACE, SUSPICION, UNTRIED, UNTRIED_STEPS, Policy
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Verdict
 from tests.stability.policies import CONFIG, VERDICTS, run, seen, trip
@@ -204,6 +204,42 @@ def test_rewinds_for_data_that_were_proven_do_not_use_the_budget_up() -> None:
     assert [trip(weak, s, Cause.DATA, found=Examined(odds=0.5)) for s in steps][-1] is Action.ALERT
 
 
+# Bounds that nothing passes
+
+
+@pytest.mark.parametrize("cause", [Cause.DATA, Cause.STATE])
+def test_the_same_place_is_not_rewound_to_again_and_again(cause: Cause) -> None:
+    policy = Policy(CONFIG)
+    actions = [trip(policy, 100 + i % 2, cause, found=UNKNOWN) for i in range(6)]
+    assert actions[:SAME_PLACE] == [Action.REWIND] * SAME_PLACE
+    assert actions[SAME_PLACE:] == [Action.ALERT, *[Action.APPLY] * (5 - SAME_PLACE)]
+    assert trip(policy, 101 + SUSPICION, cause, found=UNKNOWN) is Action.REWIND  # another place
+
+
+def test_a_run_does_only_some_of_its_steps_again() -> None:
+    policy, found = Policy(CONFIG), []
+    for step in range(100, 1100, 100):
+        found.append(trip(policy, step, Cause.DATA))
+        policy.rewound(step - 10, 10)
+    assert found == [Action.REWIND] * 7 + [Action.ALERT] + [Action.APPLY] * 2
+    assert policy.decide(seen(1100, Verdict.CORRUPTED), 0).action is Action.REWIND  # that cannot wait
+    assert (
+        trip(Policy(CONFIG, policy.state.model_copy(update={"alert": None})), 2100, Cause.DATA)
+        is Action.REWIND
+    )
+
+
+def test_what_is_taken_away_untried_is_limited_in_a_thousand_steps() -> None:
+    policy = Policy(CONFIG)
+    assert policy.may_take_untried(UNTRIED) and not policy.may_take_untried(UNTRIED + 1)
+    policy.take_untried(UNTRIED - 1)
+    assert policy.may_take_untried(1) and not policy.may_take_untried(2)
+    run(policy, [seen(UNTRIED_STEPS - 1)])
+    assert not policy.may_take_untried(2)
+    run(policy, [seen(UNTRIED_STEPS)])
+    assert policy.may_take_untried(UNTRIED)
+
+
 # What each remedy needs
 
 
@@ -212,7 +248,7 @@ def rate_odds(policy: Policy) -> float:
     return policy.state.account.odds(Cause.LEARNING_RATE)
 
 
-def until_cut(policy: Policy, found: Examined, step: int = 100, apart: int = 5) -> list[Action]:
+def until_cut(policy: Policy, found: Examined, step: int = 100, apart: int = 8) -> list[Action]:
     """Incidents with nobody guilty, until something else than a rewind is done."""
     actions: list[Action] = []
     while not actions or (actions[-1] is Action.REWIND and len(actions) < 8):
@@ -247,7 +283,7 @@ def test_adjacent_trouble_is_not_called_recurred() -> None:
 
 def test_two_bad_regions_in_a_row_are_not_the_learning_rate() -> None:
     policy = Policy(CONFIG)
-    for step in range(100, 150, 5):
+    for step in range(100, 180, 8):
         assert trip(policy, step, Cause.DATA) is Action.REWIND
         assert not policy.recurred()
     assert rate_odds(policy) < 0
@@ -341,9 +377,9 @@ def test_what_was_convicted_in_a_chain_that_is_explained_stays_out() -> None:
 def test_a_checkpoint_that_is_the_suspect_and_the_only_one_convicts_no_rate() -> None:
     """There is nothing before it to go back to (origin.py looked): rewinds, and at last an alert, but no cut."""
     policy, found = Policy(CONFIG), Examined(odds=2.0, beginning=True)
-    actions = [trip(policy, 100 + i, Cause.STATE, found=found) for i in range(CONFIG.rewinds)]
+    actions = [trip(policy, 100 + 8 * i, Cause.STATE, found=found) for i in range(CONFIG.rewinds)]
     assert actions == [Action.REWIND] * CONFIG.rewinds
-    decision = policy.decide(seen(109, Verdict.SPIKE), 0)
+    decision = policy.decide(seen(100 + 8 * CONFIG.rewinds, Verdict.SPIKE), 0)
     assert decision.action is Action.HANDOVER  # if there is one after all
     assert policy.cannot_hand_over(decision, "there is none").action is Action.ALERT
     assert not policy.state.limits and rate_odds(policy) < 0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.stability import region as search
 from megastable.stability.region import (
     CLEAN,
     FARTHEST,
@@ -19,10 +20,12 @@ from megastable.stability.region import (
     Spot,
     below,
     end_in_words,
-    grow,
     spot,
     spread,
 )
+
+FAR = 1 << 16  # farther than a search of a run goes
+grow = partial(search.grow, farthest=FAR)
 
 BATCH = 16
 
@@ -109,7 +112,7 @@ def test_a_spot_asks_for_half_way_between_the_fewest_and_the_most(
 def test_what_never_ends_is_told_from_what_is_long() -> None:
     probe, asked = region(10**9)
     side = grow(probe, BATCH, 1.0, budget=120)
-    assert side.endless and max(asked) <= FARTHEST and len(asked) < 20
+    assert side.endless and max(asked) <= FAR and len(asked) < 20
     probe, _ = region(BATCH * FARTHEST // 8)
     assert not grow(probe, BATCH, 1.0, budget=120).endless
 
@@ -120,14 +123,16 @@ def test_a_solid_region_ends_at_fewer_clean_spots_where_that_is_asked_for() -> N
 
 def test_a_clean_spot_at_the_far_end_is_no_end() -> None:
     """Nearly everything that anybody can look at is bad: that is the state, whatever the last spot says."""
-    side = grow(lambda batch: BATCH if batch < 3 * FARTHEST // 4 else 0, BATCH, 1.0, 1000)
+    side = search.grow(lambda batch: BATCH if batch < 3 * FARTHEST // 4 else 0, BATCH, 1.0, 1000)
     assert side.endless and not side.found
 
 
 @pytest.mark.parametrize("size", [16, 32, 256, 1024, 4096])
 def test_what_never_ends_is_told_with_batches_of_any_size(size: int) -> None:
     """Ahead, a search reaches a number of samples, not of batches."""
-    side = grow(lambda batch: size if batch < (1 << 20) // size else None, size, 1.0, 120, (1 << 20) // size)
+    side = grow(
+        lambda batch: size if batch < (1 << 20) // size else None, size, 1.0, 120, farthest=(1 << 20) // size
+    )
     assert side.endless and not side.found
 
 
