@@ -92,7 +92,7 @@ class Trainer:
             self.checkpoints.begin(self.state.step, saved=start.restored is None)
             self.recovery = Recovery(
                 c, self.engine, loader, self.run, order.skipping, self.state, self.log, heart.phase,
-                self.checkpoints.settle, start.suspects,
+                self.checkpoints.settle, start.suspects, self.evaluation.micro_batches if self.evaluation else [],
             )  # fmt: skip
             self.copies = MemoryCopies(
                 start.memory, self.engine, self.recovery.points.ring, self.log, start.frozen, start.lineage,

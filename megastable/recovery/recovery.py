@@ -17,7 +17,7 @@ from megastable.base.collectives import first, shared
 from megastable.base.errors import MegastableError, UnstableError
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
-from megastable.data.loader import Loader, Step
+from megastable.data.loader import Loader, MicroBatch, Step
 from megastable.data.skips import Selection
 from megastable.engine import nan_locator
 from megastable.engine.engine import Engine
@@ -32,6 +32,7 @@ from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.numerics_choice import NumericsChoice
 from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
+from megastable.recovery.probe_watch import EVERY, ProbeWatch
 from megastable.recovery.replays import Replays
 from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped
@@ -94,6 +95,7 @@ class Recovery:
         phase: Callable[[str], None],
         settle: Callable[[], None] = lambda: None,
         changed: Sequence[str] = (),
+        held_out: Sequence[MicroBatch] = (),
     ) -> None:
         self.config, self.settings = config, config.stability
         self.engine, self.loader, self.run, self.skipping = engine, loader, run, skipping
@@ -131,9 +133,10 @@ class Recovery:
         self.last_resort = LastResort(
             run, self.incident_log, self.origin, self.guard, self.points.since, log, settle
         )
+        self.probe = ProbeWatch(config, engine, loader, held_out, log)
         self.rewinding = Rewinding(
             config, engine, loader, self.points, self.replays, self.rates, self.incident_log, self.origin,
-            self.samples, self.trends, self.last_resort, self.guard, self._selection, log, phase,
+            self.samples, self.trends, self.last_resort, self.guard, self._selection, log, phase, self.probe,
         )  # fmt: skip
         if self.acts:
             self._take(state)
@@ -269,8 +272,11 @@ class Recovery:
         back = self._carry_out(done)
         if back is None and self.acts and self.decision is not None:
             back = self._look_at_samples(self.decision, done)
+        if back is None and self.acts and done.applied:
+            back = self._look_at_probe(done)
         if back is not None:
             self.hardware.rewound(back.step)
+            self.probe.trend.rewind(back.step)
             return StepOutcome(back, rewound=True)
         if done.state.discards_in_a_row >= self.settings.max_discards:
             raise self._refused_too_often(done)
@@ -352,6 +358,18 @@ class Recovery:
             self.guard.policy.explained()
             self.guard.policy.skipped(found.convicted, found.odds)
         return None
+
+    def _look_at_probe(self, done: StepResult) -> RunState | None:
+        """At every snapshot, and once in a while, whether the model is worse on samples that it is not trained on; the
+        new state if the run is rewound for it."""
+        state, policy = done.state, self.guard.policy
+        if state.step % EVERY and state.step not in self.points.ring.steps[-1:]:
+            return None
+        rise = self.probe.look(state.step)
+        if rise is None or not policy.may_look_back(rise.before + 1, self.points.oldest):
+            return None
+        finding = Finding(state.step, Verdict.DAMAGE, 1.0, rise.before + 1, rise.reason, on_trend=False)
+        return self._rewind(policy.convicted(finding, rise.reason), done, "")
 
     def _carry_out(self, done: StepResult) -> RunState | None:
         """The new state, if the run is rewound."""
@@ -442,6 +460,7 @@ class Recovery:
             back = self._rewind(decision, done, damage)
             assert back is not None, "only what the detector suspects is tried"
             self.hardware.rewound(back.step)
+            self.probe.trend.rewind(back.step)
             return StepOutcome(back, rewound=True)
         self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
         raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)

@@ -21,6 +21,7 @@ from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
+from megastable.recovery.probe_watch import ProbeWatch
 from megastable.recovery.replays import UNSTEADY, Harmless, Replays
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained
@@ -79,7 +80,9 @@ class Rewinding:
         selection: Callable[[], Selection],
         log: RunLog,
         phase: Callable[[str], None],
+        probe: ProbeWatch,
     ) -> None:
+        self.probe = probe
         self.trials = Trials(
             config, engine, points, lambda updates, rate: guard.policy.rate(updates, rate), phase
         )
@@ -172,9 +175,13 @@ class Rewinding:
             refused = []
         else:
             self.points.restore(present)
-        self.guard.train_through()
-        self.samples.begin_again()
-        self.trends.changed()
+        if t.decision.finding.verdict is Verdict.DAMAGE:
+            self.guard.policy.trained_through()
+            self.probe.accept(state.step)
+        else:
+            self.guard.train_through()
+            self.samples.begin_again()
+            self.trends.changed()
         self.incident_log.train_through(found, state, refused, trial.reason, seconds)
         if refused:
             self.loader.go_to(state.cursor, self.selection())
@@ -289,6 +296,8 @@ class Rewinding:
         """Whether all runs of the step differ; what is proven about the hardware, a sentence, or ""; how the step is
         harmless."""
         unsteady, damage, harmless = False, t.damage, t.harmless
+        if t.done.applied:  # the state that it was done on is gone
+            return unsteady, damage, harmless
         if not damage and not harmless:
             unsteady, damage = self.replays.compare(
                 t.done.batch, t.done.measured, t.done.state.step, t.decision.finding.verdict

@@ -36,6 +36,7 @@ class Verdict(StrEnum):
     PLATEAU = "plateau"  # settled above the level that was reached before
     OSCILLATION = "oscillation"  # wider swings up and down than before
     SHIFT = "shift"  # another level or scatter of the loss, with an ordinary gradient norm: other data
+    DAMAGE = "damage"  # the probe samples, which are never trained on, are harder than before
     CORRUPTED = "corrupted"  # copies of the state that must be equal differ, or a gradient is proven wrong
     TRICKLE = "trickle"  # single samples stand out more often than before, even if no step does
 

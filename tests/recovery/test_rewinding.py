@@ -43,7 +43,7 @@ FOUND = Conclusion(
 def shell(policy: Policy) -> Any:
     """All that it talks to is made up; the present state is that of step 40, the good one that of step 30."""
     fields = ("config", "engine", "loader", "points", "replays", "rates", "incident_log", "origin", "samples",
-              "trends", "last_resort", "guard", "selection", "log", "phase")  # fmt: skip
+              "trends", "last_resort", "guard", "selection", "log", "phase", "probe")  # fmt: skip
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
     rewinding.trials = MagicMock()

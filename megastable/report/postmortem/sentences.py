@@ -21,6 +21,7 @@ TYPES = {
 }
 CAUSES = {
     "data": "data: samples that are bad on the good state as well",
+    "new_data": "new data: the run learns from it, or it does no harm",
     "numerics": "numerics: the same step is harmless without FP8, or without a kernel",
     "state": "state: the weights or the optimizer's state: the same data is harmless on the good state",
     "learning_rate": "learning rate: it came back with other data, and nobody was guilty",
@@ -35,6 +36,7 @@ BREAKDOWNS = {
     "hardware": "hardware: one host fails among several",
 }
 ACTIONS = {
+    "apply": "tried the same steps with the data and without it, and trained on: nothing was taken away",
     "discard": "the updates were refused; the weights never saw them",
     "skip": "skipped the guilty samples from there on; nothing was undone",
     "rewind": "rewound in memory to before the onset, without a restart",
@@ -118,6 +120,8 @@ def symptom(i: IncidentFacts) -> str:
             return f"the loss stayed above its old level{went and f': it went{went}'}"
         case "corrupted":
             return f"hardware was wrong: {i.reasons[0].rstrip('.')}" if i.reasons else "hardware was wrong"
+        case "damage":
+            return "the loss of samples that are never trained on rose"
         case "trickle":
             return "single samples stood out, more often than before"
         case "oscillation":
@@ -147,6 +151,7 @@ def _found_and_done(e: Evidence) -> str:
     found = {
         "data": f"{guilty} {'was' if count(i.guilty) == 1 else 'were'} guilty.",
         "state": "No sample was guilty: the state was.",
+        "new_data": "Nothing was wrong: the data was new.",
         "numerics": f"No sample was guilty: without {_left(i)} the same step is harmless.",
         "learning_rate": "No sample was guilty: the learning rate was, or FP8."
         if _left_first(i)
@@ -158,6 +163,7 @@ def _found_and_done(e: Evidence) -> str:
     skipped = ", skipped them" if i.cause == "data" else ""
     went = f"The run was rewound in memory to {back}{skipped} and continued"
     done = {
+        "apply": "The run trained on; nothing was taken away.",
         "skip": "The run skipped them from there on. Nothing was undone.",
         "rewind": f"{went}.",
         "fall_back": f"{went} without {_left(i)}.",

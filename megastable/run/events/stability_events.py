@@ -270,6 +270,18 @@ class TrendEvent(Event):
         return f"trend of {self.get('signal')}: {self.get('text')}{remedy}"
 
 
+class Probed(Event):
+    """loss: nats per token, mean over `samples` samples that are never trained on."""
+
+    NAME = "probed"
+    step: Whole
+    loss: Real
+    samples: Whole
+
+    def words(self) -> str:
+        return f"probe loss {number(self.get('loss'))}"
+
+
 class BaselineReset(Event):
     """The detector relearns the level of the loss."""
 
