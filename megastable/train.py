@@ -210,7 +210,7 @@ class Trainer:
         if self.stopping and s.step < c.train.steps:
             self.log.emit(
                 Stopped(step=s.step, cursor=s.cursor),
-                say=f"stopped at step {s.step} as asked; the same command goes on from {self.run.root}",
+                say=f"stopped at step {s.step} as asked; {self.run.resuming} goes on from there",
             )
             return STOPPED
         self.recovery.finish(s)

@@ -19,7 +19,8 @@ app = App()
     megastable train launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
     srun megastable train launch/recipes/7b.yaml run.dir=/shared/runs/7b
     """,
-    more="The same command again resumes the run; `megastable supervise` does so by itself. What a "
+    more="The same command again resumes the run in run.dir (without it a new run begins, in runs/RECIPE-NNN); "
+    "`megastable supervise` resumes by itself. What a "
     "launcher has started as a rank (torchrun --no-python, srun with MASTER_ADDR and MASTER_PORT) starts no other. "
     "Exit codes of a rank: docs/exit-codes.md; the deepspeed launcher passes on that of the first rank that failed.",
 )

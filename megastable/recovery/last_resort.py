@@ -102,7 +102,7 @@ class LastResort:
         if decision.action is Action.HANDOVER:
             return shared(
                 HandoverError(
-                    f"{where}It needs a restart from a checkpoint before step {before}: the same command does that"
+                    f"{where}It needs a restart from a checkpoint before step {before}: {self.run.resuming} does that"
                     + (f", and reads the suspect data later ({self.run.blends.name})" if unknown else "")
                 )
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -59,6 +60,11 @@ class RunDirectory:
         self.profiles = root / "profiles"
         self.machines = root / "machines"
         self.waiting: list[str] = []  # events that the disk refused so far (log.py)
+
+    @property
+    def resuming(self) -> str:
+        """What resumes the run, in words: a command that does not name the directory begins a new run."""
+        return f"the same command with {shlex.quote(f'run.dir={self.root}')}"
 
     def name(self, config: RunConfig) -> str:
         """What the run is called: `run.name`, or the name of the directory."""

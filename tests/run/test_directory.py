@@ -37,7 +37,9 @@ def test_fresh_directories_are_numbered(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "runs/125m-005").mkdir()
     assert make(config(), Path("125m.yaml")).root == Path("runs/125m-004")
     assert make(config(), Path("125m.yaml")).root == Path("runs/125m-006")
-    assert make(config(), Path("7b.yaml")).root == Path("runs/7b-001")
+    run = make(config(), Path("7b.yaml"))
+    assert run.root == Path("runs/7b-001")
+    assert run.resuming == "the same command with run.dir=runs/7b-001"  # without it, there is a 7b-002
 
 
 def test_a_given_directory_is_made_with_its_parents_and_used_again(tmp_path: Path) -> None:
