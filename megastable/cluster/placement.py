@@ -12,6 +12,7 @@ from ipaddress import ip_address
 import psutil
 
 from megastable.base.errors import ConfigError
+from megastable.base.text import visible
 from megastable.cluster.hostfile import HostSlots, placement
 from megastable.cluster.reach import Local, Reach, Srun, Ssh, allocated
 from megastable.cluster.timed_probe import TimedProbe
@@ -131,9 +132,17 @@ def interface(wanted: str | None, place: HostChoice) -> str:
     if not place.hosts:
         return LOOPBACK
     here = socket.gethostname()
-    for name in [here] if place.by_themselves else [host.name for host in place.hosts if host.name != here]:
+    names = [here] if place.by_themselves else [host.name for host in place.hosts if host.name != here]
+    for name in names:
         if (found := _towards(name)) is not None:
             return found
+    for name in [] if place.by_themselves else names:
+        if (why := _unresolved(name)) is not None:
+            raise ConfigError(
+                f"host {visible(name, 100)}: its name leads to no address ({why}): correct it in the hostfile, or make "
+                "it known here; if only ssh knows it, name the interface that all hosts reach, "
+                "supervise.interface=eth0"
+            )
     raise ConfigError(
         "no network interface leads to another host of the run: name one that all hosts reach, supervise.interface=eth0"
     )
@@ -150,6 +159,17 @@ def _towards(name: str) -> str | None:
             continue
         if _is_usable(found) and not ip_address(found).is_loopback:
             return found
+    return None
+
+
+def _unresolved(name: str) -> str | None:
+    """Why a name has no address; None if it has one."""
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        return error.strerror or str(error)
+    except UnicodeError as error:
+        return str(error)
     return None
 
 

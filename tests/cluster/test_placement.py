@@ -14,6 +14,7 @@ import pytest
 from megastable.base.errors import ConfigError
 from megastable.cluster import placement as module
 from megastable.cluster.exported import exported
+from megastable.cluster.hostfile import HostSlots
 from megastable.cluster.placement import HostChoice, interface, placed
 from megastable.cluster.reach import Local, Ssh
 from tests.patience import PATIENCE
@@ -102,6 +103,18 @@ def test_the_address_to_listen_on() -> None:
     for unknown in ("eth77", "10.1.2.3", "fd00::77", "::"):
         with pytest.raises(ConfigError, match=r"no such interface or address here; there are .*\blo\b"):
             interface(unknown, here)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no-such.invalid", r"host no-such.invalid: its name leads to no address .*correct it in the hostfile"),
+        ("127.0.0.2", "no network interface leads to another host"),
+    ],
+)
+def test_a_wrong_name_of_a_host_is_blamed_before_the_interface(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        interface(None, HostChoice([HostSlots(name, (0,))], Ssh(None), []))
 
 
 def test_ipv6_addresses_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
