@@ -312,11 +312,13 @@ def _by_outcome(e: Evidence) -> Iterator[FollowUp]:
     i = e.incident
     if i.outcome == "stopped":
         yield FollowUp(
-            text="The run stands still. Decide on the cause below, then start it again with the same command."
+            text="The run stands still. Decide on the cause below, then start it again: this names the command.",
+            command=f"megastable status {shlex.quote(e.run.directory)}",
         )
     elif i.outcome == "handed over":
         yield FollowUp(
-            text="Start the run again with the same command, unless a supervisor does: it goes on by itself."
+            text="Start the run again, unless a supervisor does: it goes on by itself. This names the command.",
+            command=f"megastable status {shlex.quote(e.run.directory)}",
         )
     elif i.outcome == "open" and i.actions[-1:] == ["alert"]:
         yield FollowUp(
@@ -357,7 +359,7 @@ def _by_cause(e: Evidence) -> Iterator[FollowUp]:
                 text="This run skips them in every epoch. To make another run on the same corpora skip them (RUN, with "
                 "any seed, blend and sequence length), copy them to its skip ledger before it starts.",
                 # Without the incident and step of this run, which RUN would take for its own.
-                command=f'grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} | '
+                command=f'mkdir -p RUN && grep \'"tokens".*"incident":{i.number}[,}}]\' {ledger} | '
                 "sed -E 's/,\"(incident|step)\":[0-9]+//g' >> RUN/skips.jsonl",
             )
         if "swap_corpus" in i.actions:
