@@ -32,7 +32,7 @@ def status(
     from rich.console import Console
 
     from megastable.supervise.status import RunWatch, exit_code, facts, read_status
-    from megastable.supervise.status_panel import live, panel
+    from megastable.supervise.status_panel import live, show
 
     if watch and (as_json or output):
         raise ConfigError("--watch: not with --json and --output, which take one look")
@@ -40,6 +40,6 @@ def status(
         raise typer.Exit(exit_code(live(RunWatch(run), Console())))
     found = read_status(run)
     if not as_json:
-        Console().print(panel(found))
+        show(found, Console())
     put_json(facts(found), as_json, output)
     raise typer.Exit(exit_code(found))

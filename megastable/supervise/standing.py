@@ -1,6 +1,6 @@
 """Decides the state of a run: running, hung, stopped, interrupted and so on. Pure.
 
-From the locks of its directory, the last events of its journal, and the age of its last progress.
+From the locks of its directory, the last events of its journal, and the age of its last progress; `advice` looks whether there are logs.
 """
 
 from __future__ import annotations
@@ -140,6 +140,8 @@ def advice(stands: Standing, run: RunDirectory, told: JournalView, supervised: b
         return f"make room, then: {again}"
     newest = max(told.incidents, default=None)
     where = run.logs if newest is None or stands.code == errors.BAD_INPUT else run.incidents / f"{newest:04d}"
+    if not where.exists():  # no rank was ever started: the reason, which is shown beside it, is all there is
+        return f"mend the cause, then: {again}"
     return f"read {visible(where)} and mend the cause, then: {again}"
 
 

@@ -7,6 +7,7 @@ directory, the last events of the journal, and the age of progress.json.
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import socket
 import time
@@ -34,7 +35,7 @@ from megastable.supervise.journal_skim import skim
 from megastable.supervise.journal_view import AttemptSummary, IncidentSummary, JournalView, Said, SlowSummary
 from megastable.supervise.locks import SUPERVISOR, TRAINING, is_held
 from megastable.supervise.recent_steps import RecentSteps
-from megastable.supervise.standing import Standing, State, advice, state_of
+from megastable.supervise.standing import Standing, State, advice, command, state_of
 from megastable.supervise.task_history import TaskSummary
 
 SHOWN = 5  # checkpoints
@@ -70,7 +71,8 @@ class Checkpoint:
 class Status:
     """One look at a run. Losses in nats per token, times in seconds, `time` and the like in unix seconds.
 
-    code: the exit code that the run ended with, None while it has not. phase: of the training process. recent: (step,
+    code: the exit code that the run ended with, None while it has not. command: that of the advice, with which it ends;
+    "" if it has none. phase: of the training process. recent: (step,
     loss) of the last steps, oldest first; of refused ones, too. age: since the last sign of progress. rate: seconds per
     step, the median of the last ones; tokens_per_second: at that rate; phases: of a step, likewise. tokens: of the
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
@@ -92,6 +94,7 @@ class Status:
     code: int | None
     reason: str
     advice: str
+    command: str
     supervisor: Process
     trainer: Process
     phase: str
@@ -239,6 +242,12 @@ class RunWatch:
             stands = Standing(State.FINISHED, errors.OK, why)
         goes_on = stands.state in (State.RUNNING, State.HUNG) and steps is not None and rate is not None
         recent, applied = self._steps.losses(step), progress.get("applied")
+        advised = (
+            f"make {visible(self.run.journal)} readable, or ask as the user to whom the run belongs"
+            if unreadable
+            else advice(stands, self.run, s, supervisor.alive)
+        )
+        again = visible(shlex.join(command(self.run, s)))
         return Status(
             run=visible(self.run.root),
             name=visible(self.run.root.resolve().name, 60),
@@ -246,9 +255,8 @@ class RunWatch:
             state=stands.state,
             code=stands.code,
             reason=stands.reason,
-            advice=f"make {visible(self.run.journal)} readable, or ask as the user to whom the run belongs"
-            if unreadable
-            else advice(stands, self.run, s, supervisor.alive),
+            advice=advised,
+            command=again if advised.endswith(again) else "",
             supervisor=supervisor,
             trainer=trainer,
             phase=phase,

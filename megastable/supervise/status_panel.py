@@ -69,9 +69,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
     )
 
 
-def panel(status: Status) -> RenderableType:
-    """The panel of a run; wide terminals get the events beside the numbers."""
-    return _View(status)
+def panel(status: Status, folded: bool = True) -> RenderableType:
+    """The panel of a run; wide terminals get the events beside the numbers. Below it is the command of the advice, to be
+    copied: folded, or on one line of any length, which Live and a console that crops cannot show."""
+    return _View(status, folded)
 
 
 def live(
@@ -80,7 +81,9 @@ def live(
     """Show a run until `until` says so (by default until no process is at work) or Ctrl-C. Returns the last status."""
     over = until or (lambda s: s.state not in PRESENT)
     status = watch.status()
-    with Live(panel(status), console=console, auto_refresh=False, vertical_overflow="crop") as shown:
+    with Live(
+        panel(status), console=console, auto_refresh=False, transient=True, vertical_overflow="crop"
+    ) as shown:
         try:
             while not over(status):
                 time.sleep(seconds)
@@ -88,24 +91,32 @@ def live(
                 shown.update(panel(status), refresh=True)
         except KeyboardInterrupt:
             pass
+    show(status, console)
     return status
 
 
+def show(status: Status, console: Console) -> None:
+    """Print it for good."""
+    console.print(panel(status, folded=False), crop=False)
+
+
 class _View:
-    def __init__(self, status: Status) -> None:
-        self.status = status
+    def __init__(self, status: Status, folded: bool) -> None:
+        self.status, self.folded = status, folded
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         s, wide = self.status, options.max_width >= WIDE
         inner = options.update(width=options.max_width - 4)
         side = inner.update(width=(inner.max_width - 2) // 2) if wide and s.tail else inner
-        bar, following = _bar(s), _labelled([("next", Text(s.advice))])
+        command = Text(s.command, overflow="fold")
+        bar, following = _bar(s), _labelled([("next", Text(s.advice.removesuffix(s.command).rstrip()))])
         height = console.height if console.is_terminal else TALL
         for most in LONG:
             numbers = _labelled(_rows(s, side.max_width - 24, most))
             lines = len(console.render_lines(numbers, side))
             # Less the frame, the bar, and the shell's line.
             room = height - lines - len(console.render_lines(following, inner)) - 4
+            room -= len(console.render_lines(command, options)) if s.command else 0
             if room > FEWEST:
                 break
         body: RenderableType = numbers
@@ -119,6 +130,8 @@ class _View:
         colour = COLOURS[s.state]
         title = Text.assemble((s.name, "bold"), " ", (str(s.state), f"bold {colour}"))
         yield Panel(Group(bar, body, following), title=title, title_align="left", border_style=colour)
+        if s.command:
+            yield command if self.folded else Text(s.command, no_wrap=True, overflow="ignore")
 
 
 def _labelled(rows: Iterable[tuple[str, Text]]) -> Table:

@@ -207,6 +207,14 @@ def test_of_a_run_that_was_copied_the_copy_goes_on_and_not_the_original(run: Pat
     assert f"run.dir={run} " in look(run).advice
 
 
+def test_logs_are_named_only_where_there_are_some(run: Path) -> None:
+    journal(run, STARTED, ended(errors.FAILED, "host b: its name leads to no address"))
+    assert look(run).advice.startswith("mend the cause, then: megastable")
+    assert look(run).reason == "host b: its name leads to no address"
+    (run / "logs").mkdir()
+    assert look(run).advice.startswith(f"read {run / 'logs'} and mend the cause, then: megastable")
+
+
 def test_a_run_whose_journal_cannot_be_read_is_not_called_new(run: Path) -> None:
     (run / "journal.jsonl").unlink(missing_ok=True)
     (run / "journal.jsonl").mkdir()  # root can read any file

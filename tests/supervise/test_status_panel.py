@@ -18,7 +18,7 @@ from megastable.run.events.reading import event_of
 from megastable.supervise.notifiers import news
 from megastable.supervise.standing import State
 from megastable.supervise.status import RunWatch, Status, read_status
-from megastable.supervise.status_panel import BARS, live, panel, sparkline
+from megastable.supervise.status_panel import BARS, live, panel, show, sparkline
 from tests.supervise.runs import incident, journal
 
 
@@ -49,6 +49,15 @@ def status(tmp_path: Path) -> Status:
     }
     (run / "progress.json").write_text(json.dumps(told))
     return read_status(run)
+
+
+def test_the_command_to_copy_stands_on_a_line_of_its_own(status: Status) -> None:
+    assert len(status.command) > 40 and status.advice.endswith(status.command)
+    for width in (40, 140):
+        console = Console(width=width, force_terminal=True, color_system=None)
+        with console.capture() as capture:
+            show(status, console)
+        assert capture.get().splitlines()[-1] == status.command
 
 
 def rendered(status: Status, width: int) -> str:
