@@ -23,7 +23,18 @@ from rich.console import Console
 
 from megastable.base.text import visible
 from megastable.report.postmortem import safe
-from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span, as_csv, as_html, as_json, console
+from megastable.report.sheet import (
+    Column,
+    CommandNote,
+    Histogram,
+    Passage,
+    Sheet,
+    Span,
+    as_csv,
+    as_html,
+    as_json,
+    console,
+)
 from megastable.report.sheet.page import (
     BEGIN,
     END,
@@ -110,6 +121,16 @@ def test_a_terminal_names_what_it_leaves_out() -> None:
     narrow = printed(sheet, 60, most=60)
     assert "bits/token, copies, read, why" in " ".join(narrow.split()) and "more" not in narrow
     assert "--csv" not in printed(Sheet("t", columns=[Column("a", "a")], rows=[{"a": 1}]))
+
+
+def test_a_command_to_copy_is_not_broken_and_a_caption_has_what_there_is() -> None:
+    command = "megastable prune plan " + "data/a-long-name " * 9
+    sheet = replace(small("x"), notes=["Kept:", CommandNote(command)], title="t")
+    sheet = replace(sheet, rows=[{"document": 7, "n": 3}, *sheet.rows])
+    file = io.StringIO()
+    Console(file=file, width=60).print(console(sheet, texts=1), crop=False)
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    assert lines[-2:] == ["Kept:", command.rstrip()] and "1: document 7, tokens 3" in file.getvalue()
 
 
 def test_numbers_stand_right_and_as_people_write_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megastable.forensics.scanning.scanned import USUAL, Scan, Threshold, WorstD
 from megastable.forensics.scanning.score_threshold import CHECKED, RATE
 from megastable.forensics.shard_set import Shelf
 from megastable.forensics.spans import spans
-from megastable.report.sheet import Column, Histogram, Passage, Sheet, Span
+from megastable.report.sheet import Column, CommandNote, Histogram, Passage, Sheet, Span
 
 CONTEXT = 48  # tokens shown before and after a piece
 SHOWN = 512  # tokens shown of a piece
@@ -220,8 +221,12 @@ def _next(scan: Scan, shelf: Shelf, kept: Path | None) -> list[str]:
         return []
     if shelf.directory is None or scan.advised is None:
         return [f"Kept in {kept}."]
-    plan = f"megastable prune plan {shelf.directory} --scan {kept} --score {scan.advised:g} --spans"
-    return [f"Kept in {kept}. To plan the removal of everything with {scan.advised:g} or more: {plan}"]
+    corpus, scanned = shlex.quote(str(shelf.directory)), shlex.quote(str(kept))
+    plan = f"megastable prune plan {corpus} --scan {scanned} --score {scan.advised:g} --spans"
+    return [
+        f"Kept in {kept}. To plan the removal of everything with {scan.advised:g} or more:",
+        CommandNote(plan),
+    ]
 
 
 def _notes(scan: Scan) -> list[str]:

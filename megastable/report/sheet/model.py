@@ -82,6 +82,10 @@ class Histogram:
             raise ValueError(f"histogram {self.title}: its edges do not rise, or are not finite")
 
 
+class CommandNote(str):
+    """A note that is a command to copy: a terminal has it on a line of its own, without breaks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sheet:
     """passages: texts of a row, by its index. Rows may have keys that no column shows: JSON has them, and with `shard`

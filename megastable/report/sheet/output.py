@@ -76,6 +76,6 @@ class Output:
         terminal = Console()
         if not terminal.is_terminal:
             terminal = Console(width=160)  # the width of a file or a pipe is unknown
-        terminal.print(console(sheet, self.rows, self.texts))
+        terminal.print(console(sheet, self.rows, self.texts), crop=False)
         for path in self._files:
             print(f"written: {path}")

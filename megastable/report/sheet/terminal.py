@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megastable.base.text import visible
 from megastable.report.postmortem import safe
-from megastable.report.sheet.model import Column, Passage, Row, Sheet
+from megastable.report.sheet.model import Column, CommandNote, Passage, Row, Sheet
 from megastable.report.sheet.values import plain, told, tones
 
 LONGEST = 240  # characters of a cell
@@ -36,8 +36,15 @@ def console(sheet: Sheet, most: int = 20, texts: int = 0) -> RenderableType:
     for number in [n for n in sorted(sheet.passages) if n < texts]:
         parts += _passages(_where(sheet, number), sheet.passages[number])
     if sheet.notes:
-        parts += [Text(), *(Text(visible(note), style=SOFT) for note in sheet.notes)]
+        parts += [Text(), *map(_note, sheet.notes)]
     return Group(*parts)
+
+
+def _note(note: str) -> Text:
+    """A command is wider than the terminal rather than broken: it is printed without cropping."""
+    if isinstance(note, CommandNote):
+        return Text(visible(note), no_wrap=True, overflow="ignore")
+    return Text(visible(note), style=SOFT)
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> Table:
@@ -112,12 +119,11 @@ def _tone(row: Row, column: Column, limits: tuple[float, float] | None) -> str:
 
 
 def _where(sheet: Sheet, number: int) -> str:
-    """A row on one line: its first values."""
+    """A row on one line: those of its first values that it has."""
     row = sheet.rows[number]
-    first = [f"{visible(column.title)} {_cell(row, column)}" for column in sheet.columns if not column.wide][
-        :3
-    ]
-    return f"{number + 1}: {', '.join(first)}"
+    first = [column for column in sheet.columns if not column.wide][:3]
+    told = [f"{visible(column.title)} {cell}" for column in first if (cell := _cell(row, column))]
+    return f"{number + 1}: {', '.join(told)}"
 
 
 def _passages(where: str, passages: Sequence[Passage]) -> Iterable[RenderableType]:
