@@ -20,7 +20,8 @@ app = App()
     megastable supervise launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
     """,
     more="The same command again resumes the run in run.dir, takes over what a killed supervisor left running, and "
-    "does nothing when the run is complete. Without run.dir it begins a new run, in runs/RECIPE-NNN. SIGTERM and Ctrl-C end in a checkpoint; once more ends at once.\n\n"
+    "does nothing when the run is complete. Without run.dir it begins a new run, in runs/RECIPE-NNN. SIGTERM and "
+    "Ctrl-C end in a checkpoint; once more ends at once.\n\n"
     "Exit codes: 0 complete, 2 bad input, 75 stopped with a checkpoint, 76 needs a person (budgets are spent), 77 no "
     "space; all of them in docs/exit-codes.md.",
 )

@@ -38,7 +38,7 @@ def _check_corpora(config: RunConfig) -> tuple[str, list[str]]:
         )
     samples = config.batches.reach(0, config.train.steps)
     return (
-        describe_epochs(corpora.train.order, samples),
+        describe_epochs(corpora.train, samples),
         find_warnings(corpora, samples, bool(config.train.eval_samples)),
     )
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps({"config": tree, "deepspeed": ds, "warnings": warnings}, indent=2))
         else:
             print(f"# {args.recipe}, resolved\n{yaml.safe_dump(tree, sort_keys=False)}")
-            print(f"# DeepSpeed, {world} ranks\n{json.dumps(ds, indent=2)}", flush=True)
+            print(f"# DeepSpeed, {plural(world, 'rank')}\n{json.dumps(ds, indent=2)}", flush=True)
         if epochs:
             print(epochs, file=sys.stderr)
         for text in warnings:  # behind the long page, where a terminal shows them

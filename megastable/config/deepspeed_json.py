@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base.errors import ConfigError
+from megastable.base.text import plural
 from megastable.config.recipe import find, shipped
 from megastable.config.tree import RunConfig
 
@@ -95,8 +96,8 @@ def data_parallel(config: RunConfig, world: int) -> int:
     context = f" x parallel.context={p.context}" if p.context > 1 else ""
     if world < 1 or world % (model * p.context):
         raise ConfigError(
-            f"{world} ranks cannot be laid out as parallel.tensor={p.tensor} x parallel.pipeline={p.pipeline}{context}"
-            f": the number of ranks must be a multiple of {model * p.context}"
+            f"{plural(world, 'rank')} cannot be laid out as parallel.tensor={p.tensor} x "
+            f"parallel.pipeline={p.pipeline}{context}: the number of ranks must be a multiple of {model * p.context}"
         )
     data = world // model
     t, groups = config.train, data // p.context
@@ -104,8 +105,8 @@ def data_parallel(config: RunConfig, world: int) -> int:
         context = f" / context {p.context}" if p.context > 1 else ""
         raise ConfigError(
             f"train.global_batch={t.global_batch} is not a multiple of train.micro_batch={t.micro_batch} x {groups} "
-            f"data-parallel ranks ({world} ranks / tensor {p.tensor} / pipeline {p.pipeline}{context}): change one of "
-            "them"
+            f"data-parallel ranks ({plural(world, 'rank')} / tensor {p.tensor} / pipeline {p.pipeline}{context}): "
+            "change one of them"
         )
     unit = t.micro_batch * groups
     if odd := [size for size in config.batches.values if size % unit]:

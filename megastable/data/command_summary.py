@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from rich.filesize import decimal
 
-from megastable.base.text import show_share, visible
+from megastable.base.text import plural, show_share, visible
 from megastable.data.left_out import CountedFiles, told
 from megastable.data.manifest import Manifest
 from megastable.data.tokenizer import Tokenizer
@@ -96,9 +96,11 @@ class Summary:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        lines = [f"{self.action} {self.directory}: {self.shards} shard(s), vocabulary of {self.vocab_size:,}"]
+        lines = [
+            f"{self.action} {self.directory}: {plural(self.shards, 'shard')}, vocabulary of {self.vocab_size:,}"
+        ]
         lines += [
-            f"  {split}: {self.documents[split]:,} documents, {tokens:,} tokens"
+            f"  {split}: {plural(self.documents[split], 'document')}, {plural(tokens, 'token')}"
             for split, tokens in self.tokens.items()
         ]
         lines.append(f"  documents end with {self.eod}")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megastable.base.text import visible
+from megastable.config.recipe import find
+from megastable.data.blends import GoneStream
 from megastable.data.corpora import Corpora
 from megastable.data.held_out import SPLIT
-from megastable.data.order import Order
+from megastable.data.manifest import Stream
+from megastable.data.source import Source
 
 # Muennighoff et al., arXiv:2305.16264: up to 4 epochs are about as good as new text; a repetition is worth 1/e of new
 # text after about 15.
@@ -14,12 +18,22 @@ WORTH_LITTLE = 16
 ROUNDED = 0.02  # of a share: more is said
 
 
-def describe_epochs(order: Order, samples: int) -> str:
+def describe_epochs(source: Source, samples: int) -> str:
     """How often a run of `samples` positions reads every corpus."""
-    read = zip(order.corpora, order.samples_before(samples), order.sequences, strict=True)
+    order = source.order
+    read = zip(order.corpora, source.streams, order.samples_before(samples), order.sequences, strict=True)
     return "epochs of this run: " + ", ".join(
-        f"{corpus.name} {_count(done / size)}" for corpus, done, size in read if done
+        f"{corpus.name}{_elsewhere(corpus.name, stream)} {_count(done / size)}"
+        for corpus, stream, done, size in read
+        if done
     )
+
+
+def _elsewhere(name: str, stream: Stream) -> str:
+    """The folder of a corpus, if that has another name: a copy, planted or pruned, is called as the original is."""
+    if isinstance(stream, GoneStream) or find(stream.directory).resolve().name == name:
+        return ""
+    return f" ({visible(stream.directory)})"
 
 
 def find_warnings(corpora: Corpora, samples: int, evaluated: bool) -> list[str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megastable.base.text import visible
 
 SHOWN = 3  # file names shown per reason
+NOUN = re.compile(r"(file|folder|text|table|archive|document|part|link|cache|pipe|socket|device)s\b")
 
 
 class CountedFiles:
-    """Files and documents by what became of them (a noun in the plural: "binary files")."""
+    """Files and documents by what became of them (nouns in the plural: "binary files", "files and folders")."""
 
     def __init__(self, files: Mapping[str, Sequence[str]] | None = None) -> None:
         self.counts: Counter[str] = Counter()
@@ -57,9 +59,16 @@ def told(
 ) -> list[str]:
     """One text per reason: count, reason and the first names. where_all: added after "N more"."""
     return [
-        f"{count:,} {reason}" + (f" ({_some(files[reason], where_all)})" if reason in files else "")
+        f"{count:,} {reason if count > 1 else _one(reason)}"
+        + (f" ({_some(files[reason], where_all)})" if reason in files else "")
         for reason, count in counts.items()
     ]
+
+
+def _one(reason: str) -> str:
+    """A reason for a single file: "binary file", "hidden file or folder"."""
+    several = reason.split(" and ")
+    return " or ".join(NOUN.sub(r"\1", part, count=part.count(",") + 1) for part in several)
 
 
 def _some(names: Sequence[str], where_all: str) -> str:

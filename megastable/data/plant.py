@@ -20,6 +20,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megastable.base.errors import ConfigError, DataError
+from megastable.base.text import plural
 from megastable.config.recipe import find
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.config.warmups import Stages
@@ -89,7 +90,7 @@ class Planted(BaseModel):
         return f"{self.samples} of the positions {self.first} to {last}"
 
     def __str__(self) -> str:
-        return f"{WHAT[self.kind]} at {self.places}, in {len(self.documents)} documents"
+        return f"{WHAT[self.kind]} at {self.places}, in {plural(len(self.documents), 'document')}"
 
 
 def read_planted(directory: Path) -> Planted | None:

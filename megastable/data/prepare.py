@@ -22,7 +22,7 @@ import xxhash
 from rich.filesize import decimal
 
 from megastable.base.errors import DataError
-from megastable.base.text import show_share, visible
+from megastable.base.text import plural, show_share, visible
 from megastable.data.command_summary import Summary
 from megastable.data.left_out import told
 from megastable.data.local_copy import staged_directory
@@ -42,7 +42,7 @@ SPLITS = ("train", "validation")
 # end of a large corpus comes after hours. Of less, a few odd documents may be too much.
 JUDGED_FROM = 100_000_000  # bytes
 VALIDATION = 0.01  # share of the documents, unless another is given
-IN_BOTH = "training documents that are validation documents, too"
+IN_BOTH = "training documents with the text of a validation document"
 
 
 class DocumentBatch(NamedTuple):
@@ -425,7 +425,7 @@ def _nothing_found(inputs: Sequence[Path], corpus: TextFiles) -> str:
     left_out = "; ".join(told(corpus.left_out.counts, corpus.left_out.files, where_all=""))
     where = ", ".join(str(path) for path in inputs[:3]) + (", ..." if len(inputs) > 3 else "")
     return (
-        f"the corpus is empty: no text in {len(corpus.files)} file(s) of {where}"
+        f"the corpus is empty: no text in {plural(len(corpus.files), 'file')} of {where}"
         + (f"; left out: {left_out}" if left_out else "")
         + "; give other --input"
     )

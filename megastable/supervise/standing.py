@@ -1,6 +1,7 @@
 """Decides the state of a run: running, hung, stopped, interrupted and so on. Pure.
 
-From the locks of its directory, the last events of its journal, and the age of its last progress; `advice` looks whether there are logs.
+From the locks of its directory, the last events of its journal, and the age of its last progress;
+`advice` also looks whether there are logs.
 """
 
 from __future__ import annotations

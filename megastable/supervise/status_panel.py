@@ -70,8 +70,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def panel(status: Status, folded: bool = True) -> RenderableType:
-    """The panel of a run; wide terminals get the events beside the numbers. Below it is the command of the advice, to be
-    copied: folded, or on one line of any length, which Live and a console that crops cannot show."""
+    """The panel of a run; wide terminals get the events beside the numbers. Below it is the command of the advice, to
+    be copied: folded, or on one line of any length, which Live and a console that crops cannot show."""
     return _View(status, folded)
 
 

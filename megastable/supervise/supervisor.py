@@ -350,7 +350,9 @@ class Supervisor:
             self.evaluation.finish(self._look, lambda: self.stopping)
         if not self.evaluation.unfinished:
             return end
-        reason = f"complete, but for the evaluation of its last checkpoint: {self.run.resuming} goes on with it"
+        reason = (
+            f"complete, but for the evaluation of its last checkpoint: {self.run.resuming} goes on with it"
+        )
         self.say(f"stopped: {reason}")
         return RunExit(errors.STOPPED, reason)
 

@@ -183,7 +183,7 @@ class DataOrder:
         """Say how often the run reads each corpus, and what of that is probably not meant."""
         c = self.config
         samples = c.batches.reach(0, c.train.steps)
-        self.log.say(describe_epochs(self.source.order, samples))
+        self.log.say(describe_epochs(self.source, samples))
         for text in find_warnings(self.corpora, samples, bool(c.train.eval_samples)):
             self.log.say(f"WARNING: {text}")
 

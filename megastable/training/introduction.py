@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megastable.base.deterministic import exact
+from megastable.base.text import plural
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
@@ -18,14 +19,15 @@ def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak
     c, layout = config, engine.topology.layout
     context = f" (context {layout.context})" if layout.context > 1 else ""
     return (
-        f"{parameters(c.model) / 1e6:,.1f}M parameters, {layout.world} ranks: tensor {layout.tensor} x pipeline "
-        f"{layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
+        f"{parameters(c.model) / 1e6:,.1f}M parameters, {plural(layout.world, 'rank')}: tensor {layout.tensor} x "
+        f"pipeline {layout.pipeline} x data {layout.data}{context}, ZeRO {c.parallel.zero}, {c.precision.kind} on "
         f"{engine.device.type}\n"
         f"optimizer wrapper {type(engine.optimizer).__name__}, kernels: {engine.kernels}\n"
         f"recomputation {c.parallel.recompute}, peak {peak:.3g} TFLOP/s a device ({peak_source}){_fp8(c, engine)}\n"
         f"{_clipping(c.optimizer)}\n"
         f"{_repeatable(c, engine)}\n"
-        f"{c.train.global_batch} samples of {c.model.sequence_length} tokens a step{_warmups(c)}, run directory {run}"
+        f"{plural(c.train.global_batch, 'sample')} of {c.model.sequence_length} tokens a step{_warmups(c)}, "
+        f"run directory {run}"
     )
 
 

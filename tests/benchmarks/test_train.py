@@ -411,7 +411,7 @@ def test_what_is_measured_of_a_recipe() -> None:
     ("change", "message"),
     [
         ({"precision": {"kind": "fp16"}}, "loss scale"),
-        ({"parallel": {"tensor": 2}}, "1 ranks cannot be laid out"),
+        ({"parallel": {"tensor": 2}}, "1 rank cannot be laid out"),
     ],
 )
 def test_what_cannot_be_measured(change: dict[str, Any], message: str) -> None:
@@ -595,7 +595,7 @@ def test_a_forecast_of_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (["train", "--peers", "nobody"], "--peers nobody: choose among"),
         (["train", "--device", "tpu"], "--device tpu: it is cpu or cuda"),
-        (["train", "--device", "cpu", "parallel.tensor=2"], "1 ranks cannot be laid out"),
+        (["train", "--device", "cpu", "parallel.tensor=2"], "1 rank cannot be laid out"),
         (["train", "--recipe", "no.yaml"], "no.yaml: no such recipe"),
         (["train", "--profile", "x", "--profile-peer", "plian"], "--peers plian: choose among"),
         (["scaling", "--layout", "TP3"], "--layout 'TP3': choose among"),

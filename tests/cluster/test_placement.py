@@ -108,7 +108,10 @@ def test_the_address_to_listen_on() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("no-such.invalid", r"host no-such.invalid: its name leads to no address .*correct it in the hostfile"),
+        (
+            "no-such.invalid",
+            r"host no-such.invalid: its name leads to no address .*correct it in the hostfile",
+        ),
         ("127.0.0.2", "no network interface leads to another host"),
     ],
 )

@@ -27,8 +27,12 @@ def test_epochs_shares_and_missing_validation(tmp_path: Path) -> None:
         prepare_shards([text], tmp_path / name, tokenizer, validation=held, progress=False)
     one = opened(tmp_path, {"a": 1})
     (size,) = one.train.order.sequences
-    assert describe_epochs(one.train.order, 39_000 * size) == "epochs of this run: a 39,000"
-    assert describe_epochs(one.train.order, size // 2).startswith("epochs of this run: a 0.")
+    assert describe_epochs(one.train, 39_000 * size) == "epochs of this run: a 39,000"
+    assert describe_epochs(one.train, size // 2).startswith("epochs of this run: a 0.")
+    (tmp_path / "a").rename(tmp_path / "a-pruned")
+    moved = opened(tmp_path, {"a-pruned": 1})
+    assert describe_epochs(moved.train, size) == f"epochs of this run: a ({tmp_path}/a-pruned) 1"
+    (tmp_path / "a-pruned").rename(tmp_path / "a")
     assert find_warnings(one, size, True) == []
     (often,) = find_warnings(one, 39_000 * size, True)
     assert often.startswith("the run reads the corpus a 39,000 times")

@@ -238,7 +238,7 @@ def test_a_validation_set_of_ones_own(tmp_path: Path, tokenizer: Path) -> None:
         assert texts_of(tmp_path / "out", "validation") == texts[:3]
         assert texts_of(tmp_path / "out", "train") == texts[3:]
         # What is in both would make the validation loss too low.
-        assert made.left_out == {"training documents that are validation documents, too": 2}
+        assert made.left_out == {"training documents with the text of a validation document": 2}
         assert made.text_bytes == sum(len(text.encode()) for text in texts)
         assert made.warnings == []
     with pytest.raises(DataError, match="one of --validation and --validation-input"):
@@ -437,18 +437,18 @@ def test_an_input_that_can_be_read_once_is_refused_where_it_is_needed_twice(
 def test_an_empty_corpus_is_refused(tmp_path: Path, tokenizer: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    with pytest.raises(DataError, match=r"corpus is empty: no text in 0 file\(s\)"):
+    with pytest.raises(DataError, match=r"corpus is empty: no text in 0 files"):
         prepare_shards([folder], tmp_path / "out", tokenizer)
     (folder / "a.bin").write_bytes(b"\0")
     (folder / "a.txt").write_bytes(b"")
     with pytest.raises(
         DataError,
-        match=r"in 2 file\(s\) .*; left out: 1 binary files \(.*a\.bin\); 1 empty files \(.*a\.txt\)",
+        match=r"in 2 files .*; left out: 1 binary file \(.*a\.bin\); 1 empty file \(.*a\.txt\)",
     ):
         prepare_shards([folder], tmp_path / "out", tokenizer)
     for number in range(2, 10):
         (folder / f"{number}.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"9 binary files \(.*2\.bin, .*4\.bin, and 6 more\); 1 empty files"):
+    with pytest.raises(DataError, match=r"9 binary files \(.*2\.bin, .*4\.bin, and 6 more\); 1 empty file"):
         prepare_shards([folder], tmp_path / "out", tokenizer)
     assert sorted(os.listdir(tmp_path)) == ["in"]
 

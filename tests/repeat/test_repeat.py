@@ -378,7 +378,7 @@ def test_another_layout_is_compared_within_a_tolerance(
     [
         (["--plant", "9:tokens"], "no step 9 of 2"),
         (["--ranks", "3"], "train.global_batch=8 is not a multiple of"),
-        (["--against", "parallel.tensor=2"], "1 ranks cannot be laid out as parallel.tensor=2"),
+        (["--against", "parallel.tensor=2"], "1 rank cannot be laid out as parallel.tensor=2"),
         (["--ranks", "2", "--", "--num_gpus", "2"], "--ranks is for this host alone"),
         (["--", "--hostfile", "hosts"], "give --output, a folder on a file system that all of them share"),
         (["data.corpora.0.path=none"], "then data.corpora.0.path=data/stdlib"),

@@ -88,7 +88,7 @@ def test_the_totals_are_sums_of_shares(measured: tuple[dict[str, Any], str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["parallel.tensor=2"], "1 ranks cannot be laid out"),
+        (["parallel.tensor=2"], "1 rank cannot be laid out"),
         (["model.layer=2"], "did you mean model.layers"),
         (["--recipe", "no.yaml"], "no.yaml: no such recipe"),
     ],

@@ -195,10 +195,10 @@ def test_what_is_tight_is_marked_and_comes_last(tmp_path: Path) -> None:
 
 def test_a_recipe_that_cannot_be_laid_out_gets_suggestions() -> None:
     code, out, _ = plan(SEVEN, "--gpus", 1, "parallel.tensor=8", "parallel.pipeline=2", "model.layers=4")
-    assert code == 0 and "layout is not possible here: 1 ranks cannot be laid out" in out
+    assert code == 0 and "layout is not possible here: 1 rank cannot be laid out" in out
     assert "parallel.tensor=1 parallel.pipeline=1" in out
     code, _, err = plan(SEVEN, "--gpus", 1, "parallel.tensor=8", "--fixed")
-    assert code == 2 and "1 ranks cannot be laid out" in err
+    assert code == 2 and "1 rank cannot be laid out" in err
 
 
 def test_what_fits_nowhere_ends_with_1_and_says_where_it_would() -> None:

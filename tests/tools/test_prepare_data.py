@@ -76,7 +76,7 @@ def test_from_text_to_a_verified_corpus_and_its_damage(folder: Path) -> None:
         assert "--overwrite" in refused.stderr
     replaced = run(*shards, "--overwrite", cwd=folder)
     assert replaced.returncode == 0
-    assert "prepared out: 2 shard(s)" in replaced.stdout
+    assert "prepared out: 2 shards" in replaced.stdout
 
     shard = folder / "out" / "out-train-00000.bin"
     shard.write_bytes(b"\1\0" + shard.read_bytes()[2:])
@@ -111,7 +111,7 @@ def test_what_is_left_out_is_named_whatever_its_name(tmp_path: Path) -> None:
         "left out: 5 hidden files and folders (in/.0, in/.1, in/.2, and 2 more: --json has all)"
         in shown.stdout
     )
-    assert "left out: 1 binary files (in/\\udcfe\\n.png)" in shown.stdout
+    assert "left out: 1 binary file (in/\\udcfe\\n.png)" in shown.stdout
     made = result(*arguments, "--output", "two", cwd=tmp_path)
     assert made["left_out"] == {"hidden files and folders": 5, "binary files": 1}
     assert made["left_out_files"] == {

@@ -110,7 +110,7 @@ def scan_shards(
     for one in (shelf, against):
         if one is not None and not one.tokens:
             raise DataError(
-                f"{one.name} has no tokens in {len(one.shards)} shard(s): there is nothing to scan"
+                f"{one.name} has no tokens in {plural(len(one.shards), 'shard')}: there is nothing to scan"
             )
     warnings = _compare(shelf, against)
     asked = {

@@ -58,10 +58,15 @@ def sheet_of(scan: Scan, shelf: Shelf, top: int = 50, kept: Path | None = None) 
     rows = [row.model_dump(exclude={"features", "feature", "value"}) | row.features for row in worst]
     passages = {number: [passage(row, shelf)] for number, row in enumerate(worst)}
     return Sheet(
-        title=f"Scan of {scan.name}", lead=_lead(scan), facts=_facts(scan), columns=columns, rows=rows,
+        title=_title(scan, shelf), lead=_lead(scan), facts=_facts(scan), columns=columns, rows=rows,
         passages=passages, histograms=_histograms(scan),
         notes=[*_notes(scan), *_next(scan, shelf, kept)], legend="the piece with the highest score", data=_data(scan),
     )  # fmt: skip
+
+
+def _title(scan: Scan, shelf: Shelf) -> str:
+    """With the folder, if it has another name than the corpus: so it is of copies, planted or pruned."""
+    return f"Scan of {scan.name}" + ("" if shelf.folder_name == scan.name else f" ({shelf.directory})")
 
 
 def passage(row: WorstDocument, shelf: Shelf) -> Passage:

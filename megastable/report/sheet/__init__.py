@@ -11,4 +11,15 @@ from megastable.report.sheet.model import Column, CommandNote, Histogram, Passag
 from megastable.report.sheet.page import as_html
 from megastable.report.sheet.terminal import console
 
-__all__ = ["Column", "CommandNote", "Histogram", "Passage", "Sheet", "Span", "as_csv", "as_html", "as_json", "console"]
+__all__ = [
+    "Column",
+    "CommandNote",
+    "Histogram",
+    "Passage",
+    "Sheet",
+    "Span",
+    "as_csv",
+    "as_html",
+    "as_json",
+    "console",
+]
