@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -50,11 +51,23 @@ class _Shared:
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with user_errors():  # an option's callback may raise
-            return super().make_context(*args, **kwargs)  # type: ignore[misc]
+            try:
+                return super().make_context(*args, **kwargs)  # type: ignore[misc]
+            except Exception as error:
+                _keep_near_options(error)
+                raise
 
     def invoke(self, context: Any) -> Any:
         with user_errors():
             return super().invoke(context)  # type: ignore[misc]
+
+
+def _keep_near_options(error: Exception) -> None:
+    """Of the options that an unknown one is answered with, those that resemble it: typer counts the dashes, too."""
+    wrong, named = getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ()
+    if wrong and named:
+        near = difflib.get_close_matches(wrong.lstrip("-"), [name.lstrip("-") for name in named])
+        error.possibilities = [name for name in named if name.lstrip("-") in near]  # type: ignore[attr-defined]
 
 
 class Command(_Shared, TyperCommand):

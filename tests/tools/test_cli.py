@@ -226,6 +226,13 @@ def test_what_is_not_there_is_bad_input(line: str, tmp_path: Path, monkeypatch: 
     assert done.stderr.startswith("error: ") and "none" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("given", "near"), [("--overwrite", ""), ("--mots", "--most"), ("--hlep", "--help")])
+def test_of_an_unknown_option_only_near_ones_are_named(given: str, near: str) -> None:
+    done = megastable("prune", "apply", "a", "b", given)
+    assert f"No such option: {given}" in done.stderr and near in done.stderr
+    assert ("ossible options" in done.stderr) == bool(near)
+
+
 @pytest.mark.parametrize("words", [words for words, _ in LEAVES], ids=" ".join)
 def test_an_option_that_there_is_not_is_bad_input(words: list[str]) -> None:
     done = megastable(*words, "--no-such-option")
