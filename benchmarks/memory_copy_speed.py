@@ -1,4 +1,4 @@
-"""Measure what copies of rewind points in the memories of two hosts cost, in pairs within one run.
+"""Measure what copies of snapshots in the memories of two hosts cost, in pairs within one run.
 
     python -m benchmarks.memory_copy_speed --minutes 4
 

@@ -141,7 +141,7 @@ def judge(
     told = [event for event in events if is_finding(event)]
     known = struck is not None or not any(errors)  # of a run that was ended, when the fault struck is not
     late = [event for event in told if struck is not None and event["time"] >= struck]
-    # A rewind point that is rejected is of an earlier step.
+    # A snapshot that is rejected is of an earlier step.
     first = min(late, key=lambda event: event["event"] == "snapshot_rejected") if late else {}
     ranks = [[int(rank) for rank in event.get("ranks") or []] for event in late]
     refused = ["refused" for event in events if event.get("event") == "discarded"][:1]

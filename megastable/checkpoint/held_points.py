@@ -1,4 +1,4 @@
-"""Chooses the newest rewind point of which the memories of all hosts together hold every part. Pure."""
+"""Chooses the newest snapshot of which the memories of all hosts together hold every part. Pure."""
 
 from __future__ import annotations
 

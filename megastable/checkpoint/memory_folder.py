@@ -1,4 +1,4 @@
-"""A folder in a host's memory (/dev/shm) that holds parts of a run's newest rewind points, beyond its processes.
+"""A folder in a host's memory (/dev/shm) that holds parts of a run's newest snapshots, beyond its processes.
 
     FOLDER/megastable-UID/RUN-HASH/step-100-0-LINEAGE/    files as in a checkpoint, and held-00003.json once complete
 

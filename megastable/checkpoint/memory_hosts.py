@@ -140,7 +140,7 @@ class MemoryHosts:
             budget = given * GIB * len(ranks) if given is not None else SHARE * least
             if wanted > min(budget, least):
                 return (
-                    f"copies of points take {wanted / GIB:.2f} GiB on the host of rank {ranks[0]}, and there is "
+                    f"copies of snapshots take {wanted / GIB:.2f} GiB on the host of rank {ranks[0]}, and there is "
                     f"room for {min(budget, least) / GIB:.2f} (stability.snapshots.copies.memory_gib)"
                 )
         return ""

@@ -1,4 +1,4 @@
-"""Sends parts of rewind points between the memories of hosts, over TCP.
+"""Sends parts of snapshots between the memories of hosts, over TCP.
 
 Both sides prove first that they know the token of these processes (run/wire.py), which torch.distributed has told
 them. Requests are lines of JSON; files follow as they are and are hashed on arrival. Nothing is pickled or executed.

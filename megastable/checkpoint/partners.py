@@ -1,4 +1,4 @@
-"""Decides which rank of another host keeps the copy of each rank's newest rewind point. Pure."""
+"""Decides which rank of another host keeps the copy of each rank's newest snapshot. Pure."""
 
 from __future__ import annotations
 

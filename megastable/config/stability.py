@@ -219,7 +219,7 @@ class PolicyConfig(Section):
 
 
 class MemoryCopyConfig(Section):
-    """Copies of the newest rewind point in the memories of two hosts, which outlive the processes (docs/clusters.md,
+    """Copies of the newest snapshot in the memories of two hosts, which outlive the processes (docs/clusters.md,
     "Memory that survives a host"). A copy takes 12 bytes a parameter, at its host and at another one; while a new one
     is made there are two."""
 
@@ -237,13 +237,13 @@ class MemoryCopyConfig(Section):
 
 
 class SnapshotConfig(Section):
-    """Rewind points in host memory (recovery/snapshot.py). A rewind loses half of `interval` on average, at most
+    """Snapshots in host memory (recovery/snapshot.py). A rewind loses half of `interval` on average, at most
     `interval` plus the steps until detection; a copy, 12 bytes a parameter, costs about a hundredth of a step."""
 
     interval: NonNegativeInt = 10
-    """Steps between rewind points; 0: none. [steps]"""
+    """Steps between snapshots; 0: none. [steps]"""
     keep: int = Field(default=4, ge=1, le=1000)
-    """Number of rewind points, the newest and ever older ones, as a slow divergence is noticed late. [snapshots]"""
+    """Number of snapshots, the newest and ever older ones, as a slow divergence is noticed late. [snapshots]"""
     memory_gib: PositiveFloat | None = Field(default=None, examples=[64.0])
     """Host memory per rank; null: a quarter of what is free. [GiB]"""
     copies: MemoryCopyConfig = MemoryCopyConfig()
@@ -285,9 +285,9 @@ class AttributionConfig(Section):
     window: PositiveInt = 16
     """Steps since the onset whose samples are suspects; later ones follow from the first. [steps]"""
     reference: PositiveInt = 128
-    """Harmless samples from before the rewind point to measure, for a corpus with few recorded. [samples]"""
+    """Harmless samples from before the snapshot to measure, for a corpus with few recorded. [samples]"""
     behind: NonNegativeInt = 16
-    """Steps before the rewind point not used for harmless tails: the region may have begun there. [steps]"""
+    """Steps before the snapshot not used for harmless tails: the region may have begun there. [steps]"""
     region: NonNegativeInt = 40
     """Time to find the ends of a bad region and its guilty samples; a forward pass of a batch is a third of a step. If
     likeness separates them, a hundred bad samples are measured, and the rest is inferred. [steps]"""

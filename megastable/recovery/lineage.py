@@ -1,4 +1,4 @@
-"""Decides from the journal whether a rewind point in a host's memory still belongs to the run's history. Pure.
+"""Decides from the journal whether a snapshot in a host's memory still belongs to the run's history. Pure.
 
 A checkpoint that no longer counts is renamed. A copy in the memory of a host that was away cannot be: so each carries
 its lineage, and what the journal says happened after it decides.

@@ -323,7 +323,7 @@ class Recovery:
         fault = self.hardware.prove(suspicion, done.batch, done.state.step)
         if fault is not None and fault.accused:
             raise self._accuse(done, fault)
-        # Without rewind points, one fault that has passed is no reason to leave a state that it did not touch.
+        # Without snapshots, one fault that has passed is no reason to leave a state that it did not touch.
         if fault is not None and (self.points.ring.capacity or self.hardware.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
                 detector = self.guard.detector.state
@@ -428,11 +428,11 @@ class Recovery:
         return None
 
     def _take(self, state: RunState) -> None:
-        """Keep a rewind point."""
+        """Keep a snapshot."""
         self.points.take(state, self.guard.detector.state, self.samples.state, self.trends.state)
 
     def _take_before(self, done: StepResult) -> None:
-        """Keep a rewind point of the state before a step whose update was refused."""
+        """Keep a snapshot of the state before a step whose update was refused."""
         counters = self.engine.counters_before
         self.points.take(done.before, self._before, self.samples.before, self.trends.state, counters)
 

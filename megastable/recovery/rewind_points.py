@@ -1,4 +1,4 @@
-"""Keeps rewind points: takes snapshots, proves one good, restores it. Collective."""
+"""Keeps snapshots: takes them, proves one good, restores it. Collective."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOLD = 4  # ranks named in a sentence
 
 
 class RewindState(NamedTuple):
-    """What a rewind point keeps besides the engine's state."""
+    """What a snapshot keeps besides the engine's state."""
 
     state: RunState
     random: dict[str, Any]
@@ -105,7 +105,7 @@ class Points:
         self.finite = None
         while (snapshot := self.ring.before(onset, older)) is not None:
             if why := self._changed(snapshot):
-                text = f"  the point of step {snapshot.step} {why}: further back"
+                text = f"  the snapshot of step {snapshot.step} {why}: further back"
             else:
                 finite, good = self._tried(snapshot, left_out, self.origin.blame)
                 if good:

@@ -218,7 +218,7 @@ class Rewinding:
 
     def leave_kernels(self, t: Tripped, keep_before: Callable[[], None]) -> RunState | None:
         """After a single refused update that is harmless without some kernels, leave them and do the step again: where
-        the run stands then. Without a rewind point, or rewinds left, they are left from the next step on. None: the run
+        the run stands then. Without a snapshot, or rewinds left, they are left from the next step on. None: the run
         was not rewound.
 
         One such step is enough: unlike hard data, a kernel that computes wrong numbers does not get easier, and makes
@@ -361,7 +361,7 @@ class Rewinding:
             raise self.last_resort.end(decision, state, found.cause)
 
     def _unproven(self, t: Tripped, damage: str, harmless: Harmless | None) -> RunState:
-        """No rewind point is proven good: hand over; if impossible, alert, and resume from the newest finite one.
+        """No snapshot is proven good: hand over; if impossible, alert, and resume from the newest finite one.
         Raises HandoverError and UnstableError."""
         policy, begin, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
         if self.origin.reason:

@@ -104,9 +104,7 @@ class SampleWatch:
         if not self.config.enabled:
             return
         if not applied:
-            self.before = (
-                self.state
-            )  # of a step that may leave a rewind point; a copy costs as much as the test
+            self.before = self.state  # of a step that may leave a snapshot; a copy costs as much as the test
         corpora = self.incident_log.source.order.locate(batch.positions).corpus
         losses = measured.losses.numpy()
         scored, alarm = self._test.observe(
@@ -165,7 +163,7 @@ class SampleWatch:
 
     def lifted(self, policy: Policy, oldest: int | None) -> Waiting | None:
         """A case of whole batches that need not wait any longer, as a state from before it is available. oldest: step
-        of the oldest rewind point."""
+        of the oldest snapshot."""
         case = next((case for case in self._waiting if case.kind == "batch"), None)
         if case is None or not policy.may_look_back(case.first, oldest):
             return None

@@ -49,7 +49,7 @@ class Loan:
 
 
 class Ring:
-    """The rewind points of this rank. Every rank takes, drops and restores the same steps."""
+    """The snapshots of this rank. Every rank takes, drops and restores the same steps."""
 
     def __init__(self, engine: Stateful, capacity: int, interval: int) -> None:
         self._engine, self._capacity, self._interval = engine, capacity, interval

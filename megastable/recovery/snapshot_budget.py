@@ -50,7 +50,7 @@ def plan(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
     if not points:
         text = f"WARNING: {numbers}: a spike cannot be rewound in memory, and leads to a restart from a checkpoint"
         return SnapshotBudget(0, size, room, text, aside)
-    text = f"rewind points: every {config.interval} steps, {points} of {size / GIB:.3f} GiB a rank"
+    text = f"snapshots: every {config.interval} steps, {points} of {size / GIB:.3f} GiB a rank"
     if not aside:
         text += "; no room for one more, to look back on batches without a rewind: see stability.snapshots.memory_gib"
     tight = [d for d in demands if most * d.snapshot * ranks[d.host] > least[d.host]]

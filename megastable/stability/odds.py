@@ -14,8 +14,8 @@ Every observation has a stated weight, the log10 of how much more probable it is
 | came back on the state that the process began with, which has no older one | 0 | +1 | 0 |
 | came back within `recur_steps` of lifting a limit of the rate | +3 | 0 | 0 |
 | came back although the rate was capped | -4 | 0 | 0 |
-| it began before the oldest rewind point | 0 | +1 | 0 |
-| no rewind point is good | 0 | +2 | 0 |
+| it began before the oldest snapshot | 0 | +1 | 0 |
+| no snapshot is good | 0 | +2 | 0 |
 
 The odds of a cause are its sum minus that of the next best cause. The odds required for each remedy are in
 `PolicyConfig` (`odds_*`). p comes from attribution (`attribution.weighed`), and is 0 if no loss stood out: then a test
@@ -49,8 +49,8 @@ class Clue(StrEnum):
     BEGINNING = "it came back on the state that the process began with, which has no older one"
     LIFTED = "it came back when a limit of the rate was lifted"
     CAPPED = "it came back although the rate was capped"
-    NO_POINT = "it began before the oldest rewind point"
-    NO_GOOD_POINT = "no rewind point is good"
+    NO_POINT = "it began before the oldest snapshot"
+    NO_GOOD_POINT = "no snapshot is good"
 
 
 WEIGHTS: dict[Clue, tuple[float, float, float]] = {  # rate, state, data

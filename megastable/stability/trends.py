@@ -3,7 +3,7 @@
 Every `interval` steps a look is judged (`trend_signals`), and every evaluation against the training loss. A signal is
 warned of when it is beyond its limit at one place (a block, a kind of parameter) at several looks in a row. A place is
 told once; it is over when it has been well within the limit for as many looks, and may then be told again. A signal is
-over with the last of its places. The state is stored in checkpoints and rewind points:
+over with the last of its places. The state is stored in checkpoints and snapshots:
 after a resume or a rewind the same numbers give the same warnings, bit for bit.
 """
 
@@ -60,7 +60,7 @@ class LossPair(BaseModel):
 
 
 class TrendsState(BaseModel):
-    """State for checkpoints and rewind points. streaks: by signal and place, looks in a row beyond the limit, or, if it
+    """State for checkpoints and snapshots. streaks: by signal and place, looks in a row beyond the limit, or, if it
     was warned of, within it. standing: by signal, in the order of the warnings, the worst place of a look first."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -80,11 +80,11 @@ class Trends:
 
     @property
     def state(self) -> TrendsState:
-        """A copy, for checkpoints and rewind points."""
+        """A copy, for checkpoints and snapshots."""
         return self._state.model_copy(deep=True)
 
     def rewind(self, saved: TrendsState, step: int) -> None:
-        """Continue after `step` from the state of a rewind point. Evaluations up to there are kept: that of `step`
+        """Continue after `step` from the state of a snapshot. Evaluations up to there are kept: that of `step`
         itself came after the point, and is not repeated."""
         newest = saved.evaluations[-1].step if saved.evaluations else 0
         later = [evaluation for evaluation in self._state.evaluations if newest < evaluation.step <= step]

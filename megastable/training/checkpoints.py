@@ -265,7 +265,7 @@ class Checkpoints:
         self.trend.resumed(step, first(self._unproven))
 
     def prepare(self) -> None:
-        """To be called once the rewind points have their share of the memory."""
+        """To be called once the snapshots have their share of the memory."""
         if self.config.interval:
             self.saver.prepare()
             self._say_note()

@@ -1,4 +1,4 @@
-"""Keeps the newest rewind point in the memories of two hosts: writes and sends it in the background of the steps.
+"""Keeps the newest snapshot in the memories of two hosts: writes and sends it in the background of the steps.
 
     copies.begin(state, records)           # right after the ring took a calm point, if all ranks are idle
     ... steps; in each: copies.votes() into its reduction, copies.heard(votes) after it
@@ -212,7 +212,7 @@ class MemoryCopies:
             job.problem = str(error) or type(error).__name__
             self._hang_up()
         except Exception as error:  # the others must learn of any error
-            log.exception("a rewind point could not be copied")
+            log.exception("a snapshot could not be copied")
             job.problem = f"{type(error).__name__}: {error}".splitlines()[0]
             self._hang_up()
         finally:
@@ -226,7 +226,7 @@ class MemoryCopies:
 
         def wanted() -> None:
             if loan.recalled.is_set() or job.cancelled.is_set():
-                raise Recalled("the memory of the point was needed, or the run was rewound")
+                raise Recalled("the memory of the snapshot was needed, or the run was rewound")
 
         folder = hosts.folder
         # The folder of this point may be another rank's already, and still empty.

@@ -1,4 +1,4 @@
-"""Restores the newest rewind point from the memories of the hosts, if it is newer than every checkpoint. Collective.
+"""Restores the newest snapshot from the memories of the hosts, if it is newer than every checkpoint. Collective.
 
 Weights and moments are not read from the shared file system then. Whatever is missing, torn, outdated or wrong is said,
 and the run resumes from a checkpoint as without it.

@@ -167,7 +167,7 @@ class Start:
     def _resumed(self, found: Path, saved: store.RunState, origin: str, changes: dict[str, float]) -> None:
         # A start with another recipe freezes it, even if it died before its first checkpoint.
         self.changed = sorted({*self.changed, *first(lambda: self._changed_since(found))})
-        # Every rewind point copies the state, and the engine holds FP8's history from here on.
+        # Every snapshot copies the state, and the engine holds FP8's history from here on.
         known = {"layout": self.state.layout, "versions": self.state.versions, "fp8": {}}
         self.state = saved.model_copy(update=known)
         self.log.emit(

@@ -1,4 +1,4 @@
-"""The engine on a GPU: it learns, it repeats itself bit for bit, and a gate, a rewind point and a resume are exact."""
+"""The engine on a GPU: it learns, it repeats itself bit for bit, and a gate, a snapshot and a resume are exact."""
 
 from __future__ import annotations
 

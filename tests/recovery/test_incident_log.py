@@ -350,7 +350,7 @@ def test_a_handover_defers_the_window_unless_it_is_innocent_and_a_stop_nothing(
 
 
 def test_giving_up_again_over_samples_that_were_put_off_puts_them_off_again(book: Book) -> None:
-    """Without a rewind point nobody can be examined: nobody is convicted."""
+    """Without a snapshot nobody can be examined: nobody is convicted."""
     book.open(Action.HANDOVER)
     book.book.give_up(decision(Action.HANDOVER), state(), WINDOW, True)
     returns = book.source.order.deferred(0, 10**6)

@@ -285,7 +285,7 @@ def noisy(
 ) -> dict[str, Any]:
     """`spoil`, on a machine that is said to repeat its bits, or not to; whatever it is said to be, it changes `noise`
     ("losses", "grad_norm") of what it measures every time, on states of a loss above `bound`. damaged: whichever
-    rewind point is asked for, host memory has lost it."""
+    snapshot is asked for, host memory has lost it."""
     import torch
 
     from megastable.engine.engine import Engine
@@ -335,7 +335,7 @@ def test_other_numbers_every_time(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damaged", [True, False], ids=["damaged rewind points", "no rewind points"])
+@pytest.mark.parametrize("damaged", [True, False], ids=["damaged snapshots", "no snapshots"])
 @pytest.mark.parametrize(
     ("exact", "kind", "cause"),
     [(True, "weights", "hardware"), (False, "weights", "unknown"), (False, "chip", "hardware")],

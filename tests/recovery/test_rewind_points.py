@@ -1,4 +1,4 @@
-"""Rewind points: what is kept of where the run stands."""
+"""Snapshots: what is kept of where the run stands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory for rewind points: what is free, what a snapshot takes, how many every rank keeps."""
+"""Host memory for snapshots: what is free, what a snapshot takes, how many every rank keeps."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_all_ranks_of_a_host_share_a_quarter_of_it(
 
 def test_it_is_said_with_the_numbers() -> None:
     found = plan([Demand("a", GIB, 100 * GIB)] * 2, SnapshotConfig(interval=10, keep=4))
-    assert found.points == 4 and found.text == "rewind points: every 10 steps, 4 of 1.000 GiB a rank"
+    assert found.points == 4 and found.text == "snapshots: every 10 steps, 4 of 1.000 GiB a rank"
     short = plan([Demand("a", GIB, 100 * GIB), Demand("b", GIB, 16 * GIB)], SnapshotConfig(keep=4))
     assert short.points == 4 and not short.aside and "no room for one more" in short.text
     found = plan([Demand("a", GIB, 6 * GIB)] * 2, SnapshotConfig())

@@ -317,7 +317,7 @@ def test_a_rate_that_jumped_is_capped_at_the_first_incident() -> None:
 
 @pytest.mark.parametrize("found", [jump(1.9), jump(10, warming=True), jump(10, good_rate=None)])
 def test_a_rate_that_did_not_jump_is_not_capped(found: Examined) -> None:
-    """In the warm-up the rate may well double within the age of a rewind point: that alone proves little."""
+    """In the warm-up the rate may well double within the age of a snapshot: that alone proves little."""
     assert trip(Policy(CONFIG), 100, Cause.STATE, found=found) is Action.REWIND
 
 

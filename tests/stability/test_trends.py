@@ -373,7 +373,7 @@ def test_a_validation_loss_that_rises_while_the_training_loss_falls(
 
 
 def test_a_rewind_keeps_the_evaluation_of_its_step() -> None:
-    """It came after the rewind point was taken, and is not repeated."""
+    """It came after the snapshot was taken, and is not repeated."""
     judge = Trends(CONFIG, WIDTH)
     evaluated(judge, [(3.0, 3.0)])
     saved = judge.state

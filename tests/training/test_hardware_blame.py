@@ -133,7 +133,7 @@ def test_a_receiver_of_wrong_messages_is_not_left_out(corpus: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_link_that_is_always_wrong_does_not_repeat_a_step_for_ever(corpus: Path, tmp_path: Path) -> None:
-    """Without rewind points nothing else would bound it."""
+    """Without snapshots nothing else would bound it."""
     c = recipe(corpus, tmp_path / "run", 16, interval=0, pipeline=2)
     with pytest.raises(AssertionError, match=r"HandoverError|UnstableError"):
         run_ranks(2, wrong_messages, c, 0, ())

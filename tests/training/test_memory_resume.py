@@ -1,4 +1,4 @@
-"""Ranks die, and the run goes on from the copies of its newest rewind point in the memories of the hosts."""
+"""Ranks die, and the run goes on from the copies of its newest snapshot in the memories of the hosts."""
 
 from __future__ import annotations
 

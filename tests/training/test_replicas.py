@@ -37,7 +37,7 @@ def scale_a_norm(engine: Any) -> None:
 
 
 def flip_a_point(engine: Any) -> None:
-    """One bit in the host's memory of the newest rewind point, and what makes the run go back to it."""
+    """One bit in the host's memory of the newest snapshot, and what makes the run go back to it."""
     import torch
 
     next(iter(engine.ring._kept[-1].tensors.values())).view(-1)[7:8].view(torch.int32).bitwise_xor_(1 << 30)

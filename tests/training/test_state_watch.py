@@ -123,7 +123,7 @@ def test_it_is_found_and_undone(layout: str, place: str, at_rest: bool, corpus: 
 
 @pytest.mark.slow
 def test_a_point_that_was_copied_from_changed_memory_is_rejected(corpus: Path, tmp_path: Path) -> None:
-    """A moment changes after the update and before the rewind point is taken: the copy is equal to what it was copied
+    """A moment changes after the update and before the snapshot is taken: the copy is equal to what it was copied
     from, and yet it is not what the update left."""
     assert run_ranks(2, changed_before_a_point, recipe(corpus, tmp_path / "run", {})) == [0, 0]
     run = RunDirectory(tmp_path / "run")

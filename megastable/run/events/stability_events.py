@@ -310,7 +310,7 @@ class NoSnapshots(Event):
     budget: Real
 
     def words(self) -> str:
-        return f"no room for a rewind point: one takes {size(self.get('bytes'))}"
+        return f"no room for a snapshot: one takes {size(self.get('bytes'))}"
 
 
 class SnapshotRejected(Event):
@@ -319,7 +319,7 @@ class SnapshotRejected(Event):
     reason: Text
 
     def words(self) -> str:
-        return f"rewind point passed over: it {self.get('reason')}"
+        return f"snapshot passed over: it {self.get('reason')}"
 
 
 class StabilityStateDropped(Event):
