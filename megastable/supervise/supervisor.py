@@ -350,9 +350,7 @@ class Supervisor:
             self.evaluation.finish(self._look, lambda: self.stopping)
         if not self.evaluation.unfinished:
             return end
-        reason = (
-            f"complete, but for the evaluation of its last checkpoint: {self.run.resuming} goes on with it"
-        )
+        reason = f"complete, but for its last checkpoint's evaluation: {self.run.resuming} goes on with it"
         self.say(f"stopped: {reason}")
         return RunExit(errors.STOPPED, reason)
 

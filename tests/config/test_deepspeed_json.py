@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
 from megastable.base.installation import ROOT
+from megastable.base.text import plural
 from megastable.config.deepspeed_json import KNOWN, REFUSED, accumulation, build, data_parallel
 from megastable.config.tree import RunConfig
 
@@ -63,7 +64,7 @@ def test_batch_sizes_add_up(
 @pytest.mark.parametrize("world", [1, 6, 7, -4, 0])
 def test_a_world_that_does_not_factor(world: int) -> None:
     message = refused(config(parallel={"tensor": 2, "pipeline": 2}), world)
-    for word in (f"{world} ranks", "parallel.tensor=2", "parallel.pipeline=2", "multiple of 4"):
+    for word in (plural(world, "rank"), "parallel.tensor=2", "parallel.pipeline=2", "multiple of 4"):
         assert word in message
 
 
