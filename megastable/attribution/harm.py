@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,17 @@ class HarmTrial:
     steps: int
     pays: bool
     damaged: bool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the journal. Numbers that do not exist, or are not finite, are left out."""
+        numbers = dict(
+            cost=self.cost, cost_error=self.cost_error, learnt=self.learnt, learnt_error=self.learnt_error
+        )
+        told = {name: round(value, 4) for name, value in numbers.items() if math.isfinite(value)}
+        return told | dict(
+            verdict=self.verdict, steps=self.steps, suspects=self.suspects, damaged=self.damaged
+        )
 
     @property
     def reason(self) -> str:

@@ -84,7 +84,7 @@ class Rewinding:
     ) -> None:
         self.probe = probe
         self.trials = Trials(
-            config, engine, points, lambda updates, rate: guard.policy.rate(updates, rate), phase
+            config, engine, points, lambda updates, rate: guard.policy.rate(updates, rate), log, phase
         )
         self.config, self.engine, self.loader, self.source = config, engine, loader, loader.source
         self.points, self.replays, self.rates = points, replays, rates

@@ -3,6 +3,7 @@ Collective; leaves no trace. attribution/harm.py decides."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from megastable.engine.engine import Engine
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained, harmless
 from megastable.recovery.snapshot import Snapshot
+from megastable.run.events.stability_events import SuspectsTried
+from megastable.run.log import RunLog
 from megastable.stability.attribution import Conclusion
 
 Int64s = npt.NDArray[np.int64]
@@ -54,11 +57,12 @@ class Trials:
         engine: Engine,
         points: Points,
         limit_rate: Callable[[int, float], float],
+        log: RunLog,
         phase: Callable[[str], None],
     ) -> None:
         self.config, self.engine, self.points = config, engine, points
         self.laboratory, self.loader = points.laboratory, points.laboratory.loader
-        self.limit_rate, self.phase = limit_rate, phase
+        self.limit_rate, self.log, self.phase = limit_rate, log, phase
 
     def look_ahead(self, state: RunState, left_out: Selection) -> Outlook:
         """Measure the data to come on the state that the engine holds, where the run stands: samples evenly spread over
@@ -85,7 +89,7 @@ class Trials:
         `snapshot`, before and after. None: there is nothing to compare.
 
         Raises DataError on every rank if one cannot read its part."""
-        suspects = np.array(found.convicted, dtype=np.int64)
+        begin, suspects = time.perf_counter(), np.array(found.convicted, dtype=np.int64)
         if not suspects.size:
             suspects = np.concatenate([t.positions for t in window])
         batches = self._next_batches(snapshot, suspects, left_out)
@@ -105,7 +109,14 @@ class Trials:
         held = with_them[n:], control[n:]
         vocabulary = self.config.model.vocab_size
         assert vocabulary is not None
-        return first(lambda: judge_trial(coming, held, vocabulary, suspects.size, len(batches)))
+        trial = first(lambda: judge_trial(coming, held, vocabulary, suspects.size, len(batches)))
+        self.log.emit(
+            SuspectsTried(
+                step=window[-1].step, snapshot=snapshot.step, reason=trial.reason,
+                seconds=round(time.perf_counter() - begin, 3), **trial.facts,
+            )
+        )  # fmt: skip
+        return trial
 
     def _next_batches(self, snapshot: Snapshot, suspects: Int64s, left_out: Selection) -> list[Int64s]:
         """The batches that follow a snapshot, as the run reads them, until `STEPS` steps after the first suspect."""

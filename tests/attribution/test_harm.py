@@ -84,6 +84,13 @@ def test_damage_that_the_same_steps_do_not_make() -> None:
     assert not judge(0.2, 0.0, present=0.1).damaged  # the branch is as bad
 
 
+def test_only_numbers_are_told() -> None:
+    assert judge(math.inf, 0.0).facts.keys() == {
+        "cost_error", "learnt", "learnt_error", "verdict", "steps", "suspects", "damaged"
+    }  # fmt: skip
+    assert judge(0.2, 1.0).facts["cost"] == pytest.approx(0.2, abs=0.01)
+
+
 def test_gross_and_few_are_trained_on_only_where_that_pays() -> None:
     trials = [judge(*of) for of in ((-0.3, 1.0), (0.0, 1.0), (0.0, 0.0), (0.2, 0.0), (0.2, 1.0))]
     assert [is_harmless(t, few=True) for t in trials] == [True, False, False, False, False]

@@ -270,6 +270,30 @@ class TrendEvent(Event):
         return f"trend of {self.get('signal')}: {self.get('text')}{remedy}"
 
 
+class SuspectsTried(Event):
+    """Two branches of `steps` steps from the state after `snapshot`, one with the suspects and one without. cost: by
+    how many nats the data to come is harder after the first; learnt: by how many suspects that were held out are
+    easier; each with its standard error. verdict: new, bad, mixed or noise (attribution/harm.py). damaged: the state
+    where the run stands is worse than both."""
+
+    NAME = "suspects_tried"
+    step: Whole
+    snapshot: Whole
+    steps: Whole
+    suspects: Whole
+    verdict: Text
+    cost: Real
+    cost_error: Real
+    learnt: Real = None
+    learnt_error: Real = None
+    damaged: Flag = False
+    reason: Text
+    seconds: Real
+
+    def words(self) -> str:
+        return f"tried: {self.get('reason')}"
+
+
 class Probed(Event):
     """loss: nats per token, mean over `samples` samples that are never trained on."""
 
