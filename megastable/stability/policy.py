@@ -24,6 +24,8 @@ from megastable.stability.signals import Finding, Verdict
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions span a few batches
 SAME_PLACE = 3  # rewinds within `SUSPICION` steps: another would end as they did
 UNTRIED, UNTRIED_STEPS = 64, 1000  # samples that are taken away without a clear win, in so many steps
+# Single outliers that are refused in so many steps, before those are applied that are hardly larger.
+OUTLIERS, OUTLIER_STEPS, LARGER = 5, 10_000, 1.25
 # Steps that a run may do again: this share, or so many if that is more.
 REDONE_SHARE, REDONE = 0.05, 64
 BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # causes that clear the data, the hardware and the numerics
@@ -58,12 +60,29 @@ class Policy:
         if finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE):
             most = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
             if len(s.refused) + 1 < most:
+                if known := self._is_known_outlier(finding):
+                    return Decision(Action.APPLY, finding, known)
                 s.refused.append(step)
                 return Decision(Action.DISCARD, finding, finding.reason)
             count = f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps"
             since = replace(finding, onset=min([finding.onset, *s.refused]))
             return self._climb(since, f"{count}; {finding.reason}", oldest)
         return self._climb(finding, finding.reason, oldest)
+
+    def _is_known_outlier(self, finding: Finding) -> str:
+        """Why a single outlier is applied: the run has them now and then, and they stay alone. Else "", and it is
+        remembered."""
+        s = self.state
+        s.outliers = [(at, severity) for at, severity in s.outliers if s.clock - at < OUTLIER_STEPS]
+        if finding.verdict is not Verdict.OUTLIER or s.refused:
+            return ""
+        alone = [severity for at, severity in s.outliers if finding.step - at >= SUSPICION]
+        if len(alone) >= OUTLIERS and finding.severity <= LARGER * max(alone):
+            return (
+                f"{len(alone)} like it were refused within {OUTLIER_STEPS:,} steps, and nothing came of them"
+            )
+        s.outliers.append((finding.step, finding.severity))
+        return ""
 
     def _healed(self, finding: Finding) -> bool:
         """Whether the last action is proven: enough steps on the trend past the step that tripped. Ends the watch."""
@@ -177,6 +196,7 @@ class Policy:
             action = Action.HANDOVER
         if s.watching:
             s.recurrences += 1
+        s.outliers = [(at, severity) for at, severity in s.outliers if finding.onset - at >= SUSPICION]
         s.refused, s.good = [], 0
         s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
         self._take(action, finding.step)

@@ -42,8 +42,9 @@ class PolicyState(BaseModel):
     recurrences: how often the present incident came back. account: the evidence about the present chain of incidents.
     limits: of the learning rate. rewound: applied updates of the state that the last rewind led to, where the rate
     warms up; None: no rewind, or no warm-up is configured. fallbacks, returns: clocks at which FP8 was left and
-    resumed. kernels: the names of those that were left for good. redone: steps that rewinds have undone. untried:
-    clocks at which samples were taken away without a clear win in a trial, and how many. alert: the episode.
+    resumed. kernels: the names of those that were left for good. outliers: steps and severities of
+    single outliers that were refused. redone: steps that rewinds have undone. untried: clocks at which samples were
+    taken away without a clear win in a trial, and how many. alert: the episode.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -62,6 +63,7 @@ class PolicyState(BaseModel):
     fallbacks: list[int] = []
     returns: list[int] = []
     kernels: list[str] = []
+    outliers: list[tuple[int, float]] = []
     redone: int = 0
     untried: list[tuple[int, int]] = []
     alert: Alert | None = None

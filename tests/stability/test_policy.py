@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.odds import Clue, Examined
-from megastable.stability.policy import SAME_PLACE, SUSPICION, UNTRIED, UNTRIED_STEPS, Policy
+from megastable.stability.policy import (
+    OUTLIER_STEPS,
+    OUTLIERS,
+    SAME_PLACE,
+    SUSPICION,
+    UNTRIED,
+    UNTRIED_STEPS,
+    Policy,
+)
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Verdict
 from tests.stability.policies import CONFIG, VERDICTS, run, seen, trip
@@ -227,6 +235,26 @@ def test_a_run_does_only_some_of_its_steps_again() -> None:
         trip(Policy(CONFIG, policy.state.model_copy(update={"alert": None})), 2100, Cause.DATA)
         is Action.REWIND
     )
+
+
+def test_outliers_that_stay_alone_are_refused_a_few_times_only() -> None:
+    policy = Policy(CONFIG)
+
+    def meet(step: int, severity: float = 1.5) -> Action:
+        return policy.decide(seen(step, Verdict.OUTLIER, severity=severity), 0).action
+
+    assert [meet(300 * i) for i in range(1, 8)] == [Action.DISCARD] * OUTLIERS + [Action.APPLY] * 2
+    assert meet(2400, severity=3.0) is Action.DISCARD  # larger than any before
+    assert meet(2401) is Action.DISCARD  # not alone
+    assert meet(300 * OUTLIERS + OUTLIER_STEPS) is Action.DISCARD  # long ago
+
+
+def test_outliers_of_an_incident_were_not_alone() -> None:
+    policy = Policy(CONFIG)
+    for step in range(300, 300 * (OUTLIERS + 1), 300):
+        policy.decide(seen(step, Verdict.OUTLIER, severity=1.5), 0)
+    trip(policy, 300 * OUTLIERS + 1, Cause.DATA)
+    assert policy.decide(seen(3000, Verdict.OUTLIER, severity=1.5), 0).action is Action.DISCARD
 
 
 def test_what_is_taken_away_untried_is_limited_in_a_thousand_steps() -> None:
