@@ -12,12 +12,12 @@ from torch import Tensor
 
 from drills import slow_faults
 from drills.plan import Fault, Plan
-from megastable import train
 from megastable.config.tree import ScheduleConfig
 from megastable.engine.engine import Engine
 from megastable.fp8 import emulated
 from megastable.model.cores import CORES, Core
 from megastable.model.loss import Features, LossFunction
+from megastable.optim import schedule as optim_schedule
 from megastable.optim.schedule import rate
 from megastable.parallel.fragments import Fragment
 
@@ -54,7 +54,7 @@ def _mistake(fault: Fault) -> None:
         wrong = fault.step - 1 <= done // next < fault.step - 1 + fault.steps
         return rate(schedule, peak, total, done, next) * (fault.factor if wrong else 1.0)
 
-    train.rate = mistaken  # type: ignore[attr-defined]
+    optim_schedule.rate = mistaken
 
 
 def _broken_product(fault: Fault) -> None:

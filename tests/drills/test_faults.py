@@ -22,13 +22,13 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from drills import faults
-    from megastable import train
     from megastable.engine.engine import Engine
     from megastable.model.loss import LossFunction
+    from megastable.optim import schedule as optim_schedule
     from tests.engine.test_gate import first_batch, start_of
 
     assert config.run.dir is not None
-    before = (Engine.train_step, LossFunction.__call__, train.rate)  # type: ignore[attr-defined]
+    before = Engine.train_step, LossFunction.__call__, optim_schedule.rate
     plan = Plan(
         policy=Policy.OURS,
         run=config.run.dir,
@@ -66,8 +66,9 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
     if kind == "high_rate":
         real = before[2]
         rates = [
-            train.rate(schedule, 1.0, 20, u) / real(schedule, 1.0, 20, u) for u in range(STEP - 2, STEP + 2)
-        ]  # type: ignore[attr-defined]
+            optim_schedule.rate(schedule, 1.0, 20, u) / real(schedule, 1.0, 20, u)
+            for u in range(STEP - 2, STEP + 2)
+        ]
         return {**found, "rates": rates}
     try:
         for _ in range(STEP - 1):
@@ -81,7 +82,7 @@ def struck(config: RunConfig, kind: str) -> dict[str, Any]:
         found["again"] = step()
         found["calm"] = calm
     finally:
-        Engine.train_step, LossFunction.__call__, train.rate = before  # type: ignore[method-assign, attr-defined]
+        Engine.train_step, LossFunction.__call__, optim_schedule.rate = before  # type: ignore[method-assign]
     return found
 
 
