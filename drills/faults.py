@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drills import slow_faults
+from drills import court_faults, slow_faults
 from drills.plan import Fault, Plan
 from megastable.config.tree import ScheduleConfig
 from megastable.engine.engine import Engine
@@ -118,6 +118,8 @@ LASTING: dict[str, Callable[[Fault], None]] = {
     "growing_logits": slow_faults.growing_logits,
     "dying_block": slow_faults.dying_block,
     "rare_tokens": slow_faults.rare_tokens,
+    "grown_gradient": court_faults.grow_gradient,
+    "shifted_labels": court_faults.shift_labels,
 }
 
 
@@ -183,6 +185,7 @@ HAPPENS: dict[str, Around] = {
     "inf_loss": inf_loss,
     "moments": moments,
     "bit_flip": bit_flip,
+    **{kind: court_faults.spoil_update(edit) for kind, edit in court_faults.EDITS.items()},
 }
 
 

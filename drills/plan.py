@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 VARIABLE = "MEGASTABLE_DRILL"
+SEARCH = ".search"  # ending of the file, beside a run, that counts what recovery measured
 
 
 class Policy(StrEnum):
@@ -35,14 +36,16 @@ class Fault(BaseModel):
     times too large, on all ranks, every time they are computed; products in other precisions are right. "attention":
     for as long, the backward pass of fused attention kernels makes the gradient of the first sample of a micro-batch
     `factor` times as large (NaN: no number). Those of slow_faults.py act before every one of `steps` steps; `factor` is
-    by how much.
+    by how much. Those of court_faults.py: what the update of step `step` does besides, once in the life of a run; the
+    gradient of `rank`, `factor` times as large for `steps` steps; labels off by one in the samples of `steps` steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal[
         "nan_gradient", "inf_loss", "moments", "bit_flip", "high_rate", "fp8", "attention", "growing_gains",
-        "growing_logits", "dying_block", "rare_tokens",
+        "growing_logits", "dying_block", "rare_tokens", "permuted_head", "shrunk_moments", "cleared_norm",
+        "grown_embeddings", "grown_block", "grown_gradient", "shifted_labels",
     ]  # fmt: skip
     step: int
     rank: int = 1

@@ -18,7 +18,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drills.fate import fate
-from drills.plan import Plan, Policy
+from drills.plan import SEARCH, Plan, Policy
 from drills.run_processes import Family
 from drills.scenario import Outside, Scenario
 from drills.score import Score, score
@@ -122,9 +122,9 @@ def _run(
     watch: Watch, jobs: int,
 ) -> Done:  # fmt: skip
     run, policy = RunDirectory(wanted.run), wanted.policy
-    plan, log, note = (_beside(run, ending) for ending in (".json", ".log", ".done"))
-    note.unlink(missing_ok=True)
-    log.unlink(missing_ok=True)
+    plan, log, note, search = (_beside(run, ending) for ending in (".json", ".log", ".done", SEARCH))
+    for file in (note, log, search):
+        file.unlink(missing_ok=True)
     shutil.rmtree(run.root, ignore_errors=True)
     run.root.mkdir(parents=True)
     plan.write_text(wanted.model_dump_json(indent=1))

@@ -17,7 +17,7 @@ from megastable.commands.checkout import find_beside
 from megastable.commands.options import Json, JsonFile, put_json
 
 app = App()
-CORRUPTION = "sdc"
+CORRUPTION, COURT = "sdc", "court"
 # Options about learning under policies, which corruption is not about.
 FOREIGN = {name: f"--{name}" for name in ("policy", "text", "ranks", "layers", "jobs")}
 
@@ -41,6 +41,8 @@ class PolicyName(StrEnum):
     megastable drill sdc --output sdc.json
     megastable drill sdc --quick
     megastable drill sdc dp2 tp2 master weight/sign --seeds 1,2 --keep drills
+    megastable drill court --control --keep court --output before.json
+    megastable drill court --only switch,repeats --seeds 1,2,3 --keep court
     """,
     more="Groups: all, gross (what stands out), thin (what hardly does), "
     "slow (what must be warned of before the loss shows it; not in all). Called again with the same --keep, the runs "
@@ -52,16 +54,21 @@ class PolicyName(StrEnum):
     "right rank is named, and whether it is undone to the bytes of a clean run. What follows names layouts and kinds "
     "(sdc --list); of the options it takes --quick, --seeds, --keep (all runs are done again), --json and "
     "--output.\n\n"
+    "court measures judgement: text that is new, easy or repeated must be trained on, bad samples and spoilt updates "
+    "must be found. Runs of a minute or two on one rank. Of the options it takes --only, --control (each run also "
+    "with stability.enabled=false; done once for the same --keep), --seeds, --keep, --list, --json and --output.\n\n"
     "Exit codes: 0 all runs of ours end within 0.02 nat of the clean one, no clean sample is lost for good, and at "
     "most one cause in 12 is wrong; with sdc: 95 % of the faults that must be found are, 95 % of those found name the "
-    "right rank, alone or among suspects, and no run has a finding without a fault; 1 not so; 2 bad input.",
+    "right rank, alone or among suspects, and no run has a finding without a fault; with court: all runs are as "
+    "wanted; 1 not so; 2 bad input.",
 )
 def drill(
     context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SCENARIO|GROUP]... | sdc [LAYOUT|KIND]...", help="What to run. Default: all"
+            metavar="[SCENARIO|GROUP]... | sdc [LAYOUT|KIND]... | court [SCENARIO]...",
+            help="What to run. Default: all",
         ),
     ] = None,
     policy: Annotated[
@@ -78,6 +85,10 @@ def drill(
     ranks: Annotated[int, typer.Option(help="Processes of a run: a divisor of 16")] = 2,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model")] = 2,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time")] = 1,
+    only: Annotated[str, typer.Option(help="court: only these scenarios, e.g. switch,repeats")] = "",
+    control: Annotated[
+        bool, typer.Option("--control", help="court: each run also with the guard off")
+    ] = False,
     keep: Annotated[Path | None, typer.Option(help="Keep corpora and runs here, and reuse them")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the scenarios and exit")] = False,
     as_json: Json = False,
@@ -92,6 +103,11 @@ def drill(
         raise ConfigError(f"--keep {keep} is no directory: choose another name")
     if names and names[0] == CORRUPTION:
         raise typer.Exit(_corruption(context, names[1:], listed, quick, seeds, keep, as_json, output))
+    if names and names[0] == COURT:
+        wanted = [*names[1:], *filter(None, only.split(","))]
+        raise typer.Exit(_court(context, wanted, listed, seeds, control, keep, as_json, output))
+    if only or control:
+        raise ConfigError(f"--only and --control are of drill {COURT}: leave them out")
     from drills import batch, scenarios
     from drills.plan import Policy
     from drills.progress import Bars
@@ -158,6 +174,36 @@ def _corruption(
     report = corruption.run(names, numbers(seeds), quick, keep, as_json)
     put_json(report.model_dump(mode="json"), as_json, output)
     return OK if report.total.met else FAILED
+
+
+def _court(
+    context: typer.Context,
+    names: list[str],
+    listed: bool,
+    seeds: str,
+    control: bool,
+    keep: Path | None,
+    as_json: bool,
+    output: Path | None,
+) -> int:
+    """The exit code."""
+    from drills.court import describe_verdict, run_court, show_table
+    from drills.court_scenarios import CASES, NOISES
+    from drills.table import console
+
+    given = [option for name, option in (FOREIGN | {"quick": "--quick"}).items() if _was_given(context, name)]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: drill {COURT} has its own models and texts: leave it out")
+    if listed:
+        print("\n".join([*(f"{case.name}: {case.title}" for case in CASES), *NOISES]))
+        return OK
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    rows = run_court(names, numbers(seeds), control, keep, as_json)
+    if not as_json:
+        console().print(show_table(rows))
+        console().print(describe_verdict(rows), soft_wrap=True)
+    put_json([row.model_dump(mode="json") for row in rows], as_json, output)
+    return FAILED if any(row.missed for row in rows) else OK
 
 
 def _was_given(context: typer.Context, name: str) -> bool:

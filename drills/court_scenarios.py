@@ -1,0 +1,278 @@
+"""Scenarios of the court drill: what a run reads, or what goes wrong in it, and what is wanted of the judgement.
+
+Healthy scenarios have nothing to find: samples that are new, easy or repeated must be trained on. The others have
+planted samples or faults, which must be found at a price, or be harmless. Wishes were written down before any run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from drills.court_texts import POSITIONS, Kind, Places
+from drills.plan import Fault
+from drills.scenario import GLOBAL_BATCH
+from megastable.base.errors import ConfigError
+
+STEPS, STEP = 180, 100  # of a run; where a scenario begins
+PLANTED, OF_EACH = 40, 8  # bad samples, and how many of them are in a step
+FOUND = 36
+NEAR = 0.02  # nats per token: what a loss may be worse
+SEARCH = 256  # batches that a search may measure
+SOON = 25  # steps within which a spoilt update must be seen
+FAULTY = 10  # steps of a wrong gradient, and of wrong labels
+CLEAN = "clean"
+
+
+class Row(BaseModel):
+    """A run in figures. Losses in nats per token; None: not measured.
+
+    planted, found: bad samples, and those of them that are skipped. lost: other samples that are skipped for good;
+    untrained: those whose update was refused and that were not read again; deferred: to be read later. undone: steps;
+    refused: updates. incidents: verdict, cause and outcome of each. causes: of incidents. seen: steps until the first
+    refusal or incident from the scenario's begin on. without: the loss of the same run with stability.enabled=false;
+    clean: of the clean run without it. search_batches, search_seconds: measured by recovery. missed: wishes that were
+    not granted.
+    """
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    scenario: str
+    seed: int
+    ended: str = "finished"
+    exit: int | None = 0
+    planted: int = 0
+    found: int = 0
+    lost: int = 0
+    untrained: int = 0
+    deferred: int = 0
+    rewinds: int = 0
+    undone: int = 0
+    refused: int = 0
+    handovers: int = 0
+    alerts: int = 0
+    incidents: list[str] = []
+    causes: list[str] = []
+    seen: int | None = None
+    loss: float | None = None
+    without: float | None = None
+    clean: float | None = None
+    search_batches: int = 0
+    search_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    missed: list[str] = []
+
+    @property
+    def worse(self) -> float | None:
+        """Than the clean run."""
+        return None if self.loss is None or self.clean is None else self.loss - self.clean
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is wanted of a run, in words, and whether it was granted."""
+
+    words: str
+    grants: Callable[[Row], bool]
+
+
+DONE = Wish("exit code 0", lambda r: r.ended == "finished" and r.exit == 0)
+NO_LOOP = Wish("no hand-over", lambda r: r.handovers == 0 and r.exit not in (76, 78))
+NOTHING_LOST = Wish("0 samples lost", lambda r: r.lost + r.untrained == 0)
+NO_REWIND = Wish("0 rewinds", lambda r: r.rewinds == 0)
+NOTHING = Wish("nothing done", lambda r: not (r.incidents or r.refused or r.deferred))
+NEAR_CLEAN = Wish(f"within {NEAR} of clean", lambda r: r.worse is not None and r.worse <= NEAR)
+MOST_FOUND = Wish(f"{FOUND} found", lambda r: r.found >= FOUND)
+FEW_INNOCENT = Wish("2 innocent at most", lambda r: r.lost <= 2)
+NO_INNOCENT = Wish("0 innocent", lambda r: r.lost == 0)
+SHORT_SEARCH = Wish(f"{SEARCH} batches measured at most", lambda r: r.search_batches <= SEARCH)
+FOUND_OR_HARMLESS = Wish(
+    f"{FOUND} found or harmless", lambda r: r.found >= FOUND or (NEAR_CLEAN.grants(r) and r.lost == 0)
+)
+SEEN_SOON = Wish(f"seen within {SOON} steps", lambda r: r.seen is not None and r.seen <= SOON)
+DATA_NAMED = Wish("cause data", lambda r: "data" in r.causes)
+
+Lay = Callable[[np.random.Generator], Places]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scenario. lay: what its runs read; held: kinds of the validation samples; compared: with the clean run, whose
+    validation samples are prose. labels: whether the samples of its fault are the planted ones."""
+
+    name: str
+    title: str
+    wishes: tuple[Wish, ...]
+    lay: Lay
+    held: tuple[Kind, ...] = ("prose",)
+    fault: Fault | None = None
+    compared: bool = False
+    ranks: int = 1
+    steps: int = STEPS
+    overrides: tuple[str, ...] = field(default=())
+
+
+def reach(step: int) -> int:
+    """The first position of a step."""
+    return (step - 1) * GLOBAL_BATCH
+
+
+def lay_prose(chance: np.random.Generator) -> Places:
+    return Places(["prose"] * POSITIONS, np.arange(POSITIONS))
+
+
+def lay_between(kind: Kind, first: int, end: int | None = None) -> Lay:
+    """Prose, but another kind from step `first` to before step `end`, or to the end."""
+    begin, stop = reach(first), POSITIONS if end is None else reach(end)
+    kinds: list[Kind] = [kind if begin <= p < stop else "prose" for p in range(POSITIONS)]
+    return lambda chance: Places(kinds, np.arange(POSITIONS))
+
+
+def lay_drift(chance: np.random.Generator) -> Places:
+    share = np.clip((np.arange(POSITIONS) - reach(20)) / (reach(160) - reach(20)), 0.0, 1.0)
+    kinds: list[Kind] = ["code" if late else "prose" for late in chance.random(POSITIONS) < share]
+    return Places(kinds, np.arange(POSITIONS))
+
+
+def lay_repeats(chance: np.random.Generator) -> Places:
+    """The samples of eight steps, again and again in another order."""
+    sources, size = np.arange(POSITIONS), 8 * GLOBAL_BATCH
+    begin = reach(REPEATS_STEP)
+    for turn in range(REPEATS):
+        at = begin + turn * size
+        sources[at : at + size] = begin + chance.permutation(size)
+    return Places(["prose"] * POSITIONS, sources)
+
+
+REPEATS_STEP, REPEATS, REPEATS_STEPS = 31, 15, 200
+
+
+def choose_planted(chance: np.random.Generator) -> tuple[int, ...]:
+    """Positions of the planted samples: some of each step from the scenario's begin on."""
+    steps = range(STEP, STEP + PLANTED // OF_EACH)
+    drawn = [reach(step) + chance.permutation(GLOBAL_BATCH)[:OF_EACH] for step in steps]
+    return tuple(sorted(np.concatenate(drawn).tolist()))
+
+
+def lay_planted(kind: Kind) -> Lay:
+    def lay(chance: np.random.Generator) -> Places:
+        bad = choose_planted(chance)
+        kinds: list[Kind] = [kind if p in bad else "prose" for p in range(POSITIONS)]
+        return Places(kinds, np.arange(POSITIONS), bad)
+
+    return lay
+
+
+def lay_moved(chance: np.random.Generator) -> Places:
+    bad = choose_planted(chance)
+    return Places(["prose"] * POSITIONS, np.arange(POSITIONS), bad, bad)
+
+
+def lay_wrong_labels(chance: np.random.Generator) -> Places:
+    return Places(
+        ["prose"] * POSITIONS, np.arange(POSITIONS), tuple(range(reach(STEP), reach(STEP + FAULTY)))
+    )
+
+
+def _spoil(kind: str, title: str) -> Case:
+    fault = Fault.model_validate({"kind": kind, "step": STEP})
+    name = f"weights-{kind.replace('_', '-')}"
+    return Case(name, title, (DONE, SEEN_SOON, NEAR_CLEAN), lay_prose, fault=fault, compared=True)
+
+
+CASES = (
+    Case("clean", "prose throughout", (DONE, NOTHING), lay_prose, compared=True),
+    Case(
+        "switch", "prose, then code", (DONE, NOTHING_LOST), lay_between("code", STEP), held=("prose", "code")
+    ),
+    Case(
+        "drift",
+        "prose slowly becomes code",
+        (DONE, NOTHING_LOST, NO_REWIND, NOTHING),
+        lay_drift,
+        held=("prose", "code"),
+    ),
+    Case(
+        "visit",
+        "40 steps of code in prose",
+        (DONE, NOTHING_LOST),
+        lay_between("code", STEP, STEP + 40),
+        held=("prose", "code"),
+    ),
+    Case(
+        "templated",
+        "50 steps of easy log lines in prose",
+        (DONE, NOTHING_LOST),
+        lay_between("table", STEP, STEP + 50),
+        held=("prose", "table"),
+    ),
+    Case(
+        "repeats",
+        f"the samples of 8 steps {REPEATS} times, then new ones",
+        (DONE, NO_LOOP, NOTHING_LOST, NO_REWIND),
+        lay_repeats,
+        steps=REPEATS_STEPS,
+    ),
+    Case(
+        "whole",
+        "another language from a step on",
+        (DONE, NO_LOOP, NOTHING_LOST, NO_REWIND),
+        lay_between("foreign", STEP),
+        held=("prose", "foreign"),
+    ),
+    Case(
+        "shifted",
+        f"{PLANTED} samples with ids moved by one",
+        (DONE, MOST_FOUND, FEW_INNOCENT, SHORT_SEARCH),
+        lay_moved,
+        compared=True,
+    ),
+    Case("hex", f"{PLANTED} hex dumps", (DONE, FOUND_OR_HARMLESS), lay_planted("hex"), compared=True),
+    Case(
+        "babble",
+        f"{PLANTED} samples of Markov babble",
+        (DONE, FOUND_OR_HARMLESS),
+        lay_planted("babble"),
+        compared=True,
+    ),
+    _spoil("permuted_head", "an update permutes 64 rows of the head"),
+    _spoil("shrunk_moments", "an update makes a block's second moments 100 times too small"),
+    _spoil("cleared_norm", "an update makes the weights of a norm zero"),
+    _spoil("grown_embeddings", "an update makes 16 embeddings 30 times too large"),
+    _spoil("grown_block", "an update makes a block's weights 3 times too large"),
+    Case(
+        "rank-x8",
+        f"one rank's gradient 8 times too large for {FAULTY} steps",
+        (DONE, NO_LOOP, NOTHING_LOST),
+        lay_prose,
+        fault=Fault(kind="grown_gradient", step=STEP, steps=FAULTY, factor=8.0),
+        compared=True,
+        ranks=2,
+    ),
+    Case(
+        "labels",
+        f"labels off by one for {FAULTY} steps",
+        (DONE, NO_INNOCENT, DATA_NAMED, NEAR_CLEAN),
+        lay_wrong_labels,
+        fault=Fault(kind="shifted_labels", step=STEP, steps=FAULTY),
+        compared=True,
+    ),
+)
+NOISES = ("noise-volatile", "noise-bursts", "noise-spikes")
+NAMES = (*(case.name for case in CASES), *NOISES)
+
+
+def choose_cases(names: Sequence[str]) -> tuple[list[Case], list[str]]:
+    """Scenarios of real runs, and of noise, by name or its part before a hyphen; without names: all. Raises
+    ConfigError."""
+    if unknown := [n for n in names if not any(_matches(name, n) for name in NAMES)]:
+        raise ConfigError(f"{unknown[0]}: there is no such scenario: {', '.join(NAMES)}")
+    chosen = [name for name in NAMES if not names or any(_matches(name, n) for n in names)]
+    return [case for case in CASES if case.name in chosen], [name for name in NOISES if name in chosen]
+
+
+def _matches(name: str, wanted: str) -> bool:
+    return name == wanted or name.startswith(f"{wanted}-")
