@@ -35,7 +35,7 @@ from megastable.run.events.training_events import Training
 
 BY_NAME = {case.name: case for case in CASES}
 EVALUATED = 512  # validation samples
-THREADS = 64  # as if so many runs shared the machine: one thread a rank, so that others can use it
+CROWD = 64  # as if so many runs shared the machine: one thread a rank, so that others can use it
 WITHOUT = "-without"  # ending of a run with the guard off
 
 
@@ -107,7 +107,7 @@ def judge_case(folder: Path, case: Case, seed: int, control: bool) -> Row:
     """Run a scenario, and what it is compared with, and read what became of it."""
     stage = CourtStage(folder, seed, case.steps, case.ranks)
     stage.prepare()
-    score = drill(stage, make_scenario(case), Policy.OURS, lambda step: None, jobs=THREADS)
+    score = drill(stage, make_scenario(case), Policy.OURS, lambda step: None, jobs=CROWD)
     run = RunDirectory(folder / "runs" / f"{case.name}-{Policy.OURS}-{seed}")
     row = read_row(run, case, seed, score)
     without = run_without(folder, case, seed) if control else None
@@ -132,7 +132,7 @@ def run_without(folder: Path, case: Case, seed: int) -> float | None:
     corpus, _ = stage.corpus_of(scenario)
     told, note = Manifest.load(corpus).fingerprint(), run.root.with_name(f"{run.root.name}.data")
     if finished(run) is None or not note.exists() or note.read_text() != told:
-        drill(stage, scenario, Policy.OURS, lambda step: None, jobs=THREADS)
+        drill(stage, scenario, Policy.OURS, lambda step: None, jobs=CROWD)
         note.write_text(told)
     return read_loss(run)
 

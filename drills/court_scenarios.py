@@ -82,6 +82,7 @@ class Wish:
 DONE = Wish("exit code 0", lambda r: r.ended == "finished" and r.exit == 0)
 NO_LOOP = Wish("no hand-over", lambda r: r.handovers == 0 and r.exit not in (76, 78))
 NOTHING_LOST = Wish("0 samples lost", lambda r: r.lost + r.untrained == 0)
+ONE_REWIND = Wish("1 rewind at most", lambda r: r.rewinds <= 1)
 NO_REWIND = Wish("0 rewinds", lambda r: r.rewinds == 0)
 NOTHING = Wish("nothing done", lambda r: not (r.incidents or r.refused or r.deferred))
 NEAR_CLEAN = Wish(f"within {NEAR} of clean", lambda r: r.worse is not None and r.worse <= NEAR)
@@ -186,7 +187,11 @@ def _spoil(kind: str, title: str) -> Case:
 CASES = (
     Case("clean", "prose throughout", (DONE, NOTHING), lay_prose, compared=True),
     Case(
-        "switch", "prose, then code", (DONE, NOTHING_LOST), lay_between("code", STEP), held=("prose", "code")
+        "switch",
+        "prose, then code",
+        (DONE, NOTHING_LOST, ONE_REWIND),
+        lay_between("code", STEP),
+        held=("prose", "code"),
     ),
     Case(
         "drift",
@@ -198,14 +203,14 @@ CASES = (
     Case(
         "visit",
         "40 steps of code in prose",
-        (DONE, NOTHING_LOST),
+        (DONE, NOTHING_LOST, ONE_REWIND),
         lay_between("code", STEP, STEP + 40),
         held=("prose", "code"),
     ),
     Case(
         "templated",
         "50 steps of easy log lines in prose",
-        (DONE, NOTHING_LOST),
+        (DONE, NOTHING_LOST, ONE_REWIND),
         lay_between("table", STEP, STEP + 50),
         held=("prose", "table"),
     ),

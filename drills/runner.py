@@ -38,7 +38,8 @@ HUNG = 20.0  # seconds without a step after which an unsupervised run counts as 
 
 CODE = (ROOT / "megastable", ROOT / "drills")
 # Code without influence on the runs: it may change between the runs of a table.
-JUDGING = {ROOT / "drills" / name for name in ("batch.py", "fate.py", "score.py", "table.py")}
+JUDGED = ("batch", "fate", "score", "table", "court", "court_noise", "court_scenarios", "court_texts")
+JUDGING = {ROOT / "drills" / f"{name}.py" for name in JUDGED}
 PREPARING = threading.Lock()  # parallel runs share corpora
 POISONS: dict[Outside | None, Literal["weight", "second_moments"]] = {
     "poison_weight": "weight",
