@@ -118,7 +118,7 @@ def judge_case(folder: Path, case: Case, seed: int, control: bool) -> Row:
 
 def make_scenario(case: Case, *overrides: str, ending: str = "") -> Scenario:
     """The scenario for the runner."""
-    settings = (f"train.steps={case.steps}", *case.overrides, *overrides)
+    settings = (f"train.steps={case.steps}", *overrides)
     return Scenario(case.name + ending, case.title, frozenset(), "", fault=case.fault, overrides=settings)
 
 

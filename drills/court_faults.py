@@ -26,46 +26,28 @@ ROWS, EMBEDDINGS = 64, 16  # of the head that are permuted; embeddings that grow
 COMMON = 259  # the first id of SentencePiece that is more than a byte
 BLOCK = "blocks.1."  # the last one of a drill's model
 
-Edit = Callable[[str, Tensor, Tensor | None, torch.Generator], None]  # (name, weight, second moments, chance)
+EDITS = ("permuted_head", "shrunk_moments", "cleared_norm", "grown_embeddings", "grown_block")
 
 
-def permute_head(name: str, weight: Tensor, moments: Tensor | None, chance: torch.Generator) -> None:
-    if name == "head.weight":
-        rows = COMMON + torch.randperm(len(weight) - COMMON, generator=chance)[:ROWS]
-        weight[rows] = weight[rows.roll(1)]
+def edit_weights(
+    kind: str, name: str, weight: Tensor, moments: Tensor | None, chance: torch.Generator
+) -> None:
+    """What a spoilt update does to the weight of a name, and to its second moments, besides."""
+    rows = COMMON + torch.randperm(len(weight) - COMMON, generator=chance) if len(weight) > COMMON else None
+    match kind, name:
+        case "permuted_head", "head.weight" if rows is not None:
+            weight[rows[:ROWS]] = weight[rows[:ROWS].roll(1)]
+        case "grown_embeddings", "embedding.weight" if rows is not None:
+            weight[rows[:EMBEDDINGS]] *= 30.0
+        case "cleared_norm", "blocks.1.mlp_norm.weight":
+            weight.zero_()
+        case "shrunk_moments", _ if name.startswith(BLOCK) and moments is not None:
+            moments.mul_(0.01)
+        case "grown_block", _ if name.startswith(BLOCK):
+            weight.mul_(3.0)
 
 
-def shrink_moments(name: str, weight: Tensor, moments: Tensor | None, chance: torch.Generator) -> None:
-    if name.startswith(BLOCK) and moments is not None:
-        moments.mul_(0.01)
-
-
-def clear_norm(name: str, weight: Tensor, moments: Tensor | None, chance: torch.Generator) -> None:
-    if name == f"{BLOCK}mlp_norm.weight":
-        weight.zero_()
-
-
-def grow_embeddings(name: str, weight: Tensor, moments: Tensor | None, chance: torch.Generator) -> None:
-    if name == "embedding.weight":
-        rows = COMMON + torch.randperm(len(weight) - COMMON, generator=chance)[:EMBEDDINGS]
-        weight[rows] *= 30.0
-
-
-def grow_block(name: str, weight: Tensor, moments: Tensor | None, chance: torch.Generator) -> None:
-    if name.startswith(BLOCK):
-        weight.mul_(3.0)
-
-
-EDITS: dict[str, Edit] = {
-    "permuted_head": permute_head,
-    "shrunk_moments": shrink_moments,
-    "cleared_norm": clear_norm,
-    "grown_embeddings": grow_embeddings,
-    "grown_block": grow_block,
-}
-
-
-def spoil_update(edit: Edit) -> Callable[[Engine, bool, int], Any]:
+def spoil_update(kind: str) -> Callable[[Engine, bool, int], Any]:
     """A context manager around one step whose update does more than it should. Of runs on one rank."""
 
     @contextmanager
@@ -78,7 +60,7 @@ def spoil_update(edit: Edit) -> Callable[[Engine, bool, int], Any]:
             for f in flat.fragments:
                 weight, moments = flat.piece(f, "weight"), flat.piece(f, "exp_avg_sq")
                 assert weight is not None, "the fault needs all weights on one rank"
-                edit(f.name, weight.view(f.shape), moments, chance)
+                edit_weights(kind, f.name, weight.view(f.shape), moments, chance)
             engine.refresh_weights()
 
         with instead(engine, "_step", step):

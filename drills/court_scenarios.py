@@ -7,7 +7,7 @@ planted samples or faults, which must be found at a price, or be harmless. Wishe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -89,7 +89,7 @@ NEAR_CLEAN = Wish(f"within {NEAR} of clean", lambda r: r.worse is not None and r
 MOST_FOUND = Wish(f"{FOUND} found", lambda r: r.found >= FOUND)
 FEW_INNOCENT = Wish("2 innocent at most", lambda r: r.lost <= 2)
 NO_INNOCENT = Wish("0 innocent", lambda r: r.lost == 0)
-SHORT_SEARCH = Wish(f"{SEARCH} batches measured at most", lambda r: r.search_batches <= SEARCH)
+SHORT = Wish(f"{SEARCH} batches measured at most", lambda r: r.search_batches <= SEARCH)
 FOUND_OR_HARMLESS = Wish(
     f"{FOUND} found or harmless", lambda r: r.found >= FOUND or (NEAR_CLEAN.grants(r) and r.lost == 0)
 )
@@ -101,8 +101,8 @@ Lay = Callable[[np.random.Generator], Places]
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario. lay: what its runs read; held: kinds of the validation samples; compared: with the clean run, whose
-    validation samples are prose. labels: whether the samples of its fault are the planted ones."""
+    """A scenario. lay: what its runs read; held: kinds of the validation samples, the clean run's if it is compared
+    with that."""
 
     name: str
     title: str
@@ -110,10 +110,13 @@ class Case:
     lay: Lay
     held: tuple[Kind, ...] = ("prose",)
     fault: Fault | None = None
-    compared: bool = False
     ranks: int = 1
     steps: int = STEPS
-    overrides: tuple[str, ...] = field(default=())
+
+    @property
+    def compared(self) -> bool:
+        """Whether its loss should be that of the clean run."""
+        return self.held == ("prose",) and self.steps == STEPS
 
 
 def reach(step: int) -> int:
@@ -122,20 +125,20 @@ def reach(step: int) -> int:
 
 
 def lay_prose(chance: np.random.Generator) -> Places:
-    return Places(["prose"] * POSITIONS, np.arange(POSITIONS))
+    return Places(["prose"] * POSITIONS)
 
 
 def lay_between(kind: Kind, first: int, end: int | None = None) -> Lay:
     """Prose, but another kind from step `first` to before step `end`, or to the end."""
     begin, stop = reach(first), POSITIONS if end is None else reach(end)
     kinds: list[Kind] = [kind if begin <= p < stop else "prose" for p in range(POSITIONS)]
-    return lambda chance: Places(kinds, np.arange(POSITIONS))
+    return lambda chance: Places(kinds)
 
 
 def lay_drift(chance: np.random.Generator) -> Places:
     share = np.clip((np.arange(POSITIONS) - reach(20)) / (reach(160) - reach(20)), 0.0, 1.0)
     kinds: list[Kind] = ["code" if late else "prose" for late in chance.random(POSITIONS) < share]
-    return Places(kinds, np.arange(POSITIONS))
+    return Places(kinds)
 
 
 def lay_repeats(chance: np.random.Generator) -> Places:
@@ -145,7 +148,7 @@ def lay_repeats(chance: np.random.Generator) -> Places:
     for turn in range(REPEATS):
         at = begin + turn * size
         sources[at : at + size] = begin + chance.permutation(size)
-    return Places(["prose"] * POSITIONS, sources)
+    return Places(["prose"] * POSITIONS, sources=sources)
 
 
 REPEATS_STEP, REPEATS, REPEATS_STEPS = 31, 15, 200
@@ -159,113 +162,61 @@ def choose_planted(chance: np.random.Generator) -> tuple[int, ...]:
 
 
 def lay_planted(kind: Kind) -> Lay:
+    """Prose with planted samples of a kind; of prose, its ids moved by one."""
+
     def lay(chance: np.random.Generator) -> Places:
         bad = choose_planted(chance)
         kinds: list[Kind] = [kind if p in bad else "prose" for p in range(POSITIONS)]
-        return Places(kinds, np.arange(POSITIONS), bad)
+        return Places(kinds, bad, bad if kind == "prose" else ())
 
     return lay
 
 
-def lay_moved(chance: np.random.Generator) -> Places:
-    bad = choose_planted(chance)
-    return Places(["prose"] * POSITIONS, np.arange(POSITIONS), bad, bad)
-
-
 def lay_wrong_labels(chance: np.random.Generator) -> Places:
-    return Places(
-        ["prose"] * POSITIONS, np.arange(POSITIONS), tuple(range(reach(STEP), reach(STEP + FAULTY)))
-    )
+    return Places(["prose"] * POSITIONS, tuple(range(reach(STEP), reach(STEP + FAULTY))))
 
 
-def _spoil(kind: str, title: str) -> Case:
-    fault = Fault.model_validate({"kind": kind, "step": STEP})
-    name = f"weights-{kind.replace('_', '-')}"
-    return Case(name, title, (DONE, SEEN_SOON, NEAR_CLEAN), lay_prose, fault=fault, compared=True)
+TRAINED = (DONE, NOTHING_LOST, ONE_REWIND)
+STEADY = (DONE, NO_LOOP, NOTHING_LOST, NO_REWIND)
+SPOILT = (DONE, SEEN_SOON, NEAR_CLEAN)
+Held = tuple[Kind, ...]
+CODE: Held = ("prose", "code")
+EASY: Held = ("prose", "table")
+FOREIGN: Held = ("prose", "foreign")
+UPDATES = {
+    "permuted_head": "an update permutes 64 rows of the head",
+    "shrunk_moments": "an update makes a block's second moments 100 times too small",
+    "cleared_norm": "an update makes the weights of a norm zero",
+    "grown_embeddings": "an update makes 16 embeddings 30 times too large",
+    "grown_block": "an update makes a block's weights 3 times too large",
+}
+
+
+def _fault(kind: str, steps: int = 1) -> Fault:
+    return Fault.model_validate({"kind": kind, "step": STEP, "steps": steps, "factor": 8.0})
 
 
 CASES = (
-    Case("clean", "prose throughout", (DONE, NOTHING), lay_prose, compared=True),
+    Case("clean", "prose throughout", (DONE, NOTHING), lay_prose),
+    Case("switch", "prose, then code", TRAINED, lay_between("code", STEP), CODE),
+    Case("drift", "prose slowly becomes code", (*STEADY, NOTHING), lay_drift, CODE),
+    Case("visit", "40 steps of code", TRAINED, lay_between("code", STEP, STEP + 40), CODE),
+    Case("templated", "50 steps of easy log lines", TRAINED, lay_between("table", STEP, STEP + 50), EASY),
+    Case("repeats", f"8 steps {REPEATS} times, then new ones", STEADY, lay_repeats, steps=REPEATS_STEPS),
+    Case("whole", "another language from a step on", STEADY, lay_between("foreign", STEP), FOREIGN),
+    Case("shifted", f"{PLANTED} samples with ids moved", (DONE, MOST_FOUND, FEW_INNOCENT, SHORT), lay_planted("prose")),
+    Case("hex", f"{PLANTED} hex dumps", (DONE, FOUND_OR_HARMLESS), lay_planted("hex")),
+    Case("babble", f"{PLANTED} samples of babble", (DONE, FOUND_OR_HARMLESS), lay_planted("babble")),
+    *(Case(f"weights-{k.replace('_', '-')}", t, SPOILT, lay_prose, fault=_fault(k)) for k, t in UPDATES.items()),
     Case(
-        "switch",
-        "prose, then code",
-        (DONE, NOTHING_LOST, ONE_REWIND),
-        lay_between("code", STEP),
-        held=("prose", "code"),
+        "rank-x8", f"one rank's gradient 8 times too large for {FAULTY} steps", (DONE, NO_LOOP, NOTHING_LOST),
+        lay_prose, fault=_fault("grown_gradient", FAULTY), ranks=2,
     ),
     Case(
-        "drift",
-        "prose slowly becomes code",
-        (DONE, NOTHING_LOST, NO_REWIND, NOTHING),
-        lay_drift,
-        held=("prose", "code"),
+        "labels", f"labels off by one for {FAULTY} steps", (DONE, NO_INNOCENT, DATA_NAMED, NEAR_CLEAN),
+        lay_wrong_labels, fault=_fault("shifted_labels", FAULTY),
     ),
-    Case(
-        "visit",
-        "40 steps of code in prose",
-        (DONE, NOTHING_LOST, ONE_REWIND),
-        lay_between("code", STEP, STEP + 40),
-        held=("prose", "code"),
-    ),
-    Case(
-        "templated",
-        "50 steps of easy log lines in prose",
-        (DONE, NOTHING_LOST, ONE_REWIND),
-        lay_between("table", STEP, STEP + 50),
-        held=("prose", "table"),
-    ),
-    Case(
-        "repeats",
-        f"the samples of 8 steps {REPEATS} times, then new ones",
-        (DONE, NO_LOOP, NOTHING_LOST, NO_REWIND),
-        lay_repeats,
-        steps=REPEATS_STEPS,
-    ),
-    Case(
-        "whole",
-        "another language from a step on",
-        (DONE, NO_LOOP, NOTHING_LOST, NO_REWIND),
-        lay_between("foreign", STEP),
-        held=("prose", "foreign"),
-    ),
-    Case(
-        "shifted",
-        f"{PLANTED} samples with ids moved by one",
-        (DONE, MOST_FOUND, FEW_INNOCENT, SHORT_SEARCH),
-        lay_moved,
-        compared=True,
-    ),
-    Case("hex", f"{PLANTED} hex dumps", (DONE, FOUND_OR_HARMLESS), lay_planted("hex"), compared=True),
-    Case(
-        "babble",
-        f"{PLANTED} samples of Markov babble",
-        (DONE, FOUND_OR_HARMLESS),
-        lay_planted("babble"),
-        compared=True,
-    ),
-    _spoil("permuted_head", "an update permutes 64 rows of the head"),
-    _spoil("shrunk_moments", "an update makes a block's second moments 100 times too small"),
-    _spoil("cleared_norm", "an update makes the weights of a norm zero"),
-    _spoil("grown_embeddings", "an update makes 16 embeddings 30 times too large"),
-    _spoil("grown_block", "an update makes a block's weights 3 times too large"),
-    Case(
-        "rank-x8",
-        f"one rank's gradient 8 times too large for {FAULTY} steps",
-        (DONE, NO_LOOP, NOTHING_LOST),
-        lay_prose,
-        fault=Fault(kind="grown_gradient", step=STEP, steps=FAULTY, factor=8.0),
-        compared=True,
-        ranks=2,
-    ),
-    Case(
-        "labels",
-        f"labels off by one for {FAULTY} steps",
-        (DONE, NO_INNOCENT, DATA_NAMED, NEAR_CLEAN),
-        lay_wrong_labels,
-        fault=Fault(kind="shifted_labels", step=STEP, steps=FAULTY),
-        compared=True,
-    ),
-)
+)  # fmt: skip
 NOISES = ("noise-volatile", "noise-bursts", "noise-spikes")
 NAMES = (*(case.name for case in CASES), *NOISES)
 

@@ -11,8 +11,8 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal, get_args
@@ -35,6 +35,7 @@ from megastable.data.train_tokenizer import train_sentencepiece
 Kind = Literal["prose", "code", "foreign", "table", "hex", "babble"]
 Samples = npt.NDArray[np.int64]  # [n, sequence length]
 
+REAL = ("prose", "code", "foreign", "table")
 NAME = "court"  # of every corpus: the order depends on it
 LENGTH = 64  # tokens of a sample; the last one ends its document
 VOCABULARY = 1024
@@ -46,13 +47,13 @@ EPOCH = 1_500_000_000  # seconds: where the time of the log begins
 
 @dataclass(frozen=True)
 class Places:
-    """What a run reads. kinds: of the text at each position; sources: the position whose sample of that kind it is,
-    usually the same one; bad: the positions of planted samples; moved: of samples whose tokens are moved by one id."""
+    """What a run reads. kinds: of the text at each position; bad: the positions of planted samples; moved: of samples
+    whose tokens are moved by one id; sources: the position whose sample of that kind it is, by default the same."""
 
     kinds: list[Kind]
-    sources: npt.NDArray[np.int64]
     bad: tuple[int, ...] = ()
     moved: tuple[int, ...] = ()
+    sources: npt.NDArray[np.int64] = field(default_factory=lambda: np.arange(POSITIONS))
 
 
 def prepare_texts(folder: Path) -> None:
@@ -63,8 +64,9 @@ def prepare_texts(folder: Path) -> None:
         staging = Path(made, "texts")
         staging.mkdir()
         texts = {kind: write_text(kind) for kind in get_args(Kind)}
-        real = [texts[kind] for kind in ("prose", "code", "foreign", "table")]
-        tokenizer = train_sentencepiece(real, staging / "tokenizer.model", VOCABULARY)
+        tokenizer = train_sentencepiece(
+            [texts[kind] for kind in REAL], staging / "tokenizer.model", VOCABULARY
+        )
         for kind, text in texts.items():
             np.save(staging / f"{kind}.npy", cut_samples(text, tokenizer))
         staging.rename(folder)
@@ -75,29 +77,20 @@ def write_text(kind: Kind) -> str:
     chance = random.Random(kind)
     match kind:
         case "prose":
-            found = [package.read_text("METADATA") or "" for package in importlib.metadata.distributions()]
-            return "\n\n".join([*topics.values(), *sorted(set(found))])
+            found = {package.read_text("METADATA") or "" for package in importlib.metadata.distributions()}
+            return "\n\n".join([*topics.values(), *sorted(found)])
         case "code":
             files = stdlib_files()
             chance.shuffle(files)
-            return "\n".join(_take(TextFiles(files, skip_bad=True), CHARACTERS))
+            return "\n".join(TextFiles(files, skip_bad=True))[:CHARACTERS]
         case "foreign":
             return write_text("prose").translate(_make_cipher(chance))
         case "table":
-            return "".join(_take(_write_log(chance), CHARACTERS))
+            return "".join(islice(_write_log(chance), CHARACTERS // 80))
         case "hex":
-            return "".join(_take(_dump_bytes(chance), CHARACTERS // 8))
+            return "".join(islice(_dump_bytes(chance), CHARACTERS // 800))
         case "babble":
-            return " ".join(_take(_babble(chance, write_text("prose").split()), CHARACTERS // 8))
-
-
-def _take(parts: Iterator[str] | TextFiles, characters: int) -> Iterator[str]:
-    taken = 0
-    for part in parts:
-        if taken >= characters:
-            return
-        taken += len(part)
-        yield part
+            return " ".join(islice(_babble(chance, write_text("prose").split()), CHARACTERS // 80))
 
 
 def _make_cipher(chance: random.Random) -> dict[int, str]:
@@ -142,9 +135,7 @@ def _babble(chance: random.Random, words: Sequence[str]) -> Iterator[str]:
 
 def cut_samples(text: str, tokenizer: Tokenizer) -> Samples:
     """The tokens of a text as samples that each end their document, in a random order; what is left is dropped."""
-    lines = text.splitlines(keepends=True)
-    blocks = ["".join(lines[at : at + 200]) for at in range(0, len(lines), 200)]
-    ids = np.concatenate([np.asarray(tokenizer.encode(block), dtype=np.int64) for block in blocks])
+    ids = np.asarray(tokenizer.encode(text), dtype=np.int64)
     ids = ids[ids != tokenizer.eod]
     count = len(ids) // (LENGTH - 1)
     samples = np.full((count, LENGTH), tokenizer.eod)
@@ -200,7 +191,7 @@ def _load_samples(texts: Path, kind: Kind, seed: int) -> Samples:
 def _find_sample(pools: dict[Kind, Samples], kind: Kind, source: int) -> npt.NDArray[np.int64]:
     """The sample of a kind for a position: another one for every position, and never a held out one."""
     pool = pools[kind][HELD_OUT:] if len(pools[kind]) > POSITIONS else pools[kind]
-    if kind in ("prose", "code", "foreign", "table") and source >= len(pool):
+    if kind in REAL and source >= len(pool):
         raise DataError(f"there are only {len(pool)} samples of {kind}, but position {source} needs one more")
     return pool[source % len(pool)]
 

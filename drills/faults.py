@@ -185,7 +185,7 @@ HAPPENS: dict[str, Around] = {
     "inf_loss": inf_loss,
     "moments": moments,
     "bit_flip": bit_flip,
-    **{kind: court_faults.spoil_update(edit) for kind, edit in court_faults.EDITS.items()},
+    **{kind: court_faults.spoil_update(kind) for kind in court_faults.EDITS},
 }
 
 
