@@ -15,7 +15,6 @@ from drills.court_noise import judge_noise
 from drills.court_scenarios import (
     CASES,
     FAULTY,
-    GLOBAL_BATCH,
     NAMES,
     PLANTED,
     REPEATS,
