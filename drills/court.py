@@ -105,10 +105,7 @@ def run_court(
 
 def judge_case(folder: Path, case: Case, seed: int, control: bool) -> Row:
     """Run a scenario, and what it is compared with, and read what became of it."""
-    stage = CourtStage(folder, seed, case.steps, case.ranks)
-    stage.prepare()
-    score = drill(stage, make_scenario(case), Policy.OURS, lambda step: None, jobs=CROWD)
-    run = RunDirectory(folder / "runs" / f"{case.name}-{Policy.OURS}-{seed}")
+    run, score = run_case(folder, case, seed)
     row = read_row(run, case, seed, score)
     without = run_without(folder, case, seed) if control else None
     clean = run_without(folder, BY_NAME[CLEAN], seed) if case.compared else None
@@ -116,24 +113,27 @@ def judge_case(folder: Path, case: Case, seed: int, control: bool) -> Row:
     return row.model_copy(update={"missed": [wish.words for wish in case.wishes if not wish.grants(row)]})
 
 
-def make_scenario(case: Case, *overrides: str, ending: str = "") -> Scenario:
-    """The scenario for the runner."""
+def run_case(
+    folder: Path, case: Case, seed: int, ending: str = "", *overrides: str
+) -> tuple[RunDirectory, Score]:
+    """Run a scenario, or read the results of the same run by the same code. ending: of the run's name."""
+    stage = CourtStage(folder, seed, case.steps, case.ranks)
+    stage.prepare()
     settings = (f"train.steps={case.steps}", *overrides)
-    return Scenario(case.name + ending, case.title, frozenset(), "", fault=case.fault, overrides=settings)
+    scenario = Scenario(case.name + ending, case.title, frozenset(), "", fault=case.fault, overrides=settings)
+    score = drill(stage, scenario, Policy.OURS, lambda step: None, jobs=CROWD)
+    return RunDirectory(folder / "runs" / f"{scenario.name}-{Policy.OURS}-{seed}"), score
 
 
 def run_without(folder: Path, case: Case, seed: int) -> float | None:
     """The loss of a scenario with the guard off. It is run once for the same data: later versions of the judgement do
     not change it."""
-    stage = CourtStage(folder, seed, case.steps, case.ranks)
-    stage.prepare()
-    scenario = make_scenario(case, "stability.enabled=false", ending=WITHOUT)
-    run = RunDirectory(folder / "runs" / f"{scenario.name}-{Policy.OURS}-{seed}")
-    corpus, _ = stage.corpus_of(scenario)
-    told, note = Manifest.load(corpus).fingerprint(), run.root.with_name(f"{run.root.name}.data")
-    if finished(run) is None or not note.exists() or note.read_text() != told:
-        drill(stage, scenario, Policy.OURS, lambda step: None, jobs=CROWD)
-        note.write_text(told)
+    run = RunDirectory(folder / "runs" / f"{case.name}{WITHOUT}-{Policy.OURS}-{seed}")
+    note = run.root.with_name(f"{run.root.name}.data")
+    told = Manifest.load(folder / f"{case.name}-{seed}").fingerprint() if note.exists() else ""
+    if not told or note.read_text() != told or finished(run) is None:
+        run_case(folder, case, seed, WITHOUT, "stability.enabled=false")
+        note.write_text(Manifest.load(folder / f"{case.name}-{seed}").fingerprint())
     return read_loss(run)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.data.manifest import Manifest, Segment, adopt
+from megastable.data.manifest import Segment, adopt
 from megastable.data.order import Order, OrderedCorpus
 from megastable.data.shard_writer import ShardWriter
 from megastable.data.stdlib import stdlib_files
@@ -42,7 +42,10 @@ VOCABULARY = 1024
 POSITIONS = 3584  # of a corpus: a run of 200 steps, and what may be read ahead of it
 HELD_OUT = 256  # samples of each kind that no run trains on
 CHARACTERS = 6 * LENGTH * (POSITIONS + HELD_OUT)  # of a kind of text at most, more than are needed
-EPOCH = 1_500_000_000  # seconds: where the time of the log begins
+EPOCH, JOBS = (
+    1_500_000_000,
+    ("backup", "cleanup", "import"),
+)  # of the log: when it begins, in seconds; its jobs
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,14 @@ def write_text(kind: Kind) -> str:
         case "foreign":
             return write_text("prose").translate(_make_cipher(chance))
         case "table":
-            return "".join(islice(_write_log(chance), CHARACTERS // 80))
+            drawn = ((chance.choice(JOBS), chance.randrange(4)) for _ in range(CHARACTERS // 80))
+            return "".join(
+                f"{EPOCH + second} | INFO | worker-{worker} | job {job} finished | status ok\n"
+                for second, (job, worker) in enumerate(drawn, 1)
+            )
         case "hex":
-            return "".join(islice(_dump_bytes(chance), CHARACTERS // 800))
+            lines = ((at, chance.randbytes(16)) for at in range(0, CHARACTERS // 800 * 16, 16))
+            return "".join(f"{at:08x}  {line.hex(' ')}  |{_show_bytes(line)}|\n" for at, line in lines)
         case "babble":
             return " ".join(islice(_babble(chance, write_text("prose").split()), CHARACTERS // 80))
 
@@ -106,21 +114,8 @@ def _make_cipher(chance: random.Random) -> dict[int, str]:
     return str.maketrans(table)
 
 
-def _write_log(chance: random.Random) -> Iterator[str]:
-    time = EPOCH
-    while True:
-        time += 1
-        job = chance.choice(("backup", "cleanup", "import"))
-        yield f"{time} | INFO | worker-{chance.randrange(4)} | job {job} finished | status ok\n"
-
-
-def _dump_bytes(chance: random.Random) -> Iterator[str]:
-    at = 0
-    while True:
-        line = chance.randbytes(16)
-        shown = "".join(chr(b) if 32 <= b < 127 else "." for b in line)
-        yield f"{at:08x}  {line.hex(' ')}  |{shown}|\n"
-        at += 16
+def _show_bytes(line: bytes) -> str:
+    return "".join(chr(byte) if 32 <= byte < 127 else "." for byte in line)
 
 
 def _babble(chance: random.Random, words: Sequence[str]) -> Iterator[str]:
@@ -167,15 +162,11 @@ def write_corpus(texts: Path, output: Path, seed: int, places: Places, held: Seq
             # Sequences share one token with the next: the last one needs one more.
             writer.add_document(np.array([tokenizer.eod]))
     manifest = adopt(output, tokenizer.info, 0.0, name=NAME)
-    _split_by_shard(manifest).save(output)
-
-
-def _split_by_shard(manifest: Manifest) -> Manifest:
     splits = {
         shard.name: [Segment(shard=shard.name, first_token=0, tokens=shard.tokens, documents=shard.documents)]
         for shard in manifest.shards
     }
-    return manifest.model_copy(update={"splits": splits})
+    manifest.model_copy(update={"splits": splits}).save(output)
 
 
 def order_positions(count: int, seed: int) -> npt.NDArray[np.int64]:
