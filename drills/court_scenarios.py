@@ -88,7 +88,6 @@ NOTHING = Wish("nothing done", lambda r: not (r.incidents or r.refused or r.defe
 NEAR_CLEAN = Wish(f"within {NEAR} of clean", lambda r: r.worse is not None and r.worse <= NEAR)
 MOST_FOUND = Wish(f"{FOUND} found", lambda r: r.found >= FOUND)
 FEW_INNOCENT = Wish("2 innocent at most", lambda r: r.lost <= 2)
-NO_INNOCENT = Wish("0 innocent", lambda r: r.lost == 0)
 SHORT = Wish(f"{SEARCH} batches measured at most", lambda r: r.search_batches <= SEARCH)
 FOUND_OR_HARMLESS = Wish(
     f"{FOUND} found or harmless", lambda r: r.found >= FOUND or (NEAR_CLEAN.grants(r) and r.lost == 0)
@@ -213,7 +212,7 @@ CASES = (
         lay_prose, fault=_fault("grown_gradient", FAULTY), ranks=2,
     ),
     Case(
-        "labels", f"labels off by one for {FAULTY} steps", (DONE, NO_INNOCENT, DATA_NAMED, NEAR_CLEAN),
+        "labels", f"labels off by one for {FAULTY} steps", (DONE, FEW_INNOCENT, DATA_NAMED, NEAR_CLEAN),
         lay_wrong_labels, fault=_fault("shifted_labels", FAULTY),
     ),
 )  # fmt: skip
