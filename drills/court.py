@@ -30,7 +30,7 @@ from megastable.data.skips import Skips
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import latest
-from megastable.run.events.stability_events import Discarded, IncidentEvent
+from megastable.run.events.stability_events import BaselineReset, Discarded, IncidentEvent
 from megastable.run.events.training_events import Training
 
 BY_NAME = {case.name: case for case in CASES}
@@ -168,6 +168,7 @@ def read_row(run: RunDirectory, case: Case, seed: int, score: Score) -> Row:
         refused=score.discarded,
         handovers=score.handovers,
         alerts=score.alerts,
+        shifts=sum(isinstance(event, BaselineReset) for event in events),
         incidents=[f"{i['onset']}: {i['verdict']}, {i['cause']}, {i['outcome']}" for i in incidents],
         causes=sorted({i["cause"] for i in incidents}),
         seen=find_sight(events, STEP),
@@ -207,7 +208,7 @@ def find_sight(events: Sequence[Event], begin: int) -> int | None:
 
 HEADERS = (
     "seed", "bad\nfound", "others\nlost", "un-\ntrained", "de-\nferred", "re-\nwinds", "steps\nundone", "re-\nfused",
-    "hand-\novers", "seen\nafter", "exit", "loss", "minus\nwithout", "minus\nclean", "batches\nmeasured",
+    "hand-\novers", "shifts", "seen\nafter", "exit", "loss", "minus\nwithout", "minus\nclean", "batches\nmeasured",
     "seconds\nof it", "incidents: onset, verdict, cause, outcome", "",
 )  # fmt: skip
 LEFT = HEADERS[-2:]
@@ -233,7 +234,7 @@ def describe_row(row: Row) -> list[str]:
 
     return [
         str(row.seed), f"{row.found}/{row.planted}" if row.planted else "", str(row.lost), str(row.untrained),
-        str(row.deferred), str(row.rewinds), str(row.undone), str(row.refused), str(row.handovers),
+        str(row.deferred), str(row.rewinds), str(row.undone), str(row.refused), str(row.handovers), str(row.shifts),
         "" if row.seen is None else str(row.seen), row.ended if row.exit is None else str(row.exit),
         "" if row.loss is None else f"{row.loss:.4f}", differ(row.without), differ(row.clean),
         str(row.search_batches), f"{row.search_seconds:.1f}", "\n".join(row.incidents),

@@ -32,7 +32,7 @@ class Row(BaseModel):
 
     planted, found: bad samples, and those of them that are skipped. lost: other samples that are skipped for good;
     untrained: those whose update was refused and that were not read again; deferred: to be read later. undone: steps;
-    refused: updates. incidents: verdict, cause and outcome of each. causes: of incidents. seen: steps until the first
+    refused: updates. shifts: new levels of the loss that became usual. incidents: verdict, cause and outcome of each. causes: of incidents. seen: steps until the first
     refusal or incident from the scenario's begin on. without: the loss of the same run with stability.enabled=false;
     clean: of the clean run without it. search_batches, search_seconds: measured by recovery. missed: wishes that were
     not granted.
@@ -54,6 +54,7 @@ class Row(BaseModel):
     refused: int = 0
     handovers: int = 0
     alerts: int = 0
+    shifts: int = 0
     incidents: list[str] = []
     causes: list[str] = []
     seen: int | None = None
@@ -89,6 +90,7 @@ NEAR_CLEAN = Wish(f"within {NEAR} of clean", lambda r: r.worse is not None and r
 MOST_FOUND = Wish(f"{FOUND} found", lambda r: r.found >= FOUND)
 FEW_INNOCENT = Wish("2 innocent at most", lambda r: r.lost <= 2)
 SHORT = Wish(f"{SEARCH} batches measured at most", lambda r: r.search_batches <= SEARCH)
+ONE_SHIFT = Wish("1 shift at most", lambda r: r.shifts <= 1)
 FOUND_OR_HARMLESS = Wish(
     f"{FOUND} found or harmless", lambda r: r.found >= FOUND or (NEAR_CLEAN.grants(r) and r.lost == 0)
 )
@@ -202,7 +204,7 @@ CASES = (
     Case("visit", "40 steps of code", TRAINED, lay_between("code", STEP, STEP + 40), CODE),
     Case("templated", "50 steps of easy log lines", TRAINED, lay_between("table", STEP, STEP + 50), EASY),
     Case("repeats", f"8 steps {REPEATS} times, then new ones", STEADY, lay_repeats, steps=REPEATS_STEPS),
-    Case("whole", "another language from a step on", STEADY, lay_between("foreign", STEP), FOREIGN),
+    Case("whole", "another language to the end", (*STEADY, ONE_SHIFT), lay_between("foreign", STEP), FOREIGN),
     Case("shifted", f"{PLANTED} samples with ids moved", (DONE, MOST_FOUND, FEW_INNOCENT, SHORT), lay_planted("prose")),
     Case("hex", f"{PLANTED} hex dumps", (DONE, FOUND_OR_HARMLESS), lay_planted("hex")),
     Case("babble", f"{PLANTED} samples of babble", (DONE, FOUND_OR_HARMLESS), lay_planted("babble")),
