@@ -32,10 +32,10 @@ class Row(BaseModel):
 
     planted, found: bad samples, and those of them that are skipped. lost: other samples that are skipped for good;
     untrained: those whose update was refused and that were not read again; deferred: to be read later. undone: steps;
-    refused: updates. shifts: new levels of the loss that became usual. incidents: verdict, cause and outcome of each. causes: of incidents. seen: steps until the first
-    refusal or incident from the scenario's begin on. without: the loss of the same run with stability.enabled=false;
-    clean: of the clean run without it. search_batches, search_seconds: measured by recovery. missed: wishes that were
-    not granted.
+    refused: updates. shifts: new levels of the loss that became usual. incidents: onset, verdict, cause and outcome of
+    each; causes: theirs. seen: steps until the first refusal or incident from the scenario's begin on. without: the
+    loss of the same run with stability.enabled=false; clean: of the clean run without it. search_batches,
+    search_seconds: measured by recovery. missed: wishes that were not granted.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
