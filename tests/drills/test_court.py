@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from drills import court_texts
 from drills.court import count_untrained, describe_row, find_sight
@@ -27,11 +28,13 @@ from drills.court_scenarios import (
 from drills.court_texts import LENGTH, Places, cut_samples, move_tokens, write_corpus
 from drills.scenario import GLOBAL_BATCH
 from megastable.base.errors import ConfigError, DataError
+from megastable.commands.drill import app
 from megastable.config.tree import CorpusConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.train_tokenizer import train_sentencepiece
 from megastable.run.events.stability_events import Discarded, IncidentEvent
 from megastable.run.events.training_events import Training
+from tests.drills.refusals import refusal
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -157,3 +160,23 @@ def test_names() -> None:
 
 def test_noise_is_judged_alike_every_time() -> None:
     assert judge_noise("noise-bursts", 3) == judge_noise("noise-bursts", 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["court", "--policy", "ours"], "--policy: drill court has its own models and texts: leave it out"),
+        (["court", "--quick"], "--quick: drill court has its own models"),
+        (["court", "--only", "switch,thin"], "thin: there is no such scenario: clean, switch"),
+        (["thin", "--control"], "--only and --control are of drill court"),
+    ],
+)
+def test_bad_input_is_told_before_anything_begins(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert message in refusal(arguments, tmp_path, monkeypatch)
+
+
+def test_the_list_has_every_scenario() -> None:
+    done = CliRunner().invoke(app, ["court", "--list"])
+    assert done.exit_code == 0 and all(name in done.output for name in NAMES)
