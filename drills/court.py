@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from megastable.run.events.stability_events import BaselineReset, Discarded, Inc
 from megastable.run.events.training_events import Training
 
 BY_NAME = {case.name: case for case in CASES}
+START = 30  # steps: refusals before are the recipe's, not the scenario's
 EVALUATED = 512  # validation samples
 CROWD = 64  # as if so many runs shared the machine: one thread a rank, so that others can use it
 WITHOUT = "-without"  # ending of a run with the guard off
@@ -147,7 +148,7 @@ def read_loss(run: RunDirectory) -> float | None:
 
 def read_row(run: RunDirectory, case: Case, seed: int, score: Score) -> Row:
     """What became of a run, by its journal and its ledger."""
-    events = list(run.events())
+    events = leave_start_out(run.events())
     incidents = [summary for _, summary in sorted(latest(events).items())]
     search = run.root.with_name(run.root.name + SEARCH)
     measured: dict[str, Any] = json.loads(search.read_text()) if search.exists() else {}
@@ -165,7 +166,7 @@ def read_row(run: RunDirectory, case: Case, seed: int, score: Score) -> Row:
         deferred=score.fate.deferred,
         rewinds=score.rewinds,
         undone=score.steps_lost,
-        refused=score.discarded,
+        refused=sum(isinstance(event, Discarded) for event in events),
         handovers=score.handovers,
         alerts=score.alerts,
         shifts=sum(isinstance(event, BaselineReset) for event in events),
@@ -177,6 +178,11 @@ def read_row(run: RunDirectory, case: Case, seed: int, score: Score) -> Row:
         search_seconds=round(measured.get("seconds", 0.0), 1),
         wall_seconds=score.wall_seconds,
     )
+
+
+def leave_start_out(events: Iterable[Event]) -> list[Event]:
+    """Without refusals while the rate is first at its peak, where the recipe itself is unsteady."""
+    return [e for e in events if not (isinstance(e, Discarded) and e["step"] < START)]
 
 
 def find_positions(planted: Planted) -> set[int]:

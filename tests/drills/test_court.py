@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from drills import court_texts
-from drills.court import count_untrained, describe_row, find_sight
+from drills.court import count_untrained, describe_row, find_sight, leave_start_out
 from drills.court_faults import EDITS, edit_weights
 from drills.court_noise import judge_noise
 from drills.court_scenarios import (
@@ -135,6 +135,7 @@ def test_refused_samples_are_untrained_until_they_are_read_again() -> None:
     back = IncidentEvent(what="rewound", number=1, to_step=103)
     assert count_untrained([*events, back], set()) == 16
     assert count_untrained([*events, Training(step=90), _refuse(101, 1632)], set()) == 16
+    assert leave_start_out([_refuse(22, 336), *events]) == events
     assert find_sight(events, 100) == 1 and find_sight(events, 106) is None
     assert find_sight([IncidentEvent(what="opened", number=1, step=120)], 100) == 20
 
