@@ -42,6 +42,7 @@ def train_branch(
     start: BranchStart,
     batches: Sequence[Int64s],
     limit_rate: Callable[[int, float], float],
+    tell_progress: Callable[[int], None] = lambda step: None,
 ) -> TrainedBranch:
     """Train on `batches` from the state that the engine holds, which is `start`. Only finite updates are applied. The
     caller restores the engine's state and counters.
@@ -49,6 +50,7 @@ def train_branch(
     Args:
         batches: positions of the samples of each step, int64 [global batch].
         limit_rate: the rate after cuts and caps, from the applied updates and the scheduled rate.
+        tell_progress: called before each step with its number, from 0.
 
     Raises:
         DataError: on every rank, if one cannot read its part.
@@ -57,7 +59,8 @@ def train_branch(
     before = engine.measured, engine.applied, engine.kept, engine.counters_before
     losses, norms, applied = list[float](), list[float](), list[bool]()
     try:
-        for positions in batches:
+        for step, positions in enumerate(batches):
+            tell_progress(step)
             micro_batches = agree(partial(loader.read, positions))
             size = positions.size * config.model.sequence_length
             rate = limit_rate(updates, scheduled_rate(config, updates, tokens, size))

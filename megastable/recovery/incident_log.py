@@ -227,7 +227,8 @@ class IncidentLog:
         skipped, deferred = list[tuple[int, int]](), NOBODY
         reason = f"{found.cause}: {found.reason}"
         if found.cause is Cause.DATA:
-            skipped = self._convict(np.array(found.convicted, dtype=np.int64), reason)
+            if found.convicted:
+                skipped = self._convict(np.array(found.convicted, dtype=np.int64), reason)
             if found.later:
                 deferred, no_room = self._defer(window, reason, np.array(found.later, dtype=np.int64))
                 incident.positions = sorted({*incident.positions, *no_room})
@@ -260,16 +261,31 @@ class IncidentLog:
             how = "in this and every later epoch" if found.cause is Cause.DATA else "in this epoch"
             self.log.say(f"  skipped {how}: {count} samples{of} (positions {ranges(skipped, 4)})")
 
+    @property
+    def has_acted(self) -> bool:
+        """Whether something was done about the present incident already."""
+        return self.incident is not None and bool(self.incident.actions)
+
     def train_through(
-        self, found: Conclusion, state: RunState, refused: Sequence[Trained], reason: str, seconds: float
+        self,
+        found: Conclusion,
+        state: RunState,
+        refused: Sequence[Trained],
+        reason: str,
+        lost: int,
+        seconds: float,
     ) -> None:
-        """Close the incident: its samples are new, or do no harm, and the run goes on with them. refused: steps whose
-        updates were refused; their samples are read again later. Raises SpaceError."""
-        incident = self._present()
-        deferred, _ = self._defer(refused, f"{Cause.NEW_DATA}: {reason}")
-        incident.cause = Cause.NEW_DATA
+        """The suspects of the last trip are new, or do no harm, and the run goes on with them: the incident is over,
+        unless something else was done about it before, which is yet to be proven. refused: steps whose updates were
+        refused; their samples are read again later. lost: steps undone. Raises SpaceError."""
+        incident, alone, deferred = self._present(), not self.has_acted, NOBODY
+        if refused:
+            positions = np.concatenate([t.positions for t in refused])
+            deferred, _ = self._defer(refused, f"{Cause.NEW_DATA}: {reason}", positions, remember=False)
+        incident.cause = Cause.NEW_DATA if alone else incident.cause
         incident.actions.append(Action.APPLY)
         incident.reasons.append(reason)
+        incident.steps_lost += lost
         incident.seconds = round(incident.seconds + seconds, 3)
         event = IncidentEvent(
             what="attributed", cause=Cause.NEW_DATA, reason=reason, action=Action.APPLY,
@@ -278,7 +294,8 @@ class IncidentLog:
             **self._story(),
         )  # fmt: skip
         self._commit(event, f"  cause: {Cause.NEW_DATA}: {reason}")
-        self.close(state, "healed")
+        if alone:
+            self.close(state, "healed")
 
     def release(self, positions: Sequence[int], cursor: int, reason: str) -> None:
         """Withdraw the conviction of samples by incidents of this run. Skips by a person, or by another tool, stay.
@@ -427,7 +444,7 @@ class IncidentLog:
         return ranges_of(guilty)
 
     def _defer(
-        self, window: Sequence[Trained], reason: str, only: Int64s | None = None
+        self, window: Sequence[Trained], reason: str, only: Int64s | None = None, remember: bool = True
     ) -> tuple[Deferral, list[tuple[int, int]]]:
         """Defer the samples of some steps, or `only` some of them. Those without room are skipped in this epoch: the
         second result. For a region right after the last one, twice as many as last time, including samples ahead."""
@@ -441,7 +458,8 @@ class IncidentLog:
         found = self.deferring.defer(positions, step, begin, reason, incident.number, ahead)
         lost = ranges_of(found.lost)
         self._skip_positions(lost, f"{reason}; there is no room to read them later")
-        self._remember(np.concatenate([found.positions, found.lost]))
+        if remember:
+            self._remember(np.concatenate([found.positions, found.lost]))
         deferred, returns = ranges_of(found.positions), ranges_of(found.returns)
         # The same positions may be deferred twice, with other samples.
         incident.deferred = sorted([*incident.deferred, *deferred])

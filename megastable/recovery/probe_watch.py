@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megastable.base.collectives import agree, first
-from megastable.config.tree import RunConfig
+from megastable.base.collectives import first
 from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
 from megastable.run.events.stability_events import Probed
@@ -21,32 +20,20 @@ SHARE = 0.2  # of a global batch: a look is a forward pass of so much, 0.3 % of 
 
 
 class ProbeWatch:
-    """held_out: this rank's part of the validation samples; without any, samples are taken that the run does not
-    reach."""
+    """held_out: this rank's part of the validation samples; without any there is no probe."""
 
-    def __init__(
-        self, config: RunConfig, engine: Engine, loader: Loader, held_out: Sequence[MicroBatch], log: RunLog
-    ) -> None:
-        self.config, self.engine, self.loader, self.log = config, engine, loader, log
-        self._batches = list(held_out[: self._count()])
+    def __init__(self, engine: Engine, loader: Loader, held_out: Sequence[MicroBatch], log: RunLog) -> None:
+        self.engine, self.log = engine, log
+        wanted = min(MOST, int(SHARE * loader.batch))
+        self._batches = list(held_out[: max(1, wanted // loader.unit)])  # of each rank, one at least
         self.trend = ProbeTrend()
         self._losses = np.empty(0)
 
-    def _count(self) -> int:
-        """Micro-batches of each rank: one at least."""
-        wanted = min(MOST, int(SHARE * self.loader.batch))
-        return max(1, wanted // self.loader.unit)
-
-    def _samples(self) -> list[MicroBatch]:
-        if not self._batches:
-            beyond = self.config.tokens // self.config.model.sequence_length
-            positions = beyond + np.arange(self._count() * self.loader.unit)
-            self._batches = agree(lambda: self.loader.read(positions))
-        return self._batches
-
     def look(self, step: int) -> Rise | None:
         """After `step`: whether the probe has risen."""
-        self._losses = self.engine.evaluate(self._samples()).numpy()
+        if not self._batches:
+            return None
+        self._losses = self.engine.evaluate(self._batches).numpy()
         self.log.emit(Probed(step=step, loss=float(self._losses.mean()), samples=self._losses.size))
         return first(lambda: self.trend.judge(step, self._losses))
 

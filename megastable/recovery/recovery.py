@@ -133,7 +133,7 @@ class Recovery:
         self.last_resort = LastResort(
             run, self.incident_log, self.origin, self.guard, self.points.since, log, settle
         )
-        self.probe = ProbeWatch(config, engine, loader, held_out, log)
+        self.probe = ProbeWatch(engine, loader, held_out, log)
         self.rewinding = Rewinding(
             config, engine, loader, self.points, self.replays, self.rates, self.incident_log, self.origin,
             self.samples, self.trends, self.last_resort, self.guard, self._selection, log, phase, self.probe,
@@ -347,7 +347,7 @@ class Recovery:
         # Trouble while another cause is handled, or unknown, is its consequence.
         alone = clear or (incident is not None and incident.cause is Cause.DATA)
         may_look = alone and self.points.may_look
-        case = self.samples.lifted(self.guard.policy, self.points.oldest) if may_look else None
+        case = self.samples.lifted(self.guard.policy, state.step, self.points.oldest) if may_look else None
         if case is not None:
             back = self.rewinding.look_back(case, done.measured, state)
             if back is not None:
@@ -366,7 +366,12 @@ class Recovery:
         if state.step % EVERY and state.step not in self.points.ring.steps[-1:]:
             return None
         rise = self.probe.look(state.step)
-        if rise is None or not policy.may_look_back(rise.before + 1, self.points.oldest):
+        if rise is None:
+            return None
+        if not policy.may_look_back(state.step, rise.before + 1, self.points.oldest):
+            text = f"{rise.reason}; the run may not be rewound for it, and trains on"
+            self.log.emit(Warned(step=state.step, text=text), say=f"WARNING: {text}")
+            self.probe.accept(state.step)
             return None
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, rise.before + 1, rise.reason, on_trend=False)
         return self._rewind(policy.convicted(finding, rise.reason), done, "")
@@ -396,7 +401,10 @@ class Recovery:
                 self.indicators = {}  # of the state that is undone
                 return back
         if decision.action.rewinds:
-            return self._rewind(decision, done, damage)
+            back = self._rewind(decision, done, damage)
+            if back is None:  # what follows is judged otherwise than before: a rewind must not undo that
+                self._take(state)
+            return back
         if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:
             self.incident_log.open(
                 decision, state, self.points.since(decision.finding.onset), done.measured.grad_norm

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from megastable.attribution.harm import HarmTrial, TrialVerdict, is_clear, is_harmless
+from megastable.base.errors import DataError
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
@@ -28,8 +30,9 @@ from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
-from megastable.recovery.suspect_trials import Trials
+from megastable.recovery.suspect_trials import Outlook, Trials
 from megastable.run.events.stability_events import RateCut, RateWarmup
+from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.stability import fallback, groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
@@ -44,6 +47,7 @@ from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Finding, Verdict
 from megastable.stability.trends import Trends
 
+T = TypeVar("T")
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001
 
@@ -95,7 +99,7 @@ class Rewinding:
             last_resort,
         )
         self.guard, self.selection, self.trends = guard, selection, trends
-        samples.why_keep = self.why_keep
+        samples.choose_skips = self.choose_skips
         self.log, self.phase = log, phase
 
     def go_back(self, t: Tripped) -> RunState | None:
@@ -112,7 +116,7 @@ class Rewinding:
         left_out, present, outlook = self.selection(), None, None
         # What is proven, or not finite, needs no trial.
         if not damage and not harmless and finding.verdict not in (Verdict.NON_FINITE, Verdict.CORRUPTED):
-            outlook = self.trials.look_ahead(t.done.state, left_out)
+            outlook = self._look_ahead(t.done.state, left_out)
             present = self.points.ring.aside(t.done.state.step) if self.points.may_look else None
         snapshot = self.points.back(finding.onset, 1 if recurred and not harmless else 0, left_out)
         if snapshot is None:
@@ -127,20 +131,15 @@ class Rewinding:
             conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
             conclusion = self.incident_log.returned_again(conclusion, window)
-            trial = None
             if outlook is not None:
-                trial = self.trials.hold(conclusion, window, snapshot, left_out, outlook)
-            if trial is not None:
+                trial = self._hold(conclusion, window, snapshot, left_out, outlook)
                 few = conclusion.few and policy.may_take_untried(len(conclusion.convicted))
-                if is_harmless(trial, few):
-                    if not trial.damaged:
-                        return self._train_through(t, conclusion, trial, snapshot, present, begin)
-                    # The state was damaged, but not by these samples: all of them are read again.
+                if trial is None or not is_harmless(trial, few):
+                    conclusion = self._bounded(conclusion, trial, t.done.state.cursor)
+                elif not trial.damaged:
+                    return self._train_through(t, conclusion, trial, snapshot, present, begin)
+                else:  # the state was damaged, but not by these samples: all of them are read again
                     conclusion, window = _of_state(conclusion, trial), []
-                else:
-                    conclusion = _after_trial(conclusion, trial, t.done.state.cursor)
-                    if not is_clear(trial):
-                        policy.take_untried(len(conclusion.convicted))
         suspect = conclusion.cause in BLAMELESS and self.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
@@ -175,31 +174,82 @@ class Rewinding:
             refused = []
         else:
             self.points.restore(present)
+        alone = not self.incident_log.has_acted
+        self.guard.policy.trained_through(alone)
         if t.decision.finding.verdict is Verdict.DAMAGE:
-            self.guard.policy.trained_through()
             self.probe.accept(state.step)
+        elif trial.verdict is TrialVerdict.NEW:
+            self._begin_again()
         else:
-            self.guard.train_through()
-            self.samples.begin_again()
-            self.trends.changed()
-        self.incident_log.train_through(found, state, refused, trial.reason, seconds)
+            self.guard.detector.forget_excursion()
+        lost = 0 if back is None else state.step - back.step
+        self.incident_log.train_through(found, state, refused, trial.reason, lost, seconds)
         if refused:
             self.loader.go_to(state.cursor, self.selection())
         return back
 
-    def why_keep(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> tuple[str, bool]:
-        """Why samples that were found bad on the present state are trained on all the same, as a sentence, and whether
-        they are new; "": they are to be skipped. Those that are few and far out by themselves need no trial."""
+    def _begin_again(self) -> None:
+        """The data that comes is new: what was usual until now is not usual any more."""
+        self.guard.detector.begin_again()
+        self.samples.begin_again()
+        self.trends.changed()
+
+    def _look_ahead(self, state: RunState, left_out: Selection) -> Outlook | None:
+        """As of `Trials`; None: the data to come cannot be read."""
+        return self._read(state.step, lambda: self.trials.look_ahead(state, left_out))
+
+    def _hold(
+        self,
+        found: Conclusion,
+        window: Sequence[Trained],
+        snapshot: Snapshot,
+        left_out: Selection,
+        outlook: Outlook,
+    ) -> HarmTrial | None:
+        """As of `Trials`; None also where samples cannot be read."""
+        return self._read(
+            window[-1].step, lambda: self.trials.hold(found, window, snapshot, left_out, outlook)
+        )
+
+    def _read(self, step: int, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None on all ranks if it cannot read samples, which training may never do."""
+        try:
+            return work()
+        except DataError as error:
+            text = f"suspects are not tried: {error}"
+            self.log.emit(Warned(step=step, text=text), say=f"WARNING: {text}")
+            return None
+
+    def _bounded(self, found: Conclusion, trial: HarmTrial | None, read: int) -> Conclusion:
+        """What may be taken away of what a conclusion names. What teaches something is deferred, and so is what is too
+        much to skip without a clear win; of a clear win, what lies beyond a limit is tried on the state that reaches
+        it. read: samples so far."""
+        if trial is not None:
+            found = replace(found, reason=f"{found.reason}. {trial.reason}")
+        if found.cause is not Cause.DATA or not found.convicted:
+            return found
+        found = found.first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
+        deferred = replace(found, guilty=[], inferred=[], later=found.convicted)
+        if trial is not None and is_clear(trial):
+            return deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
+        if not self.guard.policy.may_take_untried(len(found.convicted)):
+            return deferred
+        self.guard.policy.take_untried(len(found.convicted))
+        return found
+
+    def choose_skips(
+        self, found: Conclusion, window: Sequence[Trained], state: RunState
+    ) -> tuple[Conclusion, str]:
+        """What is to be skipped, or deferred, of the samples that were found bad on the present state; or why none is,
+        as a sentence. Those that are few and far out by themselves need no trial."""
         policy, count = self.guard.policy, len(found.convicted)
         few = found.few and policy.may_take_untried(count)
         trial = None if few else self._try_aside(found, window, state)
         if trial is not None and is_harmless(trial, few=False):
-            return trial.reason, trial.verdict is TrialVerdict.NEW
-        if trial is None and not (few or policy.may_take_untried(count)):
-            return f"{found.reason}; but {count} samples are too many to skip without a trial", False
-        if trial is None or not is_clear(trial):
-            policy.take_untried(count)
-        return "", False
+            if trial.verdict is TrialVerdict.NEW:
+                self._begin_again()
+            return found, trial.reason
+        return self._bounded(found, trial, state.cursor), ""
 
     def _try_aside(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> HarmTrial | None:
         """Try suspects on the newest good snapshot from before `window`, and return to the state of now, where the run
@@ -207,12 +257,12 @@ class Rewinding:
         if not self.points.may_look or not window:
             return None
         left_out, present = self.selection(), self.points.ring.aside(state.step)
-        outlook = self.trials.look_ahead(state, left_out)
-        snapshot = self.points.look(min(t.step for t in window), left_out)
+        outlook = self._look_ahead(state, left_out)
+        snapshot = self.points.look(min(t.step for t in window), left_out) if outlook is not None else None
         try:
-            if snapshot is None:
+            if snapshot is None or outlook is None:
                 return None
-            return self.trials.hold(found, window, snapshot, left_out, outlook)
+            return self._hold(found, window, snapshot, left_out, outlook)
         finally:
             self.points.restore(present)
 
@@ -228,7 +278,7 @@ class Rewinding:
         if wrong is None:
             return None
         keep_before()
-        if not policy.may_look_back(finding.step, self.points.oldest):
+        if not policy.may_look_back(finding.step, finding.step, self.points.oldest):
             fallback.leave_kernels(policy.state, wrong.kernels)
             return None
         decision = policy.convicted(replace(finding, onset=finding.step), wrong.reason)
@@ -255,7 +305,7 @@ class Rewinding:
             return None
         left_out = self.selection()
         present = self.points.ring.aside(state.step)
-        outlook = self.trials.look_ahead(state, left_out)
+        outlook = self._look_ahead(state, left_out)
         snapshot = self.points.look(case.first, left_out)
         found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
         if snapshot is not None:
@@ -271,15 +321,17 @@ class Rewinding:
             else:
                 self.samples.nobody(case, found, state.step, seconds)
             return None
-        trial = self.trials.hold(found, window, snapshot, left_out, outlook)
+        trial = None
+        if outlook is not None:
+            trial = self._hold(found, window, snapshot, left_out, outlook)
         if trial is not None and is_harmless(trial, few=False):
             self.points.restore(present)
-            self.guard.train_through()
-            self.samples.nobody(
-                case, replace(found, reason=trial.reason), state.step, time.perf_counter() - begin
-            )
-            self.samples.begin_again()
+            seconds = time.perf_counter() - begin
+            self.samples.nobody(case, replace(found, reason=trial.reason), state.step, seconds)
+            if trial.verdict is TrialVerdict.NEW:
+                self._begin_again()
             return None
+        found = self._bounded(found, trial, state.cursor)
         snapshot = self.points.before_region(found, snapshot)
         finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
         decision = policy.convicted(finding, case.reason)
@@ -422,22 +474,12 @@ class Rewinding:
 
 
 def _of_state(found: Conclusion, trial: HarmTrial) -> Conclusion:
-    """The state was worse than the samples can explain, which are harmless."""
-    return Conclusion(
-        Cause.STATE, [], found.suspects, f"the state was damaged, but not by the data: {trial.reason}"
-    )
-
-
-def _after_trial(found: Conclusion, trial: HarmTrial, read: int) -> Conclusion:
-    """With the trial's words; what teaches something is deferred to the end of the run. One trial takes away a limited
-    number of samples: what lies beyond is tried on the state that reaches it. read: samples so far."""
-    found = replace(found, reason=f"{found.reason}. {trial.reason}")
-    if found.cause is not Cause.DATA:
-        return found
-    found = found.first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
-    if trial.verdict is not TrialVerdict.MIXED or found.few:
-        return found
-    return replace(found, guilty=[], inferred=[], later=found.convicted)
+    """The state was worse than the samples can explain, which are harmless. A cause other than data stays, with its
+    odds."""
+    reason = f"the state was damaged, but not by the data: {trial.reason}"
+    if found.convicted:
+        return Conclusion(Cause.STATE, [], found.suspects, reason)
+    return replace(found, reason=f"{found.reason}; {reason}")
 
 
 def _as_judged(found: Conclusion, cause: Cause) -> Conclusion:

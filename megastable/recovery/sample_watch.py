@@ -64,8 +64,11 @@ class SampleWatch:
     ) -> None:
         self.config, self.incident_log = config, incident_log
         self.log, self.phase, self.selection = log, phase, selection
-        # Tries the suspects of some steps; set by who can rewind.
-        self.why_keep: Callable[[Conclusion, Sequence[Trained], RunState], tuple[str, bool]] = _untried
+        # What is to be skipped of the suspects of some steps; set by who can rewind.
+        self.choose_skips: Callable[[Conclusion, Sequence[Trained], RunState], tuple[Conclusion, str]] = (
+            _untried
+        )
+        self._kept = Rest()  # after suspects that were trained on all the same
         self._names = [corpus.name for corpus in incident_log.source.order.corpora]
         self._looked, self._rest, self._kinds = 0, Rest(), Rest()
         self.rewind(state or WatchState())
@@ -161,11 +164,11 @@ class SampleWatch:
                     losses=losses, located=located)
         )  # fmt: skip
 
-    def lifted(self, policy: Policy, oldest: int | None) -> Waiting | None:
+    def lifted(self, policy: Policy, step: int, oldest: int | None) -> Waiting | None:
         """A case of whole batches that need not wait any longer, as a state from before it is available. oldest: step
         of the oldest snapshot."""
         case = next((case for case in self._waiting if case.kind == "batch"), None)
-        if case is None or not policy.may_look_back(case.first, oldest):
+        if case is None or not policy.may_look_back(step, case.first, oldest):
             return None
         self._waiting.remove(case)
         return case
@@ -226,6 +229,7 @@ class SampleWatch:
         trickle = any(case.kind == "trickle" for case in self._waiting)
         for case in list(self._waiting):
             ready = case.kind == "easy" or (case.kind == "trickle" and self._ordinary)
+            ready &= state.step >= self._kept.until
             if ready or self._quiet >= self.config.samples.quiet_steps:
                 self._waiting.remove(case)
                 found = self._examine(case, state, trained, laboratory)
@@ -300,13 +304,13 @@ class SampleWatch:
         if found.cause is not Cause.DATA or not found.guilty:
             self.nobody(case, found, state.step, seconds)
             return None
-        why, new = self.why_keep(found, window, state)
+        found, why = self.choose_skips(found, window, state)
         seconds = time.perf_counter() - begin
         if why:
+            self._kept = self._kept.after(state.step)
             self.nobody(case, replace(found, reason=why), state.step, seconds)
-            if new:
-                self.begin_again()
             return None
+        self._kept = Rest(until=self._kept.until)
         self.skip(case, found, window, state, laboratory.loader, seconds)
         return found
 
@@ -406,8 +410,8 @@ class SampleWatch:
         return max(0, min(c.ahead, c.ahead + step // c.ahead_every - self._looked))
 
 
-def _untried(found: Conclusion, window: Sequence[Trained], state: RunState) -> tuple[str, bool]:
-    return "", False
+def _untried(found: Conclusion, window: Sequence[Trained], state: RunState) -> tuple[Conclusion, str]:
+    return found, ""
 
 
 def _until(rest: Rest) -> int:

@@ -33,8 +33,9 @@ from megastable.stability.attribution import Conclusion
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-STEPS = 16  # of a branch since the first step with a suspect
+STEPS = 16  # of a branch since the first step with a suspect; half of them if few are suspected
 LONGEST = 48  # steps of a branch, with those before the first suspect
+PHASES = "try suspects", "try suspects, next step"
 COMING = 64  # samples of the data to come that a trial is measured on
 FARTHEST = 256  # batches ahead from which they are taken
 
@@ -92,7 +93,7 @@ class Trials:
         begin, suspects = time.perf_counter(), np.array(found.convicted, dtype=np.int64)
         if not suspects.size:
             suspects = np.concatenate([t.positions for t in window])
-        batches = self._next_batches(snapshot, suspects, left_out)
+        batches = self._next_batches(snapshot, suspects, left_out, STEPS // 2 if found.few else STEPS)
         suspects = np.sort(np.intersect1d(suspects, np.concatenate(batches)))
         applied = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
         fillers = harmless(applied, left_out)[0]
@@ -105,6 +106,8 @@ class Trials:
         before = self.laboratory.losses(outlook.positions)
         with_them = self._live(snapshot, replace_samples(batches, held_out, fillers), measured)
         control = self._live(snapshot, replace_samples(batches, suspects, fillers), measured)
+        if not first(lambda: bool(np.isfinite(control).all())):
+            return None  # not even harmless samples can be trained on from here
         coming = BranchLosses(with_them[:n], control[:n], before, outlook.losses)
         held = with_them[n:], control[n:]
         vocabulary = self.config.model.vocab_size
@@ -118,10 +121,12 @@ class Trials:
         )  # fmt: skip
         return trial
 
-    def _next_batches(self, snapshot: Snapshot, suspects: Int64s, left_out: Selection) -> list[Int64s]:
-        """The batches that follow a snapshot, as the run reads them, until `STEPS` steps after the first suspect."""
+    def _next_batches(
+        self, snapshot: Snapshot, suspects: Int64s, left_out: Selection, steps: int
+    ) -> list[Int64s]:
+        """The batches that follow a snapshot, as the run reads them, until `steps` steps after the first suspect."""
         cursor, found, since = snapshot.extra.state.cursor, list[Int64s](), 0
-        while since < STEPS and len(found) < LONGEST:
+        while since < steps and len(found) < LONGEST:
             positions, cursor = left_out.next_kept(cursor, self.loader.batches.at(cursor))
             found.append(positions)
             since += bool(since) or bool(np.isin(positions, suspects).any())
@@ -129,11 +134,16 @@ class Trials:
 
     def _live(self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s) -> Floats:
         """Losses of the measured samples at the end of a branch, fp64 [n]; the engine holds the snapshot again."""
-        self.phase("examine samples")
         saved: RunState = snapshot.extra.state
         start = BranchStart(saved.updates, saved.trained_tokens)
         try:
-            train_branch(self.config, self.engine, self.loader, start, batches, self.limit_rate)
+            train_branch(
+                self.config, self.engine, self.loader, start, batches, self.limit_rate, self._tell_progress
+            )
             return self.laboratory.losses(measured)
         finally:
             self.points.restore(snapshot)
+
+    def _tell_progress(self, step: int) -> None:
+        """A trial is as many steps long as a hang would be: the supervisor must see that it moves."""
+        self.phase(PHASES[step % 2])

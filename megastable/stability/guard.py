@@ -93,11 +93,6 @@ class Guard:
             return self._broken
         return finding.verdict is not Verdict.HEALTHY and finding.onset <= (self._acted or 0)
 
-    def train_through(self) -> None:
-        """What was taken for an anomaly is new data: it is the usual from now on."""
-        self.policy.trained_through()
-        self.detector.begin_again()
-
     def rewind(self, detector: DetectorState) -> None:
         """Undo the steps since `detector` was saved. The policy still remembers them."""
         self.detector = Detector(self.config.detector, detector)

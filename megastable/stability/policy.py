@@ -96,12 +96,15 @@ class Policy:
             s.account = None  # explained
         return True
 
-    def trained_through(self) -> None:
-        """The rewind that was decided last did not take place: nothing was wrong."""
+    def trained_through(self, alone: bool) -> None:
+        """The rewind that was decided last did not take place: nothing was wrong. alone: nothing else was done about
+        the incident, which would be verified."""
         s = self.state
         if s.taken and s.taken[-1].action is Action.REWIND:
             s.taken.pop()
-        s.watching, s.refused, s.recurrences, s.good, s.account, s.alert = False, [], 0, 0, None, None
+        s.refused = []
+        if alone:
+            s.watching, s.recurrences, s.good, s.account, s.alert = False, 0, 0, None, None
 
     def explained(self) -> None:
         """Samples were convicted while an action was being verified: the data explains the incident."""
@@ -131,10 +134,10 @@ class Policy:
         """A discarded update that turned out to be worse: the state itself is not finite."""
         return self._climb(finding, reason, oldest, damaged=True)
 
-    def may_look_back(self, onset: int, oldest: int | None) -> bool:
-        """Whether steps from `onset` on may be examined on an earlier state, and undone if samples are guilty. oldest:
-        as in `decide`."""
-        found = Finding(self.state.clock, Verdict.SHIFT, 1.0, onset)
+    def may_look_back(self, step: int, onset: int, oldest: int | None) -> bool:
+        """Whether steps from `onset` up to `step` may be examined on an earlier state, and undone if samples are
+        guilty. oldest: as in `decide`."""
+        found = Finding(step, Verdict.SHIFT, 1.0, onset)
         return oldest is not None and oldest < onset and not self._forbids_rewind(found)
 
     def convicted(self, finding: Finding, reason: str) -> Decision:
@@ -310,8 +313,8 @@ class Policy:
         ]  # fmt: skip
         if len(here) >= SAME_PLACE:
             return f"it was rewound {SAME_PLACE} times around step {finding.step} already"
-        if s.redone >= max(REDONE, REDONE_SHARE * s.clock):
-            return f"{s.redone} steps were done again already"
+        if s.redone + finding.step - finding.onset >= max(REDONE, REDONE_SHARE * s.clock):
+            return f"{s.redone} steps were done again already, of {s.clock}"
         return ""
 
     def _strong(self, taken: Taken) -> bool:

@@ -223,12 +223,12 @@ def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them(
     made = Made()
     for waiting in (case(3, kind="trickle"), case(5, kind="batch")):
         made.watch._wait(waiting)
-    assert made.watch.lifted(policy, None) is None and made.watch.lifted(policy, 5) is None
-    found = made.watch.lifted(policy, 4)
-    assert found is not None and found.kind == "batch" and made.watch.lifted(policy, 4) is None
+    assert made.watch.lifted(policy, 9, None) is None and made.watch.lifted(policy, 9, 5) is None
+    found = made.watch.lifted(policy, 9, 4)
+    assert found is not None and found.kind == "batch" and made.watch.lifted(policy, 9, 4) is None
     policy.decide(seen(9, Verdict.SPIKE), 0)  # all rewinds there are
     made.watch._wait(case(5, kind="batch"))
-    assert made.watch.lifted(policy, 4) is None
+    assert made.watch.lifted(policy, 9, 4) is None
 
 
 def test_another_level_is_not_examined_again_and_again() -> None:

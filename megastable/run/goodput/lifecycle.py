@@ -43,7 +43,8 @@ NOTHING = Reason()
 GROWS = re.compile("hosts can take part")  # a reason to stop and begin again
 PHASES = {
     "evaluate": TimeKind.EVALUATION, "checkpoint": TimeKind.CHECKPOINTING, "rewind": TimeKind.RECOVERY,
-    "examine samples": TimeKind.RECOVERY, "starting": TimeKind.START_UP,
+    "examine samples": TimeKind.RECOVERY, "try suspects": TimeKind.RECOVERY,
+    "try suspects, next step": TimeKind.RECOVERY, "starting": TimeKind.START_UP,
 }  # fmt: skip
 CODES = {
     errors.OK: "complete", errors.STOPPED: "stopped", errors.UNSTABLE: "unstable", errors.NO_SPACE: "no space",
