@@ -13,7 +13,7 @@ same. Both are measured on the same samples, which neither was trained on, so th
 |---|---|---|
 | the data to come gets easier, or no harder | clearly more than it costs | new: trained through |
 | clearly above 0 | nothing | bad: skipped |
-| clearly above 0 | something | mixed: deferred to the end of the run |
+| clearly above 0 | something | mixed: deferred |
 | none | nothing | noise: skipped only where the suspects are gross and few |
 
 Gross and few suspects are trained on only where the data to come gets easier.
