@@ -178,21 +178,21 @@ class Rewinding:
         self.guard.policy.trained_through(alone)
         if t.decision.finding.verdict is Verdict.DAMAGE:
             self.probe.accept(state.step)
-        elif trial.verdict is TrialVerdict.NEW:
-            self._begin_again()
         else:
-            self.guard.detector.forget_excursion()
+            self._begin_again(trial)
         lost = 0 if back is None else state.step - back.step
         self.incident_log.train_through(found, state, refused, trial.reason, lost, seconds)
         if refused:
             self.loader.go_to(state.cursor, self.selection())
         return back
 
-    def _begin_again(self) -> None:
-        """The data that comes is new: what was usual until now is not usual any more."""
+    def _begin_again(self, trial: HarmTrial) -> None:
+        """What was usual until now is not usual any more: what comes would trip again. Samples that are new are not
+        suspected again, either."""
         self.guard.detector.begin_again()
-        self.samples.begin_again()
-        self.trends.changed()
+        if trial.verdict is TrialVerdict.NEW:
+            self.samples.begin_again()
+            self.trends.changed()
 
     def _look_ahead(self, state: RunState, left_out: Selection) -> Outlook | None:
         """As of `Trials`; None: the data to come cannot be read."""
@@ -247,7 +247,7 @@ class Rewinding:
         trial = None if few else self._try_aside(found, window, state)
         if trial is not None and is_harmless(trial, few=False):
             if trial.verdict is TrialVerdict.NEW:
-                self._begin_again()
+                self._begin_again(trial)
             return found, trial.reason
         return self._bounded(found, trial, state.cursor), ""
 
@@ -329,7 +329,7 @@ class Rewinding:
             seconds = time.perf_counter() - begin
             self.samples.nobody(case, replace(found, reason=trial.reason), state.step, seconds)
             if trial.verdict is TrialVerdict.NEW:
-                self._begin_again()
+                self._begin_again(trial)
             return None
         found = self._bounded(found, trial, state.cursor)
         snapshot = self.points.before_region(found, snapshot)

@@ -106,10 +106,6 @@ class Detector:
         self._state = DetectorState(seen=self._state.seen)
         self._state.loss.record, self._state.norm.record = record
 
-    def forget_excursion(self) -> None:
-        """What was taken for an anomaly did no harm."""
-        self._state.excursion, self._state.sums = None, Sums()
-
     def expected(self) -> tuple[Trend | None, Trend | None]:
         """The expected loss (nats) and log gradient norm of the next step; None: too little is known."""
         s, c = self._state, self.config
