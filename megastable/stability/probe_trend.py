@@ -17,7 +17,6 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 LEAST = 0.03  # nats by which the mean loss must rise
-FIRST = 0.1  # ... while too few changes are known
 SURE = 4.0  # standard errors, and usual scatters of the changes
 KNOWN, NEWEST = 3, 16  # changes that tell their scatter: at least, and at most
 REST = (
@@ -82,9 +81,9 @@ class ProbeTrend:
             self.looks = [*self.looks[-NEWEST:], (step, losses)]
 
     def _usual(self) -> float:
-        """The largest rise that is usual."""
+        """The largest rise that is usual. At the start of a run, while the rate rises, any is."""
         if len(self._changes) < KNOWN:
-            return FIRST
+            return math.inf
         middle = float(np.median(self._changes))
         scatter = 1.4826 * float(np.median(np.abs(np.array(self._changes) - middle)))
         return max(LEAST, middle + SURE * scatter)

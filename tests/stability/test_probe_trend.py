@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megastable.stability.probe_trend import FIRST, LEAST, REST, ProbeTrend, Rise
+from megastable.stability.probe_trend import KNOWN, LEAST, REST, ProbeTrend, Rise
 
 SAMPLES = np.random.default_rng(1).normal(4.0, 0.6, 32)
 
@@ -45,11 +45,11 @@ def test_one_sample_is_no_rise() -> None:
     assert trend.judge(310, trend.looks[-1][1] + np.where(np.arange(32) == 3, 2.0, 0.0)) is None
 
 
-def test_while_little_is_known_only_a_large_rise_counts() -> None:
-    trend, _ = falling(2)
-    known = trend.looks[-1][1]
-    assert trend.judge(30, known + 0.9 * FIRST) is None
-    assert trend.judge(30, known + 2.1 * FIRST) is not None
+def test_at_the_start_nothing_is_judged() -> None:
+    trend, _ = falling(KNOWN)
+    assert trend.judge(10 * KNOWN + 10, trend.looks[-1][1] + 0.6) is None
+    trend, _ = falling(KNOWN + 1)
+    assert trend.judge(10 * KNOWN + 20, trend.looks[-1][1] + 0.6) is not None
 
 
 def test_what_was_no_damage_is_the_level_and_the_next_is_judged_later() -> None:
