@@ -159,6 +159,7 @@ def test_names() -> None:
         choose_cases(["nonsense"])
 
 
+@pytest.mark.slow
 def test_noise_is_judged_alike_every_time() -> None:
     assert judge_noise("noise-bursts", 3) == judge_noise("noise-bursts", 3)
 

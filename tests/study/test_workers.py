@@ -48,7 +48,9 @@ def test_divergence_is_a_result(tiny_recipe: Path, tmp_path: Path) -> None:
 
 def test_a_model_that_is_broken_from_the_start_is_no_result(tiny_recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="first batch"):
-        results(tiny_recipe, tmp_path / "a", [Trial("x", (*FEW, "model.init_std=1e38"))])
+        results(
+            tiny_recipe, tmp_path / "a", [Trial("x", (*FEW, "precision.kind=fp16", "model.init_std=1e30"))]
+        )
 
 
 def test_a_run_that_fails_names_its_output(tiny_recipe: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -370,13 +371,15 @@ def test_fp16_that_overflows_is_not_told_as_damaged_weights(corpus: Path, tmp_pa
             train={"steps": 20, "global_batch": 4, "micro_batch": 4, "eval_samples": 0}, stability=stability,
         )  # fmt: skip
 
-    tried = overflowing("tried", 40, max_discards=3)
+    tried = overflowing("tried", 32, max_discards=3)
     every = overflowing("every", 1, max_discards=6, policy={"rewinds": 0})
     ((tried_end, every_end),) = run_ranks(1, both, tried, every)
     for code, text in (tried_end, every_end):
         assert code == errors.UNSTABLE and "no update was ever applied" in text
         assert "precision.kind=bf16" in text and "data.skip" not in text and "damaged" not in text
-    assert "e+11" in tried_end[1] and "precision.initial_scale_power" in tried_end[1]
+    assert (
+        re.search(r"scale of \S+e\+0[89]", tried_end[1]) and "precision.initial_scale_power" in tried_end[1]
+    )
     assert "even at a loss scale of 1, the lowest" in every_end[1]
 
 
