@@ -45,6 +45,7 @@ ALLOWED: dict[str, str] = {
     "tests/study/test_compare.py::test_a_comparison_trains_shows_and_grows": _END_TO_END,
     "tests/supervise/test_asked_to_stop.py::test_a_signal_ends_a_run_with_all_that_it_has": _END_TO_END,
     "tests/training/test_hardware_blame.py::test_one_fault_counts_once": _END_TO_END,
+    "tests/training/test_resume.py::test_resume_is_bit_for_bit": _END_TO_END,
     "tests/training/test_memory_resume.py::test_killed_ranks_resume_from_their_hosts_memory": _END_TO_END,
     "tests/training/test_memory_resume.py::fixtures": _SHARED,
     "tests/engine/test_gate.py::test_a_non_finite_step_changes_nothing": _END_TO_END,
