@@ -190,7 +190,7 @@ def find_positions(planted: Planted) -> set[int]:
 
 
 def count_untrained(events: Sequence[Event], planted: set[int]) -> int:
-    """Samples that are not planted, of refused updates that were neither done again nor deferred."""
+    """Samples that are not planted, of refused updates that were not done again."""
     refused: list[tuple[int, set[int]]] = []
     for event in events:
         if isinstance(event, Discarded):
@@ -199,9 +199,6 @@ def count_untrained(events: Sequence[Event], planted: set[int]) -> int:
         elif isinstance(event, Training) or (isinstance(event, IncidentEvent) and event.what == "rewound"):
             back = event["step"] if isinstance(event, Training) else event["to_step"]
             refused = [(step, batch) for step, batch in refused if step <= back]
-        elif isinstance(event, IncidentEvent) and event.deferred:
-            later = {p for first, end in event.deferred for p in range(first, end)}
-            refused = [(step, batch - later) for step, batch in refused]
     return len(set[int]().union(*(batch for _, batch in refused)))
 
 

@@ -28,11 +28,10 @@ class BranchStart(NamedTuple):
 
 
 class TrainedBranch(NamedTuple):
-    """Mean loss (nats) and gradient norm of every step of a branch, and whether its update was applied; [steps]."""
+    """Mean loss (nats) and gradient norm of every step of a branch; [steps]."""
 
     losses: Floats
     norms: Floats
-    applied: npt.NDArray[np.bool_]
 
 
 def train_branch(
@@ -57,7 +56,7 @@ def train_branch(
     """
     updates, tokens = start
     before = engine.measured, engine.applied, engine.kept, engine.counters_before
-    losses, norms, applied = list[float](), list[float](), list[bool]()
+    losses, norms = list[float](), list[float]()
     try:
         for step, positions in enumerate(batches):
             tell_progress(step)
@@ -68,7 +67,6 @@ def train_branch(
             updates, tokens = updates + done, tokens + done * size
             losses.append(measured.loss)
             norms.append(measured.grad_norm)
-            applied.append(done)
     finally:
         engine.measured, engine.applied, engine.kept, engine.counters_before = before
-    return TrainedBranch(np.array(losses), np.array(norms), np.array(applied, dtype=np.bool_))
+    return TrainedBranch(np.array(losses), np.array(norms))

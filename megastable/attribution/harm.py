@@ -11,7 +11,8 @@ same. Both are measured on the same samples, which neither was trained on, so th
 
 | cost | learnt | verdict |
 |---|---|---|
-| the data to come gets easier, or no harder | clearly more than it costs | new: trained through |
+| clearly below 0 | any | new: trained through |
+| none | clearly something | new: trained through |
 | clearly above 0 | nothing | bad: skipped |
 | clearly above 0 | something | mixed: deferred |
 | none | nothing | noise: skipped only where the suspects are gross and few |

@@ -267,21 +267,12 @@ class IncidentLog:
         return self.incident is not None and bool(self.incident.actions)
 
     def train_through(
-        self,
-        found: Conclusion,
-        state: RunState,
-        refused: Sequence[Trained],
-        reason: str,
-        lost: int,
-        seconds: float,
+        self, found: Conclusion, state: RunState, reason: str, lost: int, seconds: float
     ) -> None:
         """The suspects of the last trip are new, or do no harm, and the run goes on with them: the incident is over,
-        unless something else was done about it before, which is yet to be proven. refused: steps whose updates were
-        refused; their samples are read again later. lost: steps undone. Raises SpaceError."""
-        incident, alone, deferred = self._present(), not self.has_acted, NOBODY
-        if refused:
-            positions = np.concatenate([t.positions for t in refused])
-            deferred, _ = self._defer(refused, f"{Cause.NEW_DATA}: {reason}", positions, remember=False)
+        unless something else was done about it before, which is yet to be proven. lost: steps undone. Raises
+        SpaceError."""
+        incident, alone = self._present(), not self.has_acted
         incident.cause = Cause.NEW_DATA if alone else incident.cause
         incident.actions.append(Action.APPLY)
         incident.reasons.append(reason)
@@ -290,7 +281,6 @@ class IncidentLog:
         event = IncidentEvent(
             what="attributed", cause=Cause.NEW_DATA, reason=reason, action=Action.APPLY,
             remedy="nothing is taken away", suspects=[asdict(suspect) for suspect in found.suspects[:SHOWN]],
-            deferred=ranges_of(deferred.positions), returns=ranges_of(deferred.returns), lost=deferred.lost.size,
             **self._story(),
         )  # fmt: skip
         self._commit(event, f"  cause: {Cause.NEW_DATA}: {reason}")
@@ -444,7 +434,7 @@ class IncidentLog:
         return ranges_of(guilty)
 
     def _defer(
-        self, window: Sequence[Trained], reason: str, only: Int64s | None = None, remember: bool = True
+        self, window: Sequence[Trained], reason: str, only: Int64s | None = None
     ) -> tuple[Deferral, list[tuple[int, int]]]:
         """Defer the samples of some steps, or `only` some of them. Those without room are skipped in this epoch: the
         second result. For a region right after the last one, twice as many as last time, including samples ahead."""
@@ -458,8 +448,7 @@ class IncidentLog:
         found = self.deferring.defer(positions, step, begin, reason, incident.number, ahead)
         lost = ranges_of(found.lost)
         self._skip_positions(lost, f"{reason}; there is no room to read them later")
-        if remember:
-            self._remember(np.concatenate([found.positions, found.lost]))
+        self._remember(np.concatenate([found.positions, found.lost]))
         deferred, returns = ranges_of(found.positions), ranges_of(found.returns)
         # The same positions may be deferred twice, with other samples.
         incident.deferred = sorted([*incident.deferred, *deferred])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 
 from megastable.attribution.harm import HarmTrial, TrialVerdict, is_clear, is_harmless
-from megastable.base.errors import DataError
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
@@ -30,9 +28,8 @@ from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
-from megastable.recovery.suspect_trials import Outlook, Trials
+from megastable.recovery.suspect_trials import Trials
 from megastable.run.events.stability_events import RateCut, RateWarmup
-from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.stability import fallback, groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
@@ -47,7 +44,6 @@ from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Finding, Verdict
 from megastable.stability.trends import Trends
 
-T = TypeVar("T")
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001
 
@@ -115,8 +111,9 @@ class Rewinding:
         unsteady, damage, harmless = self._replayed(t)
         left_out, present, outlook = self.selection(), None, None
         # What is proven, or not finite, needs no trial.
-        if not damage and not harmless and finding.verdict not in (Verdict.NON_FINITE, Verdict.CORRUPTED):
-            outlook = self._look_ahead(t.done.state, left_out)
+        tries = not damage and not harmless and finding.verdict not in (Verdict.NON_FINITE, Verdict.CORRUPTED)
+        if tries:
+            outlook = self.trials.look_ahead(t.done.state, left_out)
             present = self.points.ring.aside(t.done.state.step) if self.points.may_look else None
         snapshot = self.points.back(finding.onset, 1 if recurred and not harmless else 0, left_out)
         if snapshot is None:
@@ -131,8 +128,8 @@ class Rewinding:
             conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
             conclusion = self.incident_log.returned_again(conclusion, window)
-            if outlook is not None:
-                trial = self._hold(conclusion, window, snapshot, left_out, outlook)
+            if tries:
+                trial = self.trials.hold(conclusion, window, snapshot, left_out, outlook)
                 few = conclusion.few and policy.may_take_untried(len(conclusion.convicted))
                 if trial is None or not is_harmless(trial, few):
                     conclusion = self._bounded(conclusion, trial, t.done.state.cursor)
@@ -165,25 +162,21 @@ class Rewinding:
         present: Snapshot | None,
         begin: float,
     ) -> RunState | None:
-        """Go on with data that is new, or does no harm, from where the run stands: None; or, where that state could not
-        be kept, from the snapshot: the state after it. Raises SpaceError."""
+        """Go on with data that is new, or does no harm, from where the run stands: None; or from the snapshot: the
+        state after it. That is where no update was applied since, so that the refused batches are trained on, or where
+        the present state could not be kept. Raises SpaceError."""
         state, back, seconds = t.done.state, None, time.perf_counter() - begin
-        refused = [step for step in self.points.since(t.decision.finding.onset) if not step.applied]
-        if present is None:
-            back = self._go_on_from(snapshot, state, begin, trial.reason, seconds)
-            refused = []
-        else:
+        if present is not None and any(step.applied for step in self.points.since(snapshot.step + 1)):
             self.points.restore(present)
-        alone = not self.incident_log.has_acted
-        self.guard.policy.trained_through(alone)
+        else:
+            back = self._go_on_from(snapshot, state, begin, trial.reason, seconds)
+        self.guard.policy.trained_through(alone=not self.incident_log.has_acted)
         if t.decision.finding.verdict is Verdict.DAMAGE:
             self.probe.accept(state.step)
         else:
             self._begin_again(trial)
         lost = 0 if back is None else state.step - back.step
-        self.incident_log.train_through(found, state, refused, trial.reason, lost, seconds)
-        if refused:
-            self.loader.go_to(state.cursor, self.selection())
+        self.incident_log.train_through(found, state, trial.reason, lost, seconds)
         return back
 
     def _begin_again(self, trial: HarmTrial) -> None:
@@ -194,32 +187,6 @@ class Rewinding:
             self.samples.begin_again()
             self.trends.changed()
 
-    def _look_ahead(self, state: RunState, left_out: Selection) -> Outlook | None:
-        """As of `Trials`; None: the data to come cannot be read."""
-        return self._read(state.step, lambda: self.trials.look_ahead(state, left_out))
-
-    def _hold(
-        self,
-        found: Conclusion,
-        window: Sequence[Trained],
-        snapshot: Snapshot,
-        left_out: Selection,
-        outlook: Outlook,
-    ) -> HarmTrial | None:
-        """As of `Trials`; None also where samples cannot be read."""
-        return self._read(
-            window[-1].step, lambda: self.trials.hold(found, window, snapshot, left_out, outlook)
-        )
-
-    def _read(self, step: int, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None on all ranks if it cannot read samples, which training may never do."""
-        try:
-            return work()
-        except DataError as error:
-            text = f"suspects are not tried: {error}"
-            self.log.emit(Warned(step=step, text=text), say=f"WARNING: {text}")
-            return None
-
     def _bounded(self, found: Conclusion, trial: HarmTrial | None, read: int) -> Conclusion:
         """What may be taken away of what a conclusion names. What teaches something is deferred, and so is what is too
         much to skip without a clear win; of a clear win, what lies beyond a limit is tried on the state that reaches
@@ -228,7 +195,7 @@ class Rewinding:
             found = replace(found, reason=f"{found.reason}. {trial.reason}")
         if found.cause is not Cause.DATA or not found.convicted:
             return found
-        found = found.first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
+        found = found.keep_first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
         deferred = replace(found, guilty=[], inferred=[], later=found.convicted)
         if trial is not None and is_clear(trial):
             return deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
@@ -249,7 +216,15 @@ class Rewinding:
             if trial.verdict is TrialVerdict.NEW:
                 self._begin_again(trial)
             return found, trial.reason
-        return self._bounded(found, trial, state.cursor), ""
+        chosen = self._bounded(found, trial, state.cursor)
+        # Nothing is undone: a sample behind the cursor cannot change places with one that is yet to be read.
+        chosen = replace(chosen, later=[p for p in chosen.later if p >= state.cursor])
+        if not chosen.convicted and not chosen.later:
+            return (
+                found,
+                f"{chosen.reason}; they are too many to skip, and were read already",
+            )
+        return chosen, ""
 
     def _try_aside(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> HarmTrial | None:
         """Try suspects on the newest good snapshot from before `window`, and return to the state of now, where the run
@@ -257,12 +232,12 @@ class Rewinding:
         if not self.points.may_look or not window:
             return None
         left_out, present = self.selection(), self.points.ring.aside(state.step)
-        outlook = self._look_ahead(state, left_out)
-        snapshot = self.points.look(min(t.step for t in window), left_out) if outlook is not None else None
+        outlook = self.trials.look_ahead(state, left_out)
+        snapshot = self.points.look(min(t.step for t in window), left_out)
         try:
-            if snapshot is None or outlook is None:
+            if snapshot is None:
                 return None
-            return self._hold(found, window, snapshot, left_out, outlook)
+            return self.trials.hold(found, window, snapshot, left_out, outlook)
         finally:
             self.points.restore(present)
 
@@ -305,7 +280,7 @@ class Rewinding:
             return None
         left_out = self.selection()
         present = self.points.ring.aside(state.step)
-        outlook = self._look_ahead(state, left_out)
+        outlook = self.trials.look_ahead(state, left_out)
         snapshot = self.points.look(case.first, left_out)
         found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
         if snapshot is not None:
@@ -321,9 +296,7 @@ class Rewinding:
             else:
                 self.samples.nobody(case, found, state.step, seconds)
             return None
-        trial = None
-        if outlook is not None:
-            trial = self._hold(found, window, snapshot, left_out, outlook)
+        trial = self.trials.hold(found, window, snapshot, left_out, outlook)
         if trial is not None and is_harmless(trial, few=False):
             self.points.restore(present)
             seconds = time.perf_counter() - begin

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from megastable.attribution.harm import (
     replace_samples,
 )
 from megastable.base.collectives import first
+from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Selection
@@ -27,11 +29,13 @@ from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained, harmless
 from megastable.recovery.snapshot import Snapshot
 from megastable.run.events.stability_events import SuspectsTried
+from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.stability.attribution import Conclusion
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 STEPS = 16  # of a branch since the first step with a suspect; half of them if few are suspected
 LONGEST = 48  # steps of a branch, with those before the first suspect
@@ -65,18 +69,21 @@ class Trials:
         self.laboratory, self.loader = points.laboratory, points.laboratory.loader
         self.limit_rate, self.log, self.phase = limit_rate, log, phase
 
-    def look_ahead(self, state: RunState, left_out: Selection) -> Outlook:
+    def look_ahead(self, state: RunState, left_out: Selection) -> Outlook | None:
         """Measure the data to come on the state that the engine holds, where the run stands: samples evenly spread over
-        what is left of the run, `FARTHEST` batches at most, beyond the reach of a branch.
-
-        Raises DataError on every rank if one cannot read its part."""
+        what is left of the run, `FARTHEST` batches at most, beyond the reach of a branch. None: there are none, or they
+        cannot be read."""
         steps = min(FARTHEST, self.config.train.steps - state.step - STEPS)
         if steps < 1:
-            return Outlook(np.empty(0, np.int64), np.empty(0))
-        _, cursor = left_out.next_kept(state.cursor, STEPS * self.loader.batch)
-        ahead, _ = left_out.next_kept(cursor, steps * self.loader.batch)
-        chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
-        return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]))
+            return None
+
+        def measure() -> Outlook:
+            _, cursor = left_out.next_kept(state.cursor, STEPS * self.loader.batch)
+            ahead, _ = left_out.next_kept(cursor, steps * self.loader.batch)
+            chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
+            return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]))
+
+        return self._unless_unreadable(state.step, measure)
 
     def hold(
         self,
@@ -84,12 +91,34 @@ class Trials:
         window: Sequence[Trained],
         snapshot: Snapshot,
         left_out: Selection,
-        outlook: Outlook,
+        outlook: Outlook | None,
     ) -> HarmTrial | None:
         """Try the suspects of a conclusion: its bad samples, or without any all samples of `window`. The engine holds
-        `snapshot`, before and after. None: there is nothing to compare.
+        `snapshot`, before and after. None: there is nothing to compare, or it cannot be read."""
+        if outlook is None:
+            return None
+        step = window[-1].step
+        return self._unless_unreadable(
+            step, lambda: self._compare(found, window, snapshot, left_out, outlook)
+        )
 
-        Raises DataError on every rank if one cannot read its part."""
+    def _unless_unreadable(self, step: int, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None on all ranks if it cannot read samples, which training may never do."""
+        try:
+            return work()
+        except DataError as error:
+            text = f"suspects are not tried: {error}"
+            self.log.emit(Warned(step=step, text=text), say=f"WARNING: {text}")
+            return None
+
+    def _compare(
+        self,
+        found: Conclusion,
+        window: Sequence[Trained],
+        snapshot: Snapshot,
+        left_out: Selection,
+        outlook: Outlook,
+    ) -> HarmTrial | None:
         begin, suspects = time.perf_counter(), np.array(found.convicted, dtype=np.int64)
         if not suspects.size:
             suspects = np.concatenate([t.positions for t in window])
@@ -99,7 +128,7 @@ class Trials:
         fillers = harmless(applied, left_out)[0]
         fillers = fillers[~np.isin(fillers, found.convicted)][-suspects.size :]
         n = outlook.positions.size
-        if not suspects.size or not fillers.size or not n:
+        if not suspects.size or not fillers.size:
             return None
         held_out = choose_held_out(suspects)
         measured = np.concatenate([outlook.positions, held_out])

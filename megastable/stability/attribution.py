@@ -96,7 +96,7 @@ class Conclusion:
         """Whether a few samples are named, most of them far out by themselves."""
         return 0 < len(self.convicted) <= min(FEW, 2 * len(self.alone))
 
-    def first(self, most: int) -> Conclusion:
+    def keep_first(self, most: int) -> Conclusion:
         """With the first `most` samples only."""
         kept = set(self.convicted[:most])
         guilty, inferred = ([p for p in named if p in kept] for named in (self.guilty, self.inferred))

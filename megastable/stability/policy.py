@@ -16,6 +16,7 @@ from dataclasses import replace
 from megastable.config.stability import PolicyConfig
 from megastable.stability import fallback, learning_rate_limits
 from megastable.stability.actions import Action, Cause, Decision, Remedy
+from megastable.stability.attribution import FEW
 from megastable.stability.learning_rate_limits import Limit
 from megastable.stability.odds import Account, Clue, Examined, clues, weigh
 from megastable.stability.policy_state import Alert, PolicyState, Taken
@@ -23,7 +24,7 @@ from megastable.stability.signals import Finding, Verdict
 
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions span a few batches
 SAME_PLACE = 3  # rewinds within `SUSPICION` steps: another would end as they did
-UNTRIED, UNTRIED_STEPS = 64, 1000  # samples that are taken away without a clear win, in so many steps
+UNTRIED, UNTRIED_STEPS = FEW, 1000  # samples that are taken away without a clear win, in so many steps
 # Single outliers that are refused in so many steps, before those are applied that are hardly larger.
 OUTLIERS, OUTLIER_STEPS, LARGER = 5, 10_000, 1.25
 # Steps that a run may do again: this share, or so many if that is more.
@@ -180,15 +181,15 @@ class Policy:
     def _climb(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
         """The lowest available rung. A rewind's further remedy follows when its cause is known."""
         s = self.state
-        old = oldest is None or oldest >= finding.onset
-        if old:
+        barred = oldest is None or oldest >= finding.onset
+        if barred:
             have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
             reason = f"{reason}; {have}, and it began at step {finding.onset}"
             if finding.verdict is not Verdict.CORRUPTED:  # a chip that lied says nothing of the points
                 self._weigh(Clue.NO_POINT)
         elif forbidden := self._forbids_rewind(finding):
-            reason = f"{reason}; {forbidden}"
-        if not old and not self._forbids_rewind(finding):
+            barred, reason = True, f"{reason}; {forbidden}"
+        if not barred:
             action = Action.REWIND
         else:
             convicted = damaged or self._odds(Cause.STATE) >= self.config.odds_handover

@@ -19,9 +19,8 @@ Floats = npt.NDArray[np.float64]
 LEAST = 0.03  # nats by which the mean loss must rise
 SURE = 4.0  # standard errors, and usual scatters of the changes
 KNOWN, NEWEST = 3, 16  # changes that tell their scatter: at least, and at most
-REST = (
-    25  # steps without a judgement after a rise that was no damage, twice as many each time it happens again
-)
+# Steps without a judgement after a rise that was no damage, twice as many each time it happens again.
+REST = 25
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ProbeTrend:
     """One `judge` per look, in order."""
 
     def __init__(self) -> None:
-        self.looks: list[tuple[int, Floats]] = []  # since the last change of direction: the newest ones
+        self.looks: list[tuple[int, Floats]] = []  # the newest ones
         self._changes: deque[float] = deque(maxlen=NEWEST)
         self._rest, self._vain = 0, 0
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megastable.attribution.harm import HarmTrial, TrialVerdict
 from megastable.base.rng import rng_state
 from megastable.checkpoint import markers, store
 from megastable.config.stability import DetectorConfig, PolicyConfig, StabilityConfig
@@ -195,3 +196,42 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     assert not suspect.reason and markers.convicted(checkpoint) is None
     points.back(37, 0, made.selection())
     assert not points.ring.steps and bool(suspect.reason) == np.isfinite(norm)
+
+
+def trial(verdict: TrialVerdict, pays: bool = False) -> HarmTrial:
+    return HarmTrial(verdict, 0.1, 0.01, 0.1, 0.01, 200, 16, pays, damaged=False)
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(applied: bool) -> None:
+    """From the snapshot if no update was applied since: nothing is undone. Else from where the run stands."""
+    policy = Policy(PolicyConfig())
+    decision = policy.decide(seen(40, Verdict.SPIKE), 0)
+    state = MagicMock(step=40, seconds=1.0)
+    rewinding = shell(policy)
+    rewinding.replays.compare.return_value = (False, "")
+    rewinding.incident_log.returned_again.return_value = FOUND
+    rewinding.incident_log.has_acted = False
+    rewinding.trials.hold.return_value = trial(TrialVerdict.NEW, pays=True)
+    rewinding.points.since = lambda onset: [
+        MagicMock(step=step, applied=applied) for step in range(onset, 41)
+    ]
+    done = MagicMock(state=state, applied=False)
+    stands = rewinding.go_back(Tripped(decision, done, DetectorState(), ""))
+    assert (stands is None) == applied
+    assert rewinding.points.restore.called == applied and rewinding.loader.go_to.called == (not applied)
+    assert not policy.state.taken and not policy.state.watching
+    assert rewinding.incident_log.train_through.call_args.args[3] == (0 if applied else 10)
+    rewinding.incident_log.attribute.assert_not_called()
+
+
+def test_nothing_behind_the_cursor_changes_places_where_nothing_is_undone() -> None:
+    """It was trained on, and the sample that came in its place would never be read."""
+    rewinding, named = shell(Policy(PolicyConfig())), list(range(100, 300))
+    found = Conclusion(Cause.DATA, named, [], "bad")
+    rewinding.trials.hold.return_value = trial(TrialVerdict.MIXED)
+    for cursor, later in ((50, named), (200, list(range(200, 300)))):
+        chosen, why = rewinding.choose_skips(found, [MagicMock(step=30)], MagicMock(cursor=cursor, step=40))
+        assert (chosen.convicted, chosen.later, why) == ([], later, "")
+    _, why = rewinding.choose_skips(found, [MagicMock(step=30)], MagicMock(cursor=300, step=40))
+    assert "were read already" in why
