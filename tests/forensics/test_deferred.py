@@ -33,8 +33,8 @@ def spoil_watched(config: RunConfig, log: Path) -> dict[str, Any]:
     from megastable.engine.engine import Engine
     from megastable.recovery import suspect_trials
 
-    # Nothing to compare two branches by, as at the end of a run: without a trial the window is deferred.
-    suspect_trials.COMING = 0
+    # Too few steps are left to compare two branches by, as at the end of a run: without a trial the window is deferred.
+    suspect_trials.STEPS = config.train.steps
     real = Engine.train_step
 
     def step(self: Engine, micro_batches: Any, *args: Any) -> Any:
