@@ -28,7 +28,7 @@ from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
-from megastable.recovery.suspect_trials import Trials
+from megastable.recovery.trials import Trials
 from megastable.run.events.stability_events import RateCut, RateWarmup
 from megastable.run.log import RunLog
 from megastable.stability import fallback, groups

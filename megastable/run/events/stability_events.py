@@ -270,23 +270,34 @@ class TrendEvent(Event):
         return f"trend of {self.get('signal')}: {self.get('text')}{remedy}"
 
 
-class SuspectsTried(Event):
-    """Two branches of `steps` steps from the state after `snapshot`, one with the suspects and one without. cost: by
-    how many nats the data to come is harder after the first; learnt: by how many suspects that were held out are
-    easier; each with its standard error. verdict: new, bad, mixed or noise (attribution/harm.py). damaged: the state
-    where the run stands is worse than both."""
+class BranchesTried(Event):
+    """Branches of `steps` steps were trained from the state after `snapshot`, and compared on samples of the data to
+    come. before, present: their mean loss (nats) on that state, and where the run stands.
 
-    NAME = "suspects_tried"
+    branches: of each one its name; loss: of the samples at its end; difference: that minus the loss of the control, and
+    its standard error; losses, norms: of its steps, to be drawn; cost: how intrusive it is, from 0.
+
+    Where suspects were tried, suspects: how many; cost: the difference of the branch with them; learnt: by how many
+    nats others of them are easier at its end; verdict: new, bad, mixed or noise (attribution/harm.py); damaged: the
+    state where the run stands is worse than both. Where remedies were tried, chosen: the name of a branch
+    (attribution/remedies.py).
+    """
+
+    NAME = "branches_tried"
     step: Whole
     snapshot: Whole
     steps: Whole
     suspects: Whole
     verdict: Text
+    chosen: Text
     cost: Real
     cost_error: Real
-    learnt: Real = None
-    learnt_error: Real = None
-    damaged: Flag = False
+    learnt: Real
+    learnt_error: Real
+    damaged: Flag
+    before: Real
+    present: Real
+    branches: Items
     reason: Text
     seconds: Real
 

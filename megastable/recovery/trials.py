@@ -6,17 +6,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.branches import BranchStart, train_branch
+from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
 from megastable.attribution.harm import (
     BranchLosses,
     HarmTrial,
     choose_held_out,
     judge_trial,
+    mean_difference,
     replace_samples,
 )
 from megastable.base.collectives import first
@@ -28,7 +29,7 @@ from megastable.engine.engine import Engine
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained, harmless
 from megastable.recovery.snapshot import Snapshot
-from megastable.run.events.stability_events import SuspectsTried
+from megastable.run.events.stability_events import BranchesTried
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.stability.attribution import Conclusion
@@ -50,6 +51,30 @@ class Outlook:
 
     positions: Int64s
     losses: Floats
+
+
+class MeasuredBranch(NamedTuple):
+    """measured: losses of the measured samples at the end of a branch; [n], nats."""
+
+    trained: TrainedBranch
+    measured: Floats
+
+
+def mean_loss(losses: Floats) -> float:
+    """As the journal has it."""
+    return round(float(losses.mean()), 4)
+
+
+def describe_branch(
+    name: str, branch: MeasuredBranch, coming: Floats, control: Floats, cost: int
+) -> dict[str, Any]:
+    """For the journal. coming, control: losses of the data to come at its end, and at that of the control."""
+    difference, error = mean_difference(coming, control)
+    return {
+        "name": name, "cost": cost, "loss": mean_loss(coming),
+        "difference": round(difference, 4), "error": round(error, 4),
+        "losses": branch.trained.losses.round(4).tolist(), "norms": branch.trained.norms.round(4).tolist(),
+    }  # fmt: skip
 
 
 class Trials:
@@ -135,16 +160,21 @@ class Trials:
         before = self.laboratory.losses(outlook.positions)
         with_them = self._live(snapshot, replace_samples(batches, held_out, fillers), measured)
         control = self._live(snapshot, replace_samples(batches, suspects, fillers), measured)
-        if not first(lambda: bool(np.isfinite(control).all())):
+        if not first(lambda: bool(np.isfinite(control.measured).all())):
             return None  # not even harmless samples can be trained on from here
-        coming = BranchLosses(with_them[:n], control[:n], before, outlook.losses)
-        held = with_them[n:], control[n:]
+        coming = BranchLosses(with_them.measured[:n], control.measured[:n], before, outlook.losses)
+        held = with_them.measured[n:], control.measured[n:]
         vocabulary = self.config.model.vocab_size
         assert vocabulary is not None
         trial = first(lambda: judge_trial(coming, held, vocabulary, suspects.size, len(batches)))
+        described = (
+            describe_branch("with the suspects", with_them, coming.after, coming.control, 0),
+            describe_branch("without the suspects", control, coming.control, coming.control, 1),
+        )
         self.log.emit(
-            SuspectsTried(
-                step=window[-1].step, snapshot=snapshot.step, reason=trial.reason,
+            BranchesTried(
+                step=window[-1].step, snapshot=snapshot.step, reason=trial.reason, branches=described,
+                before=mean_loss(before), present=mean_loss(outlook.losses),
                 seconds=round(time.perf_counter() - begin, 3), **trial.facts,
             )
         )  # fmt: skip
@@ -161,15 +191,15 @@ class Trials:
             since += bool(since) or bool(np.isin(positions, suspects).any())
         return found
 
-    def _live(self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s) -> Floats:
-        """Losses of the measured samples at the end of a branch, fp64 [n]; the engine holds the snapshot again."""
+    def _live(self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s) -> MeasuredBranch:
+        """A branch, and the losses of the measured samples at its end; the engine holds the snapshot again."""
         saved: RunState = snapshot.extra.state
         start = BranchStart(saved.updates, saved.trained_tokens)
         try:
-            train_branch(
+            trained = train_branch(
                 self.config, self.engine, self.loader, start, batches, self.limit_rate, self._tell_progress
             )
-            return self.laboratory.losses(measured)
+            return MeasuredBranch(trained, self.laboratory.losses(measured))
         finally:
             self.points.restore(snapshot)
 
