@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -143,6 +143,15 @@ class DetectorConfig(Section):
     """Growth from the first to the last third of them that is a warning, a factor."""
 
 
+NOTHING = object()
+# In the order of their intrusiveness.
+RemedyName = Literal[
+    "cap_lr", "rewarm", "reset_moments", "clip", "z_loss", "beta2", "leave_fp8", "cut_lr"
+]  # fmt: skip
+# Keys of earlier versions with their defaults, which the recorded recipes of their runs have.
+RETIRED = {"odds_fall_back": 1.0, "odds_cap": 1.0, "odds_cut": 2.0, "odds_handover": 1.0}
+
+
 class PolicyConfig(Section):
     """Remedies for a deviation, and their budgets (stability/policy.py).
 
@@ -150,8 +159,7 @@ class PolicyConfig(Section):
     5.1: about 20 rewinds); more means that the cause is not the data. A spent budget pauses the remedy, not the run,
     which trains on with refusals only and alerts a person.
 
-    `odds_` keys are the log10 odds of a cause against the next best that its remedy needs (stability/odds.py); a rewind
-    needs none. 10 to 1 for temporary remedies, 100 to 1 for cuts and swaps.
+    Which remedy is taken, `remedies`, is decided by trying them (attribution/remedies.py).
     """
 
     discards: PositiveInt = 4
@@ -165,16 +173,13 @@ class PolicyConfig(Section):
     """Budget of rewinds."""
     data_rewinds: NonNegativeInt = 32
     """Budget of rewinds that convicted samples at `odds_swap`: many, for corpora with some per cent of bad ones."""
-    odds_fall_back: float = 1.0
-    """To leave FP8. [log10 odds]"""
-    odds_cap: float = 1.0
-    """To limit the learning rate temporarily. [log10 odds]"""
-    odds_cut: float = 2.0
-    """To cut the learning rate. [log10 odds]"""
     odds_swap: float = 2.0
-    """To leave a corpus out. [log10 odds]"""
-    odds_handover: float = 1.0
-    """To resume from an older checkpoint, as the state is bad, which no data and no rate can repair. [log10 odds]"""
+    """To leave a corpus out: of its bad samples against the state, all incidents together. [log10 odds]"""
+    remedies: tuple[RemedyName, ...] = get_args(RemedyName)
+    """What is tried where other data does not help, each in a branch from the same state: no more than the rate of the
+    good state (if the rate jumped), a warm-up from a tenth of the rate, the same and moments of zero (SPAM,
+    arXiv:2501.06842), clipping at a quarter of `optimizer.clip`, ten times the z-loss, a lower beta2, no FP8,
+    `cut_factor` times the rate. In the order of their intrusiveness."""
     last_resort: Literal["train_on", "stop"] = "train_on"
     """Reaction when no remedy is left; `stop` ends the run with exit code 76."""
     cuts: NonNegativeInt = 3
@@ -216,6 +221,14 @@ class PolicyConfig(Section):
     """Warm-up after every rewind, from `rewind_warmup_from` of the rate back to it; 0: none. [updates]"""
     rewind_warmup_from: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of the rate at which the warm-up after a rewind begins."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_retired_keys(cls, given: Any) -> Any:
+        """A recipe that an earlier version recorded has keys that are gone: at their defaults they say nothing."""
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if RETIRED.get(key, NOTHING) != value}
 
 
 class MemoryCopyConfig(Section):

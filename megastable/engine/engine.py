@@ -26,6 +26,7 @@ from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine import patches
+from megastable.engine.adjustments import Adjustments
 from megastable.engine.build import Mpu, build, refusals
 from megastable.engine.device_clock import DeviceClock
 from megastable.engine.distributed import device, silence
@@ -94,6 +95,7 @@ class Engine:
         if config.stability.enabled:
             self.zero.watch(config.stability.hardware)
         self.clipping = self._attach()
+        self.adjustments = Adjustments(config, self.optimizer, self.loss)
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
         most = config.optimizer.qk_clip
         self.qk_clip = LogitClipping(module, config.model, topology, most, self.device) if most else None
@@ -320,7 +322,7 @@ class Engine:
         if not math.isfinite(norm):
             return 1.0  # DeepSpeed drops the update
         if self.clipping is None:
-            return by_norm(norm, self.config.optimizer.clip)
+            return by_norm(norm, self.adjustments.clip)
         flat = self._flat
         gradients, pieces = self.zero.gradients(flat.fragments), []
         for f in flat.fragments:
@@ -426,6 +428,16 @@ class Engine:
                 else:
                     on = master.device if value.dim() or inner.defaults.get("fused") else "cpu"
                     state[key] = value.to(on, copy=True)
+
+    @torch.no_grad()
+    def reset_moments(self) -> None:
+        """Begin the optimizer's moments, and their bias correction, again at zero; clipping keeps its history."""
+        self._wait_for_copies()
+        for state in self.optimizer.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        shared_state(self.optimizer.optimizer).clear()
 
     def counters(self) -> dict[str, Any]:
         """DeepSpeed's step counters, fp16's loss scaler, the state of FP8's delayed scales, and `updates`."""

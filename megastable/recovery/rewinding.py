@@ -16,7 +16,6 @@ from megastable.data.loader import Loader
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
-from megastable.optim.schedule import progress, warmup
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
@@ -28,8 +27,8 @@ from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
-from megastable.recovery.trials import Trials
-from megastable.run.events.stability_events import RateCut, RateWarmup
+from megastable.recovery.trials import Trials, TrialStart
+from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.log import RunLog
 from megastable.stability import fallback, groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
@@ -37,8 +36,7 @@ from megastable.stability.attribution import Conclusion
 from megastable.stability.detector import Detector
 from megastable.stability.detector_state import DetectorState
 from megastable.stability.guard import Guard
-from megastable.stability.odds import Examined
-from megastable.stability.policy import BLAMELESS
+from megastable.stability.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
 from megastable.stability.robust import Trend
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Finding, Verdict
@@ -58,6 +56,17 @@ class Tripped:
     detector: DetectorState
     damage: str
     harmless: Harmless | None = None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What trials leave of a conclusion. harmless: the trial by which nothing is wrong, None if something is.
+    blameless: no sample is to blame, and all are read again. offer: the remedy that has won."""
+
+    conclusion: Conclusion
+    harmless: HarmTrial | None = None
+    blameless: bool = False
+    offer: Offer | None = None
 
 
 class Rewinding:
@@ -83,9 +92,7 @@ class Rewinding:
         probe: ProbeWatch,
     ) -> None:
         self.probe = probe
-        self.trials = Trials(
-            config, engine, points, lambda updates, rate: guard.policy.rate(updates, rate), log, phase
-        )
+        self.trials = Trials(config, engine, points, guard, log, phase)
         self.config, self.engine, self.loader, self.source = config, engine, loader, loader.source
         self.points, self.replays, self.rates = points, replays, rates
         self.incident_log, self.origin, self.samples, self.last_resort = (
@@ -107,12 +114,11 @@ class Rewinding:
         self.incident_log.open(t.decision, t.done.state, window, t.done.measured.grad_norm)
         adjacent = self.incident_log.adjacent(window)
         recurred = policy.recurred(adjacent)
-        rate = self.rates.highest_since(finding.onset)
         unsteady, damage, harmless = self._replayed(t)
         left_out, present, outlook = self.selection(), None, None
-        # What is proven, or not finite, needs no trial.
-        tries = not damage and not harmless and finding.verdict not in (Verdict.NON_FINITE, Verdict.CORRUPTED)
-        if tries:
+        # What is proven needs no trial.
+        proven = bool(damage) or harmless is not None or finding.verdict is Verdict.CORRUPTED
+        if not proven:
             outlook = self.trials.look_ahead(t.done.state, left_out)
             present = self.points.ring.aside(t.done.state.step) if self.points.may_look else None
         snapshot = self.points.back(finding.onset, 1 if recurred and not harmless else 0, left_out)
@@ -120,6 +126,7 @@ class Rewinding:
             return self._unproven(t, damage, harmless)
         if unsteady and not damage and self.replays.differ(t.done.batch):
             damage = UNSTEADY  # also on a good state, where nothing would magnify the last bits
+        offer = None
         if damage:
             conclusion = Conclusion(Cause.HARDWARE, [], [], damage)
         elif harmless:
@@ -128,27 +135,25 @@ class Rewinding:
             conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
             conclusion = self.incident_log.returned_again(conclusion, window)
-            if tries:
-                trial = self.trials.hold(conclusion, window, snapshot, left_out, outlook)
-                few = conclusion.few and policy.may_take_untried(len(conclusion.convicted))
-                if trial is None or not is_harmless(trial, few):
-                    conclusion = self._bounded(conclusion, trial, t.done.state.cursor)
-                elif not trial.damaged:
-                    return self._train_through(t, conclusion, trial, snapshot, present, begin)
-                else:  # the state was damaged, but not by these samples: all of them are read again
-                    conclusion, window = _of_state(conclusion, trial), []
+            if not proven:
+                start = TrialStart(window, snapshot, left_out, outlook)
+                tried = self._try_all(t, conclusion, start, recurred or policy.state.recurrences > 0)
+                conclusion, offer = tried.conclusion, tried.offer
+                if tried.harmless is not None:
+                    return self._train_through(t, conclusion, tried.harmless, snapshot, present, begin)
+                if tried.blameless:
+                    window = []  # all of them are read again
         suspect = conclusion.cause in BLAMELESS and self.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
             decision = policy.abandon(t.decision, why, proven=False)
             raise self.last_resort.end(decision, t.done.state, Cause.STORAGE)
         saved: RunState = snapshot.extra.state
-        found = Examined(
-            conclusion.odds, adjacent, self.rates.before(snapshot.step), rate,
-            warming=self._warming(saved), beginning=suspect,
-            guilty=tuple(conclusion.convicted), kernels=conclusion.kernels,
-        )  # fmt: skip
-        conclusion, remedy = self._remedy(conclusion, found, saved, left_out)
+        if offer is not None:
+            remedy = policy.adopt(offer, conclusion.reason)
+            self._carry_out(offer, saved)
+        else:
+            remedy = self._remedy(conclusion, saved, left_out)
         seconds = time.perf_counter() - begin
         self._write_down(t.decision, t.done.state, conclusion, remedy, window, snapshot, seconds)
         return self._go_on_from(snapshot, t.done.state, begin, remedy.reason, seconds)
@@ -237,7 +242,8 @@ class Rewinding:
         try:
             if snapshot is None:
                 return None
-            return self.trials.hold(found, window, snapshot, left_out, outlook)
+            tried = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
+            return tried.verdict if tried is not None else None
         finally:
             self.points.restore(present)
 
@@ -296,7 +302,8 @@ class Rewinding:
             else:
                 self.samples.nobody(case, found, state.step, seconds)
             return None
-        trial = self.trials.hold(found, window, snapshot, left_out, outlook)
+        tried = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
+        trial = tried.verdict if tried is not None else None
         if trial is not None and is_harmless(trial, few=False):
             self.points.restore(present)
             seconds = time.perf_counter() - begin
@@ -310,8 +317,7 @@ class Rewinding:
         decision = policy.convicted(finding, case.reason)
         self.incident_log.open(decision, state, window, measured.grad_norm)
         saved: RunState = snapshot.extra.state
-        examined = Examined(found.odds, guilty=tuple(found.convicted))
-        found, remedy = self._remedy(found, examined, saved, left_out)
+        remedy = self._remedy(found, saved, left_out)
         seconds = time.perf_counter() - begin
         self._write_down(decision, state, found, remedy, window, snapshot, seconds)
         self.samples.convicted(case)
@@ -336,20 +342,62 @@ class Rewinding:
             self.engine.numerics.switch(harmless.numerics)
         return unsteady, damage, harmless
 
-    def _remedy(
-        self, found: Conclusion, examined: Examined, saved: RunState, left_out: Selection
-    ) -> tuple[Conclusion, Remedy]:
-        """The remedy, and the policy's conclusion. If the data is not the cause, no sample is convicted."""
+    def _try_all(self, t: Tripped, found: Conclusion, start: TrialStart, again: bool) -> Tried:
+        """Try the suspects of a conclusion, and remedies where other data does not help either; again: the trouble came
+        back. Samples that are not finite are bad without a trial."""
+        trial, harms_anyway = None, False
+        finite = t.decision.finding.verdict is not Verdict.NON_FINITE
+        if finite and (suspects := self.trials.try_suspects(found, start)) is not None:
+            trial, harms_anyway = suspects
+        if again or harms_anyway:
+            offer, reason = self._try_remedies(t, start)
+            if offer is not None:
+                found = Conclusion(offer.remedy.cause, [], found.suspects, reason)
+                return Tried(found, offer=offer, blameless=True)
+        if not finite:
+            return Tried(found)
+        few = found.few and self.guard.policy.may_take_untried(len(found.convicted))
+        if trial is None or not is_harmless(trial, few):
+            return Tried(self._bounded(found, trial, t.done.state.cursor))
+        if not trial.damaged:
+            return Tried(found, harmless=trial)
+        return Tried(_of_state(found, trial), blameless=True)  # something else damaged the state
+
+    def _try_remedies(self, t: Tripped, start: TrialStart) -> tuple[Offer | None, str]:
+        """The remedy whose branch has won, and why; None: none has, or the run has tried enough."""
+        policy, saved = self.guard.policy, start.snapshot.extra.state
+        if not policy.may_try_remedies(self.config.train.steps):
+            return None, ""
+        rate = self.rates.highest_since(t.decision.finding.onset)
+        offers = policy.offer_remedies(saved.updates, self.rates.before(saved.step), rate)
+        trial = self.trials.try_remedies(offers, start)
+        if trial is None:
+            return None, ""
+        policy.state.tried += trial.steps * len(offers)
+        for offer in offers:
+            offer.policy.state.tried = policy.state.tried
+        return next((offer for offer in offers if offer.name == trial.chosen), None), trial.reason
+
+    def _carry_out(self, offer: Offer, saved: RunState) -> None:
+        """What a remedy changes at once; the rest follows from the policy at every step."""
+        if offer.name == "reset_moments":
+            self.engine.reset_moments()
+        if offer.name in ("rewarm", "reset_moments"):
+            updates = self.guard.policy.config.rewarm_steps
+            self.log.emit(RateWarmup(step=saved.step, begin=REWARM_FROM, updates=updates))
+        if offer.name in ("reset_moments", *ADJUSTED):
+            self.log.emit(
+                SettingsAdjusted(step=saved.step, settings=[offer.name], reason=offer.remedy.reason)
+            )
+
+    def _remedy(self, found: Conclusion, saved: RunState, left_out: Selection) -> Remedy:
+        """The remedy for a conclusion."""
         culprit = self._culprit(found)
         most = self.config.stability.policy.swap_most
         may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - most
-        remedy = self.guard.policy.remedy(found.cause, saved.updates, culprit, may_swap, examined)
-        return _as_judged(found, remedy.cause), remedy
-
-    def _warming(self, saved: RunState) -> bool:
-        """Whether the rate is still rising in a state."""
-        schedule = self.config.schedule
-        return progress(schedule, saved.updates, saved.trained_tokens) < warmup(schedule)
+        return self.guard.policy.remedy(
+            found.cause, saved.updates, culprit, may_swap, found.odds, found.convicted, found.kernels
+        )
 
     def _culprit(self, found: Conclusion) -> str | None:
         """The corpus of most guilty samples."""
@@ -453,10 +501,3 @@ def _of_state(found: Conclusion, trial: HarmTrial) -> Conclusion:
     if found.convicted:
         return Conclusion(Cause.STATE, [], found.suspects, reason)
     return replace(found, reason=f"{found.reason}; {reason}")
-
-
-def _as_judged(found: Conclusion, cause: Cause) -> Conclusion:
-    """The conclusion with the policy's cause: if that is not the data, guilty samples, region and odds are dropped."""
-    if found.cause is Cause.DATA and cause is not Cause.DATA:
-        return Conclusion(cause, [], found.suspects, found.reason)
-    return replace(found, cause=cause)

@@ -1,11 +1,11 @@
-"""Holds a trial before anything is taken away: the same steps from a good state with the suspects, and without them.
-Collective; leaves no trace. attribution/harm.py decides."""
+"""Tries what may be done about an incident, in branches from the same good state: the suspects and others in their
+places, and remedies. Collective; leaves no trace. attribution/harm.py and attribution/remedies.py decide."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +20,13 @@ from megastable.attribution.harm import (
     mean_difference,
     replace_samples,
 )
+from megastable.attribution.remedies import (
+    NOTHING,
+    OTHER_DATA,
+    RemedyTrial,
+    choose_remedy,
+    harms_anyway,
+)
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
@@ -33,6 +40,8 @@ from megastable.run.events.stability_events import BranchesTried
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.stability.attribution import Conclusion
+from megastable.stability.guard import Guard
+from megastable.stability.policy import Offer
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -40,7 +49,8 @@ T = TypeVar("T")
 
 STEPS = 16  # of a branch since the first step with a suspect; half of them if few are suspected
 LONGEST = 48  # steps of a branch, with those before the first suspect
-PHASES = "try suspects", "try suspects, next step"
+PHASES = "try branches", "try branches, next step"
+ADJUSTMENTS = "reset_moments", "clip", "z_loss", "beta2"  # what not every recipe has
 COMING = 64  # samples of the data to come that a trial is measured on
 FARTHEST = 256  # batches ahead from which they are taken
 
@@ -51,6 +61,34 @@ class Outlook:
 
     positions: Int64s
     losses: Floats
+
+
+@dataclass(frozen=True)
+class TrialStart:
+    """Where branches begin: `snapshot`, which the engine holds, before and after. window: the steps under suspicion.
+    left_out: what the run does not read. outlook: None where there is nothing to compare by."""
+
+    window: Sequence[Trained]
+    snapshot: Snapshot
+    left_out: Selection
+    outlook: Outlook | None
+
+    @property
+    def step(self) -> int:
+        return self.window[-1].step
+
+    @property
+    def positions(self) -> Int64s:
+        """Of the samples under suspicion."""
+        return np.concatenate([t.positions for t in self.window])
+
+
+class SuspectsTrial(NamedTuple):
+    """verdict: on the suspects; None: not even other data could be trained on. harms_anyway: other data made the model
+    worse, too."""
+
+    verdict: HarmTrial | None
+    harms_anyway: bool
 
 
 class MeasuredBranch(NamedTuple):
@@ -66,33 +104,32 @@ def mean_loss(losses: Floats) -> float:
 
 
 def describe_branch(
-    name: str, branch: MeasuredBranch, coming: Floats, control: Floats, cost: int
+    name: str, trained: TrainedBranch, coming: Floats, control: Floats, cost: int
 ) -> dict[str, Any]:
     """For the journal. coming, control: losses of the data to come at its end, and at that of the control."""
     difference, error = mean_difference(coming, control)
     return {
         "name": name, "cost": cost, "loss": mean_loss(coming),
         "difference": round(difference, 4), "error": round(error, 4),
-        "losses": branch.trained.losses.round(4).tolist(), "norms": branch.trained.norms.round(4).tolist(),
+        "losses": trained.losses.round(4).tolist(), "norms": trained.norms.round(4).tolist(),
     }  # fmt: skip
 
 
 class Trials:
-    """points: of which one is in the engine when a trial is held. limit_rate: the rate of an update after cuts and
-    caps, from the number of applied ones and the scheduled rate. phase: the heartbeat's."""
+    """points: of which one is in the engine when a trial is held. phase: the heartbeat's."""
 
     def __init__(
         self,
         config: RunConfig,
         engine: Engine,
         points: Points,
-        limit_rate: Callable[[int, float], float],
+        guard: Guard,
         log: RunLog,
         phase: Callable[[str], None],
     ) -> None:
-        self.config, self.engine, self.points = config, engine, points
+        self.config, self.engine, self.points, self.guard = config, engine, points, guard
         self.laboratory, self.loader = points.laboratory, points.laboratory.loader
-        self.limit_rate, self.log, self.phase = limit_rate, log, phase
+        self.log, self.phase = log, phase
 
     def look_ahead(self, state: RunState, left_out: Selection) -> Outlook | None:
         """Measure the data to come on the state that the engine holds, where the run stands: samples evenly spread over
@@ -110,98 +147,152 @@ class Trials:
 
         return self._unless_unreadable(state.step, measure)
 
-    def hold(
-        self,
-        found: Conclusion,
-        window: Sequence[Trained],
-        snapshot: Snapshot,
-        left_out: Selection,
-        outlook: Outlook | None,
-    ) -> HarmTrial | None:
-        """Try the suspects of a conclusion: its bad samples, or without any all samples of `window`. The engine holds
-        `snapshot`, before and after. None: there is nothing to compare, or it cannot be read."""
+    def try_suspects(self, found: Conclusion, start: TrialStart) -> SuspectsTrial | None:
+        """Try the suspects of a conclusion: its bad samples, or without any all samples of the window. None: there is
+        nothing to compare, or it cannot be read."""
+        outlook = start.outlook
         if outlook is None:
             return None
-        step = window[-1].step
-        return self._unless_unreadable(
-            step, lambda: self._compare(found, window, snapshot, left_out, outlook)
-        )
+        return self._unless_unreadable(start.step, lambda: self._try_suspects(found, start, outlook))
+
+    def try_remedies(self, offers: Sequence[Offer], start: TrialStart) -> RemedyTrial | None:
+        """Try remedies with the data as it was, against none, and against other data in the place of the window; over
+        the steps since the snapshot and `STEPS` more, as what they are for took so long to show. None: other data is
+        enough, or there is nothing to compare."""
+        outlook = start.outlook
+        offers = [
+            o for o in offers if o.name not in ADJUSTMENTS or o.name in self.engine.adjustments.possible
+        ]
+        if outlook is None or not offers:
+            return None
+        return self._unless_unreadable(start.step, lambda: self._try_remedies(offers, start, outlook))
 
     def _unless_unreadable(self, step: int, work: Callable[[], T]) -> T | None:
         """The result of `work`; None on all ranks if it cannot read samples, which training may never do."""
         try:
             return work()
         except DataError as error:
-            text = f"suspects are not tried: {error}"
+            text = f"branches are not tried: {error}"
             self.log.emit(Warned(step=step, text=text), say=f"WARNING: {text}")
             return None
 
-    def _compare(
-        self,
-        found: Conclusion,
-        window: Sequence[Trained],
-        snapshot: Snapshot,
-        left_out: Selection,
-        outlook: Outlook,
-    ) -> HarmTrial | None:
-        begin, suspects = time.perf_counter(), np.array(found.convicted, dtype=np.int64)
+    def _try_suspects(self, found: Conclusion, start: TrialStart, outlook: Outlook) -> SuspectsTrial | None:
+        snapshot, begin, suspects = (
+            start.snapshot,
+            time.perf_counter(),
+            np.array(found.convicted, dtype=np.int64),
+        )
         if not suspects.size:
-            suspects = np.concatenate([t.positions for t in window])
-        batches = self._next_batches(snapshot, suspects, left_out, STEPS // 2 if found.few else STEPS)
+            suspects = start.positions
+        batches = self._next_batches(snapshot, suspects, start.left_out, STEPS // 2 if found.few else STEPS)
         suspects = np.sort(np.intersect1d(suspects, np.concatenate(batches)))
-        applied = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
-        fillers = harmless(applied, left_out)[0]
-        fillers = fillers[~np.isin(fillers, found.convicted)][-suspects.size :]
+        fillers = self._find_fillers(snapshot, start.left_out, found.convicted)[-suspects.size :]
         n = outlook.positions.size
         if not suspects.size or not fillers.size:
             return None
         held_out = choose_held_out(suspects)
         measured = np.concatenate([outlook.positions, held_out])
         before = self.laboratory.losses(outlook.positions)
-        with_them = self._live(snapshot, replace_samples(batches, held_out, fillers), measured)
-        control = self._live(snapshot, replace_samples(batches, suspects, fillers), measured)
+        with_them = self._train(snapshot, replace_samples(batches, held_out, fillers), measured)
+        control = self._train(snapshot, replace_samples(batches, suspects, fillers), measured)
         if not first(lambda: bool(np.isfinite(control.measured).all())):
-            return None  # not even harmless samples can be trained on from here
+            return SuspectsTrial(None, True)  # not even harmless samples can be trained on from here
         coming = BranchLosses(with_them.measured[:n], control.measured[:n], before, outlook.losses)
         held = with_them.measured[n:], control.measured[n:]
         vocabulary = self.config.model.vocab_size
         assert vocabulary is not None
         trial = first(lambda: judge_trial(coming, held, vocabulary, suspects.size, len(batches)))
-        described = (
-            describe_branch("with the suspects", with_them, coming.after, coming.control, 0),
-            describe_branch("without the suspects", control, coming.control, coming.control, 1),
-        )
-        self.log.emit(
-            BranchesTried(
-                step=window[-1].step, snapshot=snapshot.step, reason=trial.reason, branches=described,
-                before=mean_loss(before), present=mean_loss(outlook.losses),
-                seconds=round(time.perf_counter() - begin, 3), **trial.facts,
-            )
-        )  # fmt: skip
+        branches = {"with the suspects": with_them, "without the suspects": control}
+        self._tell(start, branches, control, before, outlook, begin, trial.reason, trial.facts)
+        return SuspectsTrial(trial, first(lambda: harms_anyway(coming.control, before)))
+
+    def _try_remedies(
+        self, offers: Sequence[Offer], start: TrialStart, outlook: Outlook
+    ) -> RemedyTrial | None:
+        snapshot, begin, suspects = start.snapshot, time.perf_counter(), start.positions
+        steps = min(LONGEST, start.step - snapshot.step + STEPS)
+        batches = self._next_batches(snapshot, suspects, start.left_out, steps, steps)
+        fillers = self._find_fillers(snapshot, start.left_out, [])[-suspects.size :]
+        if not fillers.size:
+            return None
+        before, ahead = self.laboratory.losses(outlook.positions), outlook.positions
+        control = self._train(snapshot, replace_samples(batches, suspects, fillers), ahead)
+        if not first(lambda: harms_anyway(control.measured, before)):
+            return None
+        branches = {NOTHING: self._train(snapshot, batches, ahead), OTHER_DATA: control}
+        branches |= {offer.name: self._train(snapshot, batches, ahead, offer) for offer in offers}
+        trial = first(lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches)))
+        facts = {"chosen": trial.chosen, "steps": len(batches)}
+        self._tell(start, branches, control, before, outlook, begin, trial.reason, facts)
         return trial
 
+    def _find_fillers(self, snapshot: Snapshot, left_out: Selection, bad: Sequence[int]) -> Int64s:
+        """Harmless samples that were trained on before a snapshot."""
+        applied = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
+        found = harmless(applied, left_out)[0]
+        return found[~np.isin(found, bad)]
+
     def _next_batches(
-        self, snapshot: Snapshot, suspects: Int64s, left_out: Selection, steps: int
+        self, snapshot: Snapshot, suspects: Int64s, left_out: Selection, steps: int, most: int = LONGEST
     ) -> list[Int64s]:
-        """The batches that follow a snapshot, as the run reads them, until `steps` steps after the first suspect."""
+        """The batches that follow a snapshot, as the run reads them, until `steps` steps after the first suspect; at
+        most `most`."""
         cursor, found, since = snapshot.extra.state.cursor, list[Int64s](), 0
-        while since < steps and len(found) < LONGEST:
+        while since < steps and len(found) < most:
             positions, cursor = left_out.next_kept(cursor, self.loader.batches.at(cursor))
             found.append(positions)
             since += bool(since) or bool(np.isin(positions, suspects).any())
         return found
 
-    def _live(self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s) -> MeasuredBranch:
+    def _train(
+        self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s, offer: Offer | None = None
+    ) -> MeasuredBranch:
         """A branch, and the losses of the measured samples at its end; the engine holds the snapshot again."""
         saved: RunState = snapshot.extra.state
-        start = BranchStart(saved.updates, saved.trained_tokens)
+        start, engine, policy = (
+            BranchStart(saved.updates, saved.trained_tokens),
+            self.engine,
+            self.guard.policy,
+        )
+        numerics, limit_rate = engine.numerics.now, policy.rate
         try:
+            if offer is not None:
+                limit_rate = offer.policy.rate
+                engine.adjustments.switch(offer.policy.state.adjusted)
+                engine.numerics.switch(replace(numerics, fp8=offer.policy.fp8))
+                if offer.name == "reset_moments":
+                    engine.reset_moments()
             trained = train_branch(
-                self.config, self.engine, self.loader, start, batches, self.limit_rate, self._tell_progress
+                self.config, engine, self.loader, start, batches, limit_rate, self._tell_progress
             )
             return MeasuredBranch(trained, self.laboratory.losses(measured))
         finally:
+            engine.adjustments.switch(policy.state.adjusted)
+            engine.numerics.switch(numerics)
             self.points.restore(snapshot)
+
+    def _tell(
+        self,
+        start: TrialStart,
+        branches: Mapping[str, MeasuredBranch],
+        control: MeasuredBranch,
+        before: Floats,
+        outlook: Outlook,
+        begin: float,
+        reason: str,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Write a trial down."""
+        n = outlook.positions.size
+        described = [
+            describe_branch(name, branch.trained, branch.measured[:n], control.measured[:n], cost)
+            for cost, (name, branch) in enumerate(branches.items())
+        ]
+        event = BranchesTried(
+            step=start.step, snapshot=start.snapshot.step, reason=reason, branches=described, before=mean_loss(before),
+            present=mean_loss(outlook.losses), seconds=round(time.perf_counter() - begin, 3), **facts,
+        )  # fmt: skip
+        self.log.emit(event)
 
     def _tell_progress(self, step: int) -> None:
         """A trial is as many steps long as a hang would be: the supervisor must see that it moves."""

@@ -16,6 +16,7 @@ class Action(StrEnum):
     FALL_BACK = "fall_back"  # rewind, and continue without FP8, or without a kernel
     CAP_LR = "cap_lr"  # rewind, and continue with a rate no higher than that of the good state
     CUT_LR = "cut_lr"  # rewind, and continue with a smaller rate
+    ADJUST = "adjust"  # rewind, and continue with another warm-up, moments, clipping, z-loss or beta2
     SWAP_CORPUS = "swap_corpus"  # rewind, and continue without a corpus
     HANDOVER = "handover"  # end the process: restart from a checkpoint before the onset
     RESTART = "restart"  # restart the processes from the newest good checkpoint
@@ -28,7 +29,9 @@ class Action(StrEnum):
 
     @property
     def rewinds(self) -> bool:
-        return self in (Action.REWIND, Action.FALL_BACK, Action.CAP_LR, Action.CUT_LR, Action.SWAP_CORPUS)
+        return self in (
+            Action.REWIND, Action.FALL_BACK, Action.CAP_LR, Action.CUT_LR, Action.ADJUST, Action.SWAP_CORPUS
+        )  # fmt: skip
 
 
 class Cause(StrEnum):

@@ -73,13 +73,12 @@ def limited(
     return rate * after_rewind
 
 
-def after_rewind(rewound: int | None, updates: int, config: PolicyConfig) -> float:
-    """Share of the rate that the update after `updates` applied ones has, if the run was last rewound to `rewound` of
-    them; None: never."""
-    if rewound is None or config.rewind_warmup <= (since := max(0, updates - rewound)):
+def after_rewind(rewound: int | None, updates: int, length: int, begin: float) -> float:
+    """Share of the rate that the update after `updates` applied ones has, where it warms up from the share `begin`
+    over `length` updates since `rewound` of them; None: never."""
+    if rewound is None or length <= (since := max(0, updates - rewound)):
         return 1.0
-    begin = config.rewind_warmup_from
-    return begin + (1 - begin) * since / config.rewind_warmup
+    return begin + (1 - begin) * since / length
 
 
 def follow(limits: Sequence[Limit], clock: int, scheduled: float) -> None:

@@ -1,35 +1,55 @@
 """The policy: from verdicts, history and budgets to an action. Pure: training, dry run and backtest share this code.
 
-The ladder: apply < discard < rewind (and skip or defer) < fall back from FP8 < cap or cut the learning rate < swap
-the corpus out < hand over to a restart from a checkpoint < alert (train on, refuse single updates, notify a person).
-Reversible before irreversible: a rung needs the odds of `PolicyConfig` (odds.py keeps the account), and an exhausted
-budget pauses the remedy, not the run. STOP is reserved for non-finite numbers with nothing to go back to, and for
-`last_resort=stop`. `decide` is called before every update; `remedy` after a rewind, with the findings; `relax` lifts
-limits of the rate; `fp8` says whether the coming step computes in FP8.
+The ladder: apply < discard < rewind (and skip or defer) < what wins among the remedies that are tried < swap the corpus
+out < hand over to a restart from a checkpoint < alert (train on, refuse single updates, notify a person). Reversible
+before irreversible: what changes how the run trains is offered by `offer_remedies`, and taken only if its branch wins.
+An exhausted budget pauses the remedy, not the run. STOP is reserved for non-finite numbers with nothing to go back to,
+and for `last_resort=stop`. `decide` is called before every update; `remedy` or `adopt` after a rewind, with the
+findings; `relax` lifts limits of the rate; `fp8` says whether the coming step computes in FP8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import get_args
 
-from megastable.config.stability import PolicyConfig
+from megastable.config.stability import PolicyConfig, RemedyName
 from megastable.stability import fallback, learning_rate_limits
 from megastable.stability.actions import Action, Cause, Decision, Remedy
 from megastable.stability.attribution import FEW
 from megastable.stability.learning_rate_limits import Limit
-from megastable.stability.odds import Account, Clue, Examined, clues, weigh
 from megastable.stability.policy_state import Alert, PolicyState, Taken
 from megastable.stability.signals import Finding, Verdict
 
 SUSPICION = 16  # steps after which a refused update is forgotten: bad regions span a few batches
-SAME_PLACE = 3  # rewinds within `SUSPICION` steps: another would end as they did
+SAME_PLACE = 2  # rewinds within `SUSPICION` steps: another would end as they did
 UNTRIED, UNTRIED_STEPS = FEW, 1000  # samples that are taken away without a clear win, in so many steps
 # Single outliers that are refused in so many steps, before those are applied that are hardly larger.
 OUTLIERS, OUTLIER_STEPS, LARGER = 5, 10_000, 1.25
 # Steps that a run may do again: this share, or so many if that is more.
 REDONE_SHARE, REDONE = 0.05, 64
+TRIED_SHARE, TRIED = (
+    0.02,
+    512,
+)  # steps of branches with remedies in a run: this share, or so many if that is more
 BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # causes that clear the data, the hardware and the numerics
+REWARM_FROM = 0.1  # share of the rate at which it warms up again
+# Lasting changes, in words; engine/adjustments.py makes them.
+ADJUSTED = {
+    "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",
+    "z_loss": "the z-loss is ten times as large for the rest of the run",
+    "beta2": "beta2 is lower for the rest of the run",
+}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A remedy that may be tried. policy: as it would be with it."""
+
+    name: str
+    policy: Policy
+    remedy: Remedy
 
 
 class Policy:
@@ -92,9 +112,6 @@ class Policy:
         if not s.watching or s.good < max(1, self.config.verify_steps // 2):
             return False
         s.watching, s.recurrences, s.alert = False, 0, None
-        last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
-        if last is not None and last.cause not in (*BLAMELESS, Cause.UNKNOWN):
-            s.account = None  # explained
         return True
 
     def trained_through(self, alone: bool) -> None:
@@ -105,14 +122,14 @@ class Policy:
             s.taken.pop()
         s.refused = []
         if alone:
-            s.watching, s.recurrences, s.good, s.account, s.alert = False, 0, 0, None, None
+            s.watching, s.recurrences, s.good, s.alert = False, 0, 0, None
 
     def explained(self) -> None:
         """Samples were convicted while an action was being verified: the data explains the incident."""
         s = self.state
         last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
         if s.watching and last is not None:
-            last.cause, last.odds, s.account = Cause.DATA, self.config.odds_swap, None
+            last.cause, last.odds = Cause.DATA, self.config.odds_swap
 
     def skipped(self, positions: Sequence[int], odds: float) -> None:
         """Samples were convicted without a rewind. odds: log10; weak convictions may be withdrawn."""
@@ -161,7 +178,6 @@ class Policy:
 
     def leave(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
         """Give up a rewind that cannot be carried out. damaged: the remaining state is not finite."""
-        self._weigh(Clue.NO_GOOD_POINT)
         whole = f"{decision.reason}; {reason}"
         if self._spent(Action.HANDOVER):
             whole += f"; {self._budget(Action.HANDOVER)} are spent"
@@ -181,20 +197,20 @@ class Policy:
     def _climb(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
         """The lowest available rung. A rewind's further remedy follows when its cause is known."""
         s = self.state
-        barred = oldest is None or oldest >= finding.onset
+        untouched = oldest is not None and oldest < finding.onset
+        barred = not untouched
         if barred:
             have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
             reason = f"{reason}; {have}, and it began at step {finding.onset}"
-            if finding.verdict is not Verdict.CORRUPTED:  # a chip that lied says nothing of the points
-                self._weigh(Clue.NO_POINT)
         elif forbidden := self._forbids_rewind(finding):
             barred, reason = True, f"{reason}; {forbidden}"
         if not barred:
             action = Action.REWIND
         else:
-            convicted = damaged or self._odds(Cause.STATE) >= self.config.odds_handover
-            if self._spent(Action.HANDOVER) or not convicted:
-                if convicted:
+            # Where memory still has a good state, an older one is no better.
+            older = damaged or not untouched
+            if self._spent(Action.HANDOVER) or not older:
+                if older:
                     reason += f"; {self._budget(Action.HANDOVER)} are spent"
                 return self._train_on(finding, reason, damaged)
             action = Action.HANDOVER
@@ -235,7 +251,7 @@ class Policy:
         """The decided hand-over takes place: returns the message on its side effects. Called when replays have proven
         or cleared the hardware. kernels: as in `Examined`.
 
-        A hand-over that did not help leads to leaving FP8 and, if the odds suffice, to a cut of the rate.
+        A hand-over that did not help leads to leaving FP8.
         """
         s, c = self.state, self.config
         s.taken[-1].cause, s.alert = cause, None
@@ -248,13 +264,6 @@ class Policy:
             return ""
         if self.may_fall_back and (again or cause is Cause.NUMERICS):
             return f"; without FP8 from there on, {self._leave_fp8()}"
-        if (
-            again
-            and self._odds(Cause.LEARNING_RATE) >= c.odds_cut
-            and not learning_rate_limits.spent(s.limits, c)
-        ):
-            limit = self._limit_rate("cut", c.cut_factor, s.clock)  # `resumed` sets its update
-            return f"; {learning_rate_limits.words(limit)}, too"
         return ""
 
     def cannot_hand_over(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
@@ -269,19 +278,10 @@ class Policy:
         s = self.state
         learning_rate_limits.moved_back(s.limits, updates)
         s.rewound = None if s.rewound is None else min(s.rewound, updates)
+        s.rewarm = None if s.rewarm is None else min(s.rewarm, updates)
         s.refused = [refused for refused in s.refused if refused <= step]
 
-    # Evidence and budgets
-
-    def _weigh(self, clue: Clue, power: float = 1.0) -> None:
-        s = self.state
-        if s.account is None or s.clock - s.account.clock >= self.config.budget_window:
-            s.account = Account(since=s.clock, clock=s.clock)
-        s.account = weigh(s.account, s.clock, clue, power)
-
-    def _odds(self, cause: Cause) -> float:
-        account = self.state.account or Account(since=0, clock=0)
-        return account.odds(cause)
+    # Budgets
 
     def _count(self, action: Action, *causes: Cause, within: int | None = None) -> int:
         """How often `action` was taken, for one of `causes` if given, in the window of new ground."""
@@ -336,69 +336,32 @@ class Policy:
         return not adjacent and (soon > 0 or self._count(Action.REWIND, *BLAMELESS) > 1)
 
     def remedy(
-        self, cause: Cause, updates: int, culprit: str | None, may_swap: bool, found: Examined | None = None
-    ) -> Remedy:
+        self, cause: Cause, updates: int, culprit: str | None = None, may_swap: bool = False,
+        odds: float = 0.0, bad: Sequence[int] = (), kernels: Sequence[str] = (),
+    ) -> Remedy:  # fmt: skip
         """The further action on the rewound state, and why; REWIND: skipping or deferring is enough.
 
-        cause: of the experiments. updates: of that state. culprit: the corpus of most guilty samples; may_swap:
-        enough of the blend is left without it. The account may change the remedy's cause.
+        cause: of the experiments. updates: of that state. culprit: the corpus of most bad samples; may_swap: enough of
+        the blend is left without it. odds: log10, of the cause. bad: positions of the bad samples. kernels: names of
+        those without which the step is harmless.
         """
-        s, found = self.state, found or Examined()
+        s = self.state
         learning_rate_limits.moved_back(s.limits, updates)
-        given = self._remedy(cause, updates, culprit, may_swap, found)
+        last = s.taken[-1]
+        last.cause, last.corpus, last.odds = cause, culprit, odds
+        last.weak = tuple(bad) if cause is Cause.DATA and not self._strong(last) else ()
+        match cause:
+            case Cause.DATA:
+                given = self._against_data(culprit, may_swap)
+            case Cause.NUMERICS:
+                given = self._against_numerics(kernels)
+            case Cause.HARDWARE:
+                given = self._against_hardware()
+            case _:
+                given = Remedy(Action.REWIND, cause, "no samples in particular are bad")
         if given.action is not Action.ALERT:
             s.alert = None
         return given
-
-    def _remedy(
-        self, cause: Cause, updates: int, culprit: str | None, may_swap: bool, found: Examined
-    ) -> Remedy:
-        s = self.state
-        if cause in (*BLAMELESS, Cause.DATA):
-            self._observe(cause, found)
-            cause = self._judged(cause, found)
-        last = s.taken[-1]
-        last.cause, last.corpus, last.odds = cause, culprit, found.odds
-        last.weak = found.guilty if cause is Cause.DATA and not self._strong(last) else ()
-        match cause:
-            case Cause.DATA:
-                return self._against_data(culprit, may_swap)
-            case Cause.LEARNING_RATE:
-                return self._against_the_rate(updates, found)
-            case Cause.NUMERICS:
-                return self._against_numerics(found.kernels)
-            case Cause.HARDWARE:
-                return self._against_hardware()
-        return Remedy(Action.REWIND, Cause.STATE, "nobody in particular is guilty")
-
-    def _observe(self, cause: Cause, found: Examined) -> None:
-        """Add the findings to the account."""
-        s = self.state
-        again = cause in BLAMELESS and self._count(Action.REWIND, *BLAMELESS) > 0
-        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, self.config.recur_steps) is not None
-        capped = any(limit.kind == "cap" and limit.holds for limit in s.limits)
-        capped = capped and self._known(Clue.JUMPED, Clue.WARMING)
-        for clue, power in clues(cause, found, again, lifted, capped):
-            self._weigh(clue, power)
-
-    def _known(self, *clues: Clue) -> bool:
-        account = self.state.account
-        return account is not None and any(clue in account.clues for clue in clues)
-
-    def _judged(self, cause: Cause, found: Examined) -> Cause:
-        """The cause by the account: the rate if a remedy against it has the required odds, otherwise the measured
-        one."""
-        c = self.config
-        needed = [c.odds_cut]
-        if self.may_fall_back:
-            needed.append(c.odds_fall_back)
-        if found.jumped:
-            needed.append(c.odds_cap)
-        if cause is Cause.DATA and not found.jumped:
-            return cause
-        if self._odds(Cause.LEARNING_RATE) >= min(needed):
-            return Cause.LEARNING_RATE
-        return cause if cause is Cause.DATA else Cause.STATE
 
     def _against_data(self, culprit: str | None, may_swap: bool) -> Remedy:
         s, c = self.state, self.config
@@ -438,40 +401,6 @@ class Policy:
         self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
         return Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
 
-    def _against_the_rate(self, updates: int, found: Examined) -> Remedy:
-        """Cap the rate if it jumped, leave FP8 first if in use, cut the rate; a lifted limit returns."""
-        s, c, cause = self.state, self.config, Cause.LEARNING_RATE
-        why = f"log10 odds of the learning rate {self._odds(cause):.1f}"
-        release = self._weakly_convicted()
-        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
-        if (
-            lifted is None
-            and found.jumped
-            and not learning_rate_limits.spent(s.limits, c)
-            and found.good_rate is not None
-        ):
-            limit = self._limit_rate("cap", found.good_rate, updates)
-            limit.scheduled = found.rate
-        elif lifted is None and self.may_fall_back:
-            reason = f"before the learning rate is cut: without FP8 from here on, {self._leave_fp8()}"
-            self._take(Action.FALL_BACK, s.tripped, cause)
-            return Remedy(Action.FALL_BACK, cause, reason, release=release)
-        elif learning_rate_limits.spent(s.limits, c) and not any(not x.holds for x in s.limits):
-            return self._pause(cause, f"the {c.cuts} limits of the rate (stability.policy.cuts) are spent")
-        elif lifted is not None:
-            lifted.lifted, lifted.times = None, lifted.times + 1
-            lifted.updates, lifted.clock, limit = updates, s.clock, lifted
-        else:
-            limit = self._limit_rate("cut", c.cut_factor, updates)
-        action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
-        self._take(action, s.tripped, cause)
-        return Remedy(
-            action,
-            cause,
-            f"{learning_rate_limits.words(limit)}, {self._lasting(limit)} ({why})",
-            release=release,
-        )
-
     def _pause(self, cause: Cause, reason: str) -> Remedy:
         """On the rewound state: take no further action, and notify a person."""
         s = self.state
@@ -481,10 +410,84 @@ class Policy:
         s.alert = s.alert or Alert(step=s.tripped, reason=reason)
         return Remedy(Action.ALERT, cause, reason)
 
+    # Remedies that are tried
+
+    def offer_remedies(self, updates: int, good_rate: float | None, rate: float | None) -> list[Offer]:
+        """What may be tried on the rewound state, the least intrusive first, each with the policy that it would lead
+        to: a copy of this one.
+
+        Args:
+            updates: applied ones of that state.
+            good_rate, rate: scheduled, at that state and when it tripped; None if unknown.
+        """
+        s, c, offers = self.state, self.config, list[Offer]()
+        failed = {t.remedy for t in s.taken if t.remedy and s.clock - t.clock <= c.recur_steps}
+        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
+        jumped = good_rate is not None and rate is not None and rate > learning_rate_limits.JUMP * good_rate
+        limits_left = not learning_rate_limits.spent(s.limits, c)
+        for name in get_args(RemedyName):
+            if name not in c.remedies or (name in failed and name != "cut_lr"):
+                continue
+            other = Policy(c, s.model_copy(deep=True), self.has_fp8)
+            learning_rate_limits.moved_back(other.state.limits, updates)
+            if name == "cap_lr" and jumped and limits_left and lifted is None:
+                limit = other._limit_rate("cap", good_rate or 0.0, updates)
+                limit.scheduled = rate
+                given = other._limited(limit)
+            elif name == "cut_lr" and lifted is not None:
+                given = other._limited(other._limit_again(updates))
+            elif name == "cut_lr" and limits_left:
+                given = other._limited(other._limit_rate("cut", c.cut_factor, updates))
+            elif name == "leave_fp8" and self.may_fall_back:
+                reason = f"without FP8 from here on, {other._leave_fp8()}"
+                given = Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
+            elif name in ("rewarm", "reset_moments"):
+                other.state.rewarm = updates
+                reason = f"the learning rate warms up again, over {c.rewarm_steps} updates"
+                if name == "reset_moments":
+                    reason = f"the optimizer's moments begin again at zero, and {reason}"
+                given = Remedy(Action.ADJUST, Cause.STATE, reason)
+            elif name in ("clip", "z_loss", "beta2") and name not in s.adjusted:
+                other.state.adjusted.append(name)
+                given = Remedy(Action.ADJUST, Cause.STATE, ADJUSTED[name])
+            else:
+                continue
+            offers.append(Offer(name, other, given))
+        return offers
+
+    def may_try_remedies(self, steps: int) -> bool:
+        """Whether branches with remedies may be trained in a run of so many steps."""
+        return self.state.tried < max(TRIED, TRIED_SHARE * steps)
+
+    def adopt(self, offer: Offer, reason: str) -> Remedy:
+        """Go on with a remedy whose branch has won, for this reason."""
+        self.state = offer.policy.state
+        last = self.state.taken[-1]
+        last.cause, last.odds, last.weak = offer.remedy.cause, self.config.odds_swap, ()
+        release = self._weakly_convicted() if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR) else ()
+        self._take(offer.remedy.action, self.state.tripped, offer.remedy.cause)
+        self.state.taken[-1].remedy, self.state.alert = offer.name, None
+        return replace(offer.remedy, reason=f"{offer.remedy.reason}: {reason}", release=release)
+
+    def _limited(self, limit: Limit) -> Remedy:
+        """The remedy that a limit of the rate is."""
+        action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
+        reason = f"{learning_rate_limits.words(limit)}, {self._lasting(limit)}"
+        return Remedy(action, Cause.LEARNING_RATE, reason)
+
+    def _limit_again(self, updates: int) -> Limit:
+        """The limit that was lifted last returns."""
+        s = self.state
+        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, self.config.recur_steps)
+        assert lifted is not None
+        lifted.lifted, lifted.times = None, lifted.times + 1
+        lifted.updates, lifted.clock = updates, s.clock
+        return lifted
+
     def _weakly_convicted(self) -> tuple[int, ...]:
-        """The samples convicted in this chain of incidents by weak evidence."""
-        since = self.state.account.since if self.state.account is not None else self.state.clock
-        return tuple(position for t in self.state.taken if t.clock >= since for position in t.weak)
+        """The samples that were found bad lately, by weak evidence."""
+        s, since = self.state, self.state.clock - self.config.recur_steps
+        return tuple(position for t in s.taken if t.clock >= since for position in t.weak)
 
     # Numerics
 
@@ -520,12 +523,15 @@ class Policy:
     def rate(self, updates: int, scheduled: float) -> float:
         """The rate of the update after `updates` applied ones, with the schedule at `scheduled`."""
         s, c = self.state, self.config
-        share = learning_rate_limits.after_rewind(s.rewound, updates, c)
+        share = learning_rate_limits.after_rewind(s.rewound, updates, c.rewind_warmup, c.rewind_warmup_from)
+        share = min(share, learning_rate_limits.after_rewind(s.rewarm, updates, c.rewarm_steps, REWARM_FROM))
         return learning_rate_limits.limited(s.limits, updates, scheduled, c.rewarm_steps, share)
 
     def rewound(self, updates: int, redone: int) -> bool:
         """The run was rewound to `updates` applied ones, by `redone` steps: whether the rate warms up from there."""
-        self.state.redone += redone
+        s = self.state
+        s.redone += redone
+        s.rewarm = None if s.rewarm is None else min(s.rewarm, updates)
         if self.config.rewind_warmup:
             self.state.rewound = updates
         return self.config.rewind_warmup > 0

@@ -8,13 +8,12 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from megastable.stability.actions import Action, Cause
 from megastable.stability.learning_rate_limits import Limit
-from megastable.stability.odds import Account
 
 
 class Taken(BaseModel):
     """A past action. clock: the farthest step reached by then: steps repeated after a rewind are no new ground, and
     restore no budget. corpus: the guilty one. odds: log10, of the cause. weak: positions of samples that were convicted
-    by weak evidence."""
+    by weak evidence. remedy: the name of the one that was tried, and won."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -25,6 +24,7 @@ class Taken(BaseModel):
     corpus: str | None = None
     odds: float = 0.0
     weak: tuple[int, ...] = ()
+    remedy: str = ""
 
 
 class Alert(BaseModel):
@@ -39,12 +39,13 @@ class Alert(BaseModel):
 class PolicyState(BaseModel):
     """clock: the farthest step so far. refused: steps of the discards that belong to no incident yet. watching: an
     action was taken at step `tripped` and is being verified until `watch_until`; good: steps on the trend since.
-    recurrences: how often the present incident came back. account: the evidence about the present chain of incidents.
-    limits: of the learning rate. rewound: applied updates of the state that the last rewind led to, where the rate
-    warms up; None: no rewind, or no warm-up is configured. fallbacks, returns: clocks at which FP8 was left and
-    resumed. kernels: the names of those that were left for good. outliers: steps and severities of
-    single outliers that were refused. redone: steps that rewinds have undone. untried: clocks at which samples were
-    taken away without a clear win in a trial, and how many. alert: the episode.
+    recurrences: how often the present incident came back. limits: of the learning rate. rewound: applied updates of the
+    state that the last rewind led to, where the rate warms up; None: no rewind, or no warm-up is configured. rewarm: of
+    the state from which it warms up as a remedy. adjusted: the names of lasting changes of how the run trains. tried:
+    steps of branches with remedies. fallbacks, returns: clocks at which FP8 was left and resumed. kernels: the names of
+    those that were left for good. outliers: steps and severities of single outliers that were refused. redone: steps
+    that rewinds have undone. untried: clocks at which samples were taken away without a clear win in a trial, and how
+    many. alert: the episode.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,9 +58,11 @@ class PolicyState(BaseModel):
     good: int = 0
     recurrences: int = 0
     taken: list[Taken] = []
-    account: Account | None = None
     limits: list[Limit] = []
     rewound: int | None = None
+    rewarm: int | None = None
+    adjusted: list[str] = []
+    tried: int = 0
     fallbacks: list[int] = []
     returns: list[int] = []
     kernels: list[str] = []
@@ -73,7 +76,12 @@ class PolicyState(BaseModel):
     def _cuts_of_before(cls, given: Any) -> Any:
         """Older versions stored a list of `cuts`, halving from these updates on: convert them to limits that start now.
         Their factor was `cut_factor`, at its default."""
-        if not isinstance(given, dict) or "cuts" not in given:
+        if not isinstance(given, dict):
+            return given
+        given = {
+            key: value for key, value in given.items() if key != "account"
+        }  # odds, which trials replaced
+        if "cuts" not in given:
             return given
         rest = {key: value for key, value in given.items() if key != "cuts"}
         cuts = [

@@ -34,7 +34,7 @@ length_changed located look_ahead_failed
 look_ahead_spent looked_ahead memory_dropped memory_off memory_refused memory_resume messages_differ mix_changed
 moments_anew no_snapshots order_changed probed rate_cut rate_lifted
 rate_warmup records_lost replay_differs replicas_differ reshaped restart resumed returned rolled_back samples_dropped
-samples_examined skips_added
+samples_examined settings_adjusted skips_added
 skips_end skips_foreign skips_named skips_read skips_refused snapshot_rejected stability_state_dropped
 state_changed stopped supervisor tasks_evaluated tasks_failed tasks_skipped training trend unstable
 warning would wrong_copy""".split()

@@ -434,6 +434,19 @@ class RateCut(Event):
         return f"the learning rate is limited{self.because()}"
 
 
+class SettingsAdjusted(Event):
+    """A remedy changes how the run trains. settings: reset_moments (once), clip, z_loss, beta2 (for the rest of the
+    run; engine/adjustments.py)."""
+
+    NAME = "settings_adjusted"
+    step: Whole
+    settings: Items
+    reason: Text
+
+    def words(self) -> str:
+        return f"goes on otherwise{self.because()}"
+
+
 class RateWarmup(Event):
     """After a rewind. begin: share of the rate at which it begins; updates: its length."""
 

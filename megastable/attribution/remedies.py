@@ -1,0 +1,81 @@
+"""Chooses a remedy from branches that began on the same state: one for each, and what happens without.
+
+The branch "other data" has harmless samples in the places of the suspects, "nothing" has the data as it was; every
+other one has the data as it was, and a remedy. All are measured on the same samples of the data to come.
+
+Remedies are tried only where other data does not help: training on from the good state makes the model worse,
+whatever it reads. Without that condition a lower rate would always win over a few steps, as noise shrinks with it.
+
+The least intrusive branch wins that is within `TOLERANCE` of the best. A remedy must also be clearly better than both
+branches without one.
+
+Pure. `recovery/trials.py` trains the branches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megastable.attribution.harm import HARM, SURE, Floats, mean_difference
+
+NOTHING, OTHER_DATA = "nothing", "other data"
+TOLERANCE = 0.01  # nats: differences below it are those of another choice of samples
+
+
+@dataclass(frozen=True)
+class RemedyTrial:
+    """What branches with remedies have shown. chosen: the name of a branch. gain: nats by which the data to come is
+    easier after it than after the better of the branches without a remedy, with its standard error."""
+
+    chosen: str
+    gain: float
+    gain_error: float
+    steps: int
+
+    @property
+    def has_remedy(self) -> bool:
+        return self.chosen not in (NOTHING, OTHER_DATA)
+
+    @property
+    def reason(self) -> str:
+        """As a sentence."""
+        if not self.has_remedy:
+            return f"{self.steps} steps from the same state: no remedy is clearly better than {self.chosen}"
+        return (
+            f"{self.steps} steps from the same state, with the same data: with this remedy the data to come is "
+            f"{self.gain:.3f} ± {self.gain_error:.3f} nats easier than without any, and with other data"
+        )
+
+
+def harms_anyway(control: Floats, before: Floats) -> bool:
+    """Whether training on harmless data makes the data to come harder. control: its losses after that; before: on the
+    state that it began with; [n] nats each."""
+    harm, error = mean_difference(control, before)
+    return harm > max(HARM, SURE * error)
+
+
+def choose_remedy(branches: Mapping[str, Floats], steps: int) -> RemedyTrial:
+    """The branch to go on with.
+
+    Args:
+        branches: losses of the data to come at the end of each, [n] nats, by name, the least intrusive first; those of
+            `NOTHING` and `OTHER_DATA` among them.
+        steps: their length.
+    """
+    best = min(branches, key=lambda name: _level(branches[name]))
+    without = min((NOTHING, OTHER_DATA), key=lambda name: _level(branches[name]))
+    for name, losses in branches.items():
+        gain, error = mean_difference(branches[without], losses)
+        if name not in (NOTHING, OTHER_DATA) and not gain > max(HARM, SURE * error):
+            continue
+        if mean_difference(losses, branches[best])[0] <= TOLERANCE:
+            return RemedyTrial(name, gain, error, steps)
+    return RemedyTrial(without, 0.0, 0.0, steps)
+
+
+def _level(losses: Floats) -> float:
+    return float(losses.mean()) if np.isfinite(losses).all() else math.inf
