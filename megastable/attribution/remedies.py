@@ -6,7 +6,7 @@ other one has the data as it was, and a remedy. All are measured on the same sam
 Remedies are tried only where other data does not help: training on from the good state makes the model worse,
 whatever it reads. Without that condition a lower rate would always win over a few steps, as noise shrinks with it.
 
-The least intrusive branch wins that is within `TOLERANCE` of the best. A remedy must also be clearly better than both
+The least intrusive branch wins that is not clearly worse than the best. A remedy must also be clearly better than both
 branches without one.
 
 Pure. `recovery/trials.py` trains the branches.
@@ -23,7 +23,7 @@ import numpy as np
 from megastable.attribution.harm import HARM, SURE, Floats, mean_difference
 
 NOTHING, OTHER_DATA = "nothing", "other data"
-TOLERANCE = 0.01  # nats: differences below it are those of another choice of samples
+TOLERANCE = 0.01  # nats: smaller differences are those of another choice of samples
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def choose_remedy(branches: Mapping[str, Floats], steps: int) -> RemedyTrial:
         gain, error = mean_difference(branches[without], losses)
         if name not in (NOTHING, OTHER_DATA) and not gain > max(HARM, SURE * error):
             continue
-        if mean_difference(losses, branches[best])[0] <= TOLERANCE:
+        behind, behind_error = mean_difference(losses, branches[best])
+        if behind <= max(TOLERANCE, SURE * behind_error):
             return RemedyTrial(name, gain, error, steps)
     return RemedyTrial(without, 0.0, 0.0, steps)
 

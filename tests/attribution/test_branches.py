@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,16 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
                 "branch": list(zip(branch.losses.tolist(), branch.norms.tolist(), strict=True)),
                 "reached": trained._same(before[0], engine.optimizer_state()),
             }
+            ring.restore(saved)
+            engine.refresh_weights()
+            numerics = engine.numerics.now  # and one with every remedy
+            engine.numerics.switch(replace(numerics, fp8=False))
+            engine.adjustments.switch(engine.adjustments.possible)
+            engine.reset_moments()
+            other = train_branch(c, engine, loader, start, steps[SAVED:REACHED], half)
+            trial["other"] = list(zip(other.losses.tolist(), other.norms.tolist(), strict=True))
+            engine.adjustments.switch(())
+            engine.numerics.switch(numerics)
             ring.restore(present)
             engine.refresh_weights()
             trial["present"] = trained._same(before[0], engine.optimizer_state())
@@ -97,6 +108,7 @@ def test_a_branch_repeats_the_run_and_leaves_nothing_behind(name: str) -> None:
     )
     for ours, theirs in zip(with_trial, without, strict=True):
         assert ours["branch"] == ours["told"][SAVED:REACHED]
+        assert ours["other"] != ours["branch"]
         assert ours["reached"] and ours["present"] and ours["counters"]
         assert ours["told"] == theirs["told"]
         assert ours["state"].keys() == theirs["state"].keys()

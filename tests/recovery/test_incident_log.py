@@ -40,7 +40,6 @@ from megastable.run.events.stability_events import IncidentEvent, StabilityState
 from megastable.run.log import RunLog
 from megastable.stability.actions import Action, Cause, Decision
 from megastable.stability.attribution import Conclusion, Suspect
-from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Finding, Verdict
@@ -261,8 +260,7 @@ def test_samples_that_come_back_with_trouble_are_convicted_by_weak_evidence(book
     )
     policy = Policy(PolicyConfig())
     policy.decide(Finding(step, Verdict.SPIKE, 1.5, step, "up"), oldest=0)
-    examined = Examined(found.odds, guilty=tuple(found.guilty))
-    assert policy.remedy(found.cause, 0, "text", True, examined).cause is Cause.DATA
+    assert policy.remedy(found.cause, 0, "text", True, found.odds, found.guilty).cause is Cause.DATA
     assert 0 < found.odds < policy.config.odds_swap
     assert found.guilty and policy.state.taken[-1].weak == tuple(found.guilty)
 

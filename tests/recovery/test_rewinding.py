@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megastable.attribution.harm import HarmTrial, TrialVerdict
+from megastable.attribution.remedies import RemedyTrial
 from megastable.base.rng import rng_state
 from megastable.checkpoint import markers, store
 from megastable.config.stability import DetectorConfig, PolicyConfig, StabilityConfig
@@ -22,7 +24,9 @@ from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.snapshot import Ring
-from megastable.run.events.stability_events import RateWarmup
+from megastable.recovery.trials import SuspectsTrial
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable.stability.actions import Action, Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.detector_state import DetectorState
@@ -48,7 +52,8 @@ def shell(policy: Policy) -> Any:
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
     rewinding.trials = MagicMock()
-    rewinding.trials.hold.return_value = None  # nothing to compare
+    rewinding.trials.try_suspects.return_value = None  # nothing to compare
+    rewinding.trials.try_remedies.return_value = None
     rewinding.config.stability.detector = DetectorConfig()
     rewinding.replays.without_kernels.return_value = None  # nor is a kernel to blame
     rewinding.config.stability.policy.swap_most = 0.5
@@ -63,32 +68,70 @@ def shell(policy: Policy) -> Any:
     return rewinding
 
 
-def go_back(found: Conclusion, *rates: float) -> tuple[Policy, Conclusion]:
-    """The policy after a spike at step 40, and what is written down. found: by the examination. rates: of the good
-    state, and when it tripped."""
+def go_back(
+    found: Conclusion, chosen: str = "", harms_anyway: bool = False, verdict: Verdict = Verdict.SPIKE
+) -> tuple[Any, Conclusion]:
+    """The shell after trouble at step 40, when the rate was ten times that of the good state, and what is written down.
+    found: by the examination. chosen: the remedy whose branch wins; harms_anyway: other data does not help."""
     policy = Policy(PolicyConfig())
     decision = policy.decide(seen(40, Verdict.SPIKE), 0)
+    decision = replace(decision, finding=replace(decision.finding, verdict=verdict))
     tripped = Tripped(decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), DetectorState(), "")
     rewinding = shell(policy)
     rewinding.replays.compare.return_value = (False, "")
     rewinding.incident_log.adjacent.return_value = False
     rewinding.incident_log.returned_again.return_value = found
     rewinding.origin.again.return_value = False
-    rewinding.rates.before.return_value, rewinding.rates.highest_since.return_value = rates
+    rewinding.rates.before.return_value, rewinding.rates.highest_since.return_value = 1e-3, 1e-2
+    rewinding.config.train.steps = 1000
+    rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.BAD), harms_anyway)
+    if chosen:
+        rewinding.trials.try_remedies.return_value = RemedyTrial(chosen, 0.3, 0.01, 26)
     rewinding.go_back(tripped)
-    return policy, rewinding.incident_log.attribute.call_args.args[0]
+    return rewinding, rewinding.incident_log.attribute.call_args.args[0]
 
 
 def test_what_was_inferred_can_be_withdrawn_as_well() -> None:
-    policy, told = go_back(FOUND, 1.0, 1.0)
-    assert told == FOUND and policy.state.taken[-1].weak == (7, 8, 9, 20)
+    made, told = go_back(FOUND)
+    assert told.convicted == FOUND.convicted and told.cause is Cause.DATA
+    assert made.guard.policy.state.taken[-1].weak == (7, 8, 9, 20)
+    made.trials.try_remedies.assert_not_called()  # other data helps
 
 
-def test_a_cause_that_the_policy_overrules_leaves_nobody_convicted() -> None:
-    """The rate had jumped, and the samples are convicted weakly."""
-    policy, told = go_back(FOUND, 1.0, 10.0)
-    assert policy.state.taken[-1].action is Action.CAP_LR
-    assert told == Conclusion(Cause.LEARNING_RATE, [], [], "bad")
+@pytest.mark.parametrize(
+    ("chosen", "action", "cause", "emitted"),
+    [
+        ("cap_lr", Action.CAP_LR, Cause.LEARNING_RATE, [RateCut]),
+        ("cut_lr", Action.CUT_LR, Cause.LEARNING_RATE, [RateCut]),
+        ("rewarm", Action.ADJUST, Cause.STATE, [RateWarmup]),
+        ("reset_moments", Action.ADJUST, Cause.STATE, [RateWarmup, SettingsAdjusted]),
+        ("beta2", Action.ADJUST, Cause.STATE, [SettingsAdjusted]),
+    ],
+)
+def test_a_remedy_that_won_takes_the_blame_off_the_samples(
+    chosen: str, action: Action, cause: Cause, emitted: list[type[Event]]
+) -> None:
+    made, told = go_back(FOUND, chosen, harms_anyway=True)
+    policy = made.guard.policy
+    assert (policy.state.taken[-1].action, policy.state.taken[-1].remedy) == (action, chosen)
+    assert (told.cause, told.convicted, told.later) == (cause, [], [])
+    assert made.incident_log.attribute.call_args.args[1] == []  # nothing is deferred
+    assert [type(call.args[0]) for call in made.log.emit.call_args_list] == emitted
+    assert made.engine.reset_moments.called == (chosen == "reset_moments")
+    assert policy.state.tried == 26 * 7 and not policy.state.taken[0].weak
+
+
+def test_without_a_remedy_that_is_better_the_samples_are_judged() -> None:
+    made, told = go_back(FOUND, "other data", harms_anyway=True)
+    assert told.cause is Cause.DATA and told.convicted == FOUND.convicted
+    assert not made.guard.policy.state.limits and made.guard.policy.state.tried == 26 * 7
+
+
+def test_what_is_not_finite_is_bad_without_a_trial_and_remedies_wait_until_it_comes_back() -> None:
+    made, told = go_back(FOUND, "cut_lr", verdict=Verdict.NON_FINITE)
+    assert told.convicted == FOUND.convicted
+    made.trials.try_suspects.assert_not_called()
+    made.trials.try_remedies.assert_not_called()
 
 
 def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any, Any]:
@@ -212,7 +255,7 @@ def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(applied:
     rewinding.replays.compare.return_value = (False, "")
     rewinding.incident_log.returned_again.return_value = FOUND
     rewinding.incident_log.has_acted = False
-    rewinding.trials.hold.return_value = trial(TrialVerdict.NEW, pays=True)
+    rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.NEW, pays=True), False)
     rewinding.points.since = lambda onset: [
         MagicMock(step=step, applied=applied) for step in range(onset, 41)
     ]
@@ -229,7 +272,7 @@ def test_nothing_behind_the_cursor_changes_places_where_nothing_is_undone() -> N
     """It was trained on, and the sample that came in its place would never be read."""
     rewinding, named = shell(Policy(PolicyConfig())), list(range(100, 300))
     found = Conclusion(Cause.DATA, named, [], "bad")
-    rewinding.trials.hold.return_value = trial(TrialVerdict.MIXED)
+    rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.MIXED), False)
     for cursor, later in ((50, named), (200, list(range(200, 300)))):
         chosen, why = rewinding.choose_skips(found, [MagicMock(step=30)], MagicMock(cursor=cursor, step=40))
         assert (chosen.convicted, chosen.later, why) == ([], later, "")

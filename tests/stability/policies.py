@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from megastable.config.stability import PolicyConfig
-from megastable.stability.actions import Action, Cause
-from megastable.stability.odds import Examined
+from megastable.stability.actions import Action, Cause, Remedy
 from megastable.stability.policy import Policy
 from megastable.stability.signals import Finding, Verdict
 
@@ -31,11 +32,21 @@ def trip(
     cause: Cause,
     corpus: str = "a",
     may_swap: bool = False,
-    found: Examined | None = None,
+    odds: float | None = None,
+    bad: Sequence[int] = (),
 ) -> Action:
     """A spike, and the remedy for its cause as it was found out; by default by a test with power."""
     decision = policy.decide(seen(step, Verdict.SPIKE), 0)
     if decision.action is not Action.REWIND:
         return decision.action
-    found = found or Examined(odds=SURE.get(cause, 0.0))
-    return policy.remedy(cause, step, corpus, may_swap, found).action
+    odds = SURE.get(cause, 0.0) if odds is None else odds
+    return policy.remedy(cause, step, corpus, may_swap, odds, bad).action
+
+
+def trip_and_try(
+    policy: Policy, step: int, name: str, good_rate: float | None = None, rate: float | None = None
+) -> Remedy:
+    """A spike, and a remedy whose branch won."""
+    assert policy.decide(seen(step, Verdict.SPIKE), 0).action is Action.REWIND
+    offers = {offer.name: offer for offer in policy.offer_remedies(step, good_rate, rate)}
+    return policy.adopt(offers[name], "it won")

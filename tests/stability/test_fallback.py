@@ -12,11 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
-from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Finding, Verdict
-from tests.stability.policies import CONFIG, VERDICTS, seen, trip
+from tests.stability.policies import CONFIG, VERDICTS, seen, trip, trip_and_try
 from tests.tiers import examples
 
 
@@ -38,15 +37,12 @@ def test_numerics_fall_back_and_fp8_returns_after_a_rest_of_new_ground() -> None
     assert (policy.state.fallbacks, policy.state.returns, policy.state.rested) == ([100], [150], 50)
 
 
-def test_what_comes_back_with_other_data_leaves_fp8_before_the_rate_is_cut() -> None:
-    """Leaving FP8 ends by itself, so that it needs smaller odds than a cut."""
+def test_fp8_is_left_where_that_branch_won() -> None:
     policy, plain = with_fp8(), Policy(CONFIG)
-    assert [trip(policy, step, Cause.STATE) for step in (100, 105)] == [Action.REWIND, Action.FALL_BACK]
+    assert trip_and_try(policy, 100, "leave_fp8").action is Action.FALL_BACK
     assert not policy.fp8 and not policy.state.limits
-    assert trip(policy, 108, Cause.STATE) is Action.CUT_LR
-    assert plain.fp8 is False  # a run without it has nothing to leave
-    actions = [trip(plain, step, Cause.STATE) for step in (100, 105, 108)]
-    assert actions == [Action.REWIND, Action.REWIND, Action.CUT_LR]
+    left = [offer.name for offer in policy.offer_remedies(99, None, None)]
+    assert "leave_fp8" not in left and left == [offer.name for offer in plain.offer_remedies(99, None, None)]
 
 
 @pytest.mark.parametrize("cause", [Cause.DATA, Cause.STATE, Cause.HARDWARE])
@@ -126,10 +122,10 @@ def test_a_handover_that_cannot_be_leaves_fp8_as_it_was() -> None:
 
 
 def test_kernels_are_left_once_and_for_good_and_fp8_is_not_left_for_them() -> None:
-    policy, found = with_fp8(), Examined(kernels=("attention", "loss"))
+    policy = with_fp8()
     for step in (100, 400):
         policy.decide(seen(step, Verdict.SPIKE), 0)
-        remedy = policy.remedy(Cause.NUMERICS, step - 1, None, False, found)
+        remedy = policy.remedy(Cause.NUMERICS, step - 1, kernels=("attention", "loss"))
         assert (
             remedy.action is Action.FALL_BACK and "without attention and loss for the rest" in remedy.reason
         )
@@ -196,7 +192,7 @@ class Fallbacks(RuleBasedStateMachine):
             action = policy.decide(finding, 0).action
             if action is not Action.REWIND:
                 return action
-            return policy.remedy(cause, finding.step, "a", False, Examined(odds=2.0)).action
+            return policy.remedy(cause, finding.step, "a", False, 2.0).action
 
         before = self.policy.fp8
         action: Action = self.both(decide)

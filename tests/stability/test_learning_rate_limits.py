@@ -9,24 +9,20 @@ from hypothesis import strategies as st
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause
 from megastable.stability.learning_rate_limits import Limit, after_rewind, follow, limited
-from megastable.stability.odds import Examined
 from megastable.stability.policy import Policy
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Verdict
-from tests.stability.policies import CONFIG, run, seen, trip
+from tests.stability.policies import CONFIG, run, seen, trip, trip_and_try
 
 REWARM = CONFIG.rewarm_steps
 
 
 def cut(policy: Policy, step: int = 100) -> None:
-    for i in range(3):
-        action = trip(policy, step + i, Cause.STATE)
-    assert action is Action.CUT_LR
+    assert trip_and_try(policy, step + 2, "cut_lr").action is Action.CUT_LR
 
 
 def capped(policy: Policy, step: int = 100, good: float = 1e-3) -> None:
-    found = Examined(odds=2.0, good_rate=good, rate=10 * good)
-    assert trip(policy, step, Cause.STATE, found=found) is Action.CAP_LR
+    assert trip_and_try(policy, step, "cap_lr", good, 10 * good).action is Action.CAP_LR
 
 
 def train(policy: Policy, first: int, end: int, scheduled: float = 1.0) -> list[int]:
@@ -93,7 +89,8 @@ def test_a_cut_that_was_right_comes_back_rests_twice_as_long_and_at_last_stays()
         assert at is not None
         rests.append(at - begun)
         begun = policy.state.clock + 1
-        assert trip(policy, begun, Cause.STATE) is Action.CUT_LR and policy.rate(10**6, 1.0) == 0.5
+        assert trip_and_try(policy, begun, "cut_lr").action is Action.CUT_LR
+        assert policy.rate(10**6, 1.0) == 0.5
         step = begun - 5
     assert rests == [40, 80] and len(policy.state.limits) == 1 and policy.state.limits[0].times == 3
     assert train(policy, step, begun + 2000) == []  # for good
@@ -166,7 +163,8 @@ def test_a_cap_under_a_schedule_that_stays_high_is_lifted_like_a_cut() -> None:
     capped(policy)
     (at,) = train(policy, 91, 101 + CONFIG.cut_rest, scheduled=1e-2)
     assert policy.rate(at, 1e-2) == 1e-3 and policy.rate(at + REWARM, 1e-2) == 1e-2
-    assert trip(policy, at + 10, Cause.STATE) is Action.CAP_LR and policy.rate(at, 1e-2) == 1e-3
+    assert trip_and_try(policy, at + 10, "cut_lr").action is Action.CAP_LR  # the limit returns as it was
+    assert policy.rate(at, 1e-2) == 1e-3
 
 
 def test_restarts_remember_limits() -> None:
@@ -227,8 +225,8 @@ WARMUP = PolicyConfig(rewind_warmup=20, rewind_warmup_from=0.2)
     ],
 )
 def test_the_rate_warms_up_after_a_rewind(rewound: int | None, updates: int, share: float) -> None:
-    assert after_rewind(rewound, updates, WARMUP) == pytest.approx(share, abs=1e-12)
-    assert after_rewind(rewound, updates, CONFIG) == 1.0  # off by default
+    assert after_rewind(rewound, updates, 20, 0.2) == pytest.approx(share, abs=1e-12)
+    assert after_rewind(rewound, updates, 0, 0.2) == 1.0  # off by default
 
 
 def test_a_policy_without_it_remembers_no_rewind() -> None:

@@ -10,23 +10,20 @@ from hypothesis import strategies as st
 
 from megastable.config.stability import PolicyConfig
 from megastable.stability.actions import Action, Cause, Decision
-from megastable.stability.odds import Clue, Examined
 from megastable.stability.policy import (
     OUTLIER_STEPS,
     OUTLIERS,
     SAME_PLACE,
     SUSPICION,
+    TRIED,
     UNTRIED,
     UNTRIED_STEPS,
     Policy,
 )
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Verdict
-from tests.stability.policies import CONFIG, VERDICTS, run, seen, trip
+from tests.stability.policies import CONFIG, VERDICTS, run, seen, trip, trip_and_try
 
-FAR = Examined(odds=2.0)
-ADJACENT = Examined(odds=2.0, adjacent=True)
-UNKNOWN = Examined()
 LASTING = [Verdict.SPIKE, Verdict.DRIFT, Verdict.PLATEAU, Verdict.OSCILLATION]
 
 
@@ -73,7 +70,7 @@ def test_spent_rewinds_lead_to_an_alert_or_where_a_person_wants_it_to_a_stop(
     last_resort: str, end: Action
 ) -> None:
     policy = Policy(PolicyConfig.model_validate({"rewinds": 2, "last_resort": last_resort}))
-    actions = [trip(policy, 100 * i, Cause.STATE, found=UNKNOWN) for i in range(1, 4)]
+    actions = [trip(policy, 100 * i, Cause.STATE, odds=0.0) for i in range(1, 4)]
     assert actions == [Action.REWIND, Action.REWIND, end]
     assert "the 2 rewinds per 2000 steps (stability.policy) are spent" in (
         policy.state.alert.reason if policy.state.alert else policy.decide(seen(999, Verdict.SPIKE), 0).reason
@@ -113,11 +110,11 @@ def test_an_alert_is_over_when_it_is_calm_again_or_a_remedy_resumes() -> None:
     assert healed == [100 + CONFIG.verify_steps // 2] and policy.state.alert is None
 
     policy = Policy(PolicyConfig(rewinds=1, budget_window=50))
-    assert trip(policy, 10, Cause.STATE, found=UNKNOWN) is Action.REWIND
-    assert trip(policy, 12, Cause.STATE, found=UNKNOWN) is Action.ALERT
+    assert trip(policy, 10, Cause.STATE, odds=0.0) is Action.REWIND
+    assert trip(policy, 12, Cause.STATE, odds=0.0) is Action.ALERT
     run(policy, [seen(s, Verdict.SPIKE) for s in range(13, 59)])
     assert policy.state.alert is not None
-    assert trip(policy, 61, Cause.STATE, found=UNKNOWN) is Action.REWIND and policy.state.alert is None
+    assert trip(policy, 61, Cause.STATE, odds=0.0) is Action.REWIND and policy.state.alert is None
 
 
 def test_an_update_that_is_not_finite_is_never_applied_in_an_alert() -> None:
@@ -158,11 +155,12 @@ def test_spent_handovers_lead_to_an_alert() -> None:
     assert second.action is Action.ALERT and "the 1 handovers per 2000 steps" in second.reason
 
 
-def test_spent_rewinds_hand_over_only_if_the_state_is_to_blame() -> None:
+def test_spent_rewinds_hand_over_only_if_memory_has_no_good_state() -> None:
     policy = Policy(PolicyConfig(rewinds=1))
-    assert trip(policy, 100, Cause.STATE, found=UNKNOWN) is Action.REWIND
-    policy.leave(policy.decide(seen(90, Verdict.SPIKE), 0), "no snapshot is good")  # convicts the state
-    assert policy.decide(seen(101, Verdict.SPIKE), 0).action is Action.HANDOVER
+    assert trip(policy, 100, Cause.STATE) is Action.REWIND
+    other = Policy(policy.config, policy.state.model_copy(deep=True))
+    assert policy.decide(seen(101, Verdict.SPIKE), 0).action is Action.ALERT
+    assert other.decide(seen(101, Verdict.SPIKE), None).action is Action.HANDOVER
 
 
 def test_handovers_that_lead_to_no_new_ground_are_counted() -> None:
@@ -209,7 +207,7 @@ def test_rewinds_for_data_that_were_proven_do_not_use_the_budget_up() -> None:
     assert actions == [Action.REWIND] * CONFIG.data_rewinds + [Action.ALERT] * (40 - CONFIG.data_rewinds)
     weak = Policy(CONFIG)
     steps = range(100, 100 + 20 * 9, 20)
-    assert [trip(weak, s, Cause.DATA, found=Examined(odds=0.5)) for s in steps][-1] is Action.ALERT
+    assert [trip(weak, s, Cause.DATA, odds=0.5) for s in steps][-1] is Action.ALERT
 
 
 # Bounds that nothing passes
@@ -218,10 +216,10 @@ def test_rewinds_for_data_that_were_proven_do_not_use_the_budget_up() -> None:
 @pytest.mark.parametrize("cause", [Cause.DATA, Cause.STATE])
 def test_the_same_place_is_not_rewound_to_again_and_again(cause: Cause) -> None:
     policy = Policy(CONFIG)
-    actions = [trip(policy, 100 + i % 2, cause, found=UNKNOWN) for i in range(6)]
+    actions = [trip(policy, 100 + i % 2, cause, odds=0.0) for i in range(6)]
     assert actions[:SAME_PLACE] == [Action.REWIND] * SAME_PLACE
     assert actions[SAME_PLACE:] == [Action.ALERT, *[Action.APPLY] * (5 - SAME_PLACE)]
-    assert trip(policy, 101 + SUSPICION, cause, found=UNKNOWN) is Action.REWIND  # another place
+    assert trip(policy, 101 + SUSPICION, cause, odds=0.0) is Action.REWIND  # another place
 
 
 def test_a_run_does_only_some_of_its_steps_again() -> None:
@@ -271,35 +269,11 @@ def test_what_is_taken_away_untried_is_limited_in_a_thousand_steps() -> None:
 # What each remedy needs
 
 
-def rate_odds(policy: Policy) -> float:
-    assert policy.state.account is not None
-    return policy.state.account.odds(Cause.LEARNING_RATE)
-
-
-def until_cut(policy: Policy, found: Examined, step: int = 100, apart: int = 8) -> list[Action]:
-    """Incidents with nobody guilty, until something else than a rewind is done."""
-    actions: list[Action] = []
-    while not actions or (actions[-1] is Action.REWIND and len(actions) < 8):
-        actions.append(trip(policy, step + apart * len(actions), Cause.STATE, found=found))
-    return actions
-
-
-@pytest.mark.parametrize(
-    ("found", "rewinds"),
-    [(FAR, 2), (ADJACENT, 3), (Examined(odds=0.5), 3)],
-    ids=["far from what was left out", "next to it", "by a test without much power"],
-)
-def test_a_cut_needs_a_hundred_to_one(found: Examined, rewinds: int) -> None:
-    policy = Policy(CONFIG)
-    actions = until_cut(policy, found)
-    assert actions == [*[Action.REWIND] * rewinds, Action.CUT_LR]
-    assert rate_odds(policy) >= CONFIG.odds_cut
-
-
-def test_where_nobody_is_examined_nothing_is_cut() -> None:
+def test_without_a_trial_nothing_is_changed() -> None:
     policy = Policy(PolicyConfig(rewinds=50))
-    actions = [trip(policy, step, Cause.STATE, found=UNKNOWN) for step in range(100, 1000, 30)]
-    assert set(actions) == {Action.REWIND} and not policy.state.limits
+    actions = [trip(policy, step, Cause.STATE) for step in range(1000, 2000, 30)]
+    assert {Action.REWIND} <= set(actions) <= {Action.REWIND, Action.ALERT, Action.APPLY}
+    assert not policy.state.limits and not policy.state.adjusted and policy.state.rewarm is None
 
 
 def test_adjacent_trouble_is_not_called_recurred() -> None:
@@ -309,124 +283,96 @@ def test_adjacent_trouble_is_not_called_recurred() -> None:
     assert policy.recurred() and not policy.recurred(adjacent=True)
 
 
-def test_two_bad_regions_in_a_row_are_not_the_learning_rate() -> None:
-    policy = Policy(CONFIG)
-    for step in range(100, 180, 8):
+def test_two_bad_regions_in_a_row_are_not_called_recurred() -> None:
+    policy = Policy(PolicyConfig(rewinds=50))
+    for step in range(1000, 1400, 40):
         assert trip(policy, step, Cause.DATA) is Action.REWIND
         assert not policy.recurred()
-    assert rate_odds(policy) < 0
 
 
-def test_an_incident_of_data_that_is_over_leaves_no_evidence_behind() -> None:
-    policy = Policy(CONFIG)
-    trip(policy, 100, Cause.DATA)
-    assert policy.state.account is not None
-    run(policy, [seen(s) for s in range(91, 130)])
-    assert policy.state.account is None
-    trip(policy, 200, Cause.STATE)
-    run(policy, [seen(s) for s in range(191, 230)])
-    assert policy.state.account is not None  # it may come back
+def names(policy: Policy, good_rate: float | None = None, rate: float | None = None) -> list[str]:
+    return [offer.name for offer in policy.offer_remedies(90, good_rate, rate)]
 
 
-def jump(times: float, **more: Any) -> Examined:
-    return Examined(**{"odds": 2.0, "good_rate": 1e-3, "rate": times * 1e-3} | more)
+def test_a_cap_is_offered_where_the_rate_jumped_and_fp8_where_it_is_on() -> None:
+    settings = ["rewarm", "reset_moments", "clip", "z_loss", "beta2"]
+    assert names(Policy(CONFIG)) == [*settings, "cut_lr"] == names(Policy(CONFIG), 1e-3, 1.9e-3)
+    assert names(Policy(CONFIG, None, True), 1e-3, 1e-2) == ["cap_lr", *settings, "leave_fp8", "cut_lr"]
+    few = PolicyConfig(remedies=("clip", "cut_lr"))
+    assert names(Policy(few), 1e-3, 1e-2) == ["clip", "cut_lr"]
+    assert names(Policy(PolicyConfig(cuts=0)), 1e-3, 1e-2) == settings
 
 
-def test_a_rate_that_jumped_is_capped_at_the_first_incident() -> None:
-    policy = Policy(CONFIG)
+def test_an_offer_leaves_the_policy_as_it_is() -> None:
+    policy = Policy(CONFIG, None, True)
     policy.decide(seen(100, Verdict.SPIKE), 0)
-    given = policy.remedy(Cause.STATE, 90, None, False, jump(10))
+    before = policy.state.model_copy(deep=True)
+    offers = policy.offer_remedies(90, 1e-3, 1e-2)
+    assert policy.state == before and all(offer.policy.state != before for offer in offers)
+
+
+def test_a_cap_holds_the_rate_of_the_good_state_without_a_warm_up() -> None:
+    policy = Policy(CONFIG)
+    given = trip_and_try(policy, 100, "cap_lr", 1e-3, 1e-2)
     assert (given.action, given.cause) == (Action.CAP_LR, Cause.LEARNING_RATE)
-    assert "stays at or below 0.001" in given.reason and given.release == ()
-    assert policy.rate(91, 1e-2) == 1e-3  # without a warm-up
+    assert "stays at or below 0.001" in given.reason and given.reason.endswith(": it won")
+    assert policy.rate(101, 1e-2) == 1e-3
     policy.follow(5e-4)
-    assert policy.rate(91, 5e-4) == 5e-4
+    assert policy.rate(101, 5e-4) == 5e-4
 
 
-@pytest.mark.parametrize("found", [jump(1.9), jump(10, warming=True), jump(10, good_rate=None)])
-def test_a_rate_that_did_not_jump_is_not_capped(found: Examined) -> None:
-    """In the warm-up the rate may well double within the age of a snapshot: that alone proves little."""
-    assert trip(Policy(CONFIG), 100, Cause.STATE, found=found) is Action.REWIND
-
-
-def test_in_the_warm_up_a_cap_needs_a_recurrence() -> None:
+def test_a_warm_up_begins_at_the_good_state_again_and_after_a_further_rewind_there() -> None:
     policy = Policy(CONFIG)
-    found = jump(3, warming=True)
-    assert trip(policy, 20, Cause.STATE, found=found) is Action.REWIND
-    assert trip(policy, 22, Cause.STATE, found=found) is Action.CAP_LR
+    assert trip_and_try(policy, 100, "rewarm").action is Action.ADJUST
+    assert policy.rate(100, 1.0) == pytest.approx(0.1) and policy.rate(100 + CONFIG.rewarm_steps, 1.0) == 1.0
+    assert policy.rate(100 + CONFIG.rewarm_steps // 2, 1.0) == pytest.approx(0.55)
+    policy.rewound(80, 30)
+    assert policy.rate(80, 1.0) == pytest.approx(0.1)
+    policy.resumed(60, 60)
+    assert policy.rate(60, 1.0) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("odds", "action"), [(1.5, Action.CAP_LR), (3.0, Action.REWIND)])
-def test_weakly_convicted_samples_do_not_hide_a_jump_of_the_rate(odds: float, action: Action) -> None:
+def test_a_remedy_that_did_not_last_is_not_offered_again_soon_but_a_cut_is() -> None:
     policy = Policy(CONFIG)
-    assert trip(policy, 100, Cause.DATA, found=jump(10, odds=odds)) is action
-    assert (policy.state.taken[0].cause is Cause.DATA) == (action is Action.REWIND)
+    for name in ("rewarm", "clip", "cut_lr"):
+        trip_and_try(policy, 100 + 20 * len(policy.state.taken), name)
+    left = names(policy)
+    assert "rewarm" not in left and "clip" not in left and "cut_lr" in left
+    assert policy.state.adjusted == ["clip"] and policy.rate(10**6, 1.0) == 0.5
+    policy = Policy(CONFIG, PolicyState.model_validate_json(policy.state.model_dump_json()))
+    run(policy, [seen(s) for s in range(200, 200 + CONFIG.recur_steps)])
+    assert "rewarm" in names(policy) and "clip" not in names(policy)  # it is in force
+
+
+def test_branches_are_limited() -> None:
+    policy = Policy(CONFIG)
+    policy.state.tried = TRIED - 1
+    assert policy.may_try_remedies(100)
+    policy.state.tried = TRIED
+    assert not policy.may_try_remedies(100) and policy.may_try_remedies(10**6)
 
 
 def test_weak_convictions_are_withdrawn_when_it_was_the_rate() -> None:
     policy = Policy(CONFIG)
-    assert trip(policy, 100, Cause.DATA, found=Examined(odds=0.5, guilty=(7, 9))) is Action.REWIND
+    assert trip(policy, 100, Cause.DATA, odds=0.5, bad=(7, 9)) is Action.REWIND
     policy = Policy(CONFIG, PolicyState.model_validate_json(policy.state.model_dump_json()))
-    policy.decide(seen(103, Verdict.SPIKE), 0)
-    assert policy.remedy(Cause.STATE, 90, None, False, jump(10)).release == (7, 9)
-    sure = Policy(CONFIG)
-    trip(sure, 100, Cause.DATA, found=Examined(odds=2.0, guilty=(7, 9)))
-    sure.decide(seen(103, Verdict.SPIKE), 0)
-    assert sure.remedy(Cause.STATE, 90, None, False, jump(30, odds=4.0)).release == ()
-
-
-def test_weak_convictions_on_the_way_are_withdrawn_too() -> None:
-    policy = Policy(CONFIG)
-    assert trip(policy, 100, Cause.DATA, found=Examined(odds=0.5, guilty=(7, 9))) is Action.REWIND
     policy.skipped([20, 21], odds=0.0)
     policy.skipped([30], odds=4.0)
-    policy.decide(seen(103, Verdict.SPIKE), 0)
-    assert policy.remedy(Cause.STATE, 90, None, False, jump(10)).release == (7, 9, 20, 21)
-
-
-def test_a_cap_that_did_not_help_takes_the_blame_off_the_rate() -> None:
-    policy = Policy(CONFIG)
-    assert trip(policy, 100, Cause.STATE, found=jump(10)) is Action.CAP_LR
-    assert trip(policy, 103, Cause.STATE, found=jump(10, adjacent=True)) is Action.REWIND
-    assert policy.state.account is not None and Clue.CAPPED in policy.state.account.clues
-
-
-def test_what_was_convicted_in_a_chain_that_is_explained_stays_out() -> None:
-    policy = Policy(CONFIG)
-    assert trip(policy, 100, Cause.DATA, found=Examined(odds=0.5, guilty=(7, 8))) is Action.REWIND
-    run(policy, [seen(s) for s in range(91, 130)])  # healed: it was the data
-    policy.decide(seen(200, Verdict.SPIKE), 0)
-    assert policy.remedy(Cause.DATA, 190, "a", False, Examined(odds=0.5, guilty=(50,))).release == ()
-    policy.decide(seen(205, Verdict.SPIKE), 0)
-    given = policy.remedy(Cause.STATE, 190, None, False, jump(10))
-    assert (given.action, given.release) == (Action.CAP_LR, (50,))
-
-
-def test_a_checkpoint_that_is_the_suspect_and_the_only_one_convicts_no_rate() -> None:
-    """There is nothing before it to go back to (origin.py looked): rewinds, and at last an alert, but no cut."""
-    policy, found = Policy(CONFIG), Examined(odds=2.0, beginning=True)
-    actions = [trip(policy, 100 + 8 * i, Cause.STATE, found=found) for i in range(CONFIG.rewinds)]
-    assert actions == [Action.REWIND] * CONFIG.rewinds
-    decision = policy.decide(seen(100 + 8 * CONFIG.rewinds, Verdict.SPIKE), 0)
-    assert decision.action is Action.HANDOVER  # if there is one after all
-    assert policy.cannot_hand_over(decision, "there is none").action is Action.ALERT
-    assert not policy.state.limits and rate_odds(policy) < 0
+    assert trip_and_try(policy, 120, "cap_lr", 1e-3, 1e-2).release == (7, 9, 20, 21)
+    sure = Policy(CONFIG)
+    trip(sure, 100, Cause.DATA, odds=2.0, bad=(7, 9))
+    assert trip_and_try(sure, 120, "cut_lr").release == ()
+    other = Policy(CONFIG)
+    trip(other, 100, Cause.DATA, odds=0.5, bad=(7, 9))
+    assert trip_and_try(other, 120, "rewarm").release == ()
 
 
 @pytest.mark.parametrize("cause", [Cause.UNKNOWN, Cause.HARDWARE])
-def test_a_handover_alone_cuts_no_rate(cause: Cause) -> None:
-    """Only when the account says so, and never where the hardware was proven guilty."""
+def test_a_handover_cuts_no_rate(cause: Cause) -> None:
     policy = Policy(PolicyConfig(handovers=5))
     for step in (100, 130, 160):
         assert policy.decide(seen(step, Verdict.SPIKE), None).action is Action.HANDOVER
         assert policy.handing_over(cause) == "" and not policy.state.limits
-    for _ in range(3):
-        policy._weigh(Clue.FAR)  # as rewinds before them would
-    policy.state.account = policy.state.account and policy.state.account.model_copy(
-        update={"sums": (2.0, -1.0, -2.0)}
-    )
-    policy.state.taken.append(policy.state.taken[-1].model_copy())
-    assert bool(policy.handing_over(cause)) == bool(policy.state.limits) == (cause is Cause.UNKNOWN)
 
 
 # Corpora and hosts
@@ -439,8 +385,7 @@ def test_a_corpus_that_is_guilty_again_and_again_is_swapped_out_if_enough_is_lef
         (True, 0.5, Action.REWIND),
     ):
         policy = Policy(PolicyConfig(swap_after=3))
-        found = Examined(odds=odds)
-        actions = [trip(policy, 100 * i, Cause.DATA, may_swap=may_swap, found=found) for i in range(1, 4)]
+        actions = [trip(policy, 100 * i, Cause.DATA, may_swap=may_swap, odds=odds) for i in range(1, 4)]
         assert actions == [Action.REWIND, Action.REWIND, last]
 
 
@@ -488,21 +433,12 @@ def test_not_back_on_the_trend_in_time_climbs_on() -> None:
 
 
 def test_what_is_done_again_is_no_new_ground() -> None:
-    policy = Policy(PolicyConfig(rewinds=3, budget_window=50))
+    policy = Policy(PolicyConfig(rewinds=SAME_PLACE, budget_window=50))
     actions = []
-    for _ in range(5):  # 200 steps for every attempt, always back to the same place
-        actions.append(trip(policy, 300, Cause.STATE, found=UNKNOWN))
+    for _ in range(SAME_PLACE + 2):  # 200 steps for every attempt, always back to the same place
+        actions.append(trip(policy, 300, Cause.STATE, odds=0.0))
         run(policy, [seen(s) for s in range(100, 300)])
-    assert actions == [Action.REWIND] * 3 + [Action.ALERT, Action.APPLY]
-
-
-def test_spikes_far_apart_with_nobody_guilty_are_the_learning_rate_in_the_end() -> None:
-    policy = Policy(CONFIG)
-    actions = []
-    for step in range(1000, 3000, 300):
-        actions.append(trip(policy, step, Cause.STATE))
-        run(policy, [seen(s) for s in range(step - 5, step + 60)])
-    assert actions[:3] == [Action.REWIND, Action.REWIND, Action.CUT_LR]
+    assert actions == [Action.REWIND] * SAME_PLACE + [Action.ALERT, Action.APPLY]
 
 
 def test_the_refused_steps_before_belong_to_the_incident() -> None:
@@ -514,6 +450,7 @@ def test_the_refused_steps_before_belong_to_the_incident() -> None:
 def test_a_memory_of_before_cuts_could_be_lifted_can_be_read() -> None:
     old: dict[str, Any] = {"clock": 400, "refused": [], "watching": False, "tripped": 0, "watch_until": 0}
     old |= {"good": 0, "recurrences": 0, "fallbacks": [7], "returns": [9], "cuts": [20, 90]}
+    old |= {"account": {"since": 3, "clock": 9, "sums": [1.0, 0.0, 0.0], "clues": []}}  # odds, of later ones
     old |= {"taken": [{"clock": 30, "step": 30, "action": "rewind", "cause": "data", "corpus": "a"}]}
     state = PolicyState.model_validate(old)
     policy = Policy(CONFIG, state, has_fp8=True)
@@ -527,10 +464,10 @@ def test_a_memory_of_before_cuts_could_be_lifted_can_be_read() -> None:
     st.lists(st.tuples(VERDICTS, st.floats(0, 9), st.booleans()), max_size=120),
     st.integers(0, 119),
     st.lists(st.sampled_from(list(Cause)), min_size=120, max_size=120),
-    st.lists(st.builds(Examined, st.floats(0, 4), st.booleans()), min_size=120, max_size=120),
+    st.lists(st.floats(0, 4), min_size=120, max_size=120),
 )
 def test_saved_and_restored_it_decides_the_same_and_stays_within_budgets(
-    steps: list[tuple[Verdict, float, bool]], cut: int, causes: list[Cause], found: list[Examined]
+    steps: list[tuple[Verdict, float, bool]], cut: int, causes: list[Cause], odds: list[float]
 ) -> None:
     config = PolicyConfig(rewinds=4, data_rewinds=3, cuts=2, swaps=1, handovers=2, budget_window=1000)
     straight, saved = Policy(config), Policy(config)
@@ -544,7 +481,9 @@ def test_saved_and_restored_it_decides_the_same_and_stays_within_budgets(
             decision = policy.decide(finding, 0)
             if decision.action is not Action.REWIND:
                 return decision, None
-            return decision, policy.remedy(causes[i], i, "a", True, found[i])
+            if causes[i] is Cause.LEARNING_RATE:
+                return decision, policy.adopt(policy.offer_remedies(i, 1e-3, 1e-2)[i % 3], "it won")
+            return decision, policy.remedy(causes[i], i, "a", True, odds[i])
 
         one, other = decide(straight), decide(saved)
         assert one == other and straight.state == saved.state

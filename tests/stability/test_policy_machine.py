@@ -1,4 +1,4 @@
-"""Any run at all: budgets hold, nothing finite ends it, no remedy is taken below its odds, limits can be lifted."""
+"""Any run at all: budgets hold, nothing finite ends it, a remedy is what was offered, limits can be lifted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from megastable.config.stability import PolicyConfig
 from megastable.stability import learning_rate_limits
 from megastable.stability.actions import Action, Cause, Decision
-from megastable.stability.odds import Examined
 from megastable.stability.policy import SUSPICION, Policy
 from megastable.stability.policy_state import PolicyState
 from megastable.stability.signals import Verdict
 from tests.stability.policies import VERDICTS, seen
 from tests.tiers import examples
 
+BY_EXAMINATION = Cause.STATE, Cause.DATA, Cause.HARDWARE, Cause.NUMERICS
 RATES = st.sampled_from([1e-3, 1.5e-3, 1e-2])
-FOUND = st.builds(
-    Examined, odds=st.sampled_from([0.0, 0.5, 2.0, 4.0]), adjacent=st.booleans(), good_rate=st.none() | RATES,
-    rate=st.none() | RATES, warming=st.booleans(), beginning=st.booleans(),
-)  # fmt: skip
+ODDS = st.sampled_from([0.0, 0.5, 2.0, 4.0])
 
 
 class Ladder(RuleBasedStateMachine):
@@ -46,13 +43,15 @@ class Ladder(RuleBasedStateMachine):
         on_trend=st.booleans(),
         verdict=VERDICTS,
         oldest=st.none() | st.just(0),
-        cause=st.sampled_from([Cause.STATE, Cause.DATA, Cause.HARDWARE, Cause.NUMERICS]),
-        found=FOUND,
+        cause=st.sampled_from([*BY_EXAMINATION, Cause.LEARNING_RATE]),
+        odds=ODDS,
+        good_rate=st.none() | RATES,
+        rate=st.none() | RATES,
         checkpoint=st.booleans(),
     )
     def steps(
-        self, count: int, on_trend: bool, verdict: Verdict, oldest: int | None, cause: Cause, found: Examined,
-        checkpoint: bool,
+        self, count: int, on_trend: bool, verdict: Verdict, oldest: int | None, cause: Cause, odds: float,
+        good_rate: float | None, rate: float | None, checkpoint: bool,
     ) -> None:  # fmt: skip
         """Healthy ones, then one that is not, and what follows."""
         for _ in range(count):
@@ -60,16 +59,22 @@ class Ladder(RuleBasedStateMachine):
             decision = self.both(lambda p: p.decide(seen(self.step, on_trend=on_trend), oldest))
             if decision.applies:
                 self.relax(decision, 1e-3)
-            if self.acted(decision, cause, found, checkpoint):
+            if self.acted(decision, cause, (odds, good_rate, rate), checkpoint):
                 return
         self.step += 1
         decision = self.both(lambda p: p.decide(seen(self.step, verdict), oldest))
-        self.acted(decision, cause, found, checkpoint)
+        self.acted(decision, cause, (odds, good_rate, rate), checkpoint)
 
     def relax(self, decision: Decision, scheduled: float) -> None:
         self.both(lambda p: p.relax(decision.finding, self.step, scheduled))
 
-    def acted(self, decision: Decision, cause: Cause, found: Examined, checkpoint: bool) -> bool:
+    def acted(
+        self,
+        decision: Decision,
+        cause: Cause,
+        found: tuple[float, float | None, float | None],
+        checkpoint: bool,
+    ) -> bool:
         """Carry out a decision as recovery does; whether the run went back."""
         p = self.policy
         assert decision.applies <= (decision.finding.verdict is not Verdict.NON_FINITE)
@@ -80,21 +85,19 @@ class Ladder(RuleBasedStateMachine):
             self.refused.append(self.step)
             assert len(self.refused) < self.config.discards + self.config.non_finite
         if decision.action is Action.REWIND:
-            limits = sum(limit.times for limit in p.state.limits)
-            remedy = self.both(lambda p: p.remedy(cause, self.step, "a", True, found))
+            limits, (odds, *rates) = sum(limit.times for limit in p.state.limits), found
+            offered = [offer.name for offer in p.offer_remedies(self.step, *rates)]
+            if cause is Cause.LEARNING_RATE and offered:
+                name = offered[self.step % len(offered)]
+                remedy = self.both(
+                    lambda p: p.adopt(
+                        {o.name: o for o in p.offer_remedies(self.step, *rates)}[name], "it won"
+                    )
+                )
+                assert p.state.taken[-1].remedy == name
+            else:
+                remedy = self.both(lambda p: p.remedy(cause, self.step, "a", True, odds))
             assert remedy.action is not Action.STOP
-            account = p.state.account
-            if (
-                remedy.action in (Action.CUT_LR, Action.CAP_LR, Action.FALL_BACK)
-                and cause is not Cause.NUMERICS
-            ):
-                assert account is not None and remedy.cause is Cause.LEARNING_RATE
-                needed = {
-                    Action.CUT_LR: self.config.odds_cut,
-                    Action.CAP_LR: self.config.odds_cap,
-                    Action.FALL_BACK: self.config.odds_fall_back,
-                }[remedy.action]
-                assert account.odds(Cause.LEARNING_RATE) >= needed
             if remedy.action is Action.SWAP_CORPUS:
                 guilty = [
                     t.odds for t in p.state.taken if t.action is Action.REWIND and t.cause is Cause.DATA

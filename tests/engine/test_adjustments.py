@@ -1,0 +1,110 @@
+"""Lasting changes of how a run trains do what a recipe with them does, bit for bit, and are taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.optim import trained
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ZeRO 1": (2, {"zero": 1, "precision": "bf16"}),
+    "ZeRO 2": (2, {"zero": 2, "precision": "bf16"}),
+    "ZeRO 3": (2, {"zero": 3, "precision": "bf16"}),
+    "PP 2": (2, {"pipeline": 2, "precision": "bf16"}),
+    "fp16": (1, {"precision": "fp16"}),
+}
+
+
+def adjusted_rank(given: dict[str, Any], world: int, names: list[str], by_recipe: bool) -> dict[str, Any]:
+    """Four steps with changes of the recipe, or with adjustments that are switched, and two without them."""
+    import torch.distributed as dist
+
+    from megastable.config import deepspeed_json
+    from megastable.config.tree import RunConfig
+    from megastable.engine.adjustments import CLIP, LEAST_Z_LOSS, lower_beta2
+    from megastable.engine.engine import Engine
+    from megastable.optim.schedule import scheduled_rate
+    from megastable.parallel.layout import Layout
+    from megastable.parallel.topology import Topology
+    from tests.parallel.test_layouts import mine
+    from tests.patience import PATIENCE
+
+    c = trained.recipe({}, **given)
+    tree = c.model_dump(exclude_unset=True)
+    tree["optimizer"] = {**tree.get("optimizer", {}), "clip": 0.5, "betas": [0.9, 0.99]}
+    tree["model"] = {**tree["model"], "z_loss": 0.0}
+    if by_recipe:
+        wanted = {"clip": ("optimizer", "clip", 0.5 * CLIP), "z_loss": ("model", "z_loss", LEAST_Z_LOSS),
+                  "beta2": ("optimizer", "betas", [0.9, lower_beta2(0.99)])}  # fmt: skip
+        for name in names:
+            section, key, value = wanted[name]
+            tree[section][key] = value
+    c = RunConfig.model_validate(tree)
+    p = c.parallel
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
+    topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
+    engine = Engine(c, deepspeed_json.build(c, world), topology)
+    assert engine.adjustments.possible >= {"clip", "z_loss", "beta2", "reset_moments"}
+    data, size, length = trained.batches(), trained.BATCH, c.model.sequence_length
+    told = []
+    for step in range(6):
+        if not by_recipe:
+            engine.adjustments.switch(names if step < 4 else [])
+        rate = scheduled_rate(c, step, step * size * length, size * length)
+        batch = mine(data[step], topology, c.train.micro_batch)
+        measured, _ = engine.train_step(batch, rate, lambda m: m.finite)
+        told.append((measured.loss, measured.grad_norm, engine.kept))
+    return {"told": told, "state": trained._copied(engine.optimizer_state()) if by_recipe else None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.quick("one")
+def test_an_adjusted_run_is_a_run_of_another_recipe(layout: str) -> None:
+    world, given = LAYOUTS[layout]
+    names = ["clip", "z_loss", "beta2"]
+    recipe, switched, plain = (
+        run_ranks(world, adjusted_rank, given, world, wanted, by_recipe)
+        for wanted, by_recipe in ((names, True), (names, False), ([], False))
+    )
+    for there, here, without in zip(recipe, switched, plain, strict=True):
+        assert here["told"][:4] == there["told"][:4] != without["told"][:4]
+        assert here["told"][4:] != there["told"][4:]  # taken back
+
+
+def reset_rank() -> dict[str, Any]:
+    from megastable.config import deepspeed_json
+    from megastable.engine.engine import Engine
+    from megastable.optim.schedule import scheduled_rate
+    from megastable.parallel.layout import Layout
+    from megastable.parallel.topology import Topology
+    from tests.parallel.test_layouts import mine
+    from tests.patience import PATIENCE
+
+    c = trained.recipe({})
+    engine = Engine(c, deepspeed_json.build(c, 1), Topology(Layout(1, 1, 1, 1), 0, timeout=PATIENCE))
+    data, size = trained.batches(), trained.BATCH * c.model.sequence_length
+    for step in range(3):
+        batch = mine(data[step], engine.topology, c.train.micro_batch)
+        engine.train_step(batch, scheduled_rate(c, step, step * size, size), lambda m: m.finite)
+    weights = {n: t.clone() for n, t in engine.optimizer_state().items() if n.endswith("/weight")}
+    engine.reset_moments()
+    after = engine.optimizer_state()
+    kept = all(torch.equal(t, after[n]) for n, t in weights.items())
+    zero = all(not t.any() for n, t in after.items() if not n.endswith("/weight"))
+    before = {n: t.clone() for n, t in weights.items()}
+    engine.train_step(mine(data[3], engine.topology, c.train.micro_batch), 1e-3, lambda m: m.finite)
+    moved = max(
+        float((t - before[n]).abs().max()) for n, t in engine.optimizer_state().items() if n in before
+    )
+    return {"kept": kept, "zero": zero, "moved": moved}
+
+
+def test_moments_begin_again_with_their_bias_correction() -> None:
+    """The first update is one of the full rate in every element, as at the start of a run, and no larger."""
+    (found,) = run_ranks(1, reset_rank)
+    assert found["kept"] and found["zero"] and 0 < found["moved"] < 1.2e-3
