@@ -16,7 +16,7 @@ from megastable.stability.signals import Verdict
 COLOURS = {
     Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.FALL_BACK: "tab:blue", Action.CAP_LR: "tab:purple",
     Action.CUT_LR: "tab:purple", Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.ALERT: "tab:pink",
-    Action.STOP: "black",
+    Action.STOP: "black", Action.ADJUST: "tab:purple",
 }  # fmt: skip
 
 

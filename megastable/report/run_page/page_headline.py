@@ -31,6 +31,7 @@ WORDS = {
 DONE = {
     "rewind": "rewind", "restart": "restart", "handover": "restart from a checkpoint", "skip": "skip",
     "cut_lr": "rate cut", "cap_lr": "rate cap", "discard": "refusal", "fall_back": "return to bf16",
+    "adjust": "change of how it trains",
     "swap_corpus": "corpus swap", "alert": "alert", "stop": "stop",
 }  # fmt: skip
 
