@@ -295,7 +295,7 @@ class Bench:
             Trained(step + n, *part, False) for n, part in enumerate(zip(window, losses, strict=True), 1)
         ]
         skips = Skips.of([])
-        told = self.laboratory.examine(steps, self.history, self.cursor, skips, False, adjacent)
+        told = self.laboratory.examine(steps, self.history, self.cursor, skips, adjacent)
         if self.source.instead:
             self.laboratory.forget()
         found = self.found.setdefault(kind, Found(self.text, kind))

@@ -177,9 +177,9 @@ class PolicyConfig(Section):
     """To leave a corpus out: of its bad samples against the state, all incidents together. [log10 odds]"""
     remedies: tuple[RemedyName, ...] = get_args(RemedyName)
     """What is tried where other data does not help, each in a branch from the same state: no more than the rate of the
-    good state (if the rate jumped), a warm-up from a tenth of the rate, the same and moments of zero (SPAM,
-    arXiv:2501.06842), clipping at a quarter of `optimizer.clip`, ten times the z-loss, a lower beta2, no FP8,
-    `cut_factor` times the rate. In the order of their intrusiveness."""
+    good state, if the rate jumped, or the limit that was lifted last; a warm-up from a tenth of the rate; the same and
+    moments of zero (SPAM, arXiv:2501.06842); clipping at a quarter of `optimizer.clip`; ten times the z-loss; a lower
+    beta2; no FP8; `cut_factor` times the rate. In the order of their intrusiveness."""
     last_resort: Literal["train_on", "stop"] = "train_on"
     """Reaction when no remedy is left; `stop` ends the run with exit code 76."""
     cuts: NonNegativeInt = 3

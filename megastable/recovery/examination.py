@@ -110,7 +110,7 @@ class Examination:
         suspects = self.lab.samples(self.positions, z)
         return scores.judge(self.scale, suspects, alone, error, significance, c.innocent), z
 
-    def conclude(self, recurred: bool) -> Conclusion:
+    def conclude(self) -> Conclusion:
         """Run all experiments."""
         judged, z = self.judge()
         if judged.guilty.any() and (shared := groups.shared_shift(z, judged.guilty)) > 0:
@@ -150,7 +150,7 @@ class Examination:
                 norms[p] = self.lab.gradient_norm(np.array([p]))
         norms = {p: norm for p, norm in norms.items() if not math.isnan(norm)}
         suspects = [Suspect(p, loss, deviation, norms.get(p)) for p, (loss, deviation) in measured.items()]
-        return self._told(suspects, guilty, inferred, found, judged, recurred)
+        return self._told(suspects, guilty, inferred, found, judged)
 
     def _grown(
         self, judged: Conviction, guilty: Int64s, by_gradient: bool
@@ -218,7 +218,6 @@ class Examination:
         inferred: Int64s,
         found: Region | None,
         judged: Conviction,
-        recurred: bool,
     ) -> Conclusion:
         steps, window = self.steps, self.window
         examined = (
@@ -226,7 +225,7 @@ class Examination:
         )
         kinds = int(np.isin(self.known.corpora, self.corpora).sum())
         told = attribution.conclude(
-            suspects, guilty.tolist(), recurred and not self.adjacent, kinds,
+            suspects, guilty.tolist(), kinds,
             f"{examined} steps since the onset", judged.p, inferred.tolist(), found,
             self.together,
         )  # fmt: skip

@@ -179,7 +179,6 @@ class Points:
         window: list[Trained],
         snapshot: Snapshot,
         left_out: Selection,
-        recurred: bool,
         adjacent: bool,
     ) -> Conclusion:
         """Find the guilty samples of `window`."""
@@ -187,7 +186,7 @@ class Points:
         history = [t for t in applied if t.step <= snapshot.step]
         between = [t for t in applied if snapshot.step < t.step < onset]
         cursor = snapshot.extra.state.cursor
-        return self.laboratory.examine(window, history, cursor, left_out, recurred, adjacent, between)
+        return self.laboratory.examine(window, history, cursor, left_out, adjacent, between)
 
     def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
         """Of harmless samples from before a snapshot: losses when trained on, losses on its state.

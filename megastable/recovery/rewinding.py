@@ -132,7 +132,7 @@ class Rewinding:
         elif harmless:
             conclusion = Conclusion(Cause.NUMERICS, [], [], harmless.reason, kernels=harmless.kernels)
         else:
-            conclusion = self.points.examine(window, snapshot, left_out, recurred, adjacent)
+            conclusion = self.points.examine(window, snapshot, left_out, adjacent)
             snapshot = self.points.before_region(conclusion, snapshot)
             conclusion = self.incident_log.returned_again(conclusion, window)
             if not proven:
@@ -290,7 +290,7 @@ class Rewinding:
         snapshot = self.points.look(case.first, left_out)
         found = Conclusion(Cause.UNKNOWN, [], [], "no snapshot is good")
         if snapshot is not None:
-            found = self.points.examine(window, snapshot, left_out, False, False)
+            found = self.points.examine(window, snapshot, left_out, False)
         if snapshot is None or found.cause is not Cause.DATA or len(found.guilty) < groups.CROWD:
             self.points.restore(present)
             few = found.individuals({p for t in window for p in t.positions.tolist()})

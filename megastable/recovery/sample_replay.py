@@ -140,7 +140,6 @@ class Laboratory:
         history: Sequence[Trained],
         cursor: int,
         selection: Skips | Selection,
-        recurred: bool,
         adjacent: bool = False,
         between: Sequence[Trained] = (),
     ) -> Conclusion:
@@ -153,7 +152,7 @@ class Laboratory:
         return self.led(
             lambda laboratory: Examination(
                 laboratory, window, history, between, cursor, selection, adjacent
-            ).conclude(recurred)
+            ).conclude()
         )
 
     def led(self, work: Callable[[Laboratory], T]) -> T:

@@ -337,7 +337,7 @@ class SampleWatch:
             return self._by_heart(window, history, state, laboratory, left_out)
         if not window or left_out.mask(window[-1].positions).all():
             return None
-        found = laboratory.examine(window, history, state.cursor, left_out, False)
+        found = laboratory.examine(window, history, state.cursor, left_out)
         if not found.guilty and case.proven:
             found = self._refused(window[0], found, history, laboratory, left_out)
         return found

@@ -47,7 +47,8 @@ Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 
-STEPS = 16  # of a branch since the first step with a suspect; half of them if few are suspected
+# Steps of a branch since the first one with a suspect; half of them if few are suspected, or near the end of a run.
+STEPS, LEAST = 16, 4
 LONGEST = 48  # steps of a branch, with those before the first suspect
 PHASES = "try branches", "try branches, next step"
 ADJUSTMENTS = "reset_moments", "clip", "z_loss", "beta2"  # what not every recipe has
@@ -57,10 +58,12 @@ FARTHEST = 256  # batches ahead from which they are taken
 
 @dataclass(frozen=True)
 class Outlook:
-    """Samples of the data to come, by position, and their losses where the run stands; [n], nats."""
+    """Samples of the data to come, by position, and their losses where the run stands; [n], nats. steps: how many
+    branches may have, so that they do not train on these samples."""
 
     positions: Int64s
     losses: Floats
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -133,17 +136,18 @@ class Trials:
 
     def look_ahead(self, state: RunState, left_out: Selection) -> Outlook | None:
         """Measure the data to come on the state that the engine holds, where the run stands: samples evenly spread over
-        what is left of the run, `FARTHEST` batches at most, beyond the reach of a branch. None: there are none, or they
-        cannot be read."""
-        steps = min(FARTHEST, self.config.train.steps - state.step - STEPS)
-        if steps < 1:
+        what is left of the run, `FARTHEST` batches at most, beyond the reach of a branch. None: there is too little
+        left, or it cannot be read."""
+        left = self.config.train.steps - state.step
+        steps = min(STEPS, left // 2)
+        if steps < LEAST:
             return None
 
         def measure() -> Outlook:
-            _, cursor = left_out.next_kept(state.cursor, STEPS * self.loader.batch)
-            ahead, _ = left_out.next_kept(cursor, steps * self.loader.batch)
+            _, cursor = left_out.next_kept(state.cursor, steps * self.loader.batch)
+            ahead, _ = left_out.next_kept(cursor, min(FARTHEST, left - steps) * self.loader.batch)
             chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
-            return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]))
+            return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]), steps)
 
         return self._unless_unreadable(state.step, measure)
 
@@ -184,7 +188,8 @@ class Trials:
         )
         if not suspects.size:
             suspects = start.positions
-        batches = self._next_batches(snapshot, suspects, start.left_out, STEPS // 2 if found.few else STEPS)
+        steps = min(outlook.steps, STEPS // 2 if found.few else STEPS)
+        batches = self._next_batches(snapshot, suspects, start.left_out, steps)
         suspects = np.sort(np.intersect1d(suspects, np.concatenate(batches)))
         fillers = self._find_fillers(snapshot, start.left_out, found.convicted)[-suspects.size :]
         n = outlook.positions.size
@@ -210,7 +215,7 @@ class Trials:
         self, offers: Sequence[Offer], start: TrialStart, outlook: Outlook
     ) -> RemedyTrial | None:
         snapshot, begin, suspects = start.snapshot, time.perf_counter(), start.positions
-        steps = min(LONGEST, start.step - snapshot.step + STEPS)
+        steps = min(LONGEST, start.step - snapshot.step + outlook.steps)
         batches = self._next_batches(snapshot, suspects, start.left_out, steps, steps)
         fillers = self._find_fillers(snapshot, start.left_out, [])[-suspects.size :]
         if not fillers.size:

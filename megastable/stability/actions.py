@@ -39,7 +39,7 @@ class Cause(StrEnum):
     NEW_DATA = "new_data"  # samples that are new, not bad: the run learns from them
     NUMERICS = "numerics"  # the same step is harmless without FP8, or by other kernels
     STATE = "state"  # the same data is harmless on the good state
-    LEARNING_RATE = "learning_rate"  # it recurs with other data, or came with a jump of the rate
+    LEARNING_RATE = "learning_rate"  # a lower rate was clearly better in a branch
     HARDWARE = "hardware"  # the same data on the same state gave another result
     PROCESS = "process"  # a process died, was killed or hung
     STORAGE = "storage"  # a checkpoint or a shard was damaged, or the disk is full

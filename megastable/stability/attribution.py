@@ -8,8 +8,7 @@ Pure: recovery/ measures, these functions conclude. The experiments:
    worse than harmless batches (groups.py, scores.py); then its region is grown until it ends (region.py);
 4. a batch with an extraordinary gradient there: the samples in it that are like each other and unlike harmless ones, if
    losses do not name them; else, if no loss is bad, the batch is halved down to one sample.
-If no sample is guilty: the same data is harmless on the good state, so the state was the cause; if the incident recurs
-with other data, the learning rate was.
+If no sample is guilty: the same data is harmless on the good state, so the state was the cause.
 """
 
 from __future__ import annotations
@@ -216,7 +215,6 @@ def is_worse(now: Floats, recorded: Floats) -> bool:
 def conclude(
     suspects: list[Suspect],
     guilty: list[int],
-    recurred: bool,
     compared_with: int,
     steps: str,
     crowd: float = 1.0,
@@ -226,7 +224,7 @@ def conclude(
 ) -> Conclusion:
     """Combine the experiments on the good state into a conclusion.
 
-    recurred: after an action that had found no sample guilty. steps: the suspects' steps, in words. crowd: how
+    steps: the suspects' steps, in words. crowd: how
     often as many harmless samples are as bad. inferred, region: of `Conclusion`.
     """
     worst = sorted(suspects, key=lambda s: math.inf if math.isnan(s.z) else -s.z)
@@ -257,8 +255,6 @@ def conclude(
     harmless = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"
     if unknown := sum(math.isnan(s.z) for s in suspects):
         harmless += f" ({unknown} of them cannot be judged: too few earlier samples of their corpora)"
-    if recurred:
-        return Conclusion(Cause.LEARNING_RATE, [], worst, f"it came back with other data, and {harmless}")
     return Conclusion(Cause.STATE, [], worst, harmless)
 
 

@@ -426,17 +426,18 @@ class Policy:
         jumped = good_rate is not None and rate is not None and rate > learning_rate_limits.JUMP * good_rate
         limits_left = not learning_rate_limits.spent(s.limits, c)
         for name in get_args(RemedyName):
-            if name not in c.remedies or (name in failed and name != "cut_lr"):
+            again = name == "cap_lr" and lifted is not None
+            if name not in c.remedies or (name in failed and name != "cut_lr" and not again):
                 continue
             other = Policy(c, s.model_copy(deep=True), self.has_fp8)
             learning_rate_limits.moved_back(other.state.limits, updates)
-            if name == "cap_lr" and jumped and limits_left and lifted is None:
+            if again:
+                given = other._limited(other._limit_again(updates))
+            elif name == "cap_lr" and jumped and limits_left:
                 limit = other._limit_rate("cap", good_rate or 0.0, updates)
                 limit.scheduled = rate
                 given = other._limited(limit)
-            elif name == "cut_lr" and lifted is not None:
-                given = other._limited(other._limit_again(updates))
-            elif name == "cut_lr" and limits_left:
+            elif name == "cut_lr" and limits_left and lifted is None:
                 given = other._limited(other._limit_rate("cut", c.cut_factor, updates))
             elif name == "leave_fp8" and self.may_fall_back:
                 reason = f"without FP8 from here on, {other._leave_fp8()}"

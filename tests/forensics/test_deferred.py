@@ -34,7 +34,7 @@ def spoil_watched(config: RunConfig, log: Path) -> dict[str, Any]:
     from megastable.recovery import trials
 
     # Too few steps are left to compare two branches by, as at the end of a run: without a trial the window is deferred.
-    trials.STEPS = config.train.steps
+    trials.LEAST = config.train.steps
     real = Engine.train_step
 
     def step(self: Engine, micro_batches: Any, *args: Any) -> Any:

@@ -72,7 +72,7 @@ class Laboratory:
             lab, trained[STEPS:], trained[:STEPS], (), FIRST, Skips.of([]), adjacent=False
         )
         self.forwards = 0
-        return examination.conclude(False)
+        return examination.conclude()
 
 
 def judged(laboratory: Laboratory, found: Conclusion) -> tuple[int, int]:

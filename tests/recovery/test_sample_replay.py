@@ -84,14 +84,12 @@ def concluded(laboratory: Any, thorough: bool) -> dict[str, Conclusion]:
         asked["measured"] = window, steps(12, 14, -5.0)
         asked["worse"] = window, steps(0, 14, -5.0)
         asked["long"] = window * 9, history
-    found = {
-        name: laboratory.examine(w, h, 14 * BATCH, Skips.of([]), False) for name, (w, h) in asked.items()
-    }
+    found = {name: laboratory.examine(w, h, 14 * BATCH, Skips.of([])) for name, (w, h) in asked.items()}
     measure = laboratory.losses
     laboratory.losses = lambda positions: (
         measure(positions) + np.where((positions >= 114) & (positions < REGION_END), 5.0, 0.0)
     )
-    grown = laboratory.examine(window, history, 14 * BATCH, Skips.of([]), False)
+    grown = laboratory.examine(window, history, 14 * BATCH, Skips.of([]))
     vars(laboratory).pop("losses")
     return {**found, "grown": grown}
 
@@ -145,7 +143,7 @@ def spoilt(laboratory: Any) -> tuple[list[int], str, int]:
     every = np.arange(BATCH * 16).reshape(16, BATCH)
     trained = [Trained(i, positions, laboratory.losses(positions), True) for i, positions in enumerate(every)]
     laboratory.gradient_norm = gradient_norm
-    found = laboratory.examine(trained[14:], trained[:14], 14 * BATCH, Skips.of([]), False)
+    found = laboratory.examine(trained[14:], trained[:14], 14 * BATCH, Skips.of([]))
     vars(laboratory).pop("gradient_norm")
     return found.guilty, found.reason, count
 

@@ -421,44 +421,36 @@ def suspects(*z: float) -> list[Suspect]:
 
 
 def test_bad_samples_mean_bad_data() -> None:
-    found = conclude(
-        suspects(0.5, 30.0, -1.0, 50.0), [103, 101], recurred=False, compared_with=64, steps="all"
-    )
+    found = conclude(suspects(0.5, 30.0, -1.0, 50.0), [103, 101], compared_with=64, steps="all")
     assert (found.cause, found.guilty) == (Cause.DATA, [101, 103])
     assert [s.position for s in found.suspects] == [103, 101, 100, 102]
     for part in ("2 of 4 samples", "loss of 8.00", "50 robust deviations", "64 harmless"):
         assert part in found.reason
 
 
-def test_bad_data_is_bad_data_however_often_it_comes() -> None:
-    assert conclude(suspects(30.0), [100], recurred=True, compared_with=64, steps="all").cause is Cause.DATA
-
-
 def test_guilt_by_gradient_is_told_with_its_gradient() -> None:
     suspect = Suspect(7, 3.0, 0.4, gradient_norm=123.4)
-    found = conclude([Suspect(6, 3.1, 0.9, 1.5), suspect], [7], recurred=False, compared_with=64, steps="all")
+    found = conclude([Suspect(6, 3.1, 0.9, 1.5), suspect], [7], compared_with=64, steps="all")
     assert found.cause is Cause.DATA and found.guilty == [7]
     assert "gradient norm of 123" in found.reason and "loss of 3.00" in found.reason
 
 
 def test_the_worst_come_first_also_where_nothing_is_known_of_some() -> None:
-    found = conclude(suspects(NAN, 2.0, INF, NAN, 5.0), [102], recurred=False, compared_with=0, steps="all")
+    found = conclude(suspects(NAN, 2.0, INF, NAN, 5.0), [102], compared_with=0, steps="all")
     assert [s.position for s in found.suspects] == [102, 104, 101, 100, 103]
     assert "inf robust deviations" in found.reason
 
 
-@pytest.mark.parametrize(("recurred", "cause"), [(False, Cause.STATE), (True, Cause.LEARNING_RATE)])
-def test_nobody_guilty(recurred: bool, cause: Cause) -> None:
+def test_nobody_guilty() -> None:
     steps = "the first 16 of 40 steps since the onset"
-    found = conclude(suspects(0.5, 1.0), [], recurred, compared_with=64, steps=steps)
-    assert (found.cause, found.guilty) == (cause, [])
+    found = conclude(suspects(0.5, 1.0), [], compared_with=64, steps=steps)
+    assert (found.cause, found.guilty) == (Cause.STATE, [])
     assert [s.position for s in found.suspects] == [101, 100]
-    assert ("came back with other data" in found.reason) is recurred
     assert f"none of the 2 samples of {steps} is bad" in found.reason and "too few" not in found.reason
 
 
 def test_it_is_said_of_how_many_nothing_is_known() -> None:
-    found = conclude(suspects(0.5, NAN, NAN), [], recurred=False, compared_with=64, steps="the 1 steps")
+    found = conclude(suspects(0.5, NAN, NAN), [], compared_with=64, steps="the 1 steps")
     assert "2 of them cannot be judged: too few earlier samples" in found.reason
 
 

@@ -89,7 +89,7 @@ def test_a_cut_that_was_right_comes_back_rests_twice_as_long_and_at_last_stays()
         assert at is not None
         rests.append(at - begun)
         begun = policy.state.clock + 1
-        assert trip_and_try(policy, begun, "cut_lr").action is Action.CUT_LR
+        assert trip_and_try(policy, begun, "cap_lr").action is Action.CUT_LR
         assert policy.rate(10**6, 1.0) == 0.5
         step = begun - 5
     assert rests == [40, 80] and len(policy.state.limits) == 1 and policy.state.limits[0].times == 3
@@ -163,7 +163,7 @@ def test_a_cap_under_a_schedule_that_stays_high_is_lifted_like_a_cut() -> None:
     capped(policy)
     (at,) = train(policy, 91, 101 + CONFIG.cut_rest, scheduled=1e-2)
     assert policy.rate(at, 1e-2) == 1e-3 and policy.rate(at + REWARM, 1e-2) == 1e-2
-    assert trip_and_try(policy, at + 10, "cut_lr").action is Action.CAP_LR  # the limit returns as it was
+    assert trip_and_try(policy, at + 10, "cap_lr").action is Action.CAP_LR  # the limit returns as it was
     assert policy.rate(at, 1e-2) == 1e-3
 
 

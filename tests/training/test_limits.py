@@ -35,12 +35,12 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
     """The same, but from `since` updates on not above `cap`, which goes down with the schedule from the rate `at` on,
     but for jumps."""
     from drills import faults
-    from megastable import train as trainer
+    from megastable.optim import schedule as optim_schedule
 
     assert config.run.dir is not None
     fault = Fault(kind="high_rate", step=FIRST, steps=steps, factor=FACTOR)
     faults.install(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
-    real = trainer.rate  # type: ignore[attr-defined]
+    real = optim_schedule.rate
     latest = at
 
     def held(*given: Any) -> float:
@@ -53,7 +53,7 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
         latest = scheduled
         return min(scheduled, cap * min(1.0, scheduled / at))
 
-    trainer.rate = held  # type: ignore[attr-defined]
+    optim_schedule.rate = held
     return train(config)
 
 

@@ -43,7 +43,7 @@ ACTIONS = {
     "fall_back": "rewound in memory to before the onset and continued without FP8, or without a kernel",
     "cap_lr": "rewound in memory to before the onset and capped the learning rate at its value there",
     "cut_lr": "rewound in memory to before the onset and cut the learning rate",
-    "adjust": "rewound in memory to before the onset and continued otherwise, as a branch from there was clearly better",
+    "adjust": "rewound in memory to before the onset and continued with a remedy that was clearly better in a branch",
     "swap_corpus": "rewound in memory to before the onset and continued without the corpus",
     "handover": "ended the processes for a restart from a checkpoint before the onset",
     "restart": "restarted the processes from the newest intact checkpoint, or from the beginning without one",
