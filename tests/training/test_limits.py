@@ -35,25 +35,24 @@ def by_hand(config: RunConfig, steps: int, since: int, cap: float, at: float) ->
     """The same, but from `since` updates on not above `cap`, which goes down with the schedule from the rate `at` on,
     but for jumps."""
     from drills import faults
-    from megastable.optim import schedule as optim_schedule
+    from megastable.recovery.recovery import Recovery
 
     assert config.run.dir is not None
     fault = Fault(kind="high_rate", step=FIRST, steps=steps, factor=FACTOR)
     faults.install(Plan(policy=Policy.OURS, run=config.run.dir, fault=fault))
-    real = optim_schedule.rate
     latest = at
 
-    def held(*given: Any) -> float:
+    def held(self: Recovery, updates: int, scheduled: float) -> float:
         nonlocal cap, at, latest
-        scheduled = real(*given)
-        if given[3] < since:
+        self.rates.coming = scheduled
+        if updates < since:
             return scheduled
         if scheduled > 2 * latest or latest > 2 * scheduled:
             cap, at = cap * min(1.0, latest / at), scheduled
         latest = scheduled
         return min(scheduled, cap * min(1.0, scheduled / at))
 
-    optim_schedule.rate = held
+    Recovery.rate = held  # type: ignore[method-assign]
     return train(config)
 
 
