@@ -164,7 +164,7 @@ def read_row(run: RunDirectory, case: Case, seed: int, score: Score) -> Row:
         lost=score.fate.lost + sum(i.get("lost", 0) for i in incidents),
         untrained=count_untrained(events, planted),
         deferred=score.fate.deferred,
-        rewinds=score.rewinds,
+        rewinds=count_rewinds(events),
         undone=score.steps_lost,
         refused=sum(isinstance(event, Discarded) for event in events),
         handovers=score.handovers,
@@ -200,6 +200,21 @@ def count_untrained(events: Sequence[Event], planted: set[int]) -> int:
             back = event["step"] if isinstance(event, Training) else event["to_step"]
             refused = [(step, batch) for step, batch in refused if step <= back]
     return len(set[int]().union(*(batch for _, batch in refused)))
+
+
+def count_rewinds(events: Sequence[Event]) -> int:
+    """Rewinds, and restarts from a checkpoint, that undid an update: a return over refused steps alone undoes none."""
+    count, refused = 0, set[int]()
+    for event in events:
+        if isinstance(event, Discarded):
+            refused.add(event["step"])
+        elif isinstance(event, IncidentEvent) and event.what == "handed over":
+            count += 1
+        elif isinstance(event, IncidentEvent) and event.what == "rewound":
+            undone = set(range(event["to_step"] + 1, event["policy"]["tripped"] + 1))
+            count += not undone <= refused
+            refused -= undone
+    return count
 
 
 def find_sight(events: Sequence[Event], begin: int) -> int | None:

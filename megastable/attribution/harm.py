@@ -5,9 +5,9 @@ same. Both are measured on the same samples, which neither was trained on, so th
 
     cost    by how much the data to come is harder after the suspects than after the control. A spread of it counts
             every kind of text by its share: forgetting prose is no harm where only code is to come
-    learnt  by how much suspects that neither branch was trained on are easier after the others. What falls to almost
-            nothing was learnt by heart, and teaches nothing; what stays as hard as guessing is noise, which only became
-            less surprising
+    learnt  by how much suspects that neither branch was trained on are easier after the others. What says the same
+            again and again is learnt by heart, and teaches nothing (repetition.py); what stays as hard as guessing is
+            noise, which only became less surprising. Neither is a gain of the data to come
 
 | cost | learnt | verdict |
 |---|---|---|
@@ -34,12 +34,12 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 SURE = 3.0  # standard errors of a mean difference, beyond which it is clear
 HARM = 0.01  # nats: smaller costs are those of another choice of control
 GAIN = 0.005  # nats of the data to come, at least, for suspects that pay
 LEARNT = 0.05  # nats, at least: other text of the same language teaches a little
-BY_HEART = 0.1  # of the loss of the data to come, below which a sample is known by heart
 GUESSING = 0.95  # of the entropy of guessing, above which a loss shows no knowledge
 HELD_OUT = 64  # most suspects that neither branch is trained on
 
@@ -123,7 +123,12 @@ def mean_difference(one: Floats, other: Floats) -> tuple[float, float]:
 
 
 def judge_trial(
-    coming: BranchLosses, held_out: tuple[Floats, Floats], vocabulary: int, suspects: int, steps: int
+    coming: BranchLosses,
+    held_out: tuple[Floats, Floats],
+    vocabulary: int,
+    suspects: int,
+    steps: int,
+    repetition: tuple[bool, Bools] | None = None,
 ) -> HarmTrial:
     """The verdict on suspects.
 
@@ -134,12 +139,16 @@ def judge_trial(
         vocabulary: how many tokens there are.
         suspects: how many the first branch was trained on, and held out.
         steps: length of each branch.
+        repetition: as of `find_repetition`, with the samples of the data to come [n]; None: there is none.
     """
-    usual = float(np.median(coming.control))
-    bounds = BY_HEART * usual, GUESSING * math.log(vocabulary)
-    cost, error = mean_difference(_without_gains(coming.after, coming.control, *bounds), coming.control)
+    by_heart, coming_by_heart = repetition or (False, np.zeros(coming.after.shape, dtype=bool))
+    guessing = GUESSING * math.log(vocabulary)
+    gained = _without_gains(coming.after, coming.control, coming_by_heart | (coming.after > guessing))
+    cost, error = mean_difference(gained, coming.control)
     after, control = held_out
-    learnt, learnt_error = mean_difference(control, _without_gains(after, control, *bounds))
+    learnt, learnt_error = mean_difference(
+        control, _without_gains(after, control, by_heart | (after > guessing))
+    )
     learns = learnt > max(LEARNT, SURE * learnt_error)  # nan is not
     pays = cost < -max(GAIN, SURE * error)
     if cost > max(HARM, SURE * error):
@@ -152,11 +161,9 @@ def judge_trial(
     return HarmTrial(verdict, cost, error, learnt, learnt_error, suspects, steps, pays, damaged)
 
 
-def _without_gains(after: Floats, control: Floats, least: float, most: float) -> Floats:
-    """`after`, but as the control where a sample became easier that is known by heart by then, or as hard as guessing:
-    nobody gains from that."""
-    empty = ((after < least) | (after > most)) & (control > after)
-    return np.where(empty, control, after)
+def _without_gains(after: Floats, control: Floats, empty: Bools) -> Floats:
+    """`after`, but as the control where a sample became easier that is `empty`: nobody gains from that."""
+    return np.where(empty & (control > after), control, after)
 
 
 def is_harmless(trial: HarmTrial, few: bool) -> bool:

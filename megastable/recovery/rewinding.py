@@ -44,6 +44,7 @@ from megastable.stability.trends import Trends
 
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001
+AGAIN = 16  # most applied updates that are done again so that refused batches of new data are trained on
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,14 @@ class Rewinding:
         begin: float,
     ) -> RunState | None:
         """Go on with data that is new, or does no harm, from where the run stands: None; or from the snapshot: the
-        state after it. That is where no update was applied since, so that the refused batches are trained on, or where
-        the present state could not be kept. Raises SpaceError."""
+        state after it. That is where updates were refused since, so that their batches are trained on, unless that
+        undoes many others; or where the present state could not be kept. Raises SpaceError."""
         state, back, seconds = t.done.state, None, time.perf_counter() - begin
-        if present is not None and any(step.applied for step in self.points.since(snapshot.step + 1)):
+        since = self.points.since(snapshot.step + 1)
+        applied = sum(step.applied for step in since)
+        few = not applied or (applied <= AGAIN and self.guard.policy.may_redo(applied))
+        again = applied < len(since) and few
+        if present is not None and not again:
             self.points.restore(present)
         else:
             back = self._go_on_from(snapshot, state, begin, trial.reason, seconds)

@@ -27,6 +27,7 @@ from megastable.attribution.remedies import (
     choose_remedy,
     harms_anyway,
 )
+from megastable.attribution.repetition import MOST, find_repetition
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
@@ -206,7 +207,12 @@ class Trials:
         held = with_them.measured[n:], control.measured[n:]
         vocabulary = self.config.model.vocab_size
         assert vocabulary is not None
-        trial = first(lambda: judge_trial(coming, held, vocabulary, suspects.size, len(batches)))
+        texts = [self.laboratory.tokens(p) for p in (suspects[:MOST], fillers[-MOST:], outlook.positions)]
+        trial = first(
+            lambda: judge_trial(
+                coming, held, vocabulary, suspects.size, len(batches), find_repetition(*texts)
+            )
+        )
         branches = {"with the suspects": with_them, "without the suspects": control}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, trial.facts)
         return SuspectsTrial(trial, first(lambda: harms_anyway(coming.control, before)))

@@ -314,9 +314,14 @@ class Policy:
         ]  # fmt: skip
         if len(here) >= SAME_PLACE:
             return f"it was rewound {SAME_PLACE} times around step {finding.step} already"
-        if s.redone + finding.step - finding.onset >= max(REDONE, REDONE_SHARE * s.clock):
+        if not self.may_redo(finding.step - finding.onset):
             return f"{s.redone} steps were done again already, of {s.clock}"
         return ""
+
+    def may_redo(self, steps: int) -> bool:
+        """Whether the run may do so many steps again."""
+        s = self.state
+        return s.redone + steps < max(REDONE, REDONE_SHARE * s.clock)
 
     def _strong(self, taken: Taken) -> bool:
         return taken.cause is Cause.DATA and taken.odds >= self.config.odds_swap

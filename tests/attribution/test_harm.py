@@ -21,6 +21,7 @@ from megastable.attribution.harm import (
     mean_difference,
     replace_samples,
 )
+from megastable.attribution.repetition import find_repetition
 from tests.tiers import examples
 
 VOCABULARY = 1000
@@ -65,17 +66,45 @@ def test_the_table(cost: float, learnt: float, verdict: TrialVerdict) -> None:
 
 
 def test_what_is_known_by_heart_or_still_guessed_teaches_nothing() -> None:
-    known = judge_trial(coming_at(0.2), (np.full(64, 0.1), 5.0 + SPREAD), VOCABULARY, 128, 16)
+    nothing = np.zeros(64, dtype=bool)
+    held_out = np.full(64, 0.1), 5.0 + SPREAD
+    known = judge_trial(coming_at(0.2), held_out, VOCABULARY, 128, 16, (True, nothing))
     assert known.verdict is TrialVerdict.BAD and known.learnt == 0.0
+    assert judge_trial(coming_at(0.2), held_out, VOCABULARY, 128, 16).verdict is TrialVerdict.MIXED
     guessed = math.log(VOCABULARY)
     assert judge(0.2, 3.0, kind=guessed + 3.2).verdict is TrialVerdict.BAD
     assert judge(0.2, 3.0, kind=guessed + 1.5).verdict is TrialVerdict.MIXED
-    # Nor does data to come that is known by heart: one sentence again and again.
-    usual = 4.0 + SPREAD
-    after = np.where(np.arange(64) < 16, 0.05, usual + 0.02)
-    coming = BranchLosses(after, usual, usual, usual)
-    found = judge_trial(coming, (np.full(8, 0.05), np.full(8, 3.0)), VOCABULARY, 16, 16)
-    assert found.verdict is TrialVerdict.BAD and found.learnt == 0.0
+    # Nor does data to come that is known by heart: one sentence again and again, which is a third of it.
+    usual, repeats = 4.0 + SPREAD, np.arange(64) % 3 == 0
+    coming = BranchLosses(np.where(repeats, 0.5, usual + 0.1), usual, usual, usual)
+    assert judge_trial(coming, held_out, VOCABULARY, 128, 16, (False, nothing)).pays
+    found = judge_trial(coming, held_out, VOCABULARY, 128, 16, (True, repeats))
+    assert found.verdict is TrialVerdict.BAD and found.cost == pytest.approx(0.1 * 2 / 3, abs=0.01)
+
+
+def texts(count: int, length: int, words: int, seed: int) -> np.ndarray:
+    """Token ids as of text: each is drawn from a few that often follow the one before."""
+    chance, found = np.random.default_rng(seed), np.empty((count, length), dtype=np.int32)
+    after = np.random.default_rng(0).integers(0, words, (words, 8))
+    for row in found:
+        row[0] = chance.integers(words)
+        for i in range(1, length):
+            row[i] = after[row[i - 1], chance.integers(8)]
+    return found
+
+
+def test_only_what_says_the_same_again_and_again_is_a_repetition() -> None:
+    ordinary, coming = texts(40, 65, 500, 1), texts(12, 65, 500, 2)
+    sentence = np.resize(texts(1, 11, 500, 3), 40 * 65).reshape(40, 65)
+    coming[::3] = np.resize(sentence[0, 4:], 65)
+    repeats, which = find_repetition(sentence, ordinary, coming)
+    assert repeats and which.tolist() == [True, False, False] * 4
+    for other in (texts(40, 65, 500, 4), np.random.default_rng(5).integers(0, 500, (40, 65), dtype=np.int32)):
+        assert find_repetition(other, ordinary, coming)[0] is False
+    # Some samples eight times each are not one sentence.
+    assert find_repetition(np.tile(texts(5, 65, 500, 6), (8, 1)), ordinary, coming)[0] is False
+    assert find_repetition(sentence[:0], ordinary, coming)[0] is False
+    assert find_repetition(sentence, ordinary[:0], coming)[0] is False
 
 
 def test_damage_that_the_same_steps_do_not_make() -> None:

@@ -245,9 +245,20 @@ def trial(verdict: TrialVerdict, pays: bool = False) -> HarmTrial:
     return HarmTrial(verdict, 0.1, 0.01, 0.1, 0.01, 200, 16, pays, damaged=False)
 
 
-@pytest.mark.parametrize("applied", [False, True])
-def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(applied: bool) -> None:
-    """From the snapshot if no update was applied since: nothing is undone. Else from where the run stands."""
+@pytest.mark.parametrize(
+    ("saved", "refused", "redone", "back"),
+    [
+        (30, (40,), 0, True),  # nine updates are done again
+        (30, (), 0, False),
+        (10, (40,), 0, False),  # too many
+        (38, (39, 40), 64, True),  # nothing is undone
+        (30, (40,), 60, False),  # the run has done enough again
+    ],
+)
+def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(
+    saved: int, refused: tuple[int, ...], redone: int, back: bool
+) -> None:
+    """From the snapshot if updates were refused since, and few others are undone. Else from where the run stands."""
     policy = Policy(PolicyConfig())
     decision = policy.decide(seen(40, Verdict.SPIKE), 0)
     state = MagicMock(step=40, seconds=1.0)
@@ -256,15 +267,17 @@ def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(applied:
     rewinding.incident_log.returned_again.return_value = FOUND
     rewinding.incident_log.has_acted = False
     rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.NEW, pays=True), False)
+    policy.state.redone = redone
+    rewinding.points.before_region.return_value.step = saved
     rewinding.points.since = lambda onset: [
-        MagicMock(step=step, applied=applied) for step in range(onset, 41)
+        MagicMock(step=step, applied=step not in refused) for step in range(onset, 41)
     ]
     done = MagicMock(state=state, applied=False)
     stands = rewinding.go_back(Tripped(decision, done, DetectorState(), ""))
-    assert (stands is None) == applied
-    assert rewinding.points.restore.called == applied and rewinding.loader.go_to.called == (not applied)
+    assert (stands is not None) == back
+    assert rewinding.points.restore.called == (not back) and rewinding.loader.go_to.called == back
     assert not policy.state.taken and not policy.state.watching
-    assert rewinding.incident_log.train_through.call_args.args[3] == (0 if applied else 10)
+    assert rewinding.incident_log.train_through.call_args.args[3] == (10 if back else 0)
     rewinding.incident_log.attribute.assert_not_called()
 
 
