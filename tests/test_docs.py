@@ -81,3 +81,20 @@ def test_files_below_the_package_exist(page: str) -> None:
     assert not [
         name for name in named if not ((ROOT / "megastable" / name).exists() or (ROOT / name).exists())
     ]
+
+
+def find_anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_anchors_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8"))
+    missing = [
+        f"{name}#{anchor}"
+        for name, anchor in links
+        if anchor not in find_anchors(page.parent / name if name else page)
+    ]
+    assert not missing

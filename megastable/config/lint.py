@@ -19,7 +19,7 @@ from megastable.config.tree import RunConfig
 FIRST = 5
 # Of a layer's output, by one of these updates. Runs of 3 layers of 128 tolerate 0.28 (1e-3 without warm-up), and end
 # 0.2 to 0.5 nat too high at 0.85 (3e-3); of the public 774M runs without warm-up 1e-4 (0.09) is healthy, 1e-3 (0.9)
-# diverges (docs/stability.md).
+# diverges (docs/stability-method.md).
 CHANGE = 0.5
 # Times the best rate by DeepSeek's law; GPT-3, Llama and DeepSeek took 0.17 to 1 times. The law was fitted from 1e17
 # FLOP on; our drills (1e12 FLOP) already end higher at half its rate.
@@ -286,7 +286,7 @@ def first_updates(c: RunConfig) -> Hint | None:
             setting,
             f"the first {FIRST} updates have a mean rate of {lr:.2g}: with weights of {std:g} and a width "
             f"of {c.model.hidden} each may change what a layer puts out by {change:.2f} times itself, limit {CHANGE:g}",
-            "measured: docs/stability.md, a rate that is too high from the start",
+            "measured: docs/stability-method.md, warnings at the start",
             f"schedule.warmup_{of.unit}={max(thumb, math.ceil(min(of.warmup * change / CHANGE, 1e15)))} or more, "
             "or a lower optimizer.lr",
         )

@@ -112,7 +112,7 @@ def norm_of_nothing(c: RunConfig) -> Hint | None:
         "model.residual_init=zero",
         f"with model.norms={m.norms} the norms of branches that are zero multiply their first gradients by "
         f"{m.norm_eps**-0.5:.3g} (1 / sqrt(norm_eps)), and the first update ends this",
-        "measured: docs/stability.md, a gradient norm of 144 in place of 2.6",
+        "measured: docs/stability-method.md, a gradient norm of 144 in place of 2.6",
         "model.residual_init=depth",
     )
 

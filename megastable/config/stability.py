@@ -15,7 +15,7 @@ class DetectorConfig(Section):
     trace. Sigma is the scatter of the last `window` accepted values.
 
     The defaults are from public traces of real runs: 48,000 healthy steps, seven onsets of spikes and a slow divergence
-    (docs/stability.md has what was chosen on which, and what is missed).
+    (docs/stability-method.md has what was chosen on which, and what is missed).
 
     Start: nothing is judged before `min_values` and `warmup_steps`, but a rise of more than half of `explosion` above
     the lowest level that does not turn within `start_patience` (start-ups without warm-up rise by up to 40 nats, and
@@ -335,10 +335,10 @@ class SignsConfig(Section):
     """Signs of a learning rate that is too high from the start (stability/signs.py). Each is a warning, given once;
     nothing acts on it.
 
-    Chosen on runs of 3 layers of 128 on Python source, measured on two other texts (docs/stability.md, with the error
-    rates). The first look at every block is what later ones are compared with. Healthy runs, too, grow 46 times over
-    it, to an rms of 1.7; `rms` is the geometric middle of that and the 222 of the run `no-qk-norm` at step 20. Models
-    narrower than `narrowest` tolerate a thousandfold growth.
+    Chosen on runs of 3 layers of 128 on Python source, measured on two other texts (docs/stability-method.md, with the
+    error rates). The first look at every block is what later ones are compared with. Healthy runs, too, grow 46 times
+    over it, to an rms of 1.7; `rms` is the geometric middle of that and the 222 of the run `no-qk-norm` at step 20.
+    Models narrower than `narrowest` tolerate a thousandfold growth.
     """
 
     enabled: bool = True
@@ -373,7 +373,7 @@ class TrendsConfig(Section):
     acts on it.
 
     A look measures one sample of each data rank, and norms of parameters: `interval` bounds the cost. The limits were
-    chosen on small runs (docs/stability.md).
+    chosen on small runs (docs/stability-method.md).
     """
 
     enabled: bool = True

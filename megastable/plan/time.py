@@ -9,7 +9,7 @@ stage, and one of every other stage while the pipe fills and drains (Narayanan e
 Overlap follows DeepSpeed 0.19.8: under ZeRO 1 gradients are summed at the end of the step, and weights gathered after
 the update; ZeRO 2 and 3 communicate during computing.
 
-Left out: checkpoints, evaluation, snapshots and the gate (docs/stability.md), input, stragglers, failures.
+Left out: checkpoints, evaluation, snapshots and the gate (docs/stability-method.md#cost), input, stragglers, failures.
 """
 
 from __future__ import annotations

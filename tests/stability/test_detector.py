@@ -1,4 +1,4 @@
-"""The detector on synthetic runs with known faults; docs/stability.md has the real ones."""
+"""The detector on synthetic runs with known faults; docs/stability-method.md has the real ones."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.training.test_resume import identical, train
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(
     os.environ.get("MEGASTABLE_KILLS", "1")
-)  # further random ones; ten were measured (docs/stability.md)
+)  # further random ones; ten were measured (docs/stability-method.md)
 STEPS = 32 + 8 * KILLS
 
 
