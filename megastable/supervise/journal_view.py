@@ -11,7 +11,7 @@ from megastable.base.errors import HANDOVER, NO_SPACE, STOPPED, UNSTABLE
 from megastable.base.text import visible
 from megastable.run.events.event import Event, Other, read_later, real, whole
 from megastable.run.events.follow import PassedOver
-from megastable.run.events.stability_events import AlertEvent, Discarded, TrendEvent
+from megastable.run.events.stability_events import AlertEvent, Discarded, Probed, TrendEvent
 from megastable.run.events.supervisor_events import (
     Ended,
     HostLeftOut,
@@ -128,6 +128,7 @@ class JournalView:
     trends: dict[str, str] = field(default_factory=dict)
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
     by_corpus: dict[str, float] = field(default_factory=dict)  # validation losses of the last evaluation
+    probe: tuple[int, float] | None = None  # step and loss of the newest look at the probe
     tasks: TaskHistory = field(default_factory=TaskHistory)
     sizes: dict[str, int] = field(default_factory=dict)  # of checkpoints, bytes
     _tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
@@ -173,6 +174,9 @@ class JournalView:
                 if event.loss is not None and step is not None:
                     self.validation.append((step, event.loss))
                     self.by_corpus = {visible(name, 80): loss for name, loss in event.by_corpus.items()}
+            case Probed():
+                if event.loss is not None and step is not None:
+                    self.probe = (step, event.loss)
             case TasksEvaluated() | TasksFailed() | TasksSkipped():
                 self.tasks.add(event)
             case CheckpointSaved():

@@ -95,6 +95,10 @@ def _model(s: Status) -> Values:
             "The step that it was measured at.",
             s.validation[-1][0] if s.validation else None,
         ),
+        "probe_loss_nats": (
+            "Newest loss of the probe, samples that are never trained on (docs/stability.md), nats per token.",
+            s.probe[1] if s.probe else None,
+        ),
         "grad_norm": (
             "Gradient norm of the last step before clipping.",
             s.grad_norm if s.grad_norm is not None else found.get("grad_norm"),

@@ -78,7 +78,7 @@ class Status:
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
     readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. eta: of the
     rest at that rate. restarts: counted by how the previous attempt ended (journal_view.kind_of_end).
-    starts: of training processes. stages: of the pipeline. task_interval: steps between two evaluations of tasks, None
+    probe: step and loss of its newest look. starts: of training processes. stages: of the pipeline. task_interval: steps between two evaluations of tasks, None
     without any. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by host,
     others are preferred to those that failed; slow: by host, those that are slow now. trends: slow signals that are
     warned of now. free: bytes that a user has left where checkpoints are written. alert: since when and why
@@ -134,6 +134,7 @@ class Status:
     free: int | None
     validation: tuple[tuple[int, float], ...]
     validation_by_corpus: dict[str, float]
+    probe: tuple[int, float] | None
     tasks: TaskSummary
     task_interval: int | None
     recent: tuple[tuple[int, float], ...]
@@ -298,6 +299,7 @@ class RunWatch:
             free=_free(self.run.checkpoints),
             validation=tuple(s.validation),
             validation_by_corpus=dict(s.by_corpus),
+            probe=s.probe,
             tasks=s.tasks.summary(),
             task_interval=self._recipe.task_interval,
             recent=recent,

@@ -184,6 +184,8 @@ def _rows(s: Status, width: int, most: int) -> Iterator[tuple[str, Text]]:
         if s.validation_by_corpus:
             found = ", ".join(f"{name} {loss:.3f}" for name, loss in s.validation_by_corpus.items())
             yield "corpora", Text(_cut(found, most))
+    if s.probe:
+        yield "probe", Text(f"{s.probe[1]:.3f} at step {s.probe[0]:,}")
     if s.tasks.scores:
         found = ", ".join(f"{name} {value:.4g}" for name, value in s.tasks.scores.items())
         yield "tasks", Text(_cut(f"step {s.tasks.step:,}: {found}", most))

@@ -51,6 +51,8 @@ def status(tmp_path: Path) -> Status:
         {"event": "ended", "attempt": 1, "signal": 9, "failure": "rank 1 was killed"},
         {"event": "restart", "attempt": 2, "reason": "killed", "delay": 0},
         {"event": "evaluated", "step": 7, "loss": 2.5},
+        {"event": "probed", "step": 5, "loss": 2.75, "samples": 16},
+        {"event": "probed", "step": 7, "loss": 2.625, "samples": 16},
     )
     (run / "progress.json").write_text(
         json.dumps(
@@ -70,6 +72,7 @@ def test_a_status_is_served(status: Status) -> None:
         assert found["megastable_loss_nats"] != found["megastable_loss_nats"]  # nan
         assert found["megastable_learning_rate"] == 1e-3
         assert found["megastable_validation_loss_nats"] == 2.5
+        assert found["megastable_probe_loss_nats"] == 2.625 and status.probe == (7, 2.625)
         assert found["megastable_up"] == 0 and found["megastable_supervisor_up"] == 0
         assert found["megastable_restarts_total|killed"] == 1
         assert found["megastable_incidents_total|data|recoverable|spike"] == 1
