@@ -109,3 +109,39 @@ def breakdown(**change: Any) -> Incident:
         "failure": failure,
     }
     return Incident.model_validate({"number": 1, "actions": ["restart"], "steps_lost": 5} | known | change)
+
+
+def branch(name: str, cost: int, difference: float, losses: list[float], **change: Any) -> dict[str, Any]:
+    """A branch of a trial, as the journal has it (recovery/trials.py, `describe_branch`)."""
+    return {
+        "name": name, "cost": cost, "loss": round(4.2 + difference, 4), "difference": difference,
+        "error": 0.02 if difference else 0.0, "losses": losses, "norms": [1.5 + cost] * len(losses), **change,
+    }  # fmt: skip
+
+
+def suspects_tried(**change: Any) -> dict[str, Any]:
+    """The fields of a trial of suspected samples: the branch with them ends with a harder data to come."""
+    names = "with the suspects", "without the suspects"
+    return {
+        "step": 31, "snapshot": 24, "steps": 16, "suspects": 16, "verdict": "bad", "damaged": False, "cost": 0.31,
+        "cost_error": 0.02, "learnt": 0.01, "learnt_error": 0.02, "before": 4.25, "present": 4.6, "seconds": 3.5,
+        "reason": "16 steps with 16 suspects, and the same steps without: they do harm",
+        "branches": [
+            branch(names[0], 0, 0.31, [*[4.0] * 5, *[9.0] * 2, *[4.8] * 9]), branch(names[1], 1, 0.0, [4.0] * 16),
+        ],
+    } | change  # fmt: skip
+
+
+def remedies_tried(**change: Any) -> dict[str, Any]:
+    """The fields of a trial of remedies: the state itself is bad, so that nothing but a new optimizer state helps."""
+    bad = [4.0, 4.1, 4.3, 5.2, 6.4, 7.9, 8.8, 9.1]
+    return {
+        "step": 31, "snapshot": 24, "steps": 8, "chosen": "moments reset", "before": 4.25, "present": 6.1,
+        "reason": "only with the moments reset is the data to come no harder than before",
+        "branches": [
+            branch("nothing", 0, 0.0, bad), branch("other data", 1, 0.05, [loss + 0.1 for loss in bad]),
+            branch("rate x 0.5", 2, -0.9, [0.5 * loss + 2 for loss in bad], error=0.06),
+            branch("re-warm-up", 3, -1.4, [0.3 * loss + 2.8 for loss in bad], error=0.05),
+            branch("moments reset", 4, -1.95, [4.0, 4.02, 4.01, 3.98, 3.97, 3.99, 3.95, 3.96], error=0.04),
+        ],
+    } | change  # fmt: skip

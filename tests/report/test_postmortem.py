@@ -37,9 +37,21 @@ from megastable.report.postmortem.__main__ import app
 from megastable.report.postmortem.facts import Evidence, StepRow
 from megastable.report.postmortem.logs import Log
 from megastable.run.directory import RunDirectory
+from megastable.stability.incident import Incident
 from tests.conftest import LENGTH, tiny
 from tests.full_disk import files_no_larger_than
-from tests.report.runs import NASTY, SPIKE, Make, breakdown, data_incident, make_run, note, tell
+from tests.report.runs import (
+    NASTY,
+    SPIKE,
+    Make,
+    breakdown,
+    data_incident,
+    make_run,
+    note,
+    remedies_tried,
+    suspects_tried,
+    tell,
+)
 from tests.report.test_safe import HOSTILE
 from tests.tiers import examples
 
@@ -101,6 +113,101 @@ def test_a_region_that_cannot_be_understood_is_left_out_and_the_rest_told(
     (evidence,) = incidents_of(folder.parents[1])
     assert all(region.first < region.end and not region.probes for region in evidence.regions)
     assert (folder / "report.html").exists()
+
+
+def with_trials(run: Path, *trials: dict[str, Any], cause: str = "data") -> Path:
+    """The run, in which trials were held between the opening of an incident and its cause."""
+    directory = RunDirectory(run)
+    number = {"number": 1, "summary": Incident(number=1, **SPIKE).model_dump(mode="json")}
+    note(directory, 1030.5, "incident", what="opened", step=31, onset=30, **number)
+    for trial in trials:
+        note(directory, 1030.6, "branches_tried", **trial)
+        note(directory, 1030.6, "incident", what="attributed", cause=cause, **number)
+    note(directory, 1030.7, "incident", what="rewound", to_step=29, **number)
+    note(directory, 1040.5, "incident", what="closed", step=39, **number)
+    return run
+
+
+def test_what_was_tried_is_told_with_the_branches(make: Make) -> None:
+    (folder,) = write_incidents(with_trials(make(), suspects_tried(), remedies_tried()))
+    (evidence,) = incidents_of(folder.parents[1])
+    suspects, remedies = evidence.trials
+    assert (suspects.chosen, remedies.chosen) == ("without the suspects", "moments reset")
+    assert suspects.control is not None and suspects.control.name == "without the suspects"
+    assert (suspects.last, remedies.last, evidence.problems) == (40, 32, [])
+    page, text = (folder / "report.html").read_text(), (folder / "postmortem.md").read_text()
+    told = "Tried at step 31, on the state after step 24: 16 steps with 16 suspects, and the same steps without: "
+    assert f"{told}they do harm." in page and f"{told}they do harm." in text
+    assert (
+        '<td>with the suspects</td><td class="n">0</td><td class="n">4.510</td><td class="n">+0.310 ± 0.020</td>'
+        in page
+    )
+    assert '<tr class="own"><td>moments reset</td><td class="n">4</td>' in page
+    assert "| without the suspects | 1 | 4.200 | 0, the control | 2.50 | the run went on like this |" in text
+    assert "| rate x 0.5 | 2 | 3.300 | -0.900 ± 0.060 | 3.50 |  |" in text
+    assert "](branches.png)" in text and "](branches-2.png)" in text and page.count("data:image/png") == 3
+    assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in ("branches.png", "branches-2.png"))
+    assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()) == evidence
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cause", "chosen"),
+    [
+        ("new", "new_data", "with"),
+        ("noise", "new_data", "with"),
+        ("noise", "data", "without"),
+        ("mixed", "state", "without"),
+    ],
+)
+def test_the_branch_that_the_run_went_on_with_follows_from_verdict_and_cause(
+    make: Make, verdict: str, cause: str, chosen: str
+) -> None:
+    trial = suspects_tried(verdict=verdict)
+    run = with_trials(make(), trial, cause=cause)
+    (evidence,) = incidents_of(run)
+    assert evidence.trials[0].chosen == f"{chosen} the suspects"
+
+
+def test_trials_of_other_matters_are_not_told_and_one_before_the_opening_is(make: Make) -> None:
+    run = make()
+    directory = RunDirectory(run)
+    note(directory, 1020.0, "branches_tried", **suspects_tried(reason="of samples that were examined"))
+    note(
+        directory,
+        1020.1,
+        "samples_examined",
+        step=31,
+        first=30,
+        last=30,
+        suspected="higher",
+        reason="none is bad",
+    )
+    note(directory, 1030.0, "branches_tried", **suspects_tried(step=29, reason="too early"))
+    note(directory, 1030.1, "branches_tried", **suspects_tried(reason="of a look back"))
+    with_trials(
+        run,
+        suspects_tried(branches=[]),
+        suspects_tried(reason=""),
+    )
+    note(directory, 1050.0, "branches_tried", **suspects_tried(reason="after it was over"))
+    (evidence,) = incidents_of(run)
+    assert [trial.reason for trial in evidence.trials] == ["of a look back", ""]
+    assert evidence.trials[1].summary.endswith(": with the suspects, without the suspects.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"difference": "inf", "error": 0.0, "loss": "inf", "losses": [4.0, "nan", "inf"], "norms": ["nan"]},
+        {"losses": [4.0], "norms": [], "name": f"$x^2$ {NASTY}"},
+        {"losses": [], "difference": "nan", "error": "nan"},
+    ],
+)
+def test_any_branches_can_be_drawn(make: Make, change: dict[str, Any]) -> None:
+    trial = remedies_tried()
+    trial["branches"] = [trial["branches"][0], trial["branches"][1] | change, *trial["branches"][2:]] * 2
+    (folder,) = write_incidents(with_trials(make(), trial))
+    assert (folder / "branches.png").exists() and "<script>" not in (folder / "report.html").read_text()
 
 
 def test_an_incident_becomes_a_folder_of_files_that_a_person_opens(spike: Path) -> None:

@@ -19,6 +19,7 @@ from megastable.base.errors import DataError
 from megastable.report.postmortem import logs, pages, pictures
 from megastable.report.postmortem.evidence import Gatherer, Run
 from megastable.report.postmortem.facts import Cost, Evidence
+from megastable.report.postmortem.pages import name_picture
 from megastable.report.postmortem.sample_source import PublicView
 from megastable.run.directory import RunDirectory, as_json
 
@@ -133,8 +134,11 @@ def _pictures(e: Evidence) -> dict[str, bytes]:
             drawn["plot.png"] = steps
         for number, region in enumerate(e.regions, 1):
             if region.probes:
-                name = "region.png" if number == 1 else f"region-{number}.png"
-                drawn[name] = pictures.region_picture(region, e.run.global_batch or 1)
+                drawn[name_picture("region", number)] = pictures.region_picture(
+                    region, e.run.global_batch or 1
+                )
+        for number, trial in enumerate(e.trials, 1):
+            drawn[name_picture("branches", number)] = pictures.branches_picture(trial, e)
         if e.tokens is not None:
             drawn["tokens.png"] = pictures.tokens_picture(e.tokens)
     except Exception as error:  # a missing font, a broken cache: the text still counts

@@ -42,6 +42,7 @@ from megastable.report.postmortem.logs import logs
 from megastable.report.postmortem.sample_source import PublicView, SampleSource
 from megastable.report.postmortem.sample_texts import SHOWN, SampleText, Tokens
 from megastable.report.postmortem.timeline import timeline
+from megastable.report.postmortem.trial_facts import find_trials
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
@@ -116,6 +117,8 @@ class Gatherer:
         self.own = [self.journal.events[index] for index in indexes]
         self.incident = self._lenient(IncidentFacts, summary_of(self.own[-1]), "the incident")
         self.skipped = run.ledger.of_incident(number).entries
+        # A process that dies while an incident of the training is open has tried nothing.
+        self.trials = [] if self.incident.breakdown else find_trials(self.journal, indexes)
 
     @property
     def inputs(self) -> str:
@@ -153,9 +156,9 @@ class Gatherer:
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._closed_at() if i.outcome == "healed" else None,
             timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
-            suspects=suspects, regions=self._regions(), skipped=self.skipped, passes=passes.passes(rows),
-            layers=self._try("the layers", lambda: self._layers(rows), None), samples=samples, tokens=tokens,
-            logs=found, problems=self._told_problems(),
+            suspects=suspects, regions=self._regions(), trials=self.trials, skipped=self.skipped,
+            passes=passes.passes(rows), layers=self._try("the layers", lambda: self._layers(rows), None),
+            samples=samples, tokens=tokens, logs=found, problems=self._told_problems(),
         )  # fmt: skip
 
     def _told_problems(self) -> list[str]:
@@ -226,8 +229,14 @@ class Gatherer:
     def _window(self) -> tuple[int, int]:
         """The steps shown."""
         i = self.incident
-        first = max(1, min(i.onset, i.step) - BEFORE)
-        return first, min(max(i.step, i.onset, self._closed_at() or 0) + AFTER, first + LONGEST)
+        tried = [
+            (t.snapshot, t.last)
+            for t in self.trials
+            if i.onset - LONGEST < t.snapshot < t.last < i.step + LONGEST
+        ]
+        first = max(1, min([min(i.onset, i.step) - BEFORE, *(snapshot for snapshot, _ in tried)]))
+        last = max([max(i.step, i.onset, self._closed_at() or 0) + AFTER, *(last for _, last in tried)])
+        return first, min(last, first + LONGEST)
 
     def _looks(self) -> tuple[int, int]:
         """The steps around it with layer records."""

@@ -18,9 +18,10 @@ from megastable.data.skip_ledger import AnyEntry
 from megastable.report.postmortem.logs import Log
 from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.timeline import TimelineEntry
+from megastable.report.postmortem.trial_facts import TrialFacts
 from megastable.stability.incident import Breakdown, IncidentFields
 
-VERSION = 7  # of the derived files: a change rewrites all incidents
+VERSION = 8  # of the derived files: a change rewrites all incidents
 
 
 class RunFacts(Facts):
@@ -214,6 +215,7 @@ class Evidence(Facts):
     timeline: list[TimelineEntry]
     suspects: list[SuspectFacts]
     regions: list[RegionFacts]
+    trials: list[TrialFacts]
     skipped: list[AnyEntry]
     passes: list[list[StepRow]]
     layers: Layers | None
@@ -226,6 +228,6 @@ class Evidence(Facts):
     def brief(self) -> Evidence:
         """The parts that the index of a run shows, without the large ones."""
         empty: dict[str, Any] = dict.fromkeys(
-            ("timeline", "suspects", "regions", "passes", "samples", "logs"), ()
+            ("timeline", "suspects", "regions", "trials", "passes", "samples", "logs"), ()
         )
         return self.model_copy(update=empty | {"layers": None, "tokens": None})

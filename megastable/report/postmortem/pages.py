@@ -10,7 +10,7 @@ import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from jinja2 import Environment
@@ -20,6 +20,7 @@ from megastable.base.text import duration, plural, ranges, visible
 from megastable.report.postmortem import safe, sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
 from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count
+from megastable.report.postmortem.trial_facts import BranchFacts
 from megastable.report.templates import template_environment
 
 ON_PAGE = 5  # samples shown on the page
@@ -31,6 +32,7 @@ FILES = {
     "postmortem.md": "the same for a terminal or a wiki",
     "plot.png": "loss and gradient norm around it",
     "region.png": "where the bad region's ends were looked for",
+    "branches.png": "the losses of the branches that were tried, and of the run",
     "tokens.png": "token histogram of the guilty samples beside the corpus's",
     "samples.txt": "the texts, escaped",
     "documents.csv": "the documents of the guilty samples",
@@ -38,12 +40,14 @@ FILES = {
     "evidence.json": "everything, for machines",
 }
 
+T = TypeVar("T")
+
 
 class Raw(str):
     """Text of Markdown that is escaped already."""
 
 
-def report(e: Evidence, pictures: Mapping[str, bytes], files: Iterable[str]) -> str:
+def report(e: Evidence, pictures: Mapping[str, bytes], files: Sequence[str]) -> str:
     """report.html: a self-contained page. pictures: PNG by file name; files: that exist."""
     data = {
         name: Markup("data:image/png;base64,") + base64.b64encode(png).decode()
@@ -56,9 +60,8 @@ def report(e: Evidence, pictures: Mapping[str, bytes], files: Iterable[str]) -> 
     )  # fmt: skip
 
 
-def postmortem(e: Evidence, files: Iterable[str]) -> str:
+def postmortem(e: Evidence, files: Sequence[str]) -> str:
     """postmortem.md."""
-    files = list(files)
     example = "".join(piece.text for piece in e.samples[0].pieces)[:600] if e.samples else ""
     template = _markdown().get_template("postmortem.md.jinja")
     return template.render(
@@ -138,14 +141,33 @@ def _facts(e: Evidence) -> dict[str, Any]:
         "ranges": ranges, "positions": count(e.incident.positions), "texts": count(e.incident.shown),
         "what": sentences.what_of(e.incident), "put_off": sentences.put_off(e),
         "layers_remark": _layers_remark(e.layers),
-        "regions": list(zip(_names(e), e.regions, strict=True)),
+        "regions": _with_pictures("region", e.regions), "trials": _with_pictures("branches", e.trials),
+        "difference": _difference,
+        "loss": lambda value: "–" if value is None else f"{value:.3f}" if math.isfinite(value) else "not finite",
         "uniform": math.log(e.tokens.vocabulary) if e.tokens else 0.0,
     }  # fmt: skip
 
 
-def _names(e: Evidence) -> list[str]:
-    """Names of the region plots."""
-    return ["region.png" if number == 0 else f"region-{number + 1}.png" for number in range(len(e.regions))]
+def name_picture(kind: str, number: int) -> str:
+    """The file name of a picture. number: of its kind in the incident, from 1."""
+    return f"{kind}.png" if number == 1 else f"{kind}-{number}.png"
+
+
+def _with_pictures(kind: str, items: Sequence[T]) -> list[tuple[str, T]]:
+    """Each with the name of its picture."""
+    return [(name_picture(kind, number), item) for number, item in enumerate(items, 1)]
+
+
+def _difference(branch: BranchFacts) -> str:
+    """To the control, with its standard error."""
+    if branch.difference is None or math.isnan(branch.difference):
+        return "–"
+    if branch.is_control:
+        return "0, the control"
+    if not math.isfinite(branch.difference):
+        return "not finite"
+    error = "" if branch.error is None or not math.isfinite(branch.error) else f" ± {branch.error:.3f}"
+    return f"{branch.difference:+.3f}{error}"
 
 
 def _layers_remark(layers: Layers | None) -> str:
@@ -157,12 +179,13 @@ def _layers_remark(layers: Layers | None) -> str:
     return f"Looks into the layers: {'; '.join(told)}."
 
 
-def _files(names: Iterable[str]) -> list[tuple[str, str]]:
-    region = "where the ends of a further bad region were looked for"
-    return [
-        (name, region if name.startswith("region-") else FILES.get(name, "a log, or the stacks of a rank"))
-        for name in names
-    ]
+def _files(names: Sequence[str]) -> list[tuple[str, str]]:
+    further = {
+        "region-": "where the ends of a further bad region were looked for",
+        "branches-": "the losses of the branches of a further trial",
+    }
+    known = FILES | {name: what for name in names for kind, what in further.items() if name.startswith(kind)}
+    return [(name, known.get(name, "a log, or the stacks of a rank")) for name in names]
 
 
 def _mood(outcome: str) -> str:

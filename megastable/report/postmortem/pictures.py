@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megastable.base.text import escaped, visible
 from megastable.report.postmortem.facts import Evidence, RegionFacts, StepRow
 from megastable.report.postmortem.sample_texts import Tokens
+from megastable.report.postmortem.trial_facts import BranchFacts, TrialFacts
 from megastable.report.scale import drawable
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 INK, FAINT, GRID = "#1f2933", "#8a94a0", "#e6e9ed"
 BAD, GOOD = "#d1495b", "#1f6fb2"
+BRANCHES = ("#2a9d6f", "#8e5bb5", "#d9822b", "#1f6fb2", "#c2417c", "#7a6a3a")  # colours of a trial's branches
 LABEL = 16  # characters shown of a token
+LABEL_OF_BRANCH = 28  # characters shown of its name
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans", "font.size": 9.5, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
     "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
@@ -160,6 +163,100 @@ def _marks(axis: Axes, e: Evidence, named: bool) -> None:
             words, (group[-1 if right else 0], 1), xycoords=("data", "axes fraction"), ha="right" if right else "left",
             xytext=(0, 4 + 13 * level), textcoords="offset points", fontsize=8.8, parse_math=False,
         )  # fmt: skip
+
+
+def branches_picture(trial: TrialFacts, e: Evidence) -> bytes:
+    """The losses of a trial's branches and of the run over the same steps, and the loss of the data to come after each
+    branch, as PNG."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        return _png(_branches(trial, e))
+
+
+def _branches(trial: TrialFacts, e: Evidence) -> Figure:
+    from matplotlib.ticker import MaxNLocator
+
+    figure = _figure(10, max(4.4, 2.6 + 0.3 * len(trial.branches)))
+    steps, coming = figure.subplots(1, 2, width_ratios=[5, 3])
+    hues = [*BRANCHES[: len(trial.branches)], *[FAINT] * (len(trial.branches) - len(BRANCHES))]
+    first, last = trial.snapshot, max(trial.last, trial.step)
+    _draw_run(steps, [[row for row in part if first <= row.step <= last] for part in e.passes])
+    for branch, hue in zip(trial.branches, hues, strict=True):
+        at = range(trial.snapshot + 1, trial.snapshot + 1 + len(branch.losses))
+        chosen = branch.name == trial.chosen
+        steps.plot(
+            at, [drawable(loss) for loss in branch.losses], color=hue, linewidth=2.0 if chosen else 1.4, zorder=4,
+            label=_name(branch, trial), marker="." if len(branch.losses) < 2 else None,
+        )  # fmt: skip
+    steps.axvline(trial.snapshot, color=FAINT, linewidth=1, linestyle=(0, (3, 3)), zorder=1)
+    steps.annotate(
+        f"snapshot: after step {trial.snapshot:,}", (trial.snapshot, 1), xycoords=("data", "axes fraction"),
+        xytext=(0, 4), textcoords="offset points", fontsize=8.8,
+    )  # fmt: skip
+    steps.set_xlabel("step")
+    steps.set_ylabel("loss of the step's own batch (nats per token)")
+    steps.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    steps.margins(x=0.02, y=0.12)
+    _draw_differences(coming, trial, hues)
+    figure.legend(*steps.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=1.8)
+    return figure
+
+
+def _draw_run(axis: Axes, passes: Sequence[Sequence[StepRow]]) -> None:
+    """The recorded steps of a trial's window: what stayed, what was undone, what was refused."""
+    stood, undone = standing([part for part in passes if part])
+    line: dict[str, Any] = {"linewidth": 2.2, "zorder": 3, "markersize": 3.5}
+    for kind, rows, label, style in (
+        *(
+            (0, part, "the run: undone steps" if n == 0 else None, {"linestyle": (0, (2, 1.5))})
+            for n, part in enumerate(undone)
+        ),
+        (1, stood, "the run", {}),
+    ):
+        if rows:
+            colour = INK if kind else FAINT
+            values = [drawable(row.loss) for row in rows]
+            marker = "o" if len(rows) == 1 else None
+            axis.plot(
+                [r.step for r in rows], values, color=colour, label=label, marker=marker, **line, **style
+            )
+    refused = [row for part in passes for row in part if not row.applied]
+    if refused:
+        axis.scatter(
+            [row.step for row in refused], [drawable(row.loss) for row in refused], color=BAD, marker="x", s=44,
+            linewidths=1.9, zorder=6, label="the run: update refused",
+        )  # fmt: skip
+
+
+def _draw_differences(axis: Axes, trial: TrialFacts, hues: Sequence[str]) -> None:
+    """For each branch a point with its standard error, the first one at the top."""
+    known = [drawable(branch.difference) for branch in trial.branches]
+    for place, (branch, value, hue) in enumerate(zip(trial.branches, known, hues, strict=True)):
+        error = drawable(branch.error)
+        axis.errorbar(
+            value, place, xerr=None if math.isnan(error) else error, fmt="o", color=hue, markersize=6, capsize=3,
+        )  # fmt: skip
+        if math.isnan(value):
+            axis.annotate("not finite", (0, place), color=BAD, ha="center", va="center", fontsize=8.8)
+    axis.axvline(0, color=FAINT, linewidth=1, zorder=1)
+    axis.set_yticks(
+        range(len(known)), [_name(branch, trial).replace(" (", "\n(") for branch in trial.branches]
+    )
+    axis.set_ylim(len(known) - 0.4, -0.6)
+    axis.tick_params(axis="y", length=0)
+    axis.margins(x=0.15)
+    axis.grid(axis="y", visible=False)
+    axis.set_xlabel(
+        "loss of the data to come,\nminus the control ± standard error\n(nats per token; left is better)"
+    )
+
+
+def _name(branch: BranchFacts, trial: TrialFacts) -> str:
+    name = visible(branch.name, LABEL_OF_BRANCH).replace("$", r"\$")
+    roles = [(branch.is_control, "control"), (branch.name == trial.chosen, "chosen")]
+    told = ", ".join(role for true, role in roles if true)
+    return f"{name} ({told})" if told else name
 
 
 def region_picture(region: RegionFacts, batch: int) -> bytes:

@@ -1,0 +1,191 @@
+"""Defines what is told of a trial: branches of a few steps from one state, compared before anything was taken away.
+
+The journal's event is `branches_tried` (run/events/stability_events.py). Suspected samples are tried with a verdict,
+remedies with the name of the branch that was chosen; both are told alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from megastable.base.text import plural
+from megastable.report.postmortem.journal import MARKS, STARTS, Journal
+from megastable.run.events.event import Event
+from megastable.run.events.stability_events import (
+    BranchesTried,
+    DiscardExamined,
+    IncidentEvent,
+    SamplesDropped,
+    SamplesExamined,
+)
+
+NEAR = 8  # events between a trial and the incident that is opened because of it
+ENDS = (
+    IncidentEvent,
+    DiscardExamined,
+    SamplesExamined,
+    SamplesDropped,
+    *STARTS,
+    *MARKS,
+)  # another matter ends
+WITH, WITHOUT = "with the suspects", "without the suspects"  # names of branches (recovery/trials.py)
+HARMLESS = ("new", "noise")  # verdicts after which suspects are trained on, if they are not few and gross
+
+
+class BranchFacts(BaseModel):
+    """A branch. cost: how intrusive it is, from 0, the least. loss: of samples of the data to come at its end, nats per
+    token; difference: that minus the control's, and its standard error. losses, norms: of its steps; nats per token,
+    and gradient norms before clipping."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    cost: int | None = None
+    loss: float | None = None
+    difference: float | None = None
+    error: float | None = None
+    losses: list[float] = []
+    norms: list[float] = []
+
+    @property
+    def last_norm(self) -> float | None:
+        """None if it has no steps."""
+        return self.norms[-1] if self.norms else None
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is the one that others are compared with."""
+        return self.difference == 0 and self.error == 0
+
+
+class TrialFacts(BaseModel):
+    """A trial, on the state after step `snapshot`. step: at which it was held; steps: of each branch. chosen: the name
+    of the branch whose data or remedy the run went on with; "" if that is not known. before, present: mean loss of the
+    data to come on the snapshot, and where the run stood. seconds: duration."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    step: int
+    snapshot: int
+    steps: int = 0
+    suspects: int | None = None
+    verdict: str = ""
+    chosen: str = ""
+    damaged: bool = False
+    before: float | None = None
+    present: float | None = None
+    seconds: float | None = None
+    reason: str = ""
+    branches: list[BranchFacts]
+
+    @field_validator("branches")
+    @classmethod
+    def _some(cls, branches: list[BranchFacts]) -> list[BranchFacts]:
+        if not branches:
+            raise ValueError("no branches")
+        return branches
+
+    @property
+    def last(self) -> int:
+        """The last step of its longest branch."""
+        return self.snapshot + max(len(branch.losses) for branch in self.branches)
+
+    @property
+    def control(self) -> BranchFacts | None:
+        return next((branch for branch in self.branches if branch.is_control), None)
+
+    @property
+    def summary(self) -> str:
+        """What was tried, on which state, and what came out: a sentence."""
+        outcome = self.reason.rstrip(".") or ", ".join(branch.name for branch in self.branches)
+        return f"Tried at step {self.step:,}, on the state after step {self.snapshot:,}: {outcome}."
+
+    @property
+    def explanation(self) -> str:
+        """What the columns of its table mean."""
+        told = [
+            f"Each branch is {plural(self.steps, 'step')} of training from that same state, after which the run stands "
+            "as it did before."
+        ]
+        if self.suspects is not None:
+            told.append("Some suspects are in neither branch, to measure what is learnt from the others.")
+        told.append(
+            "The data to come: samples from the rest of the run, the same for all branches, and trained on by none."
+        )
+        known = [(self.before, "before the branches"), (self.present, "where the run stood")]
+        losses = [f"{loss:.3f} {where}" for loss, where in known if loss is not None and math.isfinite(loss)]
+        if losses:
+            told.append(f"Their mean loss was {' and '.join(losses)}.")
+        if self.control is not None:
+            told.append(
+                f"The control is the branch “{self.control.name}”; ± is the standard error of the mean difference."
+            )
+        if self.chosen:
+            told.append("The run went on as in the chosen one.")
+        if self.damaged:
+            told.append(
+                "The state where the run stood was worse than all others, which these steps did not cause."
+            )
+        return " ".join(told)
+
+
+def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
+    """The trials of an incident, in order; those that cannot be understood are left out.
+
+    Args:
+        own: indexes of the incident's events, ascending.
+    """
+    events, indexes = journal.events, list[int]()
+    onset = _first_step(events[own[0]])
+    # Samples are tried before the incident of a look back is opened: nothing else may lie between.
+    for index in range(own[0] - 1, max(-1, own[0] - 1 - NEAR), -1):
+        if isinstance(events[index], ENDS):
+            break
+        if isinstance(events[index], BranchesTried):
+            indexes.append(index)
+    indexes += [n for n in range(own[0], own[-1] + 1) if isinstance(events[n], BranchesTried)]
+    found = list[TrialFacts]()
+    for index in sorted(indexes):
+        try:
+            trial = TrialFacts.model_validate(
+                {k: v for k, v in events[index].fields.items() if v is not None}
+            )
+        except ValidationError:
+            continue
+        if onset is None or trial.step >= onset:
+            found.append(
+                trial.model_copy(update={"chosen": _name_chosen(trial, _next_cause(events, own, index))})
+            )
+    return found
+
+
+def _name_chosen(trial: TrialFacts, cause: str | None) -> str:
+    """The branch with which the run goes on. cause: that the incident had after the trial; None if it has none yet."""
+    if trial.chosen or trial.suspects is None:
+        return trial.chosen
+    if not trial.verdict or cause is None:
+        return ""
+    # A few gross samples are skipped although no harm was measured: their cause is data.
+    return WITH if trial.verdict in HARMLESS and cause != "data" else WITHOUT
+
+
+def _next_cause(events: Sequence[Event], own: Sequence[int], after: int) -> str | None:
+    """The cause that an incident was attributed to next."""
+    for index in own:
+        event = events[index]
+        if index > after and isinstance(event, IncidentEvent) and event.what == "attributed":
+            cause: Any = event.cause
+            return cause if isinstance(cause, str) else None
+    return None
+
+
+def _first_step(opened: Event) -> int | None:
+    """The onset of an incident that is opened."""
+    for key in ("onset", "step"):
+        if type(step := opened.get(key)) is int:
+            return step
+    return None
