@@ -145,7 +145,7 @@ class JournalView:
         if moment is not None:
             self.began = self.began if self.began is not None else moment
             self.last = self.last if name in OTHERS else moment
-        if not isinstance(event, Other | PassedOver):
+        if not isinstance(event, Other | PassedOver | Probed):
             self._tail.append(event)
         if (step := whole(event.get("to_step" if "to_step" in event else "step"))) is not None:
             self.step = step

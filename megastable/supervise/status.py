@@ -78,13 +78,13 @@ class Status:
     steps done; skipped: samples before the cursor that are in none of them; last_step: when the last one ended.
     readings: the newest of what is recorded (recent_steps.NEWEST). loss, grad_norm, lr: of the last step. probe: step
     and loss of the newest look at it. eta: of the rest at that rate. restarts: counted by how the previous attempt
-    ended (journal_view.kind_of_end). starts: of training processes. stages: of the pipeline. task_interval: steps between two
-    evaluations of tasks, None without any. hosts: of the newest attempt, that of rank 0 first; left_out: until when, by
-    host, others are preferred to those that failed; slow: by host, those that are slow now. trends: slow signals that
-    are warned of now. free: bytes that a user has left where checkpoints are written. alert: since when and why
-    automatic remedies are paused, "" if they are not. goodput: where the time went (run/goodput), None if that is not
-    known, or takes long to find out; `settled` of it: seconds by kind of what will not change any more. problems: what
-    could not be read.
+    ended (journal_view.kind_of_end). starts: of training processes. stages: of the pipeline. task_interval: steps
+    between two evaluations of tasks, None without any. hosts: of the newest attempt, that of rank 0 first; left_out:
+    until when, by host, others are preferred to those that failed; slow: by host, those that are slow now. trends: slow
+    signals that are warned of now. free: bytes that a user has left where checkpoints are written. alert: since when
+    and why automatic remedies are paused, "" if they are not. goodput: where the time went (run/goodput), None if that
+    is not known, or takes long to find out; `settled` of it: seconds by kind of what will not change any more.
+    problems: what could not be read.
     """
 
     run: str

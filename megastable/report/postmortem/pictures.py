@@ -206,21 +206,12 @@ def _branches(trial: TrialFacts, e: Evidence) -> Figure:
 def _draw_run(axis: Axes, passes: Sequence[Sequence[StepRow]]) -> None:
     """The recorded steps of a trial's window: what stayed, what was undone, what was refused."""
     stood, undone = standing([part for part in passes if part])
-    line: dict[str, Any] = {"linewidth": 2.2, "zorder": 3, "markersize": 3.5}
-    for kind, rows, label, style in (
-        *(
-            (0, part, "the run: undone steps" if n == 0 else None, {"linestyle": (0, (2, 1.5))})
-            for n, part in enumerate(undone)
-        ),
-        (1, stood, "the run", {}),
-    ):
-        if rows:
-            colour = INK if kind else FAINT
-            values = [drawable(row.loss) for row in rows]
-            marker = "o" if len(rows) == 1 else None
-            axis.plot(
-                [r.step for r in rows], values, color=colour, label=label, marker=marker, **line, **style
-            )
+    for number, part in enumerate(undone):
+        label = "the run: undone steps" if number == 0 else None
+        style = {"color": FAINT, "linewidth": 2.2, "linestyle": (0, (2, 1.5)), "zorder": 3, "label": label}
+        _line(axis, part, "loss", False, style)
+    if stood:
+        _line(axis, stood, "loss", False, {"color": INK, "linewidth": 2.2, "zorder": 3, "label": "the run"})
     refused = [row for part in passes for row in part if not row.applied]
     if refused:
         axis.scatter(

@@ -14,6 +14,7 @@ from megastable.run.events.follow import Follower, PassedOver
 from megastable.run.events.stability_events import (
     AlertEvent,
     IncidentEvent,
+    Probed,
     RateCut,
     RateLifted,
     RateWarmup,
@@ -40,7 +41,7 @@ REFUSED = re.compile(rb'"event": "(?:discarded|discard_examined)"')
 GROUPS = {
     "incident": "incident discarded unstable handover alert trend located would baseline_reset rate_cut rate_warmup "
     "rate_lifted fell_back returned replicas_differ state_changed gradients_doubted replay_differs snapshot_rejected "
-    "warning discard_examined samples_examined samples_dropped",
+    "warning branches_tried discard_examined samples_examined samples_dropped",
     "checkpoint": "checkpoint rolled_back resumed reshaped memory_resume memory_refused memory_dropped memory_off "
     "imported",
     "data": "order_changed exchanges_undone blend_changed mix_changed batch_changed length_changed looked_ahead "
@@ -103,6 +104,8 @@ class _Noted:
     passed: int = 0  # refused updates that are not in the list
     incidents: dict[int, IncidentNote] = field(default_factory=dict)
     evaluations: list[tuple[int, float, float]] = field(default_factory=list)  # step, loss, time
+    probes: list[tuple[int, float, float]] = field(default_factory=list)  # likewise, of the probe
+    probes_undone: list[tuple[int, float, float]] = field(default_factory=list)  # of weights that were undone
     by_corpus: list[SomeValues] = field(default_factory=list)  # validation losses
     tasks: list[SomeValues] = field(default_factory=list)  # scores
     checkpoints: dict[str, CheckpointNote] = field(default_factory=dict)
@@ -122,6 +125,8 @@ class _Noted:
     def undo(self, step: int) -> None:
         """The run goes on from `step`: what was measured of later weights is of none that there are."""
         self.evaluations = [one for one in self.evaluations if one[0] <= step]
+        self.probes_undone += [one for one in self.probes if one[0] > step]
+        self.probes = [one for one in self.probes if one[0] <= step]
         self.by_corpus = [one for one in self.by_corpus if one.step <= step]
         self.tasks = [one for one in self.tasks if one.step <= step]
 
@@ -164,6 +169,10 @@ class JournalNotes:
         step = whole(event.get("to_step", event.get("step")))
         summary = event.get("summary")
         number = whole(summary.get("number")) if isinstance(summary, dict) else None
+        if isinstance(event, Probed):  # in a plot; in the list they would take the place of what happened
+            if step is not None and event.loss is not None and math.isfinite(event.loss):
+                n.probes.append((step, event.loss, time))
+            return
         line = JournalLine(time, step, event.event, group_of(event.event), event.sentence(), number)
         n.lines.append(line)
         if number is not None and isinstance(summary, dict):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megastable.report.run_page.run_reader import RunReader
 
 LINES = 200  # of the journal at a time
+LOOKS = 1000  # points of a curve that is measured now and then
 LOST = 30  # causes of lost time
 SPANS = 2000  # of time, with their causes
 THIN = 1 / 1600  # of the strip
@@ -118,9 +119,10 @@ def panel(r: RunReader) -> dict[str, Any]:
     cases = [incident(r, note, places) for note in noted.incidents.values()]
     return {
         "incidents": cases,
-        "evaluations": {
-            "x": _xs([places.of(step, at) for step, _, at in noted.evaluations]),
-            "loss": encoded(np.array([loss for _, loss, _ in noted.evaluations], np.float32)),
+        "evaluations": _curve(noted.evaluations, places),
+        "probe": {
+            "standing": _curve(noted.probes, places),
+            "undone": _curve(noted.probes_undone, places),
         },
         "by_corpus": _curves(noted.by_corpus, places),
         "tasks": _curves(noted.tasks, places),
@@ -320,6 +322,17 @@ def _checkpoint(r: RunReader, name: str, places: PlacesOfSteps) -> dict[str, Any
         "why": note.why, "proved": note.proved,
         "there": name in r.committed,
     }  # fmt: skip
+
+
+def _curve(looks: Sequence[tuple[int, float, float]], places: PlacesOfSteps) -> dict[str, Any]:
+    """A loss that is measured now and then. looks: step, loss and time; of more than `LOOKS` of them the means of
+    neighbours."""
+    width = -(-len(looks) // LOOKS) or 1
+    some = [looks[n : n + width] for n in range(0, len(looks), width)]
+    return {
+        "x": _xs([places.of(group[-1][0], group[-1][2]) for group in some]),
+        "loss": encoded(np.array([np.mean([loss for _, loss, _ in group]) for group in some], np.float32)),
+    }
 
 
 def _curves(measured: Sequence[SomeValues], places: PlacesOfSteps) -> dict[str, Any]:

@@ -120,6 +120,37 @@ def test_what_was_measured_of_undone_weights_is_not_shown(tmp_path: Path) -> Non
     assert notes.look() and notes.noted.evaluations == notes.noted.tasks == []
 
 
+def test_the_probe_is_a_curve_and_what_was_undone_of_it_is_apart(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run")
+    for step in (25, 50, 75):
+        note(run, BEGIN + step, "probed", step=step, loss=5.0 - step / 100, samples=16)
+    note(run, BEGIN + 76, "probed", step=76, loss="nan", samples=16)
+    reader = RunReader(run.root, cache=False)
+    reader.look(until_all=True)
+    probe = reader.panel()["probe"]
+    assert floats(probe["standing"]["x"]["step"], "f8") == [25, 50, 75]
+    assert floats(probe["standing"]["loss"], "f4") == [4.75, 4.5, 4.25] and probe["undone"]["loss"] == ""
+    note(run, BEGIN + 80, "incident", what="rewound", to_step=50, number=1, summary={"number": 1})
+    note(run, BEGIN + 90, "probed", step=75, loss=4.0, samples=16)
+    reader.look(until_all=True)
+    panel = reader.panel()
+    probe = panel["probe"]
+    assert floats(probe["standing"]["x"]["step"], "f8") == [25, 50, 75]
+    assert floats(probe["standing"]["loss"], "f4")[-1] == 4.0
+    assert floats(probe["undone"]["x"]["step"], "f8") == [75] and floats(probe["undone"]["loss"], "f4") == [
+        4.25
+    ]
+    # In the list of events they would take the place of what happened.
+    assert not run_panel.journal(reader, "probe")["count"]
+
+
+def test_of_many_looks_at_the_probe_neighbours_are_averaged(reader: RunReader) -> None:
+    looks = [(step, float(step), BEGIN + step) for step in range(1, 2 * run_panel.LOOKS + 2)]
+    curve = run_panel._curve(looks, run_panel.PlacesOfSteps(reader))
+    losses = floats(curve["loss"], "f4")
+    assert len(losses) == 667 and losses[:2] == [2.0, 5.0] and losses[-1] == 2000.0
+
+
 def test_what_is_trained(tmp_path: Path) -> None:
     run = made_run(
         tmp_path / "run", parallel={"tensor": 2}, supervise={"gpu_hour_price": 2.5}, optimizer={"lr": 3e-4}

@@ -135,6 +135,28 @@ def test_a_run_that_goes_on(page: Pages, tmp_path: Path) -> None:
         page.leave()
 
 
+def test_the_probe_is_drawn_live_and_in_a_file(page: Pages, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", incidents=())
+    data = "return document.querySelector('#plot-probe').plot()?.data"
+    with serving(run.root) as address:
+        page.open(address)
+        assert not page.find("#plot-probe").is_displayed()  # it was never measured
+        for step in (50, 75, 100):
+            note(run, BEGIN + 300 + step, "probed", step=step, loss=5 - step / 100, samples=16)
+        until(lambda: page.run(data) == [[50, 75, 100], [4.5, 4.25, 4.0]])
+        told = summary(1, 100)
+        note(run, BEGIN + 405, "incident", what="rewound", number=1, to_step=80, summary=told)
+        note(run, BEGIN + 410, "probed", step=100, loss=3.75, samples=16)
+        # The look that was undone, and the curve.
+        drawn = [[50, 75, 100], [None, None, 4.0], [4.5, 4.25, 3.75]]
+        until(lambda: page.run(data) == drawn)
+        assert "never trained on" in page.find("#plot-probe figcaption").get_attribute("title")
+        page.leave()
+    write_page([run.root], tmp_path / "page.html")
+    page.open((tmp_path / "page.html").as_uri())
+    assert page.run(data) == drawn
+
+
 def test_steps_that_nobody_knows_yet_are_a_gap(page: Pages, tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", incidents=())
     progress(run, 180, time.time(), 3.2)

@@ -22,8 +22,19 @@ function curves(key) {
   };
 }
 
+/** The probe: what a rewind or a restart undid is apart, as of steps. */
+function probe(run) {
+  const panel = state.panels[run];
+  if (!panel) return [];
+  const { standing, undone } = panel.probe, on = state.axis;
+  const line = { x: standing.x[on], y: standing.loss, label: "probe", kind: "line", sparse: true };
+  return [...(undone.loss.length && run === state.focus ? [{ x: undone.x[on], y: undone.loss, label: "undone", kind: "undone", sparse: true }] : []), line];
+}
+
 const GROUPS = [
   ["evaluation", "Evaluation", [
+    { key: "probe", title: "Probe", unit: "nats per token", log: true, lines: [], extra: probe,
+      help: "Mean loss of a few validation samples, the same ones throughout and never trained on, at every snapshot and every 25 steps: it tells how the model does, whatever the batches hold. Grey dots: of weights that were undone." },
     { key: "by_corpus", title: "Validation loss by corpus", unit: "nats per token", log: true, help: "Of a blend of several corpora: each on its own samples, always the same ones.", lines: [], extra: curves("by_corpus") },
     { key: "tasks", title: "Tasks", unit: "score", help: "Scores of eval.command, such as lm-evaluation-harness, over the steps of the checkpoints.", lines: [], extra: curves("tasks") },
   ]],

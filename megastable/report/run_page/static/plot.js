@@ -20,7 +20,7 @@ const runColour = (run) => colour(`run${run % 8}`);
 
 /**
  * spec: {key, title, unit, help, height, full, log, zero, lines: [{group, name, label, tone}], apart: bool,
- * extra(run): more series, [{x, y, label, stroke}]}; without lines, they are the plot
+ * extra(run): more series, [{x, y, label, stroke, kind}], points if no kind is given}; without lines, they are the plot
  */
 function makePlot(spec) {
   const values = el("span.values"), body = el("div.body"), note = el("span.unit", {}, spec.unit ? ` ${spec.unit}` : "");
@@ -59,7 +59,7 @@ function makePlot(spec) {
       });
       if (spec.extra) {
         const stroke = several ? runColour(run) : colour("valid");
-        for (const more of spec.extra(run)) found.push({ stroke, ...more, kind: "points", run });
+        for (const more of spec.extra(run)) found.push({ stroke, kind: "points", style: {}, main, ...more, run });
       }
     }
     return found;
@@ -119,7 +119,7 @@ function makePlot(spec) {
 
   function stroke(layer) {
     if (layer.kind === "refused") return { stroke: colour("bad"), width: 2, paths: () => null, points: { show: true, size: 8, width: 2, paths: crosses } };
-    if (layer.kind === "undone") return { stroke: colour("soft"), paths: () => null, points: { show: true, size: 3, fill: colour("soft"), width: 0 } };
+    if (layer.kind === "undone") return { stroke: colour("soft"), paths: () => null, points: { show: true, size: layer.sparse ? 6 : 3, fill: colour("soft"), width: 0 } };
     if (layer.kind === "points") return { stroke: layer.stroke, width: 1.5, spanGaps: true, dash: [4, 3], points: { show: true, size: 6, fill: colour("card"), width: 2 } };
     return {
       stroke: layer.stroke, width: layer.main ? 1.6 : 1.2, spanGaps: layer.sparse, alpha: layer.main ? 1 : 0.85,

@@ -42,13 +42,15 @@ function decodedMachines(given) {
   return { ...given, x, maps: given.maps.map((one) => ({ ...one, values: decoded(one.values) })) };
 }
 
+const decodedCurve = (given) => ({ x: decodedGroup({ x: given.x }).x, loss: decoded(given.loss) });
+
 function decodedCurves(given) {
   return { x: decodedGroup({ x: given.x }).x, values: given.values.map(({ name, y }) => ({ name, y: decoded(y) })) };
 }
 
 function decodedPanel(panel) {
-  const { x } = decodedGroup({ x: panel.evaluations.x });
-  return { ...panel, evaluations: { x, loss: decoded(panel.evaluations.loss) }, by_corpus: decodedCurves(panel.by_corpus), tasks: decodedCurves(panel.tasks) };
+  const probe = { standing: decodedCurve(panel.probe.standing), undone: decodedCurve(panel.probe.undone) };
+  return { ...panel, evaluations: decodedCurve(panel.evaluations), probe, by_corpus: decodedCurves(panel.by_corpus), tasks: decodedCurves(panel.tasks) };
 }
 
 async function askedText(path, given = {}) {
