@@ -136,12 +136,12 @@ def remedies_tried(**change: Any) -> dict[str, Any]:
     """The fields of a trial of remedies: the state itself is bad, so that nothing but a new optimizer state helps."""
     bad = [4.0, 4.1, 4.3, 5.2, 6.4, 7.9, 8.8, 9.1]
     return {
-        "step": 31, "snapshot": 24, "steps": 8, "chosen": "moments reset", "before": 4.25, "present": 6.1,
+        "step": 31, "snapshot": 24, "steps": 8, "chosen": "reset_moments", "before": 4.25, "present": 6.1,
         "reason": "only with the moments reset is the data to come no harder than before",
         "branches": [
-            branch("nothing", 0, 0.0, bad), branch("other data", 1, 0.05, [loss + 0.1 for loss in bad]),
-            branch("rate x 0.5", 2, -0.9, [0.5 * loss + 2 for loss in bad], error=0.06),
-            branch("re-warm-up", 3, -1.4, [0.3 * loss + 2.8 for loss in bad], error=0.05),
-            branch("moments reset", 4, -1.95, [4.0, 4.02, 4.01, 3.98, 3.97, 3.99, 3.95, 3.96], error=0.04),
+            branch("nothing", 0, 0.05, bad), branch("other data", 1, 0.0, [loss + 0.1 for loss in bad]),
+            branch("cut_lr", 2, -0.9, [0.5 * loss + 2 for loss in bad], error=0.06),
+            branch("rewarm", 3, -1.4, [0.3 * loss + 2.8 for loss in bad], error=0.05),
+            branch("reset_moments", 4, -1.95, [4.0, 4.02, 4.01, 3.98, 3.97, 3.99, 3.95, 3.96], error=0.04),
         ],
     } | change  # fmt: skip

@@ -132,7 +132,7 @@ def test_what_was_tried_is_told_with_the_branches(make: Make) -> None:
     (folder,) = write_incidents(with_trials(make(), suspects_tried(), remedies_tried()))
     (evidence,) = incidents_of(folder.parents[1])
     suspects, remedies = evidence.trials
-    assert (suspects.chosen, remedies.chosen) == ("without the suspects", "moments reset")
+    assert (suspects.chosen, remedies.chosen) == ("without the suspects", "reset_moments")
     assert suspects.control is not None and suspects.control.name == "without the suspects"
     assert (suspects.last, remedies.last, evidence.problems) == (40, 32, [])
     page, text = (folder / "report.html").read_text(), (folder / "postmortem.md").read_text()
@@ -143,8 +143,8 @@ def test_what_was_tried_is_told_with_the_branches(make: Make) -> None:
         in page
     )
     assert '<tr class="own"><td>moments reset</td><td class="n">4</td>' in page
-    assert "| without the suspects | 1 | 4.200 | 0, the control | 2.50 | the run went on like this |" in text
-    assert "| rate x 0.5 | 2 | 3.300 | -0.900 ± 0.060 | 3.50 |  |" in text
+    assert "| without the suspects | 1 | 4.200 | 0, the control | 2.50 | chosen |" in text
+    assert "| rate cut | 2 | 3.300 | -0.900 ± 0.060 | 3.50 |  |" in text
     assert "](branches.png)" in text and "](branches-2.png)" in text and page.count("data:image/png") == 3
     assert all((folder / name).read_bytes()[:4] == b"\x89PNG" for name in ("branches.png", "branches-2.png"))
     assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()) == evidence
@@ -166,6 +166,25 @@ def test_the_branch_that_the_run_went_on_with_follows_from_verdict_and_cause(
     run = with_trials(make(), trial, cause=cause)
     (evidence,) = incidents_of(run)
     assert evidence.trials[0].chosen == f"{chosen} the suspects"
+
+
+def test_a_remedy_that_won_is_named(make: Make) -> None:
+    run = make()
+    number = {
+        "number": 1,
+        "summary": Incident(number=1, **SPIKE, actions=["adjust"], cause="state").model_dump(mode="json"),
+    }
+    note(RunDirectory(run), 1030.5, "incident", what="opened", step=31, onset=30, **number)
+    note(RunDirectory(run), 1030.6, "branches_tried", **remedies_tried())
+    note(RunDirectory(run), 1030.7, "incident", what="rewound", to_step=24, **number)
+    (evidence,) = incidents_of(run)
+    assert (
+        "to step 24 and continued with the remedy whose branch was clearly better: moments reset."
+        in sentences.headline(evidence)
+    )
+    assert "a branch from there was clearly better" in sentences.acted("adjust")
+    (nothing,) = [trial.model_copy(update={"chosen": "nothing"}) for trial in evidence.trials]
+    assert "No remedy won, so none was taken." in nothing.explanation
 
 
 def test_trials_of_other_matters_are_not_told_and_one_before_the_opening_is(make: Make) -> None:

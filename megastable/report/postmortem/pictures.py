@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 INK, FAINT, GRID = "#1f2933", "#8a94a0", "#e6e9ed"
 BAD, GOOD = "#d1495b", "#1f6fb2"
-BRANCHES = ("#2a9d6f", "#8e5bb5", "#d9822b", "#1f6fb2", "#c2417c", "#7a6a3a")  # colours of a trial's branches
+BRANCHES = (
+    "#2a9d6f", "#8e5bb5", "#d9822b", "#1f6fb2", "#c2417c", "#7a6a3a", "#17a2b8", "#9c3f1e", "#7fae2e", "#6b6be0"
+)  # colours of a trial's branches  # fmt: skip
 LABEL = 16  # characters shown of a token
 LABEL_OF_BRANCH = 28  # characters shown of its name
 STYLE: dict[Any, Any] = {
@@ -244,7 +246,7 @@ def _draw_differences(axis: Axes, trial: TrialFacts, hues: Sequence[str]) -> Non
 
 
 def _name(branch: BranchFacts, trial: TrialFacts) -> str:
-    name = visible(branch.name, LABEL_OF_BRANCH).replace("$", r"\$")
+    name = visible(branch.label, LABEL_OF_BRANCH).replace("$", r"\$")
     roles = [(branch.is_control, "control"), (branch.name == trial.chosen, "chosen")]
     told = ", ".join(role for true, role in roles if true)
     return f"{name} ({told})" if told else name

@@ -170,7 +170,7 @@ def _found_and_done(e: Evidence) -> str:
         "fall_back": f"{went} without {_left(i)}.",
         "cap_lr": f"{went} with the learning rate capped at its value there.",
         "cut_lr": f"{went} with a smaller learning rate.",
-        "adjust": f"{went} with the remedy whose branch was clearly better.",
+        "adjust": f"{went} with the remedy whose branch was clearly better{_name_winner(e)}.",
         "alert": "Nothing more was done automatically: training went on, and an alert was raised.",
         "swap_corpus": f"{went} without their corpus.",
         "handover": f"A new process resumed from {back}." if e.back_to else "",
@@ -195,6 +195,14 @@ def put_off(e: Evidence) -> str:
 def what_of(i: IncidentFacts) -> str:
     """Describes the samples whose texts are shown."""
     return "guilty" if i.guilty else "skipped" if i.positions else "deferred"
+
+
+def _name_winner(e: Evidence) -> str:
+    """After a colon, the remedy that won the last trial; "" if that is not known."""
+    labels = [
+        branch.label for trial in e.trials[-1:] for branch in trial.branches if branch.name == trial.chosen
+    ]
+    return f": {labels[0]}" if labels else ""
 
 
 def _left(i: IncidentFacts) -> str:

@@ -33,6 +33,11 @@ ENDS = (
     *MARKS,
 )  # another matter ends
 WITH, WITHOUT = "with the suspects", "without the suspects"  # names of branches (recovery/trials.py)
+WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (attribution/remedies.py)
+LABELS = {
+    "cap_lr": "rate capped", "cut_lr": "rate cut", "leave_fp8": "without FP8", "rewarm": "warm-up again",
+    "reset_moments": "moments reset", "clip": "tighter clipping", "z_loss": "larger z-loss", "beta2": "lower beta2",
+}  # fmt: skip
 HARMLESS = ("new", "noise")  # verdicts after which suspects are trained on, if they are not few and gross
 
 
@@ -52,6 +57,11 @@ class BranchFacts(BaseModel):
     norms: list[float] = []
 
     @property
+    def label(self) -> str:
+        """Its name in words."""
+        return LABELS.get(self.name, self.name.replace("_", " "))
+
+    @property
     def last_norm(self) -> float | None:
         """None if it has no steps."""
         return self.norms[-1] if self.norms else None
@@ -64,8 +74,8 @@ class BranchFacts(BaseModel):
 
 class TrialFacts(BaseModel):
     """A trial, on the state after step `snapshot`. step: at which it was held; steps: of each branch. chosen: the name
-    of the branch whose data or remedy the run went on with; "" if that is not known. before, present: mean loss of the
-    data to come on the snapshot, and where the run stood. seconds: duration."""
+    of the branch whose data or remedy the run went on with; or of the best one, if no remedy won; "" if not known.
+    before, present: mean loss of the data to come on the snapshot, and where the run stood. seconds: duration."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -101,7 +111,7 @@ class TrialFacts(BaseModel):
     @property
     def summary(self) -> str:
         """What was tried, on which state, and what came out: a sentence."""
-        outcome = self.reason.rstrip(".") or ", ".join(branch.name for branch in self.branches)
+        outcome = self.reason.rstrip(".") or ", ".join(branch.label for branch in self.branches)
         return f"Tried at step {self.step:,}, on the state after step {self.snapshot:,}: {outcome}."
 
     @property
@@ -122,9 +132,11 @@ class TrialFacts(BaseModel):
             told.append(f"Their mean loss was {' and '.join(losses)}.")
         if self.control is not None:
             told.append(
-                f"The control is the branch “{self.control.name}”; ± is the standard error of the mean difference."
+                f"The control is the branch “{self.control.label}”; ± is the standard error of the mean difference."
             )
-        if self.chosen:
+        if self.suspects is None and self.chosen in WITHOUT_REMEDY:
+            told.append("No remedy won, so none was taken.")
+        elif self.chosen:
             told.append("The run went on as in the chosen one.")
         if self.damaged:
             told.append(
