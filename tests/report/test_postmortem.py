@@ -182,7 +182,7 @@ def test_a_remedy_that_won_is_named(make: Make) -> None:
         "to step 24 and continued with the remedy whose branch was clearly better: moments reset."
         in sentences.headline(evidence)
     )
-    assert "a branch from there was clearly better" in sentences.acted("adjust")
+    assert "a remedy that was clearly better" in sentences.acted("adjust")
     (nothing,) = [trial.model_copy(update={"chosen": "nothing"}) for trial in evidence.trials]
     assert "No remedy won, so none was taken." in nothing.explanation
 
