@@ -214,6 +214,7 @@ def test_trials_of_other_matters_are_not_told_and_one_before_the_opening_is(make
     assert evidence.trials[1].summary.endswith(": with the suspects, without the suspects.")
 
 
+@pytest.mark.quick("change0")
 @pytest.mark.parametrize(
     "change",
     [
