@@ -175,7 +175,9 @@ def test_a_remedy_that_won_is_named(make: Make) -> None:
         "summary": Incident(number=1, **SPIKE, actions=["adjust"], cause="state").model_dump(mode="json"),
     }
     note(RunDirectory(run), 1030.5, "incident", what="opened", step=31, onset=30, **number)
+    note(RunDirectory(run), 1030.6, "branches_tried", **suspects_tried(verdict="mixed"))
     note(RunDirectory(run), 1030.6, "branches_tried", **remedies_tried())
+    note(RunDirectory(run), 1030.7, "incident", what="attributed", cause="state", **number)
     note(RunDirectory(run), 1030.7, "incident", what="rewound", to_step=24, **number)
     (evidence,) = incidents_of(run)
     assert (
@@ -183,8 +185,22 @@ def test_a_remedy_that_won_is_named(make: Make) -> None:
         in sentences.headline(evidence)
     )
     assert "a remedy that was clearly better" in sentences.acted("adjust")
-    (nothing,) = [trial.model_copy(update={"chosen": "nothing"}) for trial in evidence.trials]
-    assert "No remedy won, so none was taken." in nothing.explanation
+    suspects, remedies = evidence.trials
+    assert "step 24: moments reset won: only with" in remedies.summary
+    assert not suspects.chosen and "the suspects were read again" in suspects.details
+    nothing = remedies.model_copy(update={"chosen": "nothing"})
+    assert "No remedy won, so none was taken." in nothing.details
+
+
+def test_suspects_that_are_examined_while_an_incident_is_open_are_trained_on(make: Make) -> None:
+    run = make()
+    number = {"number": 1, "summary": Incident(number=1, **SPIKE).model_dump(mode="json")}
+    note(RunDirectory(run), 1030.5, "incident", what="opened", step=31, onset=30, **number)
+    note(RunDirectory(run), 1030.6, "branches_tried", **suspects_tried(verdict="new"))
+    note(RunDirectory(run), 1030.7, "samples_examined", step=31, first=30, last=31, reason="they are new")
+    note(RunDirectory(run), 1030.8, "incident", what="attributed", cause="data", **number)
+    (evidence,) = incidents_of(run)
+    assert evidence.trials[0].chosen == "with the suspects"
 
 
 def test_trials_of_other_matters_are_not_told_and_one_before_the_opening_is(make: Make) -> None:
@@ -211,6 +227,7 @@ def test_trials_of_other_matters_are_not_told_and_one_before_the_opening_is(make
     note(directory, 1050.0, "branches_tried", **suspects_tried(reason="after it was over"))
     (evidence,) = incidents_of(run)
     assert [trial.reason for trial in evidence.trials] == ["of a look back", ""]
+    assert [trial.chosen for trial in evidence.trials] == ["without the suspects"] * 2
     assert evidence.trials[1].summary.endswith(": with the suspects, without the suspects.")
 
 

@@ -20,7 +20,7 @@ from megastable.base.text import duration, plural, ranges, visible
 from megastable.report.postmortem import safe, sentences
 from megastable.report.postmortem.facts import Evidence, Layers, LayerValue
 from megastable.report.postmortem.sample_texts import DocumentText, SampleText, count
-from megastable.report.postmortem.trial_facts import BranchFacts
+from megastable.report.postmortem.trial_facts import EXPLANATION, BranchFacts
 from megastable.report.templates import template_environment
 
 ON_PAGE = 5  # samples shown on the page
@@ -142,7 +142,7 @@ def _facts(e: Evidence) -> dict[str, Any]:
         "what": sentences.what_of(e.incident), "put_off": sentences.put_off(e),
         "layers_remark": _layers_remark(e.layers),
         "regions": _with_pictures("region", e.regions), "trials": _with_pictures("branches", e.trials),
-        "difference": _difference,
+        "difference": _difference, "explanation": EXPLANATION,
         "loss": lambda value: "–" if value is None else f"{value:.3f}" if math.isfinite(value) else "not finite",
         "uniform": math.log(e.tokens.vocabulary) if e.tokens else 0.0,
     }  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -24,14 +23,13 @@ from megastable.run.events.stability_events import (
 )
 
 NEAR = 8  # events between a trial and the incident that is opened because of it
-ENDS = (
-    IncidentEvent,
-    DiscardExamined,
-    SamplesExamined,
-    SamplesDropped,
-    *STARTS,
-    *MARKS,
-)  # another matter ends
+EXAMINED = (DiscardExamined, SamplesExamined)  # samples, without a conviction
+ENDS = (IncidentEvent, *EXAMINED, SamplesDropped, *STARTS, *MARKS)  # before them was another matter
+EXPLANATION = (
+    "A branch is a few steps of training from the same state, after which the run stands as it did before. The data to "
+    "come: samples from the rest of the run, the same for all branches, and trained on by none; ± is the standard "
+    "error of the mean difference."
+)
 WITH, WITHOUT = "with the suspects", "without the suspects"  # names of branches (recovery/trials.py)
 WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (attribution/remedies.py)
 LABELS = {
@@ -75,7 +73,8 @@ class BranchFacts(BaseModel):
 class TrialFacts(BaseModel):
     """A trial, on the state after step `snapshot`. step: at which it was held; steps: of each branch. chosen: the name
     of the branch whose data or remedy the run went on with; or of the best one, if no remedy won; "" if not known.
-    before, present: mean loss of the data to come on the snapshot, and where the run stood. seconds: duration."""
+    before, present: mean loss of the data to come on the snapshot, and where the run stood. overruled: a remedy won in
+    a later trial. seconds: duration."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -86,6 +85,7 @@ class TrialFacts(BaseModel):
     verdict: str = ""
     chosen: str = ""
     damaged: bool = False
+    overruled: bool = False
     before: float | None = None
     present: float | None = None
     seconds: float | None = None
@@ -109,33 +109,37 @@ class TrialFacts(BaseModel):
         return next((branch for branch in self.branches if branch.is_control), None)
 
     @property
+    def has_remedy(self) -> bool:
+        """Whether remedies were tried, and one won."""
+        return self.suspects is None and self.chosen not in ("", *WITHOUT_REMEDY)
+
+    @property
     def summary(self) -> str:
         """What was tried, on which state, and what came out: a sentence."""
-        outcome = self.reason.rstrip(".") or ", ".join(branch.label for branch in self.branches)
+        winner = next((branch.label for branch in self.branches if branch.name == self.chosen), "")
+        if self.has_remedy and winner and self.reason:
+            return self._summarize(f"{winner} won: {self.reason.rstrip('.')}")
+        return self._summarize(self.reason.rstrip(".") or ", ".join(branch.label for branch in self.branches))
+
+    def _summarize(self, outcome: str) -> str:
         return f"Tried at step {self.step:,}, on the state after step {self.snapshot:,}: {outcome}."
 
     @property
-    def explanation(self) -> str:
-        """What the columns of its table mean."""
-        told = [
-            f"Each branch is {plural(self.steps, 'step')} of training from that same state, after which the run stands "
-            "as it did before."
-        ]
+    def details(self) -> str:
+        """How its branches are told apart, and what became of them."""
+        told = [f"Each branch has {plural(self.steps, 'step')}."]
         if self.suspects is not None:
             told.append("Some suspects are in neither branch, to measure what is learnt from the others.")
-        told.append(
-            "The data to come: samples from the rest of the run, the same for all branches, and trained on by none."
-        )
+        if self.control is not None:
+            told.append(f"The control is the branch “{self.control.label}”.")
         known = [(self.before, "before the branches"), (self.present, "where the run stood")]
         losses = [f"{loss:.3f} {where}" for loss, where in known if loss is not None and math.isfinite(loss)]
         if losses:
-            told.append(f"Their mean loss was {' and '.join(losses)}.")
-        if self.control is not None:
-            told.append(
-                f"The control is the branch “{self.control.label}”; ± is the standard error of the mean difference."
-            )
+            told.append(f"The mean loss of the data to come was {' and '.join(losses)}.")
         if self.suspects is None and self.chosen in WITHOUT_REMEDY:
             told.append("No remedy won, so none was taken.")
+        elif self.overruled:
+            told.append("Then remedies were tried, and one won: the suspects were read again, with it.")
         elif self.chosen:
             told.append("The run went on as in the chosen one.")
         if self.damaged:
@@ -160,7 +164,7 @@ def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
         if isinstance(events[index], BranchesTried):
             indexes.append(index)
     indexes += [n for n in range(own[0], own[-1] + 1) if isinstance(events[n], BranchesTried)]
-    found = list[TrialFacts]()
+    found = list[tuple[int | None, TrialFacts]]()  # with the index of the attribution that follows
     for index in sorted(indexes):
         try:
             trial = TrialFacts.model_validate(
@@ -169,10 +173,16 @@ def find_trials(journal: Journal, own: Sequence[int]) -> list[TrialFacts]:
         except ValidationError:
             continue
         if onset is None or trial.step >= onset:
-            found.append(
-                trial.model_copy(update={"chosen": _name_chosen(trial, _next_cause(events, own, index))})
-            )
-    return found
+            found.append((_find_attribution(events, own, index), trial))
+    told = list[TrialFacts]()
+    for number, (at, trial) in enumerate(found):
+        later = [other for other_at, other in found[number + 1 :] if other_at == at]
+        cause = None if at is None else events[at].get("cause", "")
+        # What is learnt of the suspects does not matter where a remedy wins: they are read again.
+        overruled = trial.suspects is not None and any(other.has_remedy for other in later)
+        chosen = "" if overruled else _name_chosen(trial, cause if isinstance(cause, str) else None)
+        told.append(trial.model_copy(update={"chosen": chosen, "overruled": overruled}))
+    return told
 
 
 def _name_chosen(trial: TrialFacts, cause: str | None) -> str:
@@ -185,13 +195,14 @@ def _name_chosen(trial: TrialFacts, cause: str | None) -> str:
     return WITH if trial.verdict in HARMLESS and cause != "data" else WITHOUT
 
 
-def _next_cause(events: Sequence[Event], own: Sequence[int], after: int) -> str | None:
-    """The cause that an incident was attributed to next."""
-    for index in own:
+def _find_attribution(events: Sequence[Event], own: Sequence[int], after: int) -> int | None:
+    """The index of the event by which an incident was attributed next, or its samples were examined without a
+    conviction."""
+    for index in range(after + 1, own[-1] + 1):
         event = events[index]
-        if index > after and isinstance(event, IncidentEvent) and event.what == "attributed":
-            cause: Any = event.cause
-            return cause if isinstance(cause, str) else None
+        attributed = isinstance(event, IncidentEvent) and event.what == "attributed" and index in own
+        if attributed or isinstance(event, EXAMINED):
+            return index
     return None
 
 
