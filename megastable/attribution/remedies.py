@@ -9,7 +9,7 @@ whatever it reads. Without that condition a lower rate would always win over a f
 The least intrusive branch wins that is not clearly worse than the best. A remedy must also be clearly better than both
 branches without one.
 
-Pure. `recovery/trials.py` trains the branches.
+Pure. `recovery/replay_trials.py` trains the branches.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
-from megastable.recovery.trials import Trials, TrialStart
+from megastable.recovery.replay_trials import Trials, TrialStart
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.log import RunLog
 from megastable.stability import fallback, groups

@@ -31,10 +31,10 @@ Sample = tuple[int, ...]  # its tokens
 def spoil_watched(config: RunConfig, log: Path) -> dict[str, Any]:
     """Weights that are spoilt in step 32, and the tokens of every sample of every step, as the engine got them."""
     from megastable.engine.engine import Engine
-    from megastable.recovery import trials
+    from megastable.recovery import replay_trials
 
     # Too few steps are left to compare two branches by, as at the end of a run: without a trial the window is deferred.
-    trials.LEAST = config.train.steps
+    replay_trials.LEAST = config.train.steps
     real = Engine.train_step
 
     def step(self: Engine, micro_batches: Any, *args: Any) -> Any:

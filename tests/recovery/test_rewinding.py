@@ -24,7 +24,7 @@ from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.snapshot import Ring
-from megastable.recovery.trials import SuspectsTrial
+from megastable.recovery.replay_trials import SuspectsTrial
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable.stability.actions import Action, Cause

@@ -112,7 +112,7 @@ def breakdown(**change: Any) -> Incident:
 
 
 def branch(name: str, cost: int, difference: float, losses: list[float], **change: Any) -> dict[str, Any]:
-    """A branch of a trial, as the journal has it (recovery/trials.py, `describe_branch`)."""
+    """A branch of a trial, as the journal has it (recovery/replay_trials.py, `describe_branch`)."""
     return {
         "name": name, "cost": cost, "loss": round(4.2 + difference, 4), "difference": difference,
         "error": 0.02 if difference else 0.0, "losses": losses, "norms": [1.5 + cost] * len(losses), **change,

@@ -30,7 +30,7 @@ EXPLANATION = (
     "come: samples from the rest of the run, the same for all branches, and trained on by none; ± is the standard "
     "error of the mean difference."
 )
-WITH, WITHOUT = "with the suspects", "without the suspects"  # names of branches (recovery/trials.py)
+WITH, WITHOUT = "with the suspects", "without the suspects"  # names of branches (recovery/replay_trials.py)
 WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (attribution/remedies.py)
 LABELS = {
     "cap_lr": "rate capped", "cut_lr": "rate cut", "leave_fp8": "without FP8", "rewarm": "warm-up again",
