@@ -46,10 +46,22 @@ def test_one_sample_is_no_rise() -> None:
 
 
 def test_at_the_start_nothing_is_judged() -> None:
-    trend, _ = falling(KNOWN)
-    assert trend.judge(10 * KNOWN + 10, trend.looks[-1][1] + 0.6) is None
-    trend, _ = falling(KNOWN + 1)
-    assert trend.judge(10 * KNOWN + 20, trend.looks[-1][1] + 0.6) is not None
+    trend, _ = falling(KNOWN + 2)
+    assert trend.judge(10 * KNOWN + 30, trend.looks[-1][1] + 0.9) is None
+    trend, _ = falling(KNOWN + 3)
+    assert trend.judge(10 * KNOWN + 40, trend.looks[-1][1] + 0.9) is not None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damage_is_seen_while_the_loss_falls_as_fast(seed: int) -> None:
+    """From step 80 to 90 the loss falls by 0.09 nats: damage of as much leaves it where it was."""
+    trend, _ = falling(8, 0.003, seed)
+    before, fallen = trend.looks[-1][1], 2.0 * (math.exp(-1) - math.exp(-9 / 8))
+    rise = trend.judge(90, before - fallen + 0.09)
+    assert rise is not None and abs(rise.change) < 0.02 and rise.nats == pytest.approx(0.09, abs=0.02)
+    assert "more than expected" in rise.reason
+    trend, _ = falling(8, 0.003, seed)
+    assert trend.judge(90, before - fallen + 0.01) is None
 
 
 def test_what_was_no_damage_is_the_level_and_the_next_is_judged_later() -> None:
