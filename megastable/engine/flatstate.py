@@ -132,6 +132,26 @@ class FlatState:
         return StateNorms(weights, moments)
 
     @torch.no_grad()
+    def tensor_norms(self, names: Sequence[str]) -> tuple[list[float], list[float | None]]:
+        """L2 norms of the weights of every whole tensor, and of its second moments, None for one without; by `names`,
+        as in `sizes`. Collective over the world."""
+        device = self.masters[0].device
+        row = {name: i for i, name in enumerate(names)}
+        sums = torch.zeros(3, len(row), dtype=torch.float64, device=device)
+        for f in self.fragments:
+            if f.counted:
+                for i, kind in enumerate(("weight", "exp_avg_sq")):
+                    piece = self.piece(f, kind)
+                    if piece is not None:
+                        sums[i, row[f.name]] += torch.linalg.vector_norm(piece.float()).double().square()
+                        sums[2, row[f.name]] += i
+        dist.all_reduce(sums)
+        weights, moments, held = sums.tolist()
+        return [math.sqrt(w) for w in weights], [
+            math.sqrt(v) if has else None for v, has in zip(moments, held, strict=True)
+        ]
+
+    @torch.no_grad()
     def sizes(self, names: Sequence[str]) -> dict[str, dict[str, Size]]:
         """Norm and largest magnitude of every whole tensor, by kind and name; without moments before the first update.
 

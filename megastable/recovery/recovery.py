@@ -43,6 +43,7 @@ from megastable.recovery.snapshot import Ring
 from megastable.recovery.snapshot_budget import NO_SNAPSHOTS
 from megastable.recovery.start_signs import StartSigns
 from megastable.recovery.step_result import StepResult
+from megastable.recovery.tensor_watch import TensorWatch
 from megastable.recovery.trend_watch import TrendWatch
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import BatchChanged, LengthChanged, MixChanged, SkipsRefused
@@ -133,10 +134,11 @@ class Recovery:
         self.last_resort = LastResort(
             run, self.incident_log, self.origin, self.guard, self.points.since, log, settle
         )
-        self.probe = ProbeWatch(engine, loader, held_out, log)
+        self.probe, self.tensors = ProbeWatch(engine, loader, held_out, log), TensorWatch(engine)
         self.rewinding = Rewinding(
             config, engine, loader, self.points, self.replays, self.rates, self.incident_log, self.origin,
             self.samples, self.trends, self.last_resort, self.guard, self._selection, log, phase, self.probe,
+            self.tensors,
         )  # fmt: skip
         if self.acts:
             self._take(state)
@@ -273,10 +275,10 @@ class Recovery:
         if back is None and self.acts and self.decision is not None:
             back = self._look_at_samples(self.decision, done)
         if back is None and self.acts and done.applied:
-            back = self._look_at_probe(done)
+            back = self._look_at_tensors(done) or self._look_at_probe(done)
         if back is not None:
             self.hardware.rewound(back.step)
-            self.probe.trend.rewind(back.step)
+            self._rewind_looks(back.step)
             return StepOutcome(back, rewound=True)
         if done.state.discards_in_a_row >= self.settings.max_discards:
             raise self._refused_too_often(done)
@@ -357,6 +359,24 @@ class Recovery:
         for found in self.samples.act(state, self.points.trained, self.points.laboratory, clear, quiet):
             self.guard.policy.explained()
             self.guard.policy.skipped(found.convicted, found.odds)
+        return None
+
+    def _rewind_looks(self, step: int) -> None:
+        self.probe.trend.rewind(step)
+        self.tensors.paces.rewind(step)
+
+    def _look_at_tensors(self, done: StepResult) -> RunState | None:
+        """Once in a while, whether a tensor has jumped; the new state if the run is rewound for it."""
+        state, policy = done.state, self.guard.policy
+        if self.rates.newest is not None:
+            self.tensors.applied(self.rates.newest)
+        if state.step % EVERY or (jump := self.tensors.look(state)) is None:
+            return None
+        if policy.may_look_back(state.step, jump.before + 1, self.points.oldest) and self.points.may_look:
+            return self.rewinding.undo_jump(jump, done)
+        text = f"{jump.reason}; the run may not be rewound for it, and trains on"
+        self.log.emit(Warned(step=state.step, text=text), say=f"WARNING: {text}")
+        self.tensors.accept()
         return None
 
     def _look_at_probe(self, done: StepResult) -> RunState | None:
@@ -468,7 +488,7 @@ class Recovery:
             back = self._rewind(decision, done, damage)
             assert back is not None, "only what the detector suspects is tried"
             self.hardware.rewound(back.step)
-            self.probe.trend.rewind(back.step)
+            self._rewind_looks(back.step)
             return StepOutcome(back, rewound=True)
         self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
         raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)

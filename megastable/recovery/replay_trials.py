@@ -172,6 +172,21 @@ class Trials:
             return None
         return self._unless_unreadable(start.step, lambda: self._try_remedies(offers, start, outlook))
 
+    def repeat(
+        self, snapshot: Snapshot, state: RunState, left_out: Selection, measure: Callable[[], T]
+    ) -> T | None:
+        """What `measure` finds after the steps from `snapshot`, which the engine holds before and after, to where the
+        run stands. None: too many, or they cannot be read."""
+        steps = state.step - snapshot.step
+        if not 0 < steps <= LONGEST:
+            return None
+
+        def replay() -> T:
+            batches = self._next_batches(snapshot, np.empty(0, np.int64), left_out, 1, steps)
+            return self._train(snapshot, batches, measure)
+
+        return self._unless_unreadable(state.step, replay)
+
     def _unless_unreadable(self, step: int, work: Callable[[], T]) -> T | None:
         """The result of `work`; None on all ranks if it cannot read samples, which training may never do."""
         try:
@@ -199,8 +214,8 @@ class Trials:
         held_out = choose_held_out(suspects)
         measured = np.concatenate([outlook.positions, held_out])
         before = self.laboratory.losses(outlook.positions)
-        with_them = self._train(snapshot, replace_samples(batches, held_out, fillers), measured)
-        control = self._train(snapshot, replace_samples(batches, suspects, fillers), measured)
+        with_them = self._train_and_measure(snapshot, replace_samples(batches, held_out, fillers), measured)
+        control = self._train_and_measure(snapshot, replace_samples(batches, suspects, fillers), measured)
         if not first(lambda: bool(np.isfinite(control.measured).all())):
             return SuspectsTrial(None, True)  # not even harmless samples can be trained on from here
         coming = BranchLosses(with_them.measured[:n], control.measured[:n], before, outlook.losses)
@@ -227,11 +242,11 @@ class Trials:
         if not fillers.size:
             return None
         before, ahead = self.laboratory.losses(outlook.positions), outlook.positions
-        control = self._train(snapshot, replace_samples(batches, suspects, fillers), ahead)
+        control = self._train_and_measure(snapshot, replace_samples(batches, suspects, fillers), ahead)
         if not first(lambda: harms_anyway(control.measured, before)):
             return None
-        branches = {NOTHING: self._train(snapshot, batches, ahead), OTHER_DATA: control}
-        branches |= {offer.name: self._train(snapshot, batches, ahead, offer) for offer in offers}
+        branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
+        branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
         trial = first(lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches)))
         facts = {"chosen": trial.chosen, "steps": len(batches)}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, facts)
@@ -255,28 +270,36 @@ class Trials:
             since += bool(since) or bool(np.isin(positions, suspects).any())
         return found
 
-    def _train(
+    def _train_and_measure(
         self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s, offer: Offer | None = None
     ) -> MeasuredBranch:
-        """A branch, and the losses of the measured samples at its end; the engine holds the snapshot again."""
+        """A branch, and the losses of the measured samples at its end."""
+        losses = self._train(snapshot, batches, lambda: self.laboratory.losses(measured), offer)
+        return MeasuredBranch(self._trained, losses)
+
+    def _train(
+        self,
+        snapshot: Snapshot,
+        batches: Sequence[Int64s],
+        measure: Callable[[], T],
+        offer: Offer | None = None,
+    ) -> T:
+        """What `measure` finds at the end of a branch; the engine holds the snapshot again. The branch itself is in
+        `_trained`."""
         saved: RunState = snapshot.extra.state
-        start, engine, policy = (
-            BranchStart(saved.updates, saved.trained_tokens),
-            self.engine,
-            self.guard.policy,
-        )
-        numerics, limit_rate = engine.numerics.now, policy.rate
+        start, engine = BranchStart(saved.updates, saved.trained_tokens), self.engine
+        policy, numerics = self.guard.policy, engine.numerics.now
+        limit_rate = policy.rate if offer is None else offer.policy.rate
         try:
             if offer is not None:
-                limit_rate = offer.policy.rate
                 engine.adjustments.switch(offer.policy.state.adjusted)
                 engine.numerics.switch(replace(numerics, fp8=offer.policy.fp8))
                 if offer.name == "reset_moments":
                     engine.reset_moments()
-            trained = train_branch(
+            self._trained = train_branch(
                 self.config, engine, self.loader, start, batches, limit_rate, self._tell_progress
             )
-            return MeasuredBranch(trained, self.laboratory.losses(measured))
+            return measure()
         finally:
             engine.adjustments.switch(policy.state.adjusted)
             engine.numerics.switch(numerics)

@@ -21,14 +21,16 @@ from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.origin import Origin
 from megastable.recovery.probe_watch import ProbeWatch
+from megastable.recovery.replay_trials import Trials, TrialStart
 from megastable.recovery.replays import UNSTEADY, Harmless, Replays
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
-from megastable.recovery.replay_trials import Trials, TrialStart
+from megastable.recovery.tensor_watch import TensorWatch
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
+from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
 from megastable.stability import fallback, groups
 from megastable.stability.actions import Action, Cause, Decision, Remedy
@@ -40,6 +42,7 @@ from megastable.stability.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
 from megastable.stability.robust import Trend
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Finding, Verdict
+from megastable.stability.tensor_jumps import TensorJump
 from megastable.stability.trends import Trends
 
 # Most samples that one trial takes away: so many, or this share of those read.
@@ -91,8 +94,9 @@ class Rewinding:
         log: RunLog,
         phase: Callable[[str], None],
         probe: ProbeWatch,
+        tensors: TensorWatch,
     ) -> None:
-        self.probe = probe
+        self.probe, self.tensors = probe, tensors
         self.trials = Trials(config, engine, points, guard, log, phase)
         self.config, self.engine, self.loader, self.source = config, engine, loader, loader.source
         self.points, self.replays, self.rates = points, replays, rates
@@ -326,6 +330,33 @@ class Rewinding:
         seconds = time.perf_counter() - begin
         self._write_down(decision, state, found, remedy, window, snapshot, seconds)
         self.samples.convicted(case)
+        return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
+
+    def undo_jump(self, jump: TensorJump, done: StepResult) -> RunState | None:
+        """Repeat the steps in which a tensor jumped, on a state from before them. If it does not jump again, something
+        else than these steps changed it: the run goes on from that state, and nothing is taken away. Else it stays
+        where it is: None. Raises SpaceError."""
+        begin, state, policy = time.perf_counter(), done.state, self.guard.policy
+        self.phase("replay steps")
+        left_out, present = self.selection(), self.points.ring.aside(state.step)
+        snapshot = self.points.look(jump.before + 1, left_out)
+        found = (
+            None if snapshot is None else self.trials.repeat(snapshot, state, left_out, self.tensors.measure)
+        )
+        if snapshot is None or found is None or jump.is_repeated(found):
+            self.points.restore(present)
+            self.tensors.accept()
+            why = "cannot be done again" if found is None else "make it again"
+            self.log.emit(Warned(step=state.step, text=f"{jump.reason}: the same steps {why}"), say=True)
+            return None
+        reason = f"{jump.reason}; the same steps from step {snapshot.step} on do not make it again"
+        finding = Finding(state.step, Verdict.DAMAGE, 1.0, jump.before + 1, reason, on_trend=False)
+        decision = policy.convicted(finding, reason)
+        self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
+        found_cause = Conclusion(Cause.STATE, [], [], reason)
+        remedy = self._remedy(found_cause, snapshot.extra.state, left_out)
+        seconds = time.perf_counter() - begin
+        self._write_down(decision, state, found_cause, remedy, [], snapshot, seconds)
         return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, Harmless | None]:

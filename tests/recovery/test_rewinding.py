@@ -20,11 +20,11 @@ from megastable.config.tree import ScheduleConfig
 from megastable.config.warmups import Stages
 from megastable.recovery import origin, rewind_points
 from megastable.recovery.origin import Origin
+from megastable.recovery.replay_trials import SuspectsTrial
 from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_replay import Trained
 from megastable.recovery.snapshot import Ring
-from megastable.recovery.replay_trials import SuspectsTrial
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable.stability.actions import Action, Cause
