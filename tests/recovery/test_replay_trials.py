@@ -1,0 +1,60 @@
+"""A trial in a real run: a death in the middle of it leaves nothing, and the next process comes to the same end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.config.tree import RunConfig
+from megastable.data.plant import Planted
+from megastable.data.skip_ledger import read_ledger
+from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import BranchesTried
+from tests.distributed import run_ranks
+from tests.recovery.test_recovery import LAYOUTS, STEPS, incidents, planted, recipe, train
+from tests.training.test_resume import identical
+
+__all__ = ["planted"]
+
+
+def killed(config: RunConfig, rank: int | None, at: int) -> Any:
+    """Train, and SIGKILL this rank, or all (None), before step `at` of a branch."""
+    import torch.distributed as dist
+
+    from megastable.recovery.replay_trials import Trials
+
+    real = Trials._tell_progress
+
+    def tell(self: Trials, step: int) -> None:
+        real(self, step)
+        if step == at and (rank is None or dist.get_rank() == rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Trials._tell_progress = tell  # type: ignore[method-assign]
+    return train(config)
+
+
+@pytest.mark.quick("one-None")
+@pytest.mark.parametrize(("name", "rank"), [("one", None), ("zero2-dp2", 1), ("zero2-dp2", None), ("pp2", 0)])
+def test_a_death_in_a_trial_leaves_the_run_as_it_was(
+    name: str, rank: int | None, planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
+    world, parts = LAYOUTS[name]
+    parts = {**parts, "checkpoint": {"interval": 10, "keep": 9}}
+    hit, straight = tmp_path / "hit", tmp_path / "straight"
+    config = recipe(planted[0], hit, **parts)
+    with pytest.raises(AssertionError, match=r"-9|closed|reset|refused"):  # of the harness: a rank is dead
+        run_ranks(world, killed, config, rank, 3)
+    assert not (hit / "skips.jsonl").exists() and not list(RunDirectory(hit).events(BranchesTried))
+    assert run_ranks(world, train, config) == [(0, "")] * world
+    assert run_ranks(world, train, recipe(planted[0], straight, **parts)) == [(0, "")] * world
+    assert list(RunDirectory(hit).events(BranchesTried))
+    one, other = ([(e.corpus, e.tokens) for e in read_ledger(run / "skips.jsonl")] for run in (hit, straight))
+    assert one == other
+    (healed,) = incidents(hit)
+    assert healed["outcome"] == "healed" and [tuple(r) for r in healed["positions"]] == planted[1].positions
+    assert identical(hit / f"checkpoints/step-{STEPS}", straight / f"checkpoints/step-{STEPS}") >= 3
