@@ -43,6 +43,9 @@ Picture = Annotated[
         "--picture", callback=_picture, help="Where to draw it. Default: picture.png in the directory"
     ),
 ]
+Drawing = Annotated[
+    Path | None, typer.Option("--picture", callback=_picture, help="Draw it to a file: .png, .svg or .pdf")
+]
 Rows = Annotated[int, typer.Option(min=0, help="Rows to print")]
 Texts = Annotated[int, typer.Option(min=0, help="Rows whose text is printed")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/quickstart")]

@@ -1,0 +1,176 @@
+"""Rebuilds what a run had before it when trouble began: its data order, its skips, the steps since a checkpoint, the
+suspects; and what it did about them. From the run directory alone.
+
+The data order and the ledger are those of the moment at which the trouble was seen, before anything was done about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.errors import DataError
+from megastable.base.text import ranges
+from megastable.checkpoint.store import step_of
+from megastable.config.tree import RunConfig
+from megastable.data.skips import Selection
+from megastable.forensics.court.candidates import CAPPED_RATE, HALF_RATE, NO_FP8, NOTHING, OTHER_DATA
+from megastable.forensics.court.offline_run import ReplayedStep, find_checkpoint
+from megastable.forensics.history import Done, History
+from megastable.report.postmortem.facts import IncidentFacts
+from megastable.report.postmortem.journal import Journal, named_when, summary_of
+from megastable.report.postmortem.passes import RecordFolder
+from megastable.report.postmortem.sample_texts import Library
+from megastable.run.records import SCHEMA
+from megastable.stability.actions import Action
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+MOST = 200_000  # suspects of one case
+
+# What comes nearest to an action, the most intrusive first.
+DONE = {
+    Action.FALL_BACK: NO_FP8, Action.CUT_LR: HALF_RATE, Action.CAP_LR: CAPPED_RATE, Action.SWAP_CORPUS: OTHER_DATA,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CourtCase:
+    """title, told: what it is about, and what the run did, in words; choice: the branch that comes nearest to that.
+
+    library, selection: the data order, and what was left of it. steps: those since the checkpoint, up to the last one
+    before the trouble; losses: theirs, as recorded, nats. coming: the recorded steps after these. cursor: behind them.
+    suspects: positions, ascending.
+    """
+
+    title: str
+    told: str
+    choice: str
+    checkpoint: Path
+    library: Library
+    selection: Selection
+    steps: list[ReplayedStep]
+    losses: Floats
+    coming: list[ReplayedStep]
+    cursor: int
+    suspects: Int64s
+
+    @property
+    def first_step(self) -> int:
+        """The first step of the branches."""
+        return step_of(self.checkpoint) + len(self.steps) + 1
+
+
+def open_incident(history: History, number: int) -> CourtCase:
+    """The case of an incident. Raises DataError if it does not exist, or is not one of numbers; CheckpointError if no
+    good checkpoint is from before it."""
+    journal = Journal(history.run)
+    if number not in journal.own:
+        known = ranges([(n, n + 1) for n in sorted(journal.own)]) or "none"
+        raise DataError(f"{history.run.journal}: there is no incident {number}; those of this run: {known}")
+    told = [journal.events[index] for index in journal.own[number]]
+    incident, opened = IncidentFacts.model_validate(summary_of(told[-1])), float(told[0]["time"])
+    if incident.breakdown:
+        raise DataError(
+            f"{history.run.root}: incident {number} is of processes or files ({incident.verdict}): there is nothing to "
+            "be tried about it"
+        )
+    order = history.library(opened).source.order
+    found = [np.empty(0, np.int64)]
+    for time, skipped, deferred in named_when(told):
+        if sum(end - first for first, end in (*skipped, *deferred)) > MOST:
+            raise DataError(f"{history.run.root}: incident {number} has more than {MOST:,} samples")
+        then = history.library(time).source.order
+        found += [then.moved_to(order, np.arange(first, end)) for first, end in (*skipped, *deferred)]
+    what = " then ".join(dict.fromkeys(incident.actions)) or "nothing"
+    told_as = f"the run did: {what}; cause: {incident.cause}"
+    named = np.unique(np.concatenate(found))
+    actions = [action for action in Action if action in incident.actions]
+    choice = next((DONE[action] for action in DONE if action in actions), NOTHING)
+    if choice == NOTHING and named.size and set(actions) - {Action.SKIP}:  # a skip undoes nothing
+        choice = OTHER_DATA
+    title = f"{history.run.root.name}, incident {number}"
+    return _rebuild(history, title, told_as, choice, incident.onset, incident.step, opened, named)
+
+
+def open_step(history: History, step: int) -> CourtCase:
+    """The case of all samples of a step, when it was first done. Raises DataError if it was not recorded, and
+    CheckpointError if no good checkpoint is from before it."""
+    done = history.at(step, step)
+    positions = history.positions(done[0])
+    out = history.left_out(history.library(done[0].time), positions)
+    refused = not done[0].applied
+    choice = OTHER_DATA if refused or out.any() else NOTHING
+    told = f"its update was {'refused' if refused else 'applied'}, {int(out.sum())} of {out.size} samples are skipped now"
+    title = f"{history.run.root.name}, step {step}"
+    return _rebuild(history, title, told, choice, step, step, done[0].time, positions)
+
+
+def _rebuild(
+    history: History, title: str, told: str, choice: str, onset: int, last: int, time: float, named: Int64s
+) -> CourtCase:
+    """onset, last: the steps of the trouble. time: when it was seen. named: suspects, as far as they are known."""
+    chain = _chain(history, last, time)
+    suspects = named if named.size else _positions(history, [d for d in chain if d.step >= onset])
+    touched = [d.step for d in chain if np.isin(history.positions(d), suspects).any()] if named.size else []
+    begin = min([onset, *touched])
+    checkpoint = find_checkpoint(history.run, begin)
+    after = [d for d in chain if d.step > step_of(checkpoint)]
+    missing = sorted(set(range(step_of(checkpoint) + 1, begin)) - {d.step for d in after})
+    if missing:
+        raise DataError(
+            f"{history.run.steps}: step {missing[0]} was not recorded: what the run read after {checkpoint.name} is not "
+            "known"
+        )
+    library = history.library(time)
+    usable = history.ledger.until(time).usable(
+        history.run.skips, library.source.order, history.config.data.skip
+    )[0]
+    rates = _rates(history, after)
+    before, rest = [d for d in after if d.step < begin], [d for d in after if d.step >= begin]
+    as_done = [ReplayedStep(history.positions(d), rates[d.step, d.time], d.applied) for d in after]
+    cursor = rest[0].first_position if rest else before[-1].next_position if before else 0
+    return CourtCase(
+        title, told, choice, checkpoint, library, usable, as_done[: len(before)],
+        np.array([d.loss for d in before]), as_done[len(before) :], cursor, np.sort(suspects),
+    )  # fmt: skip
+
+
+def _chain(history: History, last: int, time: float) -> list[Done]:
+    """The steps up to `last` that were in force at a time, ascending: what was undone by then is not among them."""
+    found: list[Done] = []
+    for done in history.steps(0, last):
+        if done.time > time:
+            continue
+        while found and found[-1].step >= done.step:
+            found.pop()
+        found.append(done)
+    return found
+
+
+def _positions(history: History, steps: Sequence[Done]) -> Int64s:
+    return np.concatenate([np.empty(0, np.int64), *(history.positions(done) for done in steps)])
+
+
+def _rates(history: History, steps: Sequence[Done]) -> dict[tuple[int, float], float]:
+    """The learning rate of every step, by its number and time."""
+    if not steps:
+        return {}
+    folder = RecordFolder(history.run.steps, SCHEMA, history.config.logging.flush_steps)
+    rows, _ = folder.rows(steps[0].step, steps[-1].step, ("step", "time", "lr"))
+    return {(row["step"], row["time"]): row["lr"] for row in rows}
+
+
+def data_ahead(case: CourtCase, config: RunConfig, steps: int) -> tuple[list[Int64s], int]:
+    """The batches of the next `steps` steps as the run would have read them, and the cursor behind them."""
+    found, cursor = [step.positions for step in case.coming][:steps], case.cursor
+    if found:
+        cursor = int(found[-1][-1]) + 1
+    while len(found) < steps:
+        positions, cursor = case.selection.next_kept(cursor, config.batches.at(cursor))
+        found.append(positions)
+    return found, cursor

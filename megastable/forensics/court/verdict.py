@@ -1,0 +1,148 @@
+"""Judges the branches of a court: what a run did, what would have been best, and whether that was about as good.
+
+    difference  by how much the data to come is harder after a branch than after the control, "other data"; nats, with
+                its standard error: both are measured on the same samples
+    learnt      by how much suspects that no branch was trained on are easier after it than after the control; as in a
+                trial of the run (attribution/harm.py), noise that became less surprising was not learnt
+
+Remedies count only where training on other data harms anyway (`harms_anyway`). Without that condition a lower rate
+would always win over a few steps, as noise shrinks with it.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.attribution.harm import HARM, SURE, BranchLosses, HarmTrial, judge_trial, mean_difference
+from megastable.forensics.court.candidates import NOTHING, OTHER_DATA, Candidate
+
+Floats = npt.NDArray[np.float64]
+TOLERANCE = 0.01  # nats: differences below it are those of another choice of samples
+
+
+@dataclass(frozen=True, eq=False)
+class BranchOutcome:
+    """A branch. coming, held_out: losses of the data to come, and of suspects that no branch was trained on, at its
+    end; [n] and [m] nats. losses, norms: of its steps."""
+
+    candidate: Candidate
+    coming: Floats
+    held_out: Floats
+    losses: Floats
+    norms: Floats
+
+
+@dataclass(frozen=True)
+class CourtRow:
+    """A branch in numbers; nats, nan where there is nothing to measure, infinite where the state is not finite. counts:
+    whether it may be the best one."""
+
+    name: str
+    about: str
+    intrusive: int
+    counts: bool
+    loss: float
+    difference: float
+    difference_error: float
+    learnt: float
+    learnt_error: float
+    highest_norm: float
+    losses: list[float]
+    norms: list[float]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class CourtVerdict:
+    """rows: of all branches, the least intrusive first. choice: what the run did, best: what would have been best; worse:
+    by how many nats the data to come is harder after the choice, with its standard error. harmed_anyway: training on
+    other data harms, too, so that remedies count. trial: the verdict on the suspects."""
+
+    rows: list[CourtRow]
+    choice: str
+    best: str
+    worse: float
+    worse_error: float
+    harmed_anyway: bool
+    trial: HarmTrial
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the choice was about as good as the best one."""
+        return not self.worse > max(TOLERANCE, SURE * self.worse_error)
+
+
+def judge_branches(
+    outcomes: Sequence[BranchOutcome], before: Floats, choice: str, vocabulary: int, suspects: int
+) -> CourtVerdict:
+    """The verdict on a run that did as the branch `choice` does.
+
+    Args:
+        outcomes: the least intrusive first; those of `NOTHING` and `OTHER_DATA` among them.
+        before: losses of the data to come on the state that all began with, [n] nats.
+        vocabulary: how many tokens there are.
+        suspects: how many the branches have, with those held out.
+    """
+
+    def try_suspects(outcome: BranchOutcome) -> HarmTrial:
+        coming = BranchLosses(outcome.coming, control.coming, before, before)
+        held_out = outcome.held_out, control.held_out
+        return judge_trial(coming, held_out, vocabulary, suspects, outcome.losses.size)
+
+    by_name = {outcome.candidate.name: outcome for outcome in outcomes}
+    control = by_name[OTHER_DATA]
+    harm, error = mean_difference(control.coming, before)
+    harmed_anyway = harm > max(HARM, SURE * error)
+    counting = [o for o in outcomes if harmed_anyway or not o.candidate.is_remedy]
+    lowest = min(counting, key=lambda outcome: _level(outcome.coming))
+    best = next(o for o in counting if _compare(o.coming, lowest.coming)[0] <= TOLERANCE)
+    worse, worse_error = _compare(by_name[choice].coming, best.coming)
+    rows = [_row(o, control, try_suspects(o), o in counting) for o in outcomes]
+    trial = try_suspects(by_name[NOTHING])
+    return CourtVerdict(rows, choice, best.candidate.name, worse, worse_error, harmed_anyway, trial)
+
+
+def describe_verdict(found: CourtVerdict) -> str:
+    """As sentences."""
+    best = "no branch is better" if found.best == found.choice else f"best is {found.best!r}"
+    by = f"after what the run did, {found.choice!r}, the data to come is {found.worse:+.3f} ± {found.worse_error:.3f} nats"
+    of = "" if found.best == found.choice else f"; {by} harder than after that"
+    good = "the run chose well" if found.is_good else "the run did not choose well"
+    anyway = (
+        "other data makes the model worse, too, so remedies count"
+        if found.harmed_anyway
+        else "other data does no harm, so remedies do not count: a lower rate wins over a few steps in any case"
+    )
+    return f"{good}: {best}{of} ({anyway})"
+
+
+def _compare(one: Floats, other: Floats) -> tuple[float, float]:
+    """As `mean_difference`; 0 between two states that are not finite."""
+    if not np.isfinite(one).all() and not np.isfinite(other).all():
+        return 0.0, 0.0
+    return mean_difference(one, other)
+
+
+def _level(losses: Floats) -> float:
+    return float(losses.mean()) if np.isfinite(losses).all() else math.inf
+
+
+def _row(outcome: BranchOutcome, control: BranchOutcome, trial: HarmTrial, counts: bool) -> CourtRow:
+    candidate = outcome.candidate
+    difference, error = _compare(outcome.coming, control.coming)
+    return CourtRow(
+        candidate.name, candidate.about, candidate.intrusive, counts, _level(outcome.coming), difference, error,
+        trial.learnt, trial.learnt_error, float(np.max(outcome.norms, initial=0.0)), outcome.losses.tolist(),
+        outcome.norms.tolist(),
+    )  # fmt: skip
