@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,8 +38,6 @@ def court(
     output: JsonFile = None,
 ) -> None:  # fmt: skip
     """Hold the trial of an incident again, from a checkpoint, with more remedies: did the run choose well?"""
-    if (incident is None) == (step is None):
-        raise DataError("say what to try: the number of an incident, or --step N")
     from rich.console import Console
 
     from megastable.base.progress_bar import bar
@@ -50,8 +47,13 @@ def court(
     from megastable.forensics.court.hold_court import hold_court
     from megastable.forensics.history import History
 
+    if (incident is None) == (step is None):
+        raise DataError("say what to try: the number of an incident, or --step N")
     history = History(run)
-    case = open_step(history, step) if incident is None else open_incident(history, incident)
+    if step is not None:
+        case = open_step(history, step)
+    elif incident is not None:
+        case = open_incident(history, incident)
     with bar("reading the run", 0, as_json, "steps") as progress:
         record = hold_court(history, case, only or [], steps, progress)
     console = Console(markup=False, emoji=False, highlight=False, quiet=as_json)

@@ -35,7 +35,7 @@ look_ahead_spent looked_ahead memory_dropped memory_off memory_refused memory_re
 moments_anew no_snapshots order_changed probed rate_cut rate_lifted
 rate_warmup records_lost replay_differs replicas_differ reshaped restart resumed returned rolled_back samples_dropped
 samples_examined settings_adjusted skips_added
-skips_end skips_foreign skips_named skips_read skips_refused snapshot_rejected stability_state_dropped
+skips_end skips_foreign skips_given_back skips_named skips_read skips_refused snapshot_rejected stability_state_dropped
 state_changed stopped supervisor tasks_evaluated tasks_failed tasks_skipped training trend unstable
 warning would wrong_copy""".split()
 FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})

@@ -1,1 +1,1 @@
-"""Trials held again from a checkpoint, with more candidates than a run has time for; and what was skipped, tried again."""
+"""Hold trials from a checkpoint: of an incident, with more candidates than a run has time for; of what is skipped."""

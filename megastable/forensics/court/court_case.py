@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.base.text import ranges
+from megastable.base.text import plural, ranges
 from megastable.checkpoint.store import step_of
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Selection
@@ -105,7 +105,8 @@ def open_step(history: History, step: int) -> CourtCase:
     out = history.left_out(history.library(done[0].time), positions)
     refused = not done[0].applied
     choice = OTHER_DATA if refused or out.any() else NOTHING
-    told = f"its update was {'refused' if refused else 'applied'}, {int(out.sum())} of {out.size} samples are skipped now"
+    told = f"its update was {'refused' if refused else 'applied'}, "
+    told += f"{int(out.sum())} of its {plural(out.size, 'sample')} are skipped now"
     title = f"{history.run.root.name}, step {step}"
     return _rebuild(history, title, told, choice, step, step, done[0].time, positions)
 
@@ -123,8 +124,8 @@ def _rebuild(
     missing = sorted(set(range(step_of(checkpoint) + 1, begin)) - {d.step for d in after})
     if missing:
         raise DataError(
-            f"{history.run.steps}: step {missing[0]} was not recorded: what the run read after {checkpoint.name} is not "
-            "known"
+            f"{history.run.steps}: step {missing[0]} was not recorded, so it is not known what the run read after "
+            f"{checkpoint.name}"
         )
     library = history.library(time)
     usable = history.ledger.until(time).usable(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,6 @@ from megastable.forensics.court.offline_run import (
     recipe_of,
     single_process,
 )
-
 from megastable.forensics.court.verdict import BranchOutcome, CourtVerdict, judge_branches
 from megastable.forensics.history import History
 

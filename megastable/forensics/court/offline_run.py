@@ -66,8 +66,8 @@ class KeptState(NamedTuple):
 
 
 def find_checkpoint(run: RunDirectory, before: int | None = None) -> Path:
-    """The newest good checkpoint of a run, of less than `before` steps if that is given. Raises CheckpointError if there
-    is none."""
+    """The newest good checkpoint of a run, from before the step `before` if that is given. Raises CheckpointError if
+    there is none."""
     found = [
         path for path in store.newest_first(run.checkpoints) if before is None or store.step_of(path) < before
     ]

@@ -65,9 +65,9 @@ class CourtRow:
 
 @dataclass(frozen=True)
 class CourtVerdict:
-    """rows: of all branches, the least intrusive first. choice: what the run did, best: what would have been best; worse:
-    by how many nats the data to come is harder after the choice, with its standard error. harmed_anyway: training on
-    other data harms, too, so that remedies count. trial: the verdict on the suspects."""
+    """rows: of all branches, the least intrusive first. choice: what the run did; best: what would have been best.
+    worse: by how many nats the data to come is harder after the choice, with its standard error. harmed_anyway:
+    training on other data harms, too, so that remedies count. trial: the verdict on the suspects."""
 
     rows: list[CourtRow]
     choice: str
@@ -116,8 +116,9 @@ def judge_branches(
 def describe_verdict(found: CourtVerdict) -> str:
     """As sentences."""
     best = "no branch is better" if found.best == found.choice else f"best is {found.best!r}"
-    by = f"after what the run did, {found.choice!r}, the data to come is {found.worse:+.3f} ± {found.worse_error:.3f} nats"
-    of = "" if found.best == found.choice else f"; {by} harder than after that"
+    worse = f"{found.worse:+.3f} ± {found.worse_error:.3f} nats"
+    by = f"; after what the run did, {found.choice!r}, the data to come is {worse} harder than after that"
+    of = "" if found.best == found.choice else by
     good = "the run chose well" if found.is_good else "the run did not choose well"
     anyway = (
         "other data makes the model worse, too, so remedies count"

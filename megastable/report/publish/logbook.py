@@ -24,6 +24,7 @@ from megastable.run.events.data_events import (
     MixChanged,
     OrderChanged,
     SkipsAdded,
+    SkipsGivenBack,
 )
 from megastable.run.events.event import Event, whole
 from megastable.run.events.stability_events import (
@@ -76,7 +77,8 @@ Columns = Mapping[str, npt.NDArray[Any]]
 HEADINGS: dict[type[Event], str] = {
     ConfigChanged: "Recipe changed", BlendChanged: "Data", MixChanged: "Data", OrderChanged: "Data",
     BatchChanged: "Batch size", LengthChanged: "Sequence length", LookedAhead: "Data ahead",
-    LookAheadSpent: "Data ahead", SkipsAdded: "Data skipped by a person", AlertEvent: "Alert",
+    LookAheadSpent: "Data ahead", SkipsAdded: "Data skipped by a person", SkipsGivenBack: "Data given back",
+    AlertEvent: "Alert",
     FellBack: "Precision", Returned: "Precision", KernelsLeft: "Kernels", KernelsTriedAgain: "Kernels",
     RateCut: "Learning rate", RateLifted: "Learning rate",
     TrendEvent: "Slow signal", ReplicasDiffer: "Hardware", WrongCopy: "Hardware", StateChanged: "Hardware",

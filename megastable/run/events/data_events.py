@@ -146,6 +146,21 @@ class SkipsAdded(Event):
         return f"{self['samples']} samples of {self['documents']} documents are skipped, as a person asked"
 
 
+class SkipsGivenBack(Event):
+    """Samples that an incident skips were tried again on a checkpoint, after `step`, and are to be read from the next
+    start on. samples: how many; lines: of the skip ledger."""
+
+    NAME = "skips_given_back"
+    step: Whole
+    incident: Whole
+    samples: Whole
+    lines: Whole
+    reason: Text
+
+    def words(self) -> str:
+        return f"{self.get('samples')} samples that incident {self.get('incident')} skips are given back{self.because()}"
+
+
 class SkipsEnd(Event):
     """Written by older versions."""
 

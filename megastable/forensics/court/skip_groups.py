@@ -1,0 +1,107 @@
+"""What incidents of a run skip for good, incident by incident: samples of the skip ledger that no person named.
+
+Pure, but for the order and the ledger that it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.attribution.harm import HELD_OUT, HarmTrial, TrialVerdict, choose_held_out
+from megastable.data.order import Order
+from megastable.data.skip_ledger import Ledger
+from megastable.data.skips import NONE, Selection
+from megastable.stability.attribution import FEW
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+FARTHEST = 1 << 50  # positions that are searched for a sample
+
+
+@dataclass(frozen=True)
+class SkipGroup:
+    """The samples that an incident skips. positions: of each the latest one before the cursor's next passes over its
+    corpus, int64 [n], in the order of their corpora and tokens. step: of the incident."""
+
+    incident: int
+    step: int
+    positions: Int64s
+
+    @property
+    def name(self) -> str:
+        return f"incident {self.incident}"
+
+
+@dataclass(frozen=True)
+class TriedSamples:
+    """Positions of a group that are trained on, and of those that are measured only."""
+
+    trained: Int64s
+    held_out: Int64s
+
+    @property
+    def count(self) -> int:
+        return self.trained.size + self.held_out.size
+
+
+def find_groups(ledger: Ledger, order: Order, selection: Selection, cursor: int) -> list[SkipGroup]:
+    """The groups that are skipped now, by their incidents. selection: what the whole ledger leaves."""
+    by_others = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={})).sequences
+    named = ledger.by_identity.ever.table
+    numbers = sorted({number for number in named.column("incident").to_pylist() if number is not None})
+    found = []
+    for number in numbers:
+        lines = ledger.of_incident(number).by_identity.ever
+        positions = [np.empty(0, np.int64)]
+        for corpus, sequences in Selection(order, lines.exclusions).sequences.items():
+            out = selection.sequences.get(corpus, NONE)
+            skipped = sequences.minus(out.gaps()).minus(by_others.get(corpus, NONE))
+            chosen = skipped.gaps().next_kept(0, skipped.count())[0]
+            positions.append(find_positions(order, corpus, chosen, cursor))
+        steps = [step for step in lines.table.column("step").to_pylist() if step is not None]
+        group = SkipGroup(number, max(steps, default=0), np.concatenate(positions))
+        found += [group] if group.positions.size else []
+    return found
+
+
+def find_positions(order: Order, corpus: int, sequences: Int64s, cursor: int) -> Int64s:
+    """A position of each of n sequences of a corpus, in their order: the last one up to two passes over it after the
+    cursor. Without those that the order gives nowhere there."""
+    wanted = order.samples_before(cursor)[corpus] + 2 * order.sequences[corpus]
+    end = max(1, cursor)
+    while order.samples_before(end)[corpus] < wanted and end < FARTHEST:
+        end *= 2
+    positions = order.positions_of(corpus, sequences, 0, end if end < FARTHEST else max(1, cursor))
+    numbers = order.locate(positions).sequence
+    last = {int(number): int(position) for number, position in zip(numbers, positions, strict=True)}
+    return np.array([last[n] for n in sequences.tolist() if n in last], dtype=np.int64)
+
+
+def choose_tried(group: SkipGroup, slots: int) -> TriedSamples:
+    """The samples of a group to be tried: all, or evenly spread ones so that at most half of `slots` are trained on."""
+    n = min(group.positions.size, slots // 2 + HELD_OUT)
+    chosen = group.positions[np.linspace(0, group.positions.size - 1, n).round().astype(np.int64)]
+    held_out = choose_held_out(chosen)
+    return TriedSamples(chosen[~np.isin(chosen, held_out)][: max(1, slots // 2)], held_out)
+
+
+def put_first(batches: list[Int64s], samples: Int64s) -> list[Int64s]:
+    """The batches with `samples` in their first places."""
+    flat = np.concatenate(batches)
+    flat[: samples.size] = samples
+    return np.split(flat, np.cumsum([batch.size for batch in batches])[:-1])
+
+
+def is_given_back(trial: HarmTrial, suspects: Floats, coming: Floats) -> bool:
+    """Whether skipped samples do no harm: what is new, and what is as good as any, but for a few that are far out by
+    themselves, as the run itself decides (`is_harmless`).
+
+    Args:
+        suspects: their losses before the trial, [n] nats.
+        coming: losses of the data to come, likewise.
+    """
+    few = suspects.size <= FEW and float(np.median(suspects)) > float(coming.max())
+    return trial.verdict is TrialVerdict.NEW or (trial.verdict is TrialVerdict.NOISE and not few)
