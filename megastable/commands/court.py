@@ -17,7 +17,7 @@ app = App()
     examples="""
     megastable court runs/7b 3
     megastable court runs/7b 3 --only "half rate" --only "new moments" --picture court.png
-    megastable court runs/7b --step 41250 --steps 32 --json
+    megastable court runs/7b --step 41250-41252 --steps 32 --json
     """,
     more="From the newest good checkpoint before the trouble the run is replayed up to there, with its data, skips and "
     "refused updates. Then every branch trains the same steps from the same state. Half of the suspects are in no "
@@ -30,7 +30,9 @@ app = App()
 def court(
     run: Run,
     incident: Annotated[int | None, typer.Argument(metavar="[INCIDENT]", help="Its number, from 1 on")] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="Instead of an incident: the samples of this step")] = None,
+    step: Annotated[
+        str | None, typer.Option(metavar="STEP[-STEP]", help="Instead of an incident: all samples of these steps")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of every branch")] = 16,
     only: Annotated[list[str] | None, typer.Option(help="Only this branch, by name; repeatable. Default: all")] = None,
     picture: Drawing = None,
@@ -43,15 +45,16 @@ def court(
     from megastable.base.progress_bar import bar
     from megastable.base.text import visible
     from megastable.forensics.court import court_display as display
-    from megastable.forensics.court.court_case import open_incident, open_step
+    from megastable.forensics.court.court_case import open_incident, open_steps
     from megastable.forensics.court.hold_court import hold_court
     from megastable.forensics.history import History
+    from megastable.forensics.samples import step_range
 
     if (incident is None) == (step is None):
         raise DataError("say what to try: the number of an incident, or --step N")
     history = History(run)
     if step is not None:
-        case = open_step(history, step)
+        case = open_steps(history, *step_range(step))
     elif incident is not None:
         case = open_incident(history, incident)
     with bar("reading the run", 0, as_json, "steps") as progress:

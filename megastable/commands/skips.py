@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 app = App("Try again what a run skips, on its newest checkpoint, and give back what does no harm.")
 
 
+@app.callback()
+def skips() -> None:
+    """With a callback, a command is named even where there is one only."""
+
+
 @app.add(
     examples="""
     megastable skips review runs/7b
@@ -24,9 +29,10 @@ app = App("Try again what a run skips, on its newest checkpoint, and give back w
     megastable skips review runs/7b --give-back
     """,
     more="Tried is what incidents skip for good. What a person or another tool has named stays skipped, and what was "
-    "deferred is read again in any case. Given back is what is new, and what does no harm that can be measured; but not "
-    "64 samples or fewer whose losses are above all others. It is read from the next start on, where it lies ahead, "
-    "else in the next epoch.\n\nExit codes: 0 done, 2 bad input, or with --give-back a run at work.",
+    "deferred is read again in any case. Given back is what is new, and what does no harm that can be measured, "
+    "unless its losses are those of guessing, or above all others and of 64 samples at most. It is read from the next "
+    "start on where it lies ahead, else in the next epoch.\n\n"
+    "Exit codes: 0 done, 2 bad input, or with --give-back a run at work.",
 )
 def review(
     run: Run,
@@ -56,6 +62,8 @@ def review(
         else:
             found = skip_review.SkipReview("", 0, steps, [])
     console = Console(markup=False, emoji=False, highlight=False, quiet=as_json)
+    if not console.is_terminal:
+        console = Console(markup=False, emoji=False, highlight=False, width=120, quiet=as_json)
     if groups:
         console.print(
             visible(f"{history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps"),

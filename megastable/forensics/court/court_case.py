@@ -97,18 +97,21 @@ def open_incident(history: History, number: int) -> CourtCase:
     return _rebuild(history, title, told_as, choice, incident.onset, incident.step, opened, named)
 
 
-def open_step(history: History, step: int) -> CourtCase:
-    """The case of all samples of a step, when it was first done. Raises DataError if it was not recorded, and
-    CheckpointError if no good checkpoint is from before it."""
-    done = history.at(step, step)
-    positions = history.positions(done[0])
-    out = history.left_out(history.library(done[0].time), positions)
-    refused = not done[0].applied
+def open_steps(history: History, first: int, last: int) -> CourtCase:
+    """The case of all samples of the steps [first, last], when the last of them was first done. Raises DataError if one
+    was not recorded, and CheckpointError if no good checkpoint is from before them."""
+    time = history.at(last, last)[0].time
+    done = [step for step in _chain(history, last, time) if step.step >= first]
+    positions = np.unique(_positions(history, done))
+    out = history.left_out(history.library(time), positions)
+    refused = sum(not step.applied for step in done)
     choice = OTHER_DATA if refused or out.any() else NOTHING
-    told = f"its update was {'refused' if refused else 'applied'}, "
-    told += f"{int(out.sum())} of its {plural(out.size, 'sample')} are skipped now"
-    title = f"{history.run.root.name}, step {step}"
-    return _rebuild(history, title, told, choice, step, step, done[0].time, positions)
+    told = f"{refused} of {plural(len(done), 'update')} refused, "
+    told += f"{int(out.sum())} of {plural(out.size, 'sample')} skipped by now"
+    which = f"step {first}" if first == last else f"steps {first} to {last}"
+    return _rebuild(
+        history, f"{history.run.root.name}, {which}", told, choice, first, last, time, positions
+    )
 
 
 def _rebuild(

@@ -5,12 +5,13 @@ Pure, but for the order and the ledger that it is given.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.harm import HELD_OUT, HarmTrial, TrialVerdict, choose_held_out
+from megastable.attribution.harm import GUESSING, HELD_OUT, HarmTrial, TrialVerdict, choose_held_out
 from megastable.data.order import Order
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import NONE, Selection
@@ -95,13 +96,18 @@ def put_first(batches: list[Int64s], samples: Int64s) -> list[Int64s]:
     return np.split(flat, np.cumsum([batch.size for batch in batches])[:-1])
 
 
-def is_given_back(trial: HarmTrial, suspects: Floats, coming: Floats) -> bool:
-    """Whether skipped samples do no harm: what is new, and what is as good as any, but for a few that are far out by
-    themselves, as the run itself decides (`is_harmless`).
+def is_given_back(trial: HarmTrial, suspects: Floats, coming: Floats, vocabulary: int) -> bool:
+    """Whether skipped samples do no harm: what is new, and what does none that can be measured. Not of these a few that
+    are far out by themselves, as the run itself decides (`is_harmless`), and what is as hard as guessing: a low rate
+    hides the harm of both.
 
     Args:
         suspects: their losses before the trial, [n] nats.
         coming: losses of the data to come, likewise.
+        vocabulary: how many tokens there are.
     """
-    few = suspects.size <= FEW and float(np.median(suspects)) > float(coming.max())
-    return trial.verdict is TrialVerdict.NEW or (trial.verdict is TrialVerdict.NOISE and not few)
+    if trial.verdict is not TrialVerdict.NOISE:
+        return trial.verdict is TrialVerdict.NEW
+    usual = float(np.median(suspects))
+    few = suspects.size <= FEW and usual > float(coming.max())
+    return not few and usual < GUESSING * math.log(vocabulary)

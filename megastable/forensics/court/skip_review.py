@@ -134,7 +134,7 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
             losses = BranchLosses(after[0], control[0], before, before)
             held_out = after[1][number], control[1][number]
             trial = judge_trial(losses, held_out, vocabulary, tried[number].count, steps)
-            harmless = is_given_back(trial, suspects[number], before)
+            harmless = is_given_back(trial, suspects[number], before, vocabulary)
             found.append(ReviewedGroup(group, _documents(history, group), trial, harmless))
     return SkipReview(checkpoint.name, step_of(checkpoint), steps, found)
 

@@ -158,7 +158,7 @@ class SkipsGivenBack(Event):
     reason: Text
 
     def words(self) -> str:
-        return f"{self.get('samples')} samples that incident {self.get('incident')} skips are given back{self.because()}"
+        return f"{self.get('samples')} samples of incident {self.get('incident')} are given back{self.because()}"
 
 
 class SkipsEnd(Event):

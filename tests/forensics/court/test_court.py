@@ -1,0 +1,163 @@
+"""A trial held again, from a checkpoint: it repeats the run bit for bit, leaves it alone, and says who chose well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megastable.data.plant import plant
+from megastable.forensics.history import History
+from megastable.run import records
+from tests.conftest import write_corpus
+from tests.distributed import run_ranks
+from tests.forensics.court.commands import hash_files, megastable
+from tests.recovery.test_recovery import FIRST_BAD, incidents, recipe, train
+
+CHECKPOINTS = {"interval": 10, "keep": 8}
+
+
+def train_planted(folder: Path, world: int, **parts: Any) -> Path:
+    """A run that met 20 samples of noise in its steps 31 to 33, rewound and skipped them."""
+    write_corpus(folder / "clean", ids=20)
+    (folder / "clean/tokenizer.model").write_bytes(b"")  # copied along, never read
+    plant(
+        folder / "clean", folder / "bad", recipe(folder / "clean", folder / "run"), step=FIRST_BAD, samples=20
+    )
+    config = recipe(folder / "bad", folder / "run", checkpoint=CHECKPOINTS, **parts)
+    assert run_ranks(world, train, config) == [(0, "")] * world
+    assert [incident["onset"] for incident in incidents(folder / "run")] == [FIRST_BAD]
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_planted(tmp_path_factory.mktemp("court"), 1)
+
+
+def test_a_planted_region_was_well_chosen(run: Path) -> None:
+    before = hash_files(run)
+    done = megastable("court", "run", 1, "--json", "--picture", "court.png", folder=run.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["choice"], found["best"], found["good"]) == ("other data", "other data", True)
+    assert (found["first_step"], found["replayed_steps"], found["suspects"]) == (FIRST_BAD, 0, 20)
+    branches = {branch["name"]: branch for branch in found["branches"]}
+    assert list(branches) == [
+        "nothing", "other data", "capped rate", "half rate", "quarter rate", "warm-up", "quarter clip", "z-loss",
+        "new moments",
+    ]  # fmt: skip
+    nothing = branches["nothing"]
+    assert nothing["difference"] > max(0.01, 3 * nothing["difference_error"])
+    assert branches["other data"]["difference"] == 0 and found["trial"]["verdict"] == "bad"
+    assert all(len(branch["losses"]) == 16 for branch in branches.values())
+    assert len({tuple(branch["losses"]) for branch in branches.values()}) >= len(branches) - 1
+    assert (run.parent / "court.png").stat().st_size > 10_000
+    assert hash_files(run) == before
+
+
+def repeat_steps(root: Path) -> dict[str, Any]:
+    """What the run did from step 31 to 40, again: from its checkpoint of step 30, after nothing, and as a branch."""
+    from megastable.forensics.court.court_case import open_steps
+    from megastable.forensics.court.hold_court import as_recorded
+    from megastable.forensics.court.offline_run import opened, recall_rate, recipe_of
+
+    history = History(root)
+    case = open_steps(history, 46, 46)
+    config = recipe_of(case.checkpoint, history.config)
+    rest = [done for done in history.steps(46, 50) if not done.undone]
+    with opened(case.checkpoint, config, case.library.source, case.selection) as offline:
+        offline.load()
+        replayed = offline.replay(case.steps, lambda step: None)
+        began, recorded = offline.start.updates, as_recorded(case)
+
+        def limit_rate(updates: int, rate: float) -> float:
+            at = updates - began
+            return (
+                recall_rate(rate, recorded[at]) if at < len(recorded) else offline.limit_rate(updates, rate)
+            )
+
+        batches = [history.positions(done) for done in rest]
+        trained = offline.train(batches, limit_rate, lambda step: None)
+    return {"checkpoint": case.checkpoint.name, "replayed": replayed, "trained": trained}
+
+
+def test_a_branch_repeats_the_run_bit_for_bit(run: Path) -> None:
+    (found,) = run_ranks(1, repeat_steps, run)
+    table = records.read(run / "steps")
+    losses, norms = (np.array(table.column(name).to_pylist(), np.float32) for name in ("loss", "grad_norm"))
+    assert found["checkpoint"] == "step-40"
+    np.testing.assert_array_equal(found["replayed"].astype(np.float32), losses[40:45])
+    np.testing.assert_array_equal(found["trained"].losses.astype(np.float32), losses[45:50])
+    np.testing.assert_array_equal(found["trained"].norms.astype(np.float32), norms[45:50])
+
+
+def test_a_step_without_trouble_and_only_some_branches(run: Path) -> None:
+    words = ("court", "run", "--step", 38, "--steps", 4, "--only", "new moments")
+    done = megastable(*words, folder=run.parent)
+    assert done.returncode == 0, done.stderr
+    assert "7 steps replayed from step-30 (as recorded)" in done.stdout
+    assert "nothing <- " in done.stdout and "run" in done.stdout and "(new moments)" in done.stdout
+    assert "half rate" not in done.stdout and "verdict: the run chose well" in done.stdout
+
+
+def test_a_run_that_trained_on_bad_data_did_not_choose_well(run: Path, tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"checkpoint": CHECKPOINTS, "stability": {"enabled": False}}
+    assert run_ranks(1, train, recipe(run.parent / "bad", tmp_path / "run", **parts)) == [(0, "")]
+    done = megastable(
+        "court", "run", "--step", "31-33", "--steps", 8, "--only", "nothing", "--json", folder=tmp_path
+    )
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["choice"], found["best"], found["good"]) == (
+        1,
+        "nothing",
+        "other data",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("run",), "say what to try"),
+        (("run", 1, "--step", 3), "say what to try"),
+        (("run", 7), "there is no incident 7; those of this run: 1"),
+        (("run", "--step", "three"), "'three' is not a step or a range of steps"),
+        (("run", "--step", 900), "step 900 was not recorded"),
+        (("run", "--step", 7), "has no good checkpoint from before step 7; there are step-50"),
+        (("run", 1, "--only", "prayer"), "--only 'prayer': choose from nothing, other data"),
+        (("clean", 1), "is not the directory of a run"),
+        (("run", 1, "--picture", "court.txt"), "a name ending in"),
+    ],
+    ids=lambda given: " ".join(map(str, given)) if isinstance(given, tuple) else "",
+)
+def test_bad_input_is_one_sentence(run: Path, words: tuple[object, ...], told: str) -> None:
+    from megastable.commands.root import app
+    from tests.tools.cli import call
+
+    done = call(app, "court", *words, cwd=run.parent)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "parts"),
+    [
+        (2, {"train": {"micro_batch": 4}}),
+        (2, {"model": {"layers": 2}, "parallel": {"tensor": 2}}),
+        (2, {"model": {"layers": 2}, "train": {"micro_batch": 4}, "parallel": {"pipeline": 2}}),
+        (2, {"train": {"micro_batch": 4}, "parallel": {"zero": 3}}),
+    ],
+    ids=["data", "tensor", "pipeline", "ZeRO 3"],
+)
+def test_a_run_of_another_layout(world: int, parts: dict[str, Any], tmp_path: Path) -> None:
+    root = train_planted(tmp_path, world, **parts)
+    before = hash_files(root)
+    done = megastable("court", "run", 1, "--json", "--only", "half rate", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["choice"] == found["best"] == "other data" and hash_files(root) == before
