@@ -16,7 +16,7 @@ app = App()
 @app.add(
     examples="""
     megastable court runs/7b 3
-    megastable court runs/7b 3 --only "half rate" --only "new moments" --picture court.png
+    megastable court runs/7b 3 --only cut_lr --only reset_moments --picture court.png
     megastable court runs/7b --step 41250-41252 --steps 32 --json
     """,
     more="From the newest good checkpoint before the trouble the run is replayed up to there, with its data, skips and "

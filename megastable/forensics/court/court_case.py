@@ -13,18 +13,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megastable.attribution.remedies import NOTHING, OTHER_DATA
 from megastable.base.errors import DataError
 from megastable.base.text import plural, ranges
 from megastable.checkpoint.store import step_of
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Selection
-from megastable.forensics.court.candidates import CAPPED_RATE, HALF_RATE, NO_FP8, NOTHING, OTHER_DATA
 from megastable.forensics.court.offline_run import ReplayedStep, find_checkpoint
 from megastable.forensics.history import Done, History
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.report.postmortem.journal import Journal, named_when, summary_of
 from megastable.report.postmortem.passes import RecordFolder
 from megastable.report.postmortem.sample_texts import Library
+from megastable.run.events.stability_events import BranchesTried
 from megastable.run.records import SCHEMA
 from megastable.stability.actions import Action
 
@@ -32,9 +33,9 @@ Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 MOST = 200_000  # suspects of one case
 
-# What comes nearest to an action, the most intrusive first.
+# The branch that does what an action does.
 DONE = {
-    Action.FALL_BACK: NO_FP8, Action.CUT_LR: HALF_RATE, Action.CAP_LR: CAPPED_RATE, Action.SWAP_CORPUS: OTHER_DATA,
+    Action.FALL_BACK: "leave_fp8", Action.CUT_LR: "cut_lr", Action.CAP_LR: "cap_lr", Action.SWAP_CORPUS: OTHER_DATA,
 }  # fmt: skip
 
 
@@ -89,12 +90,31 @@ def open_incident(history: History, number: int) -> CourtCase:
     what = " then ".join(dict.fromkeys(incident.actions)) or "nothing"
     told_as = f"the run did: {what}; cause: {incident.cause}"
     named = np.unique(np.concatenate(found))
-    actions = [action for action in Action if action in incident.actions]
-    choice = next((DONE[action] for action in DONE if action in actions), NOTHING)
-    if choice == NOTHING and named.size and set(actions) - {Action.SKIP}:  # a skip undoes nothing
-        choice = OTHER_DATA
+    between = journal.events[journal.own[number][0] : journal.own[number][-1] + 1]
+    won = [
+        str(event.get("chosen"))
+        for event in between
+        if isinstance(event, BranchesTried) and event.get("chosen")
+    ]
+    choice = choose_branch_like(incident.actions, won, bool(named.size))
     title = f"{history.run.root.name}, incident {number}"
     return _rebuild(history, title, told_as, choice, incident.onset, incident.step, opened, named)
+
+
+def choose_branch_like(actions: Sequence[str], won: Sequence[str], took_away: bool) -> str:
+    """The branch that comes nearest to what a run did.
+
+    Args:
+        actions: of the incident.
+        won: names of the branches that won a trial of remedies.
+        took_away: whether samples were skipped or deferred.
+    """
+    acted = [action for action in Action if action in actions]
+    if Action.ADJUST in acted or any(action in acted for action in DONE):
+        usual = next((DONE[action] for action in DONE if action in acted), NOTHING)
+        return won[-1] if won and Action.SWAP_CORPUS not in acted else usual
+    # A skip alone undoes nothing: the samples were trained on.
+    return OTHER_DATA if took_away and set(acted) - {Action.SKIP} else NOTHING
 
 
 def open_steps(history: History, first: int, last: int) -> CourtCase:
@@ -109,9 +129,7 @@ def open_steps(history: History, first: int, last: int) -> CourtCase:
     told = f"{refused} of {plural(len(done), 'update')} refused, "
     told += f"{int(out.sum())} of {plural(out.size, 'sample')} skipped by now"
     which = f"step {first}" if first == last else f"steps {first} to {last}"
-    return _rebuild(
-        history, f"{history.run.root.name}, {which}", told, choice, first, last, time, positions
-    )
+    return _rebuild(history, f"{history.run.root.name}, {which}", told, choice, first, last, time, positions)
 
 
 def _rebuild(

@@ -9,15 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.attribution.harm import choose_held_out, replace_samples
+from megastable.attribution.remedies import NOTHING, OTHER_DATA
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.config.tree import RunConfig
-from megastable.forensics.court.candidates import (
-    OTHER_DATA,
-    Candidate,
-    change_recipe,
-    choose_candidates,
-)
+from megastable.forensics.court.candidates import Candidate, choose_candidates, list_candidates
 from megastable.forensics.court.court_case import CourtCase, data_ahead
 from megastable.forensics.court.offline_run import (
     KeptState,
@@ -84,31 +80,23 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
         CheckpointError, ConfigError: the checkpoint cannot be loaded here.
     """
     config = recipe_of(case.checkpoint, history.config)
-    candidates = choose_candidates(config, only, [case.choice])
     data = gather_data(history, case, config, steps)
-    bar.more(len(case.steps) + len(candidates) * steps)
-    with single_process(config):
-        with opened(case.checkpoint, config, case.library.source, case.selection) as run:
-            bar.doing("replaying the run")
-            run.load()
-            replayed = run.replay(case.steps, bar)
-            kept, before = run.keep(), run.laboratory.losses(data.coming)
-            usual = [
-                _try(run, candidate, kept, case, data, bar)
-                for candidate in candidates
-                if not candidate.changes
-            ]
-        # Each with an engine of its own: the recipe decides what is compiled, clipped and computed in FP8.
-        changed = [
-            _try_recipe(config, candidate, kept, case, data, bar)
-            for candidate in candidates
-            if candidate.changes
-        ]
-    by_name = {outcome.candidate.name: outcome for outcome in [*usual, *changed]}
-    outcomes = [by_name[candidate.name] for candidate in candidates]
+    with (
+        single_process(config),
+        opened(case.checkpoint, config, case.library.source, case.selection) as run,
+    ):
+        every = list_candidates(config, run.engine.adjustments.possible)
+        choice = case.choice if case.choice in [candidate.name for candidate in every] else NOTHING
+        candidates = choose_candidates(every, only, choice)
+        bar.more(len(case.steps) + len(candidates) * steps)
+        bar.doing("replaying the run")
+        run.load()
+        replayed = run.replay(case.steps, bar)
+        kept, before = run.keep(), run.laboratory.losses(data.coming)
+        outcomes = [_try(run, candidate, kept, case, data, bar) for candidate in candidates]
     vocabulary = config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
-    verdict = judge_branches(outcomes, before, case.choice, vocabulary, data.suspects.size)
+    verdict = judge_branches(outcomes, before, choice, vocabulary, data.suspects.size)
     differs = float(np.max(np.abs(replayed - case.losses), initial=0.0))
     return CourtRecord(case, steps, data.suspects.size, differs, float(before.mean()), verdict)
 
@@ -150,23 +138,14 @@ def _never_skipped(history: History, case: CourtCase, positions: Int64s) -> Int6
     return positions[~(history.left_out(case.library, positions) | np.isin(positions, case.suspects))]
 
 
-def _try_recipe(
-    config: RunConfig, candidate: Candidate, kept: KeptState, case: CourtCase, data: TrialData, bar: Bar
-) -> BranchOutcome:
-    other = change_recipe(config, candidate.changes)
-    with opened(case.checkpoint, other, case.library.source, case.selection) as run:
-        run.restore(kept)
-        run.leave_kernels()
-        return _try(run, candidate, kept, case, data, bar)
-
-
 def _try(
     run: OfflineRun, candidate: Candidate, kept: KeptState, case: CourtCase, data: TrialData, bar: Bar
 ) -> BranchOutcome:
     """Train a branch, measure it, and go back."""
     bar.doing(candidate.name)
-    if candidate.new_moments:
-        run.begin_moments_again(kept)
+    run.compute_as_usual(candidate.adjustment, candidate.leaves_fp8)
+    if candidate.resets_moments:
+        run.engine.reset_moments()
     first, began = run.first_rate(data.batches[0]), run.start.updates
     recorded = as_recorded(case)
 
@@ -174,7 +153,7 @@ def _try(
         done = updates - began
         usual = run.limit_rate(updates, scheduled)
         usual = recall_rate(usual, recorded[done]) if done < len(recorded) else usual
-        return candidate.change_rate(usual, done, len(data.batches), first)
+        return candidate.change_rate(usual, done, first)
 
     try:
         trained = run.train(data.batches_of(candidate), limit_rate, bar)

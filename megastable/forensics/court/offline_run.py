@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from megastable.data.skips import Selection
 from megastable.data.source import Source
 from megastable.engine.distributed import start_distributed, stop_distributed
 from megastable.engine.engine import Engine
-from megastable.engine.flatstate import SHARED
+from megastable.engine.numerics import Numerics
 from megastable.optim.schedule import scheduled_rate
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -132,22 +131,25 @@ class OfflineRun:
         self.laboratory = Laboratory(config.stability.attribution, self.engine, self.loader)
         self._ring = Ring(self.engine, 0, 0)
         self.start = BranchStart(self.state.updates, self.state.trained_tokens)
-        policy = _policy_of(self.state)
-        self.limit_rate: LimitRate = lambda updates, rate: rate
-        if config.stability.enabled and not config.stability.dry_run:
-            self.limit_rate = Policy(config.stability.policy, policy).rate
-        self._left_kernels = policy.kernels
+        policy = Policy(config.stability.policy, _policy_of(self.state), self.engine.fp8 is not None)
+        self._acts = config.stability.enabled and not config.stability.dry_run
+        self.limit_rate: LimitRate = policy.rate if self._acts else lambda updates, rate: rate
+        self._policy = policy
 
     def load(self) -> None:
         """Fill the engine from the checkpoint. Raises CheckpointError."""
         loading.load(self.checkpoint, self.state, self.engine)
         self.engine.refresh_weights()
-        self.leave_kernels()
+        self.compute_as_usual()
 
-    def leave_kernels(self) -> None:
-        """Compute without the kernels that the run had left."""
-        numerics = self.engine.numerics
-        numerics.switch(replace(numerics.now, plain=numerics.kinds_of(self._left_kernels)))
+    def compute_as_usual(self, adjustment: str = "", leave_fp8: bool = False) -> None:
+        """Compute as the run did at the checkpoint: without the kernels that it had left, maybe without FP8, and with
+        its adjustments; but for one more of them, and FP8."""
+        engine, policy = self.engine, self._policy
+        fp8 = engine.fp8 is not None and not leave_fp8 and (policy.fp8 or not self._acts)
+        kept = policy.state if self._acts else PolicyState()
+        engine.numerics.switch(Numerics(fp8, engine.numerics.kinds_of(kept.kernels)))
+        engine.adjustments.switch({*kept.adjusted, *filter(None, [adjustment])})
 
     def close(self) -> None:
         self.loader.close()
@@ -173,20 +175,11 @@ class OfflineRun:
         return KeptState(self._ring.aside(0), self.start)
 
     def restore(self, kept: KeptState) -> None:
-        """The engine's state as it was, which another engine of the same parameters may have had."""
+        """The engine's state as it was then."""
+        self.compute_as_usual()
         self._ring.restore(kept.snapshot)
         self.engine.refresh_weights()
         self.start = kept.start
-
-    def begin_moments_again(self, kept: KeptState) -> None:
-        """Set the optimizer's moments, and the count of its updates, to zero."""
-        tensors = kept.snapshot.tensors.items()
-        fresh = {
-            name: t if name.endswith("/weight") else t * 0
-            for name, t in tensors
-            if not name.startswith(SHARED)
-        }
-        self.engine.restore_optimizer_state(fresh)
 
     def first_rate(self, batch: Int64s) -> float:
         """The rate of the next update."""

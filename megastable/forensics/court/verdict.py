@@ -5,8 +5,8 @@
     learnt      by how much suspects that no branch was trained on are easier after it than after the control; as in a
                 trial of the run (attribution/harm.py), noise that became less surprising was not learnt
 
-Remedies count only where training on other data harms anyway (`harms_anyway`). Without that condition a lower rate
-would always win over a few steps, as noise shrinks with it.
+The best branch is chosen as a run chooses its remedy (attribution/remedies.py). Remedies count only where training on
+other data harms, too: a lower rate would win over a few steps in any case, as noise shrinks with it.
 
 Pure.
 """
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.harm import HARM, SURE, BranchLosses, HarmTrial, judge_trial, mean_difference
-from megastable.forensics.court.candidates import NOTHING, OTHER_DATA, Candidate
+from megastable.attribution.harm import SURE, BranchLosses, HarmTrial, judge_trial, mean_difference
+from megastable.attribution.remedies import NOTHING, OTHER_DATA, TOLERANCE, choose_remedy, harms_anyway
+from megastable.forensics.court.candidates import Candidate
 
 Floats = npt.NDArray[np.float64]
-TOLERANCE = 0.01  # nats: differences below it are those of another choice of samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,8 @@ class BranchOutcome:
 
 @dataclass(frozen=True)
 class CourtRow:
-    """A branch in numbers; nats, nan where there is nothing to measure, infinite where the state is not finite. counts:
-    whether it may be the best one."""
+    """A branch in numbers; nats, nan where there is nothing to measure, infinite where the state is not finite.
+    intrusive: its place, from 0. counts: whether it may be the best one."""
 
     name: str
     about: str
@@ -101,16 +101,21 @@ def judge_branches(
         return judge_trial(coming, held_out, vocabulary, suspects, outcome.losses.size)
 
     by_name = {outcome.candidate.name: outcome for outcome in outcomes}
-    control = by_name[OTHER_DATA]
-    harm, error = mean_difference(control.coming, before)
-    harmed_anyway = harm > max(HARM, SURE * error)
-    counting = [o for o in outcomes if harmed_anyway or not o.candidate.is_remedy]
-    lowest = min(counting, key=lambda outcome: _level(outcome.coming))
-    best = next(o for o in counting if _compare(o.coming, lowest.coming)[0] <= TOLERANCE)
-    worse, worse_error = _compare(by_name[choice].coming, best.coming)
-    rows = [_row(o, control, try_suspects(o), o in counting) for o in outcomes]
+    control, steps = by_name[OTHER_DATA], by_name[NOTHING].losses.size
+    harmed_anyway = harms_anyway(control.coming, before)
+    counting = {
+        name: outcome.coming
+        for name, outcome in by_name.items()
+        if harmed_anyway or not outcome.candidate.is_remedy
+    }
+    best = choose_remedy(counting, steps).chosen
+    worse, worse_error = _compare(by_name[choice].coming, by_name[best].coming)
+    rows = [
+        _row(place, outcome, control, try_suspects(outcome), outcome.candidate.name in counting)
+        for place, outcome in enumerate(outcomes)
+    ]
     trial = try_suspects(by_name[NOTHING])
-    return CourtVerdict(rows, choice, best.candidate.name, worse, worse_error, harmed_anyway, trial)
+    return CourtVerdict(rows, choice, best, worse, worse_error, harmed_anyway, trial)
 
 
 def describe_verdict(found: CourtVerdict) -> str:
@@ -139,11 +144,12 @@ def _level(losses: Floats) -> float:
     return float(losses.mean()) if np.isfinite(losses).all() else math.inf
 
 
-def _row(outcome: BranchOutcome, control: BranchOutcome, trial: HarmTrial, counts: bool) -> CourtRow:
+def _row(
+    place: int, outcome: BranchOutcome, control: BranchOutcome, trial: HarmTrial, counts: bool
+) -> CourtRow:
     candidate = outcome.candidate
     difference, error = _compare(outcome.coming, control.coming)
     return CourtRow(
-        candidate.name, candidate.about, candidate.intrusive, counts, _level(outcome.coming), difference, error,
-        trial.learnt, trial.learnt_error, float(np.max(outcome.norms, initial=0.0)), outcome.losses.tolist(),
-        outcome.norms.tolist(),
+        candidate.name, candidate.about, place, counts, _level(outcome.coming), difference, error, trial.learnt,
+        trial.learnt_error, float(np.max(outcome.norms, initial=0.0)), outcome.losses.tolist(), outcome.norms.tolist(),
     )  # fmt: skip

@@ -47,8 +47,7 @@ def test_a_planted_region_was_well_chosen(run: Path) -> None:
     assert (found["first_step"], found["replayed_steps"], found["suspects"]) == (FIRST_BAD, 0, 20)
     branches = {branch["name"]: branch for branch in found["branches"]}
     assert list(branches) == [
-        "nothing", "other data", "capped rate", "half rate", "quarter rate", "warm-up", "quarter clip", "z-loss",
-        "new moments",
+        "nothing", "other data", "cap_lr", "rewarm", "reset_moments", "clip", "z_loss", "beta2", "cut_lr", "cut_lr_twice",
     ]  # fmt: skip
     nothing = branches["nothing"]
     assert nothing["difference"] > max(0.01, 3 * nothing["difference_error"])
@@ -96,12 +95,12 @@ def test_a_branch_repeats_the_run_bit_for_bit(run: Path) -> None:
 
 
 def test_a_step_without_trouble_and_only_some_branches(run: Path) -> None:
-    words = ("court", "run", "--step", 38, "--steps", 4, "--only", "new moments")
+    words = ("court", "run", "--step", 38, "--steps", 4, "--only", "reset_moments")
     done = megastable(*words, folder=run.parent)
     assert done.returncode == 0, done.stderr
     assert "7 steps replayed from step-30 (as recorded)" in done.stdout
-    assert "nothing <- " in done.stdout and "run" in done.stdout and "(new moments)" in done.stdout
-    assert "half rate" not in done.stdout and "verdict: the run chose well" in done.stdout
+    assert "nothing <- " in done.stdout and "run" in done.stdout and "(reset_moments)" in done.stdout
+    assert "cut_lr" not in done.stdout and "verdict: the run chose well" in done.stdout
 
 
 def test_a_run_that_trained_on_bad_data_did_not_choose_well(run: Path, tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_bad_input_is_one_sentence(run: Path, words: tuple[object, ...], told: s
 def test_a_run_of_another_layout(world: int, parts: dict[str, Any], tmp_path: Path) -> None:
     root = train_planted(tmp_path, world, **parts)
     before = hash_files(root)
-    done = megastable("court", "run", 1, "--json", "--only", "half rate", folder=tmp_path)
+    done = megastable("court", "run", 1, "--json", "--only", "cut_lr", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["choice"] == found["best"] == "other data" and hash_files(root) == before
