@@ -47,7 +47,8 @@ def test_a_planted_region_was_well_chosen(run: Path) -> None:
     assert (found["first_step"], found["replayed_steps"], found["suspects"]) == (FIRST_BAD, 0, 20)
     branches = {branch["name"]: branch for branch in found["branches"]}
     assert list(branches) == [
-        "nothing", "other data", "cap_lr", "rewarm", "reset_moments", "clip", "z_loss", "beta2", "cut_lr", "cut_lr_twice",
+        "nothing", "other data", "cap_lr", "rewarm", "reset_moments", "clip", "z_loss", "beta2", "cut_lr",
+        "cut_lr_twice",
     ]  # fmt: skip
     nothing = branches["nothing"]
     assert nothing["difference"] > max(0.01, 3 * nothing["difference_error"])
