@@ -72,5 +72,5 @@ def court(
         console.print(visible(line), soft_wrap=True)
     put_json(display.court_tree(record), as_json, output)
     if picture is not None:
-        display.court_picture(record, picture)
+        display.court_picture(record, history, picture)
     raise typer.Exit(0 if record.verdict.is_good else FAILED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ from rich.table import Table
 
 from megastable.base.text import plural
 from megastable.forensics.court.hold_court import CourtRecord
-from megastable.forensics.court.verdict import CourtRow, describe_verdict
-from megastable.report.branch_picture import DrawnBranch, draw_branches
+from megastable.forensics.court.verdict import describe_verdict
+from megastable.forensics.history import History
+from megastable.report.figures import save
+from megastable.report.postmortem.facts import StepRow
+from megastable.report.postmortem.passes import passes
+from megastable.report.postmortem.pictures import STYLE, draw_branches
+from megastable.report.postmortem.trial_facts import BranchFacts, TrialFacts
 
 EXACT = 1e-6  # nats: the records have losses in fp32
 LEGEND = (
@@ -77,15 +83,31 @@ def court_tree(record: CourtRecord) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def court_picture(record: CourtRecord, path: Path) -> None:
-    """Raises DataError when it cannot be written."""
-    named = {record.verdict.best, record.verdict.choice}
-    drawn = [_drawn(row, row.name in named) for row in record.verdict.rows]
-    draw_branches(record.case.first_step, drawn, record.before, record.case.title, path)
+def court_picture(record: CourtRecord, history: History, path: Path) -> None:
+    """Losses of the branches and of the run, and of the data to come after each branch. The format follows from the
+    name (.png, .svg, .pdf). Raises DataError when it cannot be written."""
+    import matplotlib
 
-
-def _drawn(row: CourtRow, bold: bool) -> DrawnBranch:
-    return DrawnBranch(row.name, row.losses, row.norms, row.loss, bold)
+    matplotlib.use("Agg")
+    first, verdict = record.case.first_step - 1, record.verdict
+    branches = [
+        BranchFacts(
+            name=row.name, cost=row.intrusive, loss=row.loss, difference=row.difference, error=row.difference_error,
+            losses=row.losses, norms=row.norms,
+        )
+        for row in verdict.rows
+    ]  # fmt: skip
+    trial = TrialFacts(
+        step=first,
+        snapshot=first,
+        steps=record.steps,
+        chosen=verdict.best,
+        before=record.before,
+        branches=branches,
+    )
+    rows = [StepRow.model_validate(asdict(done)) for done in history.steps(first, trial.last)]
+    with matplotlib.rc_context(STYLE):
+        save(draw_branches(trial, passes(rows)), path)
 
 
 def _number(value: float) -> str:

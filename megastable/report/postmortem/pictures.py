@@ -173,17 +173,18 @@ def branches_picture(trial: TrialFacts, e: Evidence) -> bytes:
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        return _png(_branches(trial, e))
+        return _png(draw_branches(trial, e.passes))
 
 
-def _branches(trial: TrialFacts, e: Evidence) -> Figure:
+def draw_branches(trial: TrialFacts, passes: Sequence[Sequence[StepRow]]) -> Figure:
+    """As `branches_picture`, to be drawn with `STYLE`. passes: recorded steps of the run (passes.py)."""
     from matplotlib.ticker import MaxNLocator
 
     figure = _figure(10, max(4.4, 2.6 + 0.3 * len(trial.branches)))
     steps, coming = figure.subplots(1, 2, width_ratios=[5, 3])
     hues = [*BRANCHES[: len(trial.branches)], *[FAINT] * (len(trial.branches) - len(BRANCHES))]
     first, last = trial.snapshot, max(trial.last, trial.step)
-    _draw_run(steps, [[row for row in part if first <= row.step <= last] for part in e.passes])
+    _draw_run(steps, [[row for row in part if first <= row.step <= last] for part in passes])
     for branch, hue in zip(trial.branches, hues, strict=True):
         at = range(trial.snapshot + 1, trial.snapshot + 1 + len(branch.losses))
         chosen = branch.name == trial.chosen
