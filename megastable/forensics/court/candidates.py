@@ -19,6 +19,7 @@ from megastable.stability.learning_rate_limits import after_rewind
 from megastable.stability.policy import ADJUSTED, REWARM_FROM
 
 CUT_TWICE = "cut_lr_twice"
+ADJUSTMENTS = frozenset({"reset_moments", *ADJUSTED})  # those that not every recipe has
 
 # The rate of an update: from the usual one, the updates of the branch so far, and the rate at its beginning.
 ChangeRate = Callable[[float, int, float], float]

@@ -13,7 +13,7 @@ from megastable.attribution.remedies import NOTHING, OTHER_DATA
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.config.tree import RunConfig
-from megastable.forensics.court.candidates import Candidate, choose_candidates, list_candidates
+from megastable.forensics.court.candidates import ADJUSTMENTS, Candidate, choose_candidates, list_candidates
 from megastable.forensics.court.court_case import CourtCase, data_ahead
 from megastable.forensics.court.offline_run import (
     KeptState,
@@ -80,6 +80,7 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
         CheckpointError, ConfigError: the checkpoint cannot be loaded here.
     """
     config = recipe_of(case.checkpoint, history.config)
+    choose_candidates(list_candidates(config, ADJUSTMENTS), only, NOTHING)  # before anything slow
     data = gather_data(history, case, config, steps)
     with (
         single_process(config),

@@ -24,8 +24,8 @@ FARTHEST = 1 << 50  # positions that are searched for a sample
 
 @dataclass(frozen=True)
 class SkipGroup:
-    """The samples that an incident skips. positions: of each the latest one before the cursor's next passes over its
-    corpus, int64 [n], in the order of their corpora and tokens. step: of the incident."""
+    """The samples that an incident skips, at positions that hold them: int64 [n], in the order of their corpora and
+    tokens. step: of the incident."""
 
     incident: int
     step: int

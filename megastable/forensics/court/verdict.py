@@ -119,18 +119,18 @@ def judge_branches(
 
 
 def describe_verdict(found: CourtVerdict) -> str:
-    """As sentences."""
-    best = "no branch is better" if found.best == found.choice else f"best is {found.best!r}"
+    """As a sentence."""
     worse = f"{found.worse:+.3f} ± {found.worse_error:.3f} nats"
-    by = f"; after what the run did, {found.choice!r}, the data to come is {worse} harder than after that"
-    of = "" if found.best == found.choice else by
-    good = "the run chose well" if found.is_good else "the run did not choose well"
-    anyway = (
-        "other data makes the model worse, too, so remedies count"
-        if found.harmed_anyway
-        else "other data does no harm, so remedies do not count: a lower rate wins over a few steps in any case"
-    )
-    return f"{good}: {best}{of} ({anyway})"
+    if found.choice == found.best:
+        what = f"the run chose well: no branch is clearly better than what it did, {found.choice!r}"
+    elif found.is_good:
+        what = f"the run chose well: what it did, {found.choice!r}, is as good as {found.best!r} ({worse})"
+    else:
+        what = f"the run did not choose well: after what it did, {found.choice!r}, the data to come is {worse} harder "
+        what += f"than after {found.best!r}"
+    if found.harmed_anyway:
+        return f"{what}. Other data does harm, too, so remedies count"
+    return f"{what}. Other data does no harm, so remedies do not count: a lower rate wins over a few steps in any case"
 
 
 def _compare(one: Floats, other: Floats) -> tuple[float, float]:

@@ -35,6 +35,7 @@ WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (attribution/rem
 LABELS = {
     "cap_lr": "rate capped", "cut_lr": "rate cut", "leave_fp8": "without FP8", "rewarm": "warm-up again",
     "reset_moments": "moments reset", "clip": "tighter clipping", "z_loss": "larger z-loss", "beta2": "lower beta2",
+    "cut_lr_twice": "rate cut twice",
 }  # fmt: skip
 HARMLESS = ("new", "noise")  # verdicts after which suspects are trained on, if they are not few and gross
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from megastable.data.plant import plant
 from megastable.forensics.history import History
@@ -15,6 +16,7 @@ from megastable.run import records
 from tests.conftest import write_corpus
 from tests.distributed import run_ranks
 from tests.forensics.court.commands import hash_files, megastable
+from tests.forensics.test_deferred import spoil_watched
 from tests.recovery.test_recovery import FIRST_BAD, incidents, recipe, train
 
 CHECKPOINTS = {"interval": 10, "keep": 8}
@@ -161,3 +163,23 @@ def test_a_run_of_another_layout(world: int, parts: dict[str, Any], tmp_path: Pa
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["choice"] == found["best"] == "other data" and hash_files(root) == before
+
+
+@pytest.mark.slow
+def test_what_was_deferred_is_tried_where_it_was(tmp_path: Path) -> None:
+    """At its positions other samples are read by now."""
+    write_corpus(tmp_path / "corpus", ids=20)
+    policy = {"policy": {"recur_steps": 12, "verify_steps": 6}}
+    config = recipe(tmp_path / "corpus", tmp_path / "run", stability=policy, checkpoint=CHECKPOINTS)
+    run_ranks(1, spoil_watched, config, tmp_path / "log")
+    told = {"config": config.model_dump(mode="json"), "manifests": []}
+    (tmp_path / "run/recipe.yaml").write_text(yaml.safe_dump(told))  # which `spoil` does not do
+    (incident,) = incidents(tmp_path / "run")
+    assert incident["deferred"]
+    done = megastable("court", "run", 1, "--only", "cut_lr", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    suspects = sum(end - first for first, end in incident["deferred"])
+    assert (found["choice"], found["suspects"], found["good"]) == ("other data", suspects, True)
+    assert (found["replayed_steps"], found["first_step"]) == (1, incident["onset"])
+    assert found["replay_differs"] < 1e-6
