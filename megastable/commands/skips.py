@@ -14,6 +14,8 @@ from megastable.commands.options import Json, JsonFile, Run, put_json
 if TYPE_CHECKING:
     from megastable.forensics.court.skip_review import ReviewedGroup, SkipReview
 
+LITTLE, LOW = 0.2, ": with so low a rate, little harm shows"  # a share of the peak rate
+
 app = App("Try again what a run skips, on its newest checkpoint, and give back what does no harm.")
 
 
@@ -60,13 +62,16 @@ def review(
                 found = skip_review.review_groups(history, groups, steps, progress)
             found = skip_review.give_back(history, found) if give_back else found
         else:
-            found = skip_review.SkipReview("", 0, steps, [])
+            found = skip_review.SkipReview("", 0, 0.0, steps, [])
     console = Console(markup=False, emoji=False, highlight=False, quiet=as_json)
     if not console.is_terminal:
         console = Console(markup=False, emoji=False, highlight=False, width=120, quiet=as_json)
     if groups:
         console.print(
-            visible(f"{history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps"),
+            visible(
+                f"{history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps, at "
+                f"{found.rate_share:.0%} of the peak rate{LOW if found.rate_share < LITTLE else ''}"
+            ),
             soft_wrap=True,
         )
         _show(console, found, give_back)
@@ -123,4 +128,7 @@ def _tree(found: SkipReview) -> dict[str, Any]:
         }
         for one in found.groups
     ]  # fmt: skip
-    return {"checkpoint": found.checkpoint, "step": found.step, "steps": found.steps, "groups": groups}
+    return {
+        "checkpoint": found.checkpoint, "step": found.step, "rate_share": found.rate_share, "steps": found.steps,
+        "groups": groups,
+    }  # fmt: skip

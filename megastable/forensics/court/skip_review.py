@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -60,10 +60,11 @@ class ReviewedGroup:
 
 @dataclass(frozen=True)
 class SkipReview:
-    """checkpoint: its name. step: where it stands."""
+    """checkpoint: its name. step: where it stands. rate_share: of the peak rate there: with a lower one, less shows."""
 
     checkpoint: str
     step: int
+    rate_share: float
     steps: int
     groups: list[ReviewedGroup]
 
@@ -114,10 +115,11 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
         for _ in range(steps):
             positions, cursor = selection.next_kept(cursor, config.batches.at(cursor))
             batches.append(positions)
-        if run.first_rate(batches[0]) < LEAST_RATE * config.optimizer.lr:
+        share = run.first_rate(batches[0]) / config.optimizer.lr
+        if share < LEAST_RATE:
             raise DataError(
-                f"{checkpoint}: the learning rate has fallen to {run.first_rate(batches[0]):.2g}: nothing is learnt "
-                "with it, so nothing can be tried"
+                f"{checkpoint}: the learning rate has fallen to {share:.1%} of its peak: nothing is learnt with it, so "
+                "nothing can be tried"
             )
         ahead = max(COMING, config.batches.reach(cursor, FARTHEST) - cursor)
         coming = choose_coming(selection.next_kept(cursor, ahead)[0])
@@ -136,7 +138,7 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
             trial = judge_trial(losses, held_out, vocabulary, tried[number].count, steps)
             harmless = is_given_back(trial, suspects[number], before, vocabulary)
             found.append(ReviewedGroup(group, _documents(history, group), trial, harmless))
-    return SkipReview(checkpoint.name, step_of(checkpoint), steps, found)
+    return SkipReview(checkpoint.name, step_of(checkpoint), share, steps, found)
 
 
 class _Measuring:
@@ -191,7 +193,7 @@ def give_back(history: History, review: SkipReview) -> SkipReview:
             )
         )
         found.append(ReviewedGroup(group, one.documents, one.trial, True, given_back=True))
-    return SkipReview(review.checkpoint, review.step, review.steps, found)
+    return replace(review, groups=found)
 
 
 def _documents(history: History, group: SkipGroup) -> int | None:
