@@ -256,7 +256,9 @@ class Trials:
         """Harmless samples that were trained on before a snapshot."""
         applied = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
         found = harmless(applied, left_out)[0]
-        if not found.size:  # right after a start nothing is known of them, but the checkpoint was trained on them
+        if (
+            not found.size
+        ):  # right after a start nothing is known of them, but the checkpoint was trained on them
             cursor = snapshot.extra.state.cursor
             found = np.arange(max(0, cursor - LONGEST * self.loader.batch), cursor)
             found = found[~left_out.mask(found)]

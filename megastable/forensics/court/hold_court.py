@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from megastable.attribution.harm import choose_held_out, replace_samples
 from megastable.attribution.remedies import NOTHING, OTHER_DATA
+from megastable.attribution.repetition import MOST, find_repetition
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.config.tree import RunConfig
@@ -97,7 +98,10 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
         outcomes = [_try(run, candidate, kept, case, data, bar) for candidate in candidates]
     vocabulary = config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
-    verdict = judge_branches(outcomes, before, choice, vocabulary, data.suspects.size)
+    read = case.library.source.samples
+    texts = [read(p).astype(np.int32) for p in (data.suspects[:MOST], data.fillers[-MOST:], data.coming)]
+    repetition = find_repetition(*texts)
+    verdict = judge_branches(outcomes, before, choice, vocabulary, data.suspects.size, repetition)
     differs = float(np.max(np.abs(replayed - case.losses), initial=0.0))
     return CourtRecord(case, steps, data.suspects.size, differs, float(before.mean()), verdict)
 

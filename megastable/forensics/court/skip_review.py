@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.attribution.harm import BranchLosses, HarmTrial, judge_trial
+from megastable.attribution.repetition import MOST, find_repetition
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.checkpoint.store import step_of
@@ -135,7 +136,10 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
             after = measure.branch(put_first(batches, tried[number].trained))
             losses = BranchLosses(after[0], control[0], before, before)
             held_out = after[1][number], control[1][number]
-            trial = judge_trial(losses, held_out, vocabulary, tried[number].count, steps)
+            positions = tried[number].trained[:MOST], np.concatenate(batches)[:MOST], coming
+            texts = [library.source.samples(p).astype(np.int32) for p in positions]
+            repetition = find_repetition(*texts)
+            trial = judge_trial(losses, held_out, vocabulary, tried[number].count, steps, repetition)
             harmless = is_given_back(trial, suspects[number], before, vocabulary)
             found.append(ReviewedGroup(group, _documents(history, group), trial, harmless))
     return SkipReview(checkpoint.name, step_of(checkpoint), share, steps, found)

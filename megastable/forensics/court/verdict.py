@@ -84,7 +84,12 @@ class CourtVerdict:
 
 
 def judge_branches(
-    outcomes: Sequence[BranchOutcome], before: Floats, choice: str, vocabulary: int, suspects: int
+    outcomes: Sequence[BranchOutcome],
+    before: Floats,
+    choice: str,
+    vocabulary: int,
+    suspects: int,
+    repetition: tuple[bool, npt.NDArray[np.bool_]] | None = None,
 ) -> CourtVerdict:
     """The verdict on a run that did as the branch `choice` does.
 
@@ -93,12 +98,13 @@ def judge_branches(
         before: losses of the data to come on the state that all began with, [n] nats.
         vocabulary: how many tokens there are.
         suspects: how many the branches have, with those held out.
+        repetition: as of `find_repetition`, None: there is none.
     """
 
     def try_suspects(outcome: BranchOutcome) -> HarmTrial:
         coming = BranchLosses(outcome.coming, control.coming, before, before)
         held_out = outcome.held_out, control.held_out
-        return judge_trial(coming, held_out, vocabulary, suspects, outcome.losses.size)
+        return judge_trial(coming, held_out, vocabulary, suspects, outcome.losses.size, repetition)
 
     by_name = {outcome.candidate.name: outcome for outcome in outcomes}
     control, steps = by_name[OTHER_DATA], by_name[NOTHING].losses.size

@@ -158,7 +158,9 @@ class SkipsGivenBack(Event):
     reason: Text
 
     def words(self) -> str:
-        return f"{self.get('samples')} samples of incident {self.get('incident')} are given back{self.because()}"
+        return (
+            f"{self.get('samples')} samples of incident {self.get('incident')} are given back{self.because()}"
+        )
 
 
 class SkipsEnd(Event):
