@@ -136,8 +136,8 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
             after = measure.branch(put_first(batches, tried[number].trained))
             losses = BranchLosses(after[0], control[0], before, before)
             held_out = after[1][number], control[1][number]
-            positions = tried[number].trained[:MOST], np.concatenate(batches)[:MOST], coming
-            texts = [library.source.samples(p).astype(np.int32) for p in positions]
+            chosen = tried[number].trained[:MOST], np.concatenate(batches)[:MOST], coming
+            texts = [library.source.samples(p).astype(np.int32) for p in chosen]
             repetition = find_repetition(*texts)
             trial = judge_trial(losses, held_out, vocabulary, tried[number].count, steps, repetition)
             harmless = is_given_back(trial, suspects[number], before, vocabulary)
