@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -150,6 +151,14 @@ RemedyName = Literal[
 ]  # fmt: skip
 # Keys of earlier versions with their defaults, which the recorded recipes of their runs have.
 RETIRED = {"odds_fall_back": 1.0, "odds_cap": 1.0, "odds_cut": 2.0, "odds_handover": 1.0}
+RETIRED_OF_SAMPLES = {"false_alarms": 0.1, "known": 512, "measured": 256, "ahead": 32, "ahead_every": 10}
+
+
+def without_retired(given: Any, retired: Mapping[str, object]) -> Any:
+    """A section without keys that are gone and have their defaults, which say nothing."""
+    if not isinstance(given, dict):
+        return given
+    return {key: value for key, value in given.items() if retired.get(key, NOTHING) != value}
 
 
 class PolicyConfig(Section):
@@ -226,9 +235,7 @@ class PolicyConfig(Section):
     @classmethod
     def _leave_retired_keys(cls, given: Any) -> Any:
         """A recipe that an earlier version recorded has keys that are gone: at their defaults they say nothing."""
-        if not isinstance(given, dict):
-            return given
-        return {key: value for key, value in given.items() if RETIRED.get(key, NOTHING) != value}
+        return without_retired(given, RETIRED)
 
 
 class MemoryCopyConfig(Section):
@@ -313,22 +320,17 @@ class AttributionConfig(Section):
 
 
 class SampleConfig(Section):
-    """Single samples over time, and refused batches (recovery/sample_watch.py)."""
+    """Batches that are elevated together, and refused ones (recovery/sample_watch.py)."""
 
-    false_alarms: PositiveFloat = 0.1
-    """False trickles per 10,000 healthy steps, at most; and as many false new kinds of text."""
     examinations: PositiveFloat = 1.0
     """Groups of batches examined in vain, per 10,000 healthy steps; each takes some steps of time."""
-    known: PositiveInt = 512
-    """Scored samples of a corpus before it is judged. [samples]"""
     quiet_steps: PositiveInt = 4
     """Steps on trend before a refused batch is examined. [steps]"""
-    measured: PositiveInt = 256
-    """Most suspects measured again, the worst first. [samples]"""
-    ahead: NonNegativeInt = 32
-    """Most batches measured ahead for more of the kind; each costs a third of a step. [batches]"""
-    ahead_every: PositiveInt = 10
-    """In the whole run one more such batch per this many steps: 3 % of its time. [steps]"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_retired_keys(cls, given: Any) -> Any:
+        return without_retired(given, RETIRED_OF_SAMPLES)
 
 
 class SignsConfig(Section):

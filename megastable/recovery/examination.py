@@ -1,7 +1,7 @@
 """Searches for the guilty samples of an incident, up to the ends of a bad region. Collective.
 
 Measures with sample_replay.py; stability/ decides: individuals and crowds (groups.py, scores.py). Extent of a bad
-region: growth.py.
+region: the batches after the window, one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.data.skips import Selection, Skips
-from megastable.recovery.growth import Growth
 from megastable.stability import attribution, groups, region, scores
 from megastable.stability.attribution import Conclusion, Suspect
 from megastable.stability.region import Region
@@ -30,9 +29,7 @@ Bools = npt.NDArray[np.bool_]
 
 SHOWN = 2  # guilty samples whose own gradients are measured, as evidence
 CALIBRATING = 1024  # harmless samples per corpus whose tokens are read
-# Share of bad samples below which no region is searched for; they are individuals.
-THINNEST, FEW = 0.125, 3
-PULL = 2.0  # of the gradient norm of an ordinary batch, above which a batch ahead is bad: clean ones have up to 1.5
+FEW = 3  # samples that are found by their gradient, for which no region is searched: they are individuals
 
 
 class Examination:
@@ -57,7 +54,6 @@ class Examination:
         self.alone = np.empty(0, np.int64)  # convicted individually by loss
         self.shared = 0.0  # z by which the current state puts ordinary samples above their recorded losses
         self.together: float | None = None  # gradient of a batch of the guilty, relative to an ordinary one's
-        self.pull = math.inf  # gradient norm above which a batch ahead continues the region
         self.positions = np.concatenate([t.positions for t in self.steps])
         self.corpora = laboratory.corpora(self.positions)
         self.losses = self._losses(self.positions)
@@ -71,11 +67,6 @@ class Examination:
     def _losses(self, positions: Int64s) -> Floats:
         self.forwards += math.ceil(positions.size / self.size)
         return self.lab.losses(positions)
-
-    def norm(self, positions: Int64s) -> float:
-        """Norm of a batch's gradient."""
-        self.forwards += region.FORWARD
-        return self.lab.gradient_norm(positions)
 
     def _harmless(self) -> ScoredSamples:
         """Samples for calibration: the latest, except those right before the window, as a region may begin before it is
@@ -116,11 +107,9 @@ class Examination:
         if judged.guilty.any() and (shared := groups.shared_shift(z, judged.guilty)) > 0:
             self.shared = shared
             judged, z = self.judge()
-        guilty, inferred, found = self.positions[judged.guilty], np.empty(0, np.int64), None
+        guilty, found = self.positions[judged.guilty], None
         norms, by_gradient = dict[int, float](), not guilty.size
         gradients = self.lab.batch_norms(self.steps, self.known)
-        if gradients is not None and gradients.extraordinary.any():
-            self.pull = PULL * gradients.whole
         crowd = self._alike(judged.guilty, gradients)
         if crowd is not None:
             judged, by_gradient = crowd, True
@@ -133,44 +122,51 @@ class Examination:
             zip(self.positions.tolist(), zip(self.losses.tolist(), z.tolist(), strict=True), strict=True)
         )
         if guilty.size >= (FEW if by_gradient else 1) and judged.score is not None and self.config.region:
-            judged, guilty, growth = self._grown(judged, guilty, by_gradient)
-            if growth is not None and growth.ahead.endless:
-                # Equally bad everywhere: the state is to blame. Unless some are worse than all of these.
-                if not by_gradient:
-                    judged, _ = self.judge(growth.level())
-                    guilty = self.positions[judged.guilty]
-                if crowd is not None:
-                    guilty = np.empty(0, np.int64)  # similar samples are everywhere, also before
-            elif growth is not None and guilty.size:
-                guilty, inferred, found = growth.named(guilty)
-                measured |= growth.measured
+            guilty, found, more = self._follow(judged, guilty)
+            measured |= more
         if guilty.size and not by_gradient:
             worst = sorted(guilty.tolist(), key=lambda p: -measured[p][1] if p in measured else 0.0)
             for p in worst[: min(SHOWN, self.config.gradients)]:
                 norms[p] = self.lab.gradient_norm(np.array([p]))
         norms = {p: norm for p, norm in norms.items() if not math.isnan(norm)}
         suspects = [Suspect(p, loss, deviation, norms.get(p)) for p, (loss, deviation) in measured.items()]
-        return self._told(suspects, guilty, inferred, found, judged)
+        return self._told(suspects, guilty, found, judged)
 
-    def _grown(
-        self, judged: Conviction, guilty: Int64s, by_gradient: bool
-    ) -> tuple[Conviction, Int64s, Growth | None]:
-        """How far the guilty extend, None if unknown; and which they are.
-
-        If clean samples ahead lie higher, too, the state is to blame: results so far, including the region and its
-        ends, are discarded, and all is judged again, once.
-        """
-        growth = Growth(self, judged, guilty, self.forwards)
-        shift = growth.shift()
-        if by_gradient or not shift > 0:
-            return judged, guilty, growth
-        self.shared += shift
-        judged, _ = self.judge()
-        guilty = self.positions[judged.guilty]
-        if judged.score is None:
-            return judged, guilty, None
-        again = Growth(self, judged, guilty, growth.begin)
-        return judged, guilty, None if again.shift() > 0 else again
+    def _follow(
+        self, judged: Conviction, guilty: Int64s
+    ) -> tuple[Int64s, Region | None, dict[int, tuple[float, float]]]:
+        """The bad samples of the window and of the batches that follow it, one after another until the region is over;
+        its extent; losses and z of the samples that were measured. None are bad if it does not end: what goes on is no
+        region, but how things are from here on."""
+        assert judged.score is not None
+        bad, probes, measured = [guilty], list[tuple[int, int, int]](), dict[int, tuple[float, float]]()
+        cursor, clean = int(max(t.positions.max() for t in self.steps)) + 1, 0
+        while clean < region.CLEAN and len(probes) < min(
+            region.FARTHEST, region.FORWARD * self.config.region
+        ):
+            ahead, cursor = self.selection.next_kept(cursor, self.size)
+            if ahead.size < self.size:
+                break  # the data ends
+            losses = self._losses(ahead)
+            z = self._z(ahead, losses) - self.shared
+            found = ahead[judged.score.of(self.lab.samples(ahead, z)) >= judged.bar]
+            clean = clean + 1 if found.size <= region.STRAYS else 0
+            bad.append(found)
+            probes.append((int(ahead[0]), ahead.size, int(found.size)))
+            measured |= dict(zip(ahead.tolist(), zip(losses.tolist(), z.tolist(), strict=True), strict=True))
+        if clean < region.CLEAN:
+            return np.empty(0, np.int64), None, measured
+        every = np.unique(np.concatenate(bad))
+        reach = len(probes) - clean
+        how = (
+            "nothing is bad beyond the window"
+            if not reach
+            else f"it goes on for {plural(reach, 'batch', 'batches')}"
+        )
+        how += f": the next {clean} batches have no more than {region.STRAYS} such sample each"
+        steps = round(len(probes) / region.FORWARD, 1)
+        extent = Region(int(every[0]), int(every[-1]) + 1, how, len(measured), steps, True, tuple(probes))
+        return every, extent, measured
 
     def _accuse(self, guilty: Bools) -> Conviction:
         """Samples convicted by their gradient, to search for similar ones."""
@@ -215,7 +211,6 @@ class Examination:
         self,
         suspects: list[Suspect],
         guilty: Int64s,
-        inferred: Int64s,
         found: Region | None,
         judged: Conviction,
     ) -> Conclusion:
@@ -226,7 +221,7 @@ class Examination:
         kinds = int(np.isin(self.known.corpora, self.corpora).sum())
         told = attribution.conclude(
             suspects, guilty.tolist(), kinds,
-            f"{examined} steps since the onset", judged.p, inferred.tolist(), found,
+            f"{examined} steps since the onset", judged.p, found,
             self.together,
         )  # fmt: skip
         expected = np.full(self.losses.shape, np.nan)

@@ -250,7 +250,7 @@ class IncidentLog:
         event = IncidentEvent(
             what="attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action,
             remedy=remedy, suspects=[asdict(s) for s in told], odds=round(found.odds, 2),
-            region=None if found.region is None else asdict(found.region), inferred=len(found.inferred),
+            region=None if found.region is None else asdict(found.region),
             deferred=ranges_of(deferred.positions), returns=ranges_of(deferred.returns), lost=deferred.lost.size,
             **self._story(),
         )  # fmt: skip

@@ -210,7 +210,7 @@ class Rewinding:
         if found.cause is not Cause.DATA or not found.convicted:
             return found
         found = found.keep_first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
-        deferred = replace(found, guilty=[], inferred=[], later=found.convicted)
+        deferred = replace(found, guilty=[], later=found.convicted)
         if trial is not None and is_clear(trial):
             return deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
         if not self.guard.policy.may_take_untried(len(found.convicted)):

@@ -67,7 +67,7 @@ class Result(NamedTuple):
 class Conclusion:
     """The cause, the guilty positions (ascending), the worst suspects with their numbers, and a sentence.
 
-    inferred: positions inside the region that were not measured, but resemble the guilty ones that were. region: the
+    region: the
     extent of the bad data, None if no sample is guilty. odds: log10 of the odds between the samples and the state, in
     favour of the named cause (data, or not data), at most `SURE`; 0 = unknown. later: positions that are suspected, but
     not guilty: they are deferred. alone: the guilty ones convicted individually by their own loss, not as part of a
@@ -78,7 +78,6 @@ class Conclusion:
     guilty: list[int]
     suspects: list[Suspect]
     reason: str
-    inferred: list[int] = field(default_factory=list)
     region: Region | None = None
     odds: float = 0.0
     later: list[int] = field(default_factory=list)
@@ -87,8 +86,8 @@ class Conclusion:
 
     @property
     def convicted(self) -> list[int]:
-        """Convicted positions, guilty and inferred, ascending."""
-        return sorted({*self.guilty, *self.inferred})
+        """Convicted positions, ascending."""
+        return sorted(self.guilty)
 
     @property
     def few(self) -> bool:
@@ -98,14 +97,13 @@ class Conclusion:
     def keep_first(self, most: int) -> Conclusion:
         """With the first `most` samples only."""
         kept = set(self.convicted[:most])
-        guilty, inferred = ([p for p in named if p in kept] for named in (self.guilty, self.inferred))
-        return replace(self, guilty=guilty, inferred=inferred)
+        return replace(self, guilty=[p for p in self.guilty if p in kept])
 
     def individuals(self, met: set[int]) -> Conclusion:
         """Without the samples of `met` that are not convicted individually; any other guilty sample resembles the
         rest."""
         if not self.alone:
-            return replace(self, guilty=[], inferred=[])
+            return replace(self, guilty=[])
         return replace(self, guilty=[p for p in self.guilty if p in self.alone or p not in met])
 
 
@@ -218,14 +216,13 @@ def conclude(
     compared_with: int,
     steps: str,
     crowd: float = 1.0,
-    inferred: Sequence[int] = (),
     region: Region | None = None,
     together: float | None = None,
 ) -> Conclusion:
     """Combine the experiments on the good state into a conclusion.
 
     steps: the suspects' steps, in words. crowd: how
-    often as many harmless samples are as bad. inferred, region: of `Conclusion`.
+    often as many harmless samples are as bad. region: of `Conclusion`.
     """
     worst = sorted(suspects, key=lambda s: math.inf if math.isnan(s.z) else -s.z)
     if guilty:
@@ -251,7 +248,7 @@ def conclude(
             )
         if region is not None:
             reason += f". {region.how[0].upper()}{region.how[1:]}"
-        return Conclusion(Cause.DATA, sorted(guilty), worst, reason, list(inferred), region)
+        return Conclusion(Cause.DATA, sorted(guilty), worst, reason, region)
     harmless = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"
     if unknown := sum(math.isnan(s.z) for s in suspects):
         harmless += f" ({unknown} of them cannot be judged: too few earlier samples of their corpora)"

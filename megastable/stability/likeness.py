@@ -8,8 +8,6 @@ Statistics of a sample, all of counts of tokens and of pairs of neighbours, pair
   sample would resemble itself). After AdaDetect, which learns a novelty score from the very samples in question and
   preserves its error rate: Marandon, Lei, Mary and Roquain, "Adaptive novelty detection with false discovery rate
   guarantee", Annals of Statistics 2024;
-- `Likeness.of`: on which side of a line between some accused samples and harmless ones a sample lies. It needs a
-  hundred accused samples, and finds finer differences: missing tokens count as much as present ones.
 
 Pure; tokens are [n, L + 1], as `Source.samples` returns them, or their first `READ` + 1.
 """
@@ -29,10 +27,6 @@ Tokens = npt.NDArray[np.signedinteger[Any]]
 BUCKETS = 1 << 16  # of single tokens, and as many of pairs
 READ = 1024  # tokens of a sample that are read: its beginning shows its kind
 HALF = 0.5  # count of a token or pair that never occurred
-ENOUGH_ALIKE = 100  # measured samples of each kind: half to choose a cut, half to validate it
-UNLIKE = 0.01  # share of measured samples that likeness may misclassify
-FEATURES = 1 << 12  # buckets of single tokens for the line, and as many of pairs
-RIDGE = 1.0  # ridge penalty: smaller ones overfit the accused without finding similar samples better
 PART = 256  # samples with features in memory at a time
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, for multiplicative hashing
 
@@ -111,64 +105,3 @@ def _counts(tokens: Tokens) -> Floats:
         found += np.bincount(words(part).ravel(), minlength=2 * BUCKETS)
         found += np.bincount(pairs(part).ravel(), minlength=2 * BUCKETS)
     return found
-
-
-class SeparatingLine:
-    """A line between accused and harmless samples: ridge regression of 1 and -1 on the square roots of the frequencies
-    of tokens and pairs in a sample (as in Hellinger's distance). Both kinds have the same weight, for any counts.
-    """
-
-    def __init__(self, accused: Tokens, harmless: Tokens) -> None:
-        x = np.concatenate([_roots(accused), _roots(harmless)])
-        kind = np.repeat([1.0, -1.0], [len(accused), len(harmless)])
-        ridge = RIDGE * np.where(kind > 0, len(accused), len(harmless)) / len(kind)
-        products = (x @ x.T).astype(np.float64) + 1.0
-        products.flat[:: len(kind) + 1] += ridge
-        solved = np.linalg.solve(products, kind)
-        self._weights, self._offset = x.T @ solved, float(solved.sum())
-
-    def of(self, tokens: Tokens) -> Floats:
-        """Scores of n samples, fp64 [n]: 1 is typical of the accused, -1 of harmless ones."""
-        parts = (tokens[at : at + PART] for at in range(0, len(tokens), PART))
-        return np.concatenate([np.empty(0), *(_roots(p) @ self._weights + self._offset for p in parts)])
-
-
-def _roots(tokens: Tokens) -> npt.NDArray[np.float32]:
-    rows = np.arange(len(tokens))[:, None]
-    found = np.zeros((len(tokens), 2 * FEATURES), np.float32)
-    np.add.at(found, (rows, words(tokens) % FEATURES), 1)
-    np.add.at(found, (rows, FEATURES + pairs(tokens) % FEATURES), 1)
-    return np.asarray(np.sqrt(found / (2 * max(1, tokens[:, 1 : READ + 1].shape[1])), dtype=np.float32))
-
-
-class Likeness:
-    """Likeness to some accused samples [n], in two halves (bool [n]): each half is judged by a line learnt from the
-    other, otherwise the accused would be alike because they were accused."""
-
-    def __init__(self, accused: Tokens, half: npt.NDArray[np.bool_], harmless: Tokens) -> None:
-        self._lines = [SeparatingLine(accused[half != mine], harmless) for mine in (False, True)]
-
-    def of(self, tokens: Tokens, half: npt.NDArray[np.bool_]) -> Floats:
-        """Likeness of n samples, each of one half: fp64 [n]."""
-        found = np.empty(len(tokens))
-        for mine, line in zip((~half, half), self._lines, strict=True):
-            found[mine] = line.of(tokens[mine])
-        return found
-
-
-def separation(guilty: Floats, harmless: Floats, every: Floats, error: float = UNLIKE) -> float | None:
-    """The likeness beyond which a sample of a region counts as guilty; None if likeness does not separate them.
-
-    guilty, harmless: of measured samples; every: of all measured samples inside the region, of either kind, whose
-    labels are uncertain. The cut is chosen on one half of them, half-way between the quantiles that leave the share
-    `error` of each on the wrong side. It is kept if no more than that of the other half is on the wrong side, and no
-    more of the region is near the cut, in the middle quarter of the way: if many are like neither the guilty nor the
-    harmless ones, likeness cannot decide.
-    """
-    if min(guilty.size, harmless.size) < ENOUGH_ALIKE:
-        return None
-    low, high = np.quantile(harmless[::2], 1 - error), np.quantile(guilty[::2], error)
-    cut = float(low + high) / 2
-    wrong = max((guilty[1::2] < cut).mean(), (harmless[1::2] >= cut).mean())
-    unclear = (np.abs(every - cut) < (high - low) / 8).mean()
-    return cut if low < high and max(wrong, unclear) <= error else None

@@ -20,9 +20,7 @@ from megastable.stability.groups import (
     ENOUGH,
     accused,
     between,
-    chances,
     crowd,
-    fewer_false,
     group_test,
     robust,
 )  # fmt: skip
@@ -35,9 +33,6 @@ Bools = npt.NDArray[np.bool_]
 
 LOW, HIGH = -2.0, 6.0  # robust deviations
 EDGES = (0.005, 0.995)  # quantiles of harmless words, beyond which the line is not extrapolated
-ROUNDS = 4  # of the search for samples like the convicted: each round starts from the last one's result
-SHARED = 0.1  # minimum likeness of a further sample, as a share of that of the convicted
-LEAST = 3  # samples that must be alike before others are named for likeness to them
 
 
 class ScoredSamples(NamedTuple):
@@ -201,67 +196,6 @@ def judge_alike(scale: Scale, suspects: ScoredSamples, accused: Bools, innocent:
         return found
     # The minimum of a few very similar samples is too strict for the rest of their region; harmless ones lie far below.
     return found._replace(bar=(found.bar + float(np.quantile(score.harmless, 1 - STRAY))) / 2)
-
-
-class LikenessKind:
-    """The common features of a few samples that losses have convicted.
-
-    A few among many need not be far out by their losses: base64 is hardly harder than source code, and is learnt from
-    the first ones. Likeness alone is no evidence, as harmless samples of a rare kind are alike as well: it counts only
-    if `LEAST` of the convicted are like each other, and all members must be worse as a group (`worse`).
-    """
-
-    def __init__(self, scale: Scale, convicted: ScoredSamples, innocent: float) -> None:
-        self._innocent = innocent
-        self._score = Score(scale, convicted, losses=False)
-        self.known = self._score.harmless.size >= ENOUGH and convicted.z.size >= LEAST
-        if not self.known:
-            return
-        own = self._score.of(convicted, np.ones(convicted.z.shape, dtype=bool))
-        self.known = int((own > np.quantile(self._score.harmless, 1 - STRAY)).sum()) >= LEAST
-        # A pair shared by chance means nothing, however rarely harmless samples share one.
-        self._bar = max(between(own, self._score.harmless), SHARED * float(np.median(own)))
-        self._usual = np.sort(self._score.harmless)
-
-    def members(self, suspects: ScoredSamples, among: Bools | None = None) -> Bools:
-        """Which suspects, bool [n], belong to it. among: those that it was learnt from.
-
-        Probabilities beyond the worst harmless sample are extrapolated, as there may be more suspects than calibration
-        samples.
-        """
-        if not self.known:
-            return np.zeros(suspects.z.shape, dtype=bool)
-        alike = self._score.of(suspects, among)
-        return fewer_false(chances(alike, self._usual), self._innocent) & (alike >= self._bar)
-
-
-def worse(scale: Scale, suspects: ScoredSamples, significance: float, error: float) -> bool:
-    """Whether these samples, however few, are worse as a group than as many harmless ones drawn at random. error:
-    common standard error of z."""
-    if not suspects.z.size:
-        return False
-    off = error * scale.amplified(suspects.corpora)
-    return group_test(scale.badness(suspects), scale.harmless(suspects.corpora), off) <= significance
-
-
-def hard(scale: Scale, suspects: ScoredSamples) -> Bools:
-    """Which suspects, bool [n], are not easier than usual."""
-    return scale.badness(suspects) > np.median(np.append(0.0, scale.harmless(suspects.corpora)))
-
-
-def joined(
-    scale: Scale, suspects: ScoredSamples, convicted: Bools, innocent: float, accused: Bools | None = None
-) -> tuple[Bools, LikenessKind]:
-    """The convicted and the samples of their kind, bool [n], and that kind, learnt from all of them. accused: samples
-    to learn it from first, if not the convicted: an accusation alone makes no sample a member."""
-    guilty = convicted if accused is None else accused
-    for _ in range(ROUNDS):
-        kind = LikenessKind(scale, suspects.of(guilty), innocent)
-        found = convicted | kind.members(suspects, guilty)
-        if np.array_equal(found, guilty):
-            break
-        guilty = found
-    return guilty, kind
 
 
 def _judged(guilty: Bools, p: float, score: Score, suspects: ScoredSamples, among: Bools) -> Conviction:

@@ -171,7 +171,7 @@ class IncidentEvent(Event):
     number, summary: of the incident, as it is now (stability/incident.py); policy, left_out: state of the policy and
     the incident log, absent from the supervisor's. suspects: measured samples; deferred, returns: old and new positions
     of deferred samples; lost: those without room; positions: skipped, or released; next_epoch: released, but already
-    passed. region: of bad data, of which `inferred` samples were not measured. odds: log10 of guilt to innocence.
+    passed. region: of bad data. odds: log10 of guilt to innocence.
     """
 
     NAME = "incident"
@@ -188,7 +188,6 @@ class IncidentEvent(Event):
     suspects: Items = ()
     odds: Real = None
     region: MaybeTree = None
-    inferred: Whole = None
     deferred: Ranges = ()
     returns: Ranges = ()
     lost: Whole = None
