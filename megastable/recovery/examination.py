@@ -158,11 +158,9 @@ class Examination:
             return np.empty(0, np.int64), None, measured
         every = np.unique(np.concatenate(bad))
         reach = len(probes) - clean
-        how = (
-            "nothing is bad beyond the window"
-            if not reach
-            else f"it goes on for {plural(reach, 'batch', 'batches')}"
-        )
+        how = "nothing is bad beyond the window"
+        if reach:
+            how = f"it goes on for {reach} {'batch' if reach == 1 else 'batches'}"
         how += f": the next {clean} batches have no more than {region.STRAYS} such sample each"
         steps = round(len(probes) / region.FORWARD, 1)
         extent = Region(int(every[0]), int(every[-1]) + 1, how, len(measured), steps, True, tuple(probes))

@@ -4,8 +4,8 @@ The detector compares means of losses. Here every loss is first compared with th
 robust sigma: that is invariant to a falling loss, a drifting corpus and a changed mix. A batch is one number, the mean
 of its scores, each clipped at `CLIP`: with sixteen samples it is nearly normal for any tails, and if each sample lies
 up by one sigma, it lies up by four of its own. The scatter of batches is measured, so that a wandering level counts
-less. The gradient norm of a step is judged likewise, by its logarithm: text of one kind, too easy to show in the loss, has
-gradients that add up. Its tail is heavy, so it is clipped sooner, and an alarm needs at least two steps.
+less. The gradient norm of a step is judged likewise, by its logarithm: text of one kind, too easy to show in the loss,
+has gradients that add up. Its tail is heavy, so it is clipped sooner, and an alarm needs at least two steps.
 
 Each step multiplies an e-value, the likelihood ratio of normal means. A cumulative sum of its logarithm (Page 1954)
 reaches log A at most once in A healthy steps, as the e-detector that bounds it does: Shin, Ramdas and Rinaldo,
