@@ -427,8 +427,9 @@ class Detector:
         fall = s.sums.fall
         fall.add(min(r.fall, c.spike_clip) - c.fall_allowance, s.seen, signals.step)
         if fall.value >= c.spike_limit:
-            if s.drop is None and s.seen - fall.since <= _SLOW:
-                s.drop = Drop(level=line.level, since=s.seen)
+            if s.seen - fall.since <= _SLOW:  # a further fall renews the memory of the first one
+                level = line.level if s.drop is None else max(line.level, s.drop.level)
+                s.drop = Drop(level=level, since=s.seen)
             s.sums.fall = Sum()
 
     def _hold(self, signals: Signals, line: Trend) -> None:
@@ -437,7 +438,8 @@ class Detector:
         level = median(s.loss.values[-c.level :])
         if s.drop is not None:
             returned = level >= s.drop.level
-            if s.seen - s.drop.since > c.drop_memory or (returned and s.seen - s.drop.since > c.level):
+            # Easy shards come in groups: the next one may begin soon after a return.
+            if s.seen - s.drop.since > (c.drop_memory // 2 if returned else c.drop_memory):
                 s.drop = None
             else:
                 level = max(level, s.drop.level)
