@@ -42,6 +42,7 @@ def train_branch(
     batches: Sequence[Int64s],
     limit_rate: Callable[[int, float], float],
     tell_progress: Callable[[int], None] = lambda step: None,
+    applied: Sequence[bool] | None = None,
 ) -> TrainedBranch:
     """Train on `batches` from the state that the engine holds, which is `start`. Only finite updates are applied. The
     caller restores the engine's state and counters.
@@ -50,6 +51,7 @@ def train_branch(
         batches: positions of the samples of each step, int64 [global batch].
         limit_rate: the rate after cuts and caps, from the applied updates and the scheduled rate.
         tell_progress: called before each step with its number, from 0.
+        applied: which updates may be; None: all.
 
     Raises:
         DataError: on every rank, if one cannot read its part.
@@ -63,7 +65,10 @@ def train_branch(
             micro_batches = agree(partial(loader.read, positions))
             size = positions.size * config.model.sequence_length
             rate = limit_rate(updates, scheduled_rate(config, updates, tokens, size))
-            measured, done = engine.train_step(micro_batches, rate, lambda measured: measured.finite)
+            allowed = applied is None or applied[step]
+            measured, done = engine.train_step(
+                micro_batches, rate, lambda m, allowed=allowed: allowed and m.finite
+            )
             updates, tokens = updates + done, tokens + done * size
             losses.append(measured.loss)
             norms.append(measured.grad_norm)

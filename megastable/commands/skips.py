@@ -14,7 +14,7 @@ from megastable.commands.options import Json, JsonFile, Run, put_json
 if TYPE_CHECKING:
     from megastable.forensics.court.skip_review import ReviewedGroup, SkipReview
 
-LITTLE, LOW = 0.2, ": with so low a rate, little harm shows"  # a share of the peak rate
+LOW = ": with so low a rate, little harm shows"
 
 app = App("Try again what a run skips, on its newest checkpoint, and give back what does no harm.")
 
@@ -52,6 +52,7 @@ def review(
     from megastable.base.progress_bar import bar
     from megastable.base.text import visible
     from megastable.forensics.court import skip_review
+    from megastable.forensics.court.skip_groups import LITTLE_RATE
     from megastable.forensics.history import History
 
     history = History(run)
@@ -70,7 +71,7 @@ def review(
         console.print(
             visible(
                 f"{history.run.root}: tried on {found.checkpoint}, in branches of {steps} steps, at "
-                f"{found.rate_share:.0%} of the peak rate{LOW if found.rate_share < LITTLE else ''}"
+                f"{found.rate_share:.0%} of the peak rate{LOW if found.rate_share < LITTLE_RATE else ''}"
             ),
             soft_wrap=True,
         )

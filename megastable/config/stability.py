@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -144,21 +144,22 @@ class DetectorConfig(Section):
     """Growth from the first to the last third of them that is a warning, a factor."""
 
 
-NOTHING = object()
 # In the order of their intrusiveness.
 RemedyName = Literal[
     "cap_lr", "rewarm", "reset_moments", "clip", "z_loss", "beta2", "leave_fp8", "cut_lr"
 ]  # fmt: skip
-# Keys of earlier versions with their defaults, which the recorded recipes of their runs have.
-RETIRED = {"odds_fall_back": 1.0, "odds_cap": 1.0, "odds_cut": 2.0, "odds_handover": 1.0}
-RETIRED_OF_SAMPLES = {"false_alarms": 0.1, "known": 512, "measured": 256, "ahead": 32, "ahead_every": 10}
+# Keys of earlier versions, which the recorded recipes of their runs have: they decide nothing any more.
+RETIRED = "odds_fall_back", "odds_cap", "odds_cut", "odds_handover"
+RETIRED_OF_SAMPLES = "false_alarms", "known", "measured", "ahead", "ahead_every"
 
 
-def without_retired(given: Any, retired: Mapping[str, object]) -> Any:
-    """A section without keys that are gone and have their defaults, which say nothing."""
-    if not isinstance(given, dict):
-        return given
-    return {key: value for key, value in given.items() if retired.get(key, NOTHING) != value}
+def without_retired(given: Any, retired: Sequence[str]) -> Any:
+    """A section without keys that are gone."""
+    return (
+        {key: value for key, value in given.items() if key not in retired}
+        if isinstance(given, dict)
+        else given
+    )
 
 
 class PolicyConfig(Section):
@@ -234,7 +235,6 @@ class PolicyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _leave_retired_keys(cls, given: Any) -> Any:
-        """A recipe that an earlier version recorded has keys that are gone: at their defaults they say nothing."""
         return without_retired(given, RETIRED)
 
 

@@ -143,7 +143,9 @@ class FlatState:
                 for i, kind in enumerate(("weight", "exp_avg_sq")):
                     piece = self.piece(f, kind)
                     if piece is not None:
-                        sums[i, row[f.name]] += torch.linalg.vector_norm(piece.float()).double().square()
+                        for part in piece.split(CHUNK):
+                            norm = torch.linalg.vector_norm(part.float())
+                            sums[i, row[f.name]] += norm.double().square()
                         sums[2, row[f.name]] += i
         dist.all_reduce(sums)
         weights, moments, held = sums.tolist()

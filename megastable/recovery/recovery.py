@@ -105,6 +105,7 @@ class Recovery:
         self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the next step is the first of another data mix
         self._quiet_until = 0
+        self._rate = 0.0  # of the coming update
         self._located = ""  # result of replaying this step, refused as it is not finite
         c, source = self.settings, self.source
         memory = self._recall(state)
@@ -241,7 +242,8 @@ class Recovery:
         a cut or under a cap."""
         self.rates.coming = scheduled
         self.guard.policy.follow(scheduled)
-        return self.guard.policy.rate(updates, scheduled) if self.acts else scheduled
+        self._rate = self.guard.policy.rate(updates, scheduled) if self.acts else scheduled
+        return self._rate
 
     def refusal(self, measured: Measured) -> tuple[str, str]:
         """Why the last update was refused: a verdict, and its reason."""
@@ -368,8 +370,7 @@ class Recovery:
     def _look_at_tensors(self, done: StepResult) -> RunState | None:
         """Once in a while, whether a tensor has jumped; the new state if the run is rewound for it."""
         state, policy = done.state, self.guard.policy
-        if self.rates.newest is not None:
-            self.tensors.applied(self.rates.newest)
+        self.tensors.applied(self._rate)
         if state.step % EVERY or (jump := self.tensors.look(state)) is None:
             return None
         if policy.may_look_back(state.step, jump.before + 1, self.points.oldest) and self.points.may_look:
@@ -388,7 +389,8 @@ class Recovery:
         rise = self.probe.look(state.step)
         if rise is None:
             return None
-        if not policy.may_look_back(state.step, rise.before + 1, self.points.oldest):
+        allowed = policy.may_look_back(state.step, rise.before + 1, self.points.oldest)
+        if not allowed or not self.rewinding.trials.may_try(state):
             text = f"{rise.reason}; the run may not be rewound for it, and trains on"
             self.log.emit(Warned(step=state.step, text=text), say=f"WARNING: {text}")
             self.probe.accept(state.step)

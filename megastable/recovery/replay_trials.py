@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 # Steps of a branch since the first one with a suspect; half of them if few are suspected, or near the end of a run.
 STEPS, LEAST = 16, 4
-LONGEST = 48  # steps of a branch, with those before the first suspect
+LONGEST = 256  # steps of a branch, with those before the first suspect
 PHASES = "try branches", "try branches, next step"
 ADJUSTMENTS = "reset_moments", "clip", "z_loss", "beta2"  # what not every recipe has
 COMING = 64  # samples of the data to come that a trial is measured on
@@ -150,7 +150,7 @@ class Trials:
             chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
             return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]), steps)
 
-        return self._unless_unreadable(state.step, measure)
+        return self.unless_unreadable(state.step, measure)
 
     def try_suspects(self, found: Conclusion, start: TrialStart) -> SuspectsTrial | None:
         """Try the suspects of a conclusion: its bad samples, or without any all samples of the window. None: there is
@@ -158,36 +158,45 @@ class Trials:
         outlook = start.outlook
         if outlook is None:
             return None
-        return self._unless_unreadable(start.step, lambda: self._try_suspects(found, start, outlook))
+        return self.unless_unreadable(start.step, lambda: self._try_suspects(found, start, outlook))
 
     def try_remedies(self, offers: Sequence[Offer], start: TrialStart) -> RemedyTrial | None:
         """Try remedies with the data as it was, against none, and against other data in the place of the window; over
         the steps since the snapshot and `STEPS` more, as what they are for took so long to show. None: other data is
         enough, or there is nothing to compare."""
-        outlook = start.outlook
+        outlook, policy = start.outlook, self.guard.policy
         offers = [
             o for o in offers if o.name not in ADJUSTMENTS or o.name in self.engine.adjustments.possible
         ]
         if outlook is None or not offers:
             return None
-        return self._unless_unreadable(start.step, lambda: self._try_remedies(offers, start, outlook))
-
-    def repeat(
-        self, snapshot: Snapshot, state: RunState, left_out: Selection, measure: Callable[[], T]
-    ) -> T | None:
-        """What `measure` finds after the steps from `snapshot`, which the engine holds before and after, to where the
-        run stands. None: too many, or they cannot be read."""
-        steps = state.step - snapshot.step
-        if not 0 < steps <= LONGEST:
+        steps = self._count_steps(start, outlook)
+        if not policy.may_try_remedies((len(offers) + 2) * steps, self.config.train.steps):
             return None
+        return self.unless_unreadable(start.step, lambda: self._try_remedies(offers, start, outlook))
 
-        def replay() -> T:
-            batches = self._next_batches(snapshot, np.empty(0, np.int64), left_out, 1, steps)
-            return self._train(snapshot, batches, measure)
+    def repeat(self, snapshot: Snapshot, state: RunState, measure: Callable[[], T]) -> T | None:
+        """What `measure` finds after the same steps, with the same updates, from `snapshot`, which the engine holds
+        before and after, to where the run stands. None: they are not known, too many, or cannot be read."""
+        steps = [t for t in self.points.trained if snapshot.step < t.step <= state.step]
+        if not 0 < len(steps) == state.step - snapshot.step <= LONGEST:
+            return None
+        return self.unless_unreadable(
+            state.step,
+            lambda: self._train(
+                snapshot, [t.positions for t in steps], measure, applied=[t.applied for t in steps]
+            ),
+        )
 
-        return self._unless_unreadable(state.step, replay)
+    def may_try(self, state: RunState) -> bool:
+        """Whether enough of the run is left to compare branches by."""
+        return (self.config.train.steps - state.step) // 2 >= LEAST
 
-    def _unless_unreadable(self, step: int, work: Callable[[], T]) -> T | None:
+    def _count_steps(self, start: TrialStart, outlook: Outlook) -> int:
+        """Of branches with remedies."""
+        return min(LONGEST, start.step - start.snapshot.step + outlook.steps)
+
+    def unless_unreadable(self, step: int, work: Callable[[], T]) -> T | None:
         """The result of `work`; None on all ranks if it cannot read samples, which training may never do."""
         try:
             return work()
@@ -206,6 +215,10 @@ class Trials:
             suspects = start.positions
         steps = min(outlook.steps, STEPS // 2 if found.few else STEPS)
         batches = self._next_batches(snapshot, suspects, start.left_out, steps)
+        if sum(np.isin(batch, suspects).any() for batch in batches[-steps:]) == 0:
+            text = f"suspects are not tried: they come more than {LONGEST} steps after the snapshot"
+            self.log.emit(Warned(step=start.step, text=text), say=f"WARNING: {text}")
+            return None
         suspects = np.sort(np.intersect1d(suspects, np.concatenate(batches)))
         fillers = self._find_fillers(snapshot, start.left_out, found.convicted)[-suspects.size :]
         n = outlook.positions.size
@@ -236,15 +249,18 @@ class Trials:
         self, offers: Sequence[Offer], start: TrialStart, outlook: Outlook
     ) -> RemedyTrial | None:
         snapshot, begin, suspects = start.snapshot, time.perf_counter(), start.positions
-        steps = min(LONGEST, start.step - snapshot.step + outlook.steps)
+        steps = self._count_steps(start, outlook)
         batches = self._next_batches(snapshot, suspects, start.left_out, steps, steps)
         fillers = self._find_fillers(snapshot, start.left_out, [])[-suspects.size :]
         if not fillers.size:
             return None
         before, ahead = self.laboratory.losses(outlook.positions), outlook.positions
+        policy = self.guard.policy
+        policy.state.tried += steps
         control = self._train_and_measure(snapshot, replace_samples(batches, suspects, fillers), ahead)
         if not first(lambda: harms_anyway(control.measured, before)):
             return None
+        policy.state.tried += (len(offers) + 1) * steps
         branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
         branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
         trial = first(lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches)))
@@ -289,9 +305,10 @@ class Trials:
         batches: Sequence[Int64s],
         measure: Callable[[], T],
         offer: Offer | None = None,
+        applied: Sequence[bool] | None = None,
     ) -> T:
         """What `measure` finds at the end of a branch; the engine holds the snapshot again. The branch itself is in
-        `_trained`."""
+        `_trained`. applied: which updates are; None: all that are finite."""
         saved: RunState = snapshot.extra.state
         start, engine = BranchStart(saved.updates, saved.trained_tokens), self.engine
         policy, numerics = self.guard.policy, engine.numerics.now
@@ -303,7 +320,7 @@ class Trials:
                 if offer.name == "reset_moments":
                     engine.reset_moments()
             self._trained = train_branch(
-                self.config, engine, self.loader, start, batches, limit_rate, self._tell_progress
+                self.config, engine, self.loader, start, batches, limit_rate, self._tell_progress, applied
             )
             return measure()
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -42,7 +42,7 @@ from megastable.stability.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
 from megastable.stability.robust import Trend
 from megastable.stability.sample_history import Waiting
 from megastable.stability.signals import Finding, Verdict
-from megastable.stability.tensor_jumps import TensorJump
+from megastable.stability.tensor_jumps import TensorJump, TensorNorms
 from megastable.stability.trends import Trends
 
 # Most samples that one trial takes away: so many, or this share of those read.
@@ -156,7 +156,7 @@ class Rewinding:
         saved: RunState = snapshot.extra.state
         if offer is not None:
             remedy = policy.adopt(offer, conclusion.reason)
-            self._carry_out(offer, saved)
+            self._carry_out(offer, snapshot)
         else:
             remedy = self._remedy(conclusion, saved, left_out)
         seconds = time.perf_counter() - begin
@@ -247,12 +247,16 @@ class Rewinding:
             return None
         left_out, present = self.selection(), self.points.ring.aside(state.step)
         outlook = self.trials.look_ahead(state, left_out)
-        snapshot = self.points.look(min(t.step for t in window), left_out)
-        try:
+
+        def attempt() -> HarmTrial | None:
+            snapshot = self.points.look(min(t.step for t in window), left_out)
             if snapshot is None:
                 return None
             tried = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
             return tried.verdict if tried is not None else None
+
+        try:
+            return self.trials.unless_unreadable(state.step, attempt)
         finally:
             self.points.restore(present)
 
@@ -339,10 +343,14 @@ class Rewinding:
         begin, state, policy = time.perf_counter(), done.state, self.guard.policy
         self.phase("replay steps")
         left_out, present = self.selection(), self.points.ring.aside(state.step)
-        snapshot = self.points.look(jump.before + 1, left_out)
-        found = (
-            None if snapshot is None else self.trials.repeat(snapshot, state, left_out, self.tensors.measure)
-        )
+
+        def repeat() -> tuple[Snapshot | None, Mapping[str, TensorNorms] | None]:
+            snapshot = self.points.look(jump.before + 1, left_out)
+            return snapshot, None if snapshot is None else self.trials.repeat(
+                snapshot, state, self.tensors.measure
+            )
+
+        snapshot, found = self.trials.unless_unreadable(state.step, repeat) or (None, None)
         if snapshot is None or found is None or jump.is_repeated(found):
             self.points.restore(present)
             self.tensors.accept()
@@ -402,22 +410,32 @@ class Rewinding:
     def _try_remedies(self, t: Tripped, start: TrialStart) -> tuple[Offer | None, str]:
         """The remedy whose branch has won, and why; None: none has, or the run has tried enough."""
         policy, saved = self.guard.policy, start.snapshot.extra.state
-        if not policy.may_try_remedies(self.config.train.steps):
-            return None, ""
+        if gone := policy.take_back_failed():
+            self.log.emit(
+                SettingsAdjusted(
+                    step=saved.step,
+                    settings=policy.state.adjusted,
+                    reason=f"without {', '.join(gone)} again: the trouble came back",
+                ),
+                say=True,
+            )
         rate = self.rates.highest_since(t.decision.finding.onset)
         offers = policy.offer_remedies(saved.updates, self.rates.before(saved.step), rate)
         trial = self.trials.try_remedies(offers, start)
         if trial is None:
             return None, ""
-        policy.state.tried += trial.steps * len(offers)
-        for offer in offers:
-            offer.policy.state.tried = policy.state.tried
         return next((offer for offer in offers if offer.name == trial.chosen), None), trial.reason
 
-    def _carry_out(self, offer: Offer, saved: RunState) -> None:
-        """What a remedy changes at once; the rest follows from the policy at every step."""
+    def _carry_out(self, offer: Offer, snapshot: Snapshot) -> None:
+        """What a remedy changes at once on the snapshot, which the engine holds; the rest follows from the policy at
+        every step."""
+        saved: RunState = snapshot.extra.state
         if offer.name == "reset_moments":
             self.engine.reset_moments()
+            self.tensors.paces.begin_again()
+            # The snapshot has the old moments: a further rewind to it must not bring them back.
+            self.points.ring.forget_from(snapshot.step)
+            self.points.ring.take(snapshot.step, snapshot.extra)
         if offer.name in ("rewarm", "reset_moments"):
             updates = self.guard.policy.config.rewarm_steps
             self.log.emit(RateWarmup(step=saved.step, begin=REWARM_FROM, updates=updates))

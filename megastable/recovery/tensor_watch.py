@@ -6,6 +6,8 @@ from megastable.checkpoint.store import RunState
 from megastable.engine.engine import Engine
 from megastable.stability.tensor_jumps import TensorJump, TensorNorms, TensorPaces
 
+FORGETFUL = "spam", "stable_spam"  # whose moments begin again every so many updates
+
 
 class TensorWatch:
     """`applied` is told of every update."""
@@ -14,9 +16,7 @@ class TensorWatch:
         self.engine = engine
         flat = engine.flat_state()
         self._names = sorted(flat.whole_parameters(engine.topology.layout.tensor))
-        betas = [group["betas"][1] for group in engine.optimizer.param_groups if "betas" in group]
-        # Of SPAM, which begins its moments again every so many updates, a replay shows that it does.
-        self.paces = TensorPaces(min(betas, default=None))
+        self.paces = TensorPaces(None)
         self._rates = 0.0
         self._looked: tuple[int, float, int, dict[str, TensorNorms]] | None = None
 
@@ -34,6 +34,9 @@ class TensorWatch:
 
     def look(self, state: RunState) -> TensorJump | None:
         """After a step: whether a tensor has jumped since the last look."""
+        betas = [group["betas"][1] for group in self.engine.optimizer.param_groups if "betas" in group]
+        if self.engine.config.optimizer.name not in FORGETFUL:
+            self.paces.beta2 = min(betas, default=None)
         self._looked = state.step, self._rates, state.updates, self.measure()
         return self.paces.judge(*self._looked)
 

@@ -76,6 +76,7 @@ class Guard:
     def _pretend(self, decision: Decision) -> Decision:
         """The follow-up of a decision that is not carried out: nothing is examined, so the cause is unknown."""
         if decision.action is Action.REWIND:
+            self.policy.rewound(decision.finding.step, decision.finding.step - decision.finding.onset)
             remedy = self.policy.remedy(Cause.STATE, decision.finding.step, None, False)
             if remedy.action is not Action.REWIND:
                 reason = f"{decision.reason}; {remedy.reason}"

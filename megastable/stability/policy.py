@@ -31,7 +31,7 @@ OUTLIERS, OUTLIER_STEPS, LARGER = 5, 10_000, 1.25
 REDONE_SHARE, REDONE = 0.05, 64
 TRIED_SHARE, TRIED = (
     0.02,
-    512,
+    1024,
 )  # steps of branches with remedies in a run: this share, or so many if that is more
 BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # causes that clear the data, the hardware and the numerics
 REWARM_FROM = 0.1  # share of the rate at which it warms up again
@@ -278,7 +278,11 @@ class Policy:
         s = self.state
         learning_rate_limits.moved_back(s.limits, updates)
         s.rewound = None if s.rewound is None else min(s.rewound, updates)
-        s.rewarm = None if s.rewarm is None else min(s.rewarm, updates)
+        if s.rewarm is not None and updates < s.rewarm:
+            # An older state, of before it; moments that begin again are gone with it, too.
+            s.rewarm = updates
+            for t in s.taken:
+                t.remedy = "" if t.remedy == "reset_moments" else t.remedy
         s.refused = [refused for refused in s.refused if refused <= step]
 
     # Budgets
@@ -461,13 +465,22 @@ class Policy:
             offers.append(Offer(name, other, given))
         return offers
 
-    def may_try_remedies(self, steps: int) -> bool:
-        """Whether branches with remedies may be trained in a run of so many steps."""
-        return self.state.tried < max(TRIED, TRIED_SHARE * steps)
+    def may_try_remedies(self, steps: int, run: int) -> bool:
+        """Whether branches with remedies of so many steps together may be trained, in a run of `run` steps."""
+        return self.state.tried + steps <= max(TRIED, TRIED_SHARE * run)
+
+    def take_back_failed(self) -> list[str]:
+        """Take back the lasting changes after which the trouble came back soon: they did not help."""
+        s = self.state
+        soon = {t.remedy for t in s.taken if s.clock - t.clock <= self.config.recur_steps}
+        gone = [name for name in s.adjusted if name in soon]
+        s.adjusted = [name for name in s.adjusted if name not in gone]
+        return gone
 
     def adopt(self, offer: Offer, reason: str) -> Remedy:
         """Go on with a remedy whose branch has won, for this reason."""
-        self.state = offer.policy.state
+        tried, self.state = self.state.tried, offer.policy.state
+        self.state.tried = tried
         last = self.state.taken[-1]
         last.cause, last.odds, last.weak = offer.remedy.cause, self.config.odds_swap, ()
         release = self._weakly_convicted() if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR) else ()

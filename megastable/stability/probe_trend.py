@@ -91,7 +91,9 @@ class ProbeTrend:
 
     def accept(self, step: int, losses: Floats) -> None:
         """A rise was no damage: it is the level from now on."""
-        self._vain += 1
+        if not np.isfinite(losses).all():
+            return
+        self._vain = self._vain + 1 if step <= self._rest + REST * 2**self._vain else 1
         self._rest = step + REST * 2**self._vain
         # At another level the loss falls as fast as before, for want of anything better.
         shift = losses - self.looks[-1][1]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 FASTER = 8.0  # times the fastest change of its norm that the tensor has shown
 CHANGED = 0.05  # of its norm, at least
+REST = 25  # steps without a judgement after a jump that was the run's own
 KNOWN, NEWEST = 2, 8  # looks that tell the pace of a tensor: at least, and at most
 FORGOTTEN = (
     0.5  # of what is left of second moments when every gradient since was zero: below it they were changed
@@ -64,6 +65,7 @@ class TensorPaces:
 
     def __init__(self, beta2: float | None) -> None:
         self.beta2 = beta2
+        self._rest, self._vain = 0, 0
         self._last: tuple[int, float, int, dict[str, TensorNorms]] | None = None
         self._paces: dict[str, deque[float]] = {}
 
@@ -78,16 +80,15 @@ class TensorPaces:
             return None
         before, old_rates, old_updates, known = last
         moved = max(rates - old_rates, 1e-30)
-        jumps, paces = list[tuple[float, TensorJump]](), dict[str, float]()
+        jumps = list[tuple[float, TensorJump]]()
         for name, now in norms.items():
             then = known.get(name)
             if then is None:
                 continue
             change = abs(now.weight - then.weight)
-            paces[name] = change / moved
             usual = self._paces.get(name, deque())
             if len(usual) >= KNOWN and not change <= CHANGED * then.weight:
-                times = paces[name] / max(*usual, 1e-30)
+                times = change / moved / max(*usual, 1e-30)
                 if not times <= FASTER:
                     jumps.append((times, TensorJump(before, step, name, "weight", then.weight, now.weight)))
             if self.beta2 is not None and then.second_moment and now.second_moment is not None:
@@ -97,16 +98,30 @@ class TensorPaces:
                         before, step, name, "second_moment", then.second_moment, now.second_moment
                     )
                     jumps.append((math.inf, jump))
-        if jumps:
+        if jumps and step >= self._rest:
             return max(jumps, key=lambda found: found[0])[1]
-        for name, pace in paces.items():
-            self._paces.setdefault(name, deque(maxlen=NEWEST)).append(pace)
-        self._last = step, rates, updates, dict(norms)
+        self._learn(step, rates, updates, norms)
         return None
 
-    def accept(self, step: int, rates: float, updates: int, norms: Mapping[str, TensorNorms]) -> None:
-        """The jump of the last look was the run's own work: it goes on from there."""
+    def _learn(self, step: int, rates: float, updates: int, norms: Mapping[str, TensorNorms]) -> None:
+        if self._last is not None:
+            _, old_rates, _, known = self._last
+            for name, now in norms.items():
+                if name in known and math.isfinite(now.weight):
+                    pace = abs(now.weight - known[name].weight) / max(rates - old_rates, 1e-30)
+                    self._paces.setdefault(name, deque(maxlen=NEWEST)).append(pace)
         self._last = step, rates, updates, dict(norms)
+
+    def accept(self, step: int, rates: float, updates: int, norms: Mapping[str, TensorNorms]) -> None:
+        """The jump of the last look was the run's own work: it goes on from there, at this pace. The next one is judged
+        later, twice as long each time that happens soon."""
+        self._vain = self._vain + 1 if step <= self._rest + REST * 2**self._vain else 1
+        self._rest = step + REST * 2**self._vain
+        self._learn(step, rates, updates, norms)
+
+    def begin_again(self) -> None:
+        """The optimizer begins again, on purpose."""
+        self._last = None
 
     def rewind(self, step: int) -> None:
         """The run is back after `step`: a look after that is forgotten."""

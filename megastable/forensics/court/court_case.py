@@ -112,7 +112,8 @@ def choose_branch_like(actions: Sequence[str], won: Sequence[str], took_away: bo
     acted = [action for action in Action if action in actions]
     if Action.ADJUST in acted or any(action in acted for action in DONE):
         usual = next((DONE[action] for action in DONE if action in acted), NOTHING)
-        return won[-1] if won and Action.SWAP_CORPUS not in acted else usual
+        remedies = [name for name in won if name not in (NOTHING, OTHER_DATA)]
+        return remedies[-1] if remedies and Action.SWAP_CORPUS not in acted else usual
     # A skip alone undoes nothing: the samples were trained on.
     return OTHER_DATA if took_away and set(acted) - {Action.SKIP} else NOTHING
 

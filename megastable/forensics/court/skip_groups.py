@@ -16,9 +16,12 @@ from megastable.data.order import Order
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import NONE, Selection
 from megastable.stability.attribution import FEW
+from megastable.stability.groups import robust
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+FAR = 6.0  # robust deviations above the data to come, from which a few samples are gross (attribution.threshold)
+LITTLE_RATE = 0.2  # of the peak rate: with less, little harm shows, and no harm is no evidence
 FARTHEST = 1 << 50  # positions that are searched for a sample
 
 
@@ -96,7 +99,7 @@ def put_first(batches: list[Int64s], samples: Int64s) -> list[Int64s]:
     return np.split(flat, np.cumsum([batch.size for batch in batches])[:-1])
 
 
-def is_given_back(trial: HarmTrial, suspects: Floats, coming: Floats, vocabulary: int) -> bool:
+def is_given_back(trial: HarmTrial, suspects: Floats, coming: Floats, vocabulary: int, share: float) -> bool:
     """Whether skipped samples do no harm: what is new, and what does none that can be measured. Not of these a few that
     are far out by themselves, as the run itself decides (`is_harmless`), and what is as hard as guessing: a low rate
     hides the harm of both.
@@ -105,9 +108,11 @@ def is_given_back(trial: HarmTrial, suspects: Floats, coming: Floats, vocabulary
         suspects: their losses before the trial, [n] nats.
         coming: losses of the data to come, likewise.
         vocabulary: how many tokens there are.
+        share: of the peak rate that the trial was held with.
     """
-    if trial.verdict is not TrialVerdict.NOISE:
+    if trial.verdict is not TrialVerdict.NOISE or share < LITTLE_RATE:
         return trial.verdict is TrialVerdict.NEW
     usual = float(np.median(suspects))
-    few = suspects.size <= FEW and usual > float(coming.max())
+    middle, scale = robust(coming)
+    few = suspects.size <= FEW and usual > middle + FAR * scale
     return not few and usual < GUESSING * math.log(vocabulary)

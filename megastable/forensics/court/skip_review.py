@@ -140,7 +140,7 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
             texts = [library.source.samples(p).astype(np.int32) for p in chosen]
             repetition = find_repetition(*texts)
             trial = judge_trial(losses, held_out, vocabulary, tried[number].count, steps, repetition)
-            harmless = is_given_back(trial, suspects[number], before, vocabulary)
+            harmless = is_given_back(trial, suspects[number], before, vocabulary, share)
             found.append(ReviewedGroup(group, _documents(history, group), trial, harmless))
     return SkipReview(checkpoint.name, step_of(checkpoint), share, steps, found)
 
