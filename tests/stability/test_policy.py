@@ -346,10 +346,28 @@ def test_a_remedy_that_did_not_last_is_not_offered_again_soon_but_a_cut_is() -> 
 
 def test_branches_are_limited() -> None:
     policy = Policy(CONFIG)
-    policy.state.tried = TRIED - 1
-    assert policy.may_try_remedies(100)
-    policy.state.tried = TRIED
-    assert not policy.may_try_remedies(100) and policy.may_try_remedies(10**6)
+    policy.state.tried = TRIED - 100
+    assert policy.may_try_remedies(100, 1000) and not policy.may_try_remedies(101, 1000)
+    assert policy.may_try_remedies(101, 10**6)
+
+
+def test_a_lasting_change_that_did_not_help_is_taken_back() -> None:
+    policy = Policy(CONFIG)
+    trip_and_try(policy, 100, "clip")
+    assert policy.take_back_failed() == ["clip"] and policy.state.adjusted == []
+    trip_and_try(policy, 140, "z_loss")
+    run(policy, [seen(s) for s in range(140, 141 + CONFIG.recur_steps + 1)])
+    assert policy.take_back_failed() == [] and policy.state.adjusted == ["z_loss"]
+
+
+def test_moments_that_began_again_are_gone_with_an_older_state() -> None:
+    policy = Policy(CONFIG)
+    trip_and_try(policy, 100, "reset_moments")
+    assert "reset_moments" not in names(policy)
+    policy.resumed(100, 100)
+    assert "reset_moments" not in names(policy)
+    policy.resumed(60, 60)
+    assert "reset_moments" in names(policy) and policy.state.rewarm == 60
 
 
 def test_weak_convictions_are_withdrawn_when_it_was_the_rate() -> None:

@@ -68,10 +68,20 @@ def test_what_was_no_damage_is_the_level_and_the_next_is_judged_later() -> None:
     trend, _ = falling(30)
     known = trend.looks[-1][1]
     for times in (1, 2):
-        step = trend.looks[-1][0] + 200
+        step = trend.looks[-1][0] + 90
         assert trend.judge(step, known + 0.5 * times) is not None
         trend.accept(step, known + 0.5 * times)
         rest = REST * 2**times
         assert trend.judge(step + rest - 1, known + 2) is None
         trend.rewind(step)
         assert trend.judge(step + rest, known + 2) is not None
+    step = trend.looks[-1][0] + 10 * REST * 2**2  # a long time without one
+    trend.accept(step, known + 2)
+    assert trend.judge(step + 2 * REST, known + 4) is not None
+
+
+def test_a_look_that_is_not_finite_is_never_the_level() -> None:
+    trend, _ = falling(30)
+    known = trend.looks[-1][1]
+    trend.accept(310, known + math.inf)
+    assert trend.judge(320, known + 0.3) is not None
