@@ -21,12 +21,14 @@ RESAMPLES = 2000
 # By component: the stopwatches to sum, and the two kinds of step to subtract.
 COMPONENTS: dict[str, tuple[tuple[str, ...], tuple[str, str] | None]] = {
     "gate": (("norm", "collect", "finite", "losses", "counters", "rest"), ("gate", "bare")),
-    "guard": (("judge", "samples", "kinds", "signs", "settle"), ("guard", "gate")),
+    "guard": (("judge", "samples", "signs", "settle"), ("guard", "gate")),
     "hardware": (("votes", "seal"), ("hardware", "guard")),
     "snapshot": (("take",), ("snapshot", "guard")),
     "norms": (("statistics",), None),
     "layers": (("look", "tell"), ("layers", "guard")),
     "trends": (("trend",), None),
+    "tensors": (("tensors",), None),
+    "probe": (("probe",), None),
     "records": (("write",), None),
 }
 MEANING = {
@@ -39,8 +41,7 @@ MEANING = {
     "rest": "rest of the gate",
     "guard": "detector, policy, record",
     "judge": "detector and policy",
-    "samples": "test of single samples",
-    "kinds": "looks for new kinds",
+    "samples": "test of whole batches",
     "signs": "signs of the start",
     "settle": "record, carrying out",
     "hardware": "watch over memory",
@@ -53,6 +54,8 @@ MEANING = {
     "tell": "weights, records",
     "trends": "look at slow signals",
     "trend": "look and judgement",
+    "tensors": "norm of every tensor",
+    "probe": "loss of the probe",
     "records": "file of step records",
     "everything": "everything on",
 }

@@ -45,16 +45,14 @@ from megastable.engine.measured import Measured
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.recovery import new_kinds
+from megastable.recovery.probe_watch import EVERY, ProbeWatch
 from megastable.recovery.recovery import Recovery
-from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import Skipping
 from megastable.recovery.state_watch import StateWatch
 from megastable.recovery.step_result import StepResult
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
-from megastable.stability import novelty
 from megastable.stability.actions import Action
 from megastable.stability.signals import Signals
 from megastable.training.observer import Observer
@@ -156,16 +154,10 @@ class Bench:
         self.recovery = Recovery(
             c, self.engine, loader, run, Skipping(c, run), self.state, RunLog(run, say), lambda _: None
         )
+        self.probe = ProbeWatch(self.engine, loader, self.batches[0].micro_batches, self.recovery.log)
         self.hardware = self.recovery.hardware
         self.memory = self.hardware.state
         self.unwatched = StateWatch(False, self.engine, self.state.step, self.recovery.log)
-        # A full history of ordinary samples: the corpus has too few.
-        drawn, size = np.random.default_rng(0), c.train.global_batch
-        self.trained = list[Trained]()
-        for n in range(self.recovery.points.trained.maxlen or 0):
-            positions = np.arange(n * size, (n + 1) * size)
-            self.trained.append(Trained(n, positions, drawn.standard_normal(size), applied=True))
-        self.pools: new_kinds.Pools = {}
         self.disturbed = 0
         self.order = random.Random(0)
 
@@ -184,6 +176,8 @@ class Bench:
             "norms": c.logging.norms_interval,
             "layers": c.logging.layers_interval,
             "trends": c.stability.trends.interval if self.recovery.watch.enabled else 0,
+            "tensors": EVERY,
+            "probe": EVERY,
             "records": c.logging.flush_steps,
         }
         return Measurement(began, self._run(), rounds, self.disturbed, assess(samples, KINDS, intervals))
@@ -245,6 +239,10 @@ class Bench:
                 advance()
             with watch.time("statistics"):
                 self.engine.statistics()
+            with watch.time("tensors"):
+                self.recovery.tensors.measure()
+            with watch.time("probe"):
+                self.probe.look(self.state.step)
             # As many as fit in one file.
             steps = self.observer.steps
             steps.pending = steps.pending[-1:] * self.config.logging.flush_steps
@@ -310,9 +308,6 @@ class Bench:
         with _stopwatches(inside, calls), watch.time("settle"):
             self._settle(batch, measured, applied)
         watch.seconds["settle"] -= sum(inside.seconds.values())
-        with inside.time("kinds"):
-            new_kinds.look(self.trained, r.points.laboratory, self.config.stability.samples, self.pools)
-        inside.seconds["kinds"] /= novelty.PERIOD
         watch.seconds |= inside.seconds
 
     def _timed_hardware(self, batch: Step, watch: Stopwatch) -> None:

@@ -6,6 +6,8 @@ None of them may lose a clean sample for good: if no sample is guilty, samples a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from drills.corrupt_texts import Text
 from drills.plan import Fault
 from drills.scenario import FAULT_STEP, GLOBAL_BATCH, SAMPLES, STEPS, Scenario, outside
@@ -86,13 +88,19 @@ THIN = (
         "reversed text",
         "the characters are the corpus's, but no text: as a group they are worse than any batch",
     ),
-    _text(
-        "trickle",
-        f"one sample of base64 among 16, {TRICKLE} steps running",
-        "base64",
-        "each is bad on every state; no step of them is conspicuous, their number is",
-        TRICKLE,
-        of_each=1,
+    replace(
+        _text(
+            "trickle",
+            f"one sample of base64 among 16, {TRICKLE} steps running",
+            "base64",
+            "each is hard, but no step is conspicuous, and the run learns from them (others of their kind get 0.73 nat "
+            "easier, at a cost of 0.010 nat): so they may be trained on, without an incident",
+            TRICKLE,
+            of_each=1,
+        ),
+        causes=frozenset(),
+        kinds=frozenset({"recoverable", None}),
+        tolerated=frozenset({Cause.DATA, Cause.NEW_DATA}),
     ),
     _text(
         "shuffled-words",

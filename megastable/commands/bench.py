@@ -159,7 +159,7 @@ def samples(
     as_json: Json = False,
     output: JsonFile = None,
 ) -> None:
-    """Count false alarms of the test of single samples, and measure how soon it notices bad ones. 1 min a mixture."""
+    """Count false alarms of the test of whole batches, and measure how soon it notices bad ones. 1 min a mixture."""
     from rich.table import Table
 
     from megastable.base.progress_bar import bar
@@ -168,13 +168,13 @@ def samples(
     from benchmarks.mixtures import BAD, HEALTHY, TAILS, delay, false_alarms
 
     config = _settings(overrides, "stability.samples").samples
-    healthy, noticed = Table("healthy", "steps", "trickle", "batch"), Table("bad", *TAILS)
+    healthy, noticed = Table("healthy", "steps", "alarms"), Table("bad", *TAILS)
     found = []
     with bar("judging", len(HEALTHY) + len(TAILS) * len(BAD) * bool(delays), unit="mixtures") as progress:
         for name in HEALTHY:
             f = false_alarms(name, steps, range(first, first + seeds), config)
             found.append(asdict(f))
-            healthy.add_row(name, f"{f.steps:,}", f"{f.trickle:,}", f"{f.batch:,}")
+            healthy.add_row(name, f"{f.steps:,}", f"{f.alarms:,}")
             progress()
         for bad in BAD if delays else ():
             cells = []

@@ -79,7 +79,7 @@ def test_two_texts_become_two_corpora_with_one_tokenizer(
     assert [share.weight for share in corpora.shares] == [0.9, 0.1] and corpora.validation is None
 
 
-@pytest.mark.parametrize("given", [[], ["stability.samples.ahead=1"]])
+@pytest.mark.parametrize("given", [[], ["stability.samples.examinations=1"]])
 def test_what_cannot_be_measured_is_refused(given: list[str]) -> None:
     command = [sys.executable, str(ROOT / "tools" / "bench.py"), "attribution", *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

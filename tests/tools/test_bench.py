@@ -102,10 +102,10 @@ SECONDS = {
     "bare": 1.0, "gate": 1.01, "guard": 1.03, "hardware": 1.04, "snapshot": 1.13, "layers": 2.03,
     "norm": 0.001, "collect": 0.002,
     "finite": 0.0, "losses": 0.0, "counters": 0.0, "rest": 0.001, "judge": 0.003, "settle": 0.001, "take": 0.05,
-    "samples": 0.001, "kinds": 0.0005, "signs": 0.0005, "statistics": 0.2, "look": 0.5, "tell": 0.1, "write": 0.01,
-    "votes": 0.002, "seal": 0.001,
+    "samples": 0.001, "signs": 0.001, "statistics": 0.2, "look": 0.5, "tell": 0.1, "write": 0.01,
+    "votes": 0.002, "seal": 0.001, "tensors": 0.01, "probe": 0.02,
 }  # fmt: skip
-INTERVALS = {"snapshot": 10, "norms": 0, "layers": 100, "trends": 0, "records": 10}
+INTERVALS = {"snapshot": 10, "norms": 0, "layers": 100, "trends": 0, "tensors": 25, "probe": 0, "records": 10}
 
 
 @pytest.mark.slow
@@ -118,18 +118,26 @@ def test_what_falls_on_the_whole_round_falls_out(noise: list[float]) -> None:
     costs = assess(samples, kinds, INTERVALS)
     paired = {c.name: c.paired_ms.median for c in costs.components}
     assert paired == pytest.approx(
-        {"gate": 10, "guard": 20, "hardware": 10, "snapshot": 100, "layers": 1000, "records": 10}
+        {
+            "gate": 10,
+            "guard": 20,
+            "hardware": 10,
+            "snapshot": 100,
+            "layers": 1000,
+            "tensors": 10,
+            "records": 10,
+        }
     )
     direct = {c.name: c.direct_ms.median for c in costs.components}
     assert direct == pytest.approx(
-        {"gate": 4, "guard": 6, "hardware": 3, "snapshot": 50, "layers": 600, "records": 10}
+        {"gate": 4, "guard": 6, "hardware": 3, "snapshot": 50, "layers": 600, "tensors": 10, "records": 10}
     )
     bare = float(np.median(1 + slower))
     assert costs.totals["everything"].paired.median == pytest.approx(
-        (0.01 + 0.02 + 0.01 + 0.01 + 0.01 + 0.001) / bare
+        (0.01 + 0.02 + 0.01 + 0.01 + 0.01 + 0.0004 + 0.001) / bare
     )
     assert costs.totals["everything"].direct.median == pytest.approx(
-        (0.004 + 0.006 + 0.003 + 0.005 + 0.006 + 0.001) / bare
+        (0.004 + 0.006 + 0.003 + 0.005 + 0.006 + 0.0004 + 0.001) / bare
     )
 
 
@@ -145,8 +153,8 @@ def test_the_table_fits_a_terminal() -> None:
     text = io.StringIO()
     Console(width=80, file=text).print(table(assess(samples, ("bare",), INTERVALS)))
     words = " ".join(text.getvalue().split())
-    assert "…" not in words and "limit 0.5 % 0.400" in words and "limit 2 % 2.500" in words
-    assert "test of single samples 1.000 0.100" in words and "limit 0.5 % 0.600" in words
+    assert "…" not in words and "limit 0.5 % 0.400" in words and "limit 2 % 2.540" in words
+    assert "test of whole batches 1.000 0.100" in words and "limit 0.5 % 0.600" in words
 
 
 def test_false_alarms_beside_planted_faults(tmp_path: Path) -> None:
