@@ -60,6 +60,8 @@ def test_it_measures_and_tells_where(measured: tuple[dict[str, Any], str]) -> No
         "norms": 20,
         "layers": 100,
         "trends": 25,
+        "tensors": 25,
+        "probe": 25,
         "records": 50,
     }
     # Each of these takes time, or it was not reached.
