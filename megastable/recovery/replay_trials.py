@@ -59,11 +59,12 @@ FARTHEST = 256  # batches ahead from which they are taken
 
 @dataclass(frozen=True)
 class Outlook:
-    """Samples of the data to come, by position, and their losses where the run stands; [n], nats. steps: how many
-    branches may have, so that they do not train on these samples."""
+    """Samples of the data to come, by position, and their losses where the run stands; [n], nats. others: those between
+    them. steps: how many branches may have, so that they do not train on these samples."""
 
     positions: Int64s
     losses: Floats
+    others: Int64s
     steps: int
 
 
@@ -148,7 +149,8 @@ class Trials:
             _, cursor = left_out.next_kept(state.cursor, steps * self.loader.batch)
             ahead, _ = left_out.next_kept(cursor, min(FARTHEST, left - steps) * self.loader.batch)
             chosen = np.linspace(0, ahead.size - 1, min(COMING, ahead.size)).round().astype(np.int64)
-            return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]), steps)
+            others = np.delete(ahead, chosen)
+            return Outlook(ahead[chosen], self.laboratory.losses(ahead[chosen]), others, steps)
 
         return self.unless_unreadable(state.step, measure)
 
@@ -171,7 +173,7 @@ class Trials:
         if outlook is None or not offers:
             return None
         steps = self._count_steps(start, outlook)
-        if not policy.may_try_remedies((len(offers) + 2) * steps, self.config.train.steps):
+        if not policy.may_try_remedies((len(offers) + 3) * steps, self.config.train.steps):
             return None
         return self.unless_unreadable(start.step, lambda: self._try_remedies(offers, start, outlook))
 
@@ -251,16 +253,28 @@ class Trials:
         snapshot, begin, suspects = start.snapshot, time.perf_counter(), start.positions
         steps = self._count_steps(start, outlook)
         batches = self._next_batches(snapshot, suspects, start.left_out, steps, steps)
-        fillers = self._find_fillers(snapshot, start.left_out, [])[-suspects.size :]
+        fillers = self._find_fillers(snapshot, start.left_out, [])
         if not fillers.size:
             return None
         before, ahead = self.laboratory.losses(outlook.positions), outlook.positions
-        policy = self.guard.policy
-        policy.state.tried += steps
-        control = self._train_and_measure(snapshot, replace_samples(batches, suspects, fillers), ahead)
+        tried = self.guard.policy.state
+
+        def train_on(other: Int64s) -> MeasuredBranch:
+            """A branch on other data throughout: what follows the window may be bad as well."""
+            tried.tried += steps
+            return self._train_and_measure(
+                snapshot, replace_samples(batches, np.concatenate(batches), other), ahead
+            )
+
+        control = train_on(fillers[-sum(batch.size for batch in batches) :])
         if not first(lambda: harms_anyway(control.measured, before)):
             return None
-        policy.state.tried += (len(offers) + 1) * steps
+        # What the run was trained on may be what does the harm, learnt by heart.
+        if outlook.others.size:
+            fresh = train_on(outlook.others)
+            if not first(lambda: harms_anyway(fresh.measured, before)):
+                return None
+        tried.tried += (len(offers) + 1) * steps
         branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
         branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
         trial = first(lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches)))
