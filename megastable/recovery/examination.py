@@ -7,13 +7,16 @@ region: the batches after the window, one by one.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.errors import DataError
+from megastable.base.text import plural
 from megastable.data.skips import Selection, Skips
 from megastable.stability import attribution, groups, region, scores
 from megastable.stability.attribution import Conclusion, Suspect
@@ -32,41 +35,50 @@ CALIBRATING = 1024  # harmless samples per corpus whose tokens are read
 FEW = 3  # samples that are found by their gradient, for which no region is searched: they are individuals
 
 
+class Followed(NamedTuple):
+    """guilty: positions; region: their extent; measured: loss and z of samples ahead, by position; beyond: z of the
+    last batches ahead."""
+
+    guilty: Int64s
+    region: Region | None
+    measured: dict[int, tuple[float, float]]
+    beyond: Floats
+
+
+NOBODY = Followed(np.empty(0, np.int64), None, {}, np.empty(0))
+
+
 class Examination:
-    """For `window`, the steps since the onset. history, between: applied steps before it, up to the current state and
-    after it. cursor: the current state's position; selection: what is skipped already."""
+    """For `window`, the steps since the onset. history: applied steps up to the current state, before it. cursor: the
+    current state's position; selection: what is skipped already."""
 
     def __init__(
         self,
         laboratory: Laboratory,
         window: Sequence[Trained],
         history: Sequence[Trained],
-        between: Sequence[Trained],
         cursor: int,
         selection: Skips | Selection,
         adjacent: bool,
     ) -> None:
         self.lab, self.config, self.size = laboratory, laboratory.config, laboratory.batch
         self.window, self.steps = window, window[: self.config.window]
-        self.behind = [*history, *between][::-1]
-        self.between, self.selection, self.adjacent = len(between), selection, adjacent
-        self.forwards = 0
+        self.selection, self.adjacent = selection, adjacent
         self.alone = np.empty(0, np.int64)  # convicted individually by loss
         self.shared = 0.0  # z by which the current state puts ordinary samples above their recorded losses
+        self.endless: int | None = (
+            None  # batches after the window that a region was followed for without an end
+        )
         self.together: float | None = None  # gradient of a batch of the guilty, relative to an ordinary one's
         self.positions = np.concatenate([t.positions for t in self.steps])
         self.corpora = laboratory.corpora(self.positions)
-        self.losses = self._losses(self.positions)
+        self.losses = self.lab.losses(self.positions)
         self.known: Known = laboratory.known(history, self.corpora, cursor, selection)
         self.usual = groups.by_corpus(self.known.losses, self.known.corpora)
         self.known_z = groups.deviations(self.known.losses, self.known.corpora)
         self.scale = Scale(self._harmless())
 
     # Measuring
-
-    def _losses(self, positions: Int64s) -> Floats:
-        self.forwards += math.ceil(positions.size / self.size)
-        return self.lab.losses(positions)
 
     def _harmless(self) -> ScoredSamples:
         """Samples for calibration: the latest, except those right before the window, as a region may begin before it is
@@ -84,17 +96,13 @@ class Examination:
 
     # Judging
 
-    def judge(self, shift: float = 0.0) -> tuple[Conviction, Floats]:
-        """The conviction of the window, and z. shift: of harmless samples on the same state from what was recorded, in
-        z, beyond what they share with all of the window."""
+    def judge(self) -> tuple[Conviction, Floats]:
+        """The conviction of the window, and z."""
         c, significance = self.config, self.config.significance
         if self.adjacent:
             significance = c.adjacent_significance
         losses = groups.lowered(self.losses, self.corpora, self.usual, self.shared)
         z, p = groups.compare(losses, self.corpora, self.known.losses, self.known.corpora)
-        if shift > 0:
-            z = z - shift
-            p = np.where(z > c.threshold, p, 1.0)
         alone = groups.guilty_by_loss(z, p, c.threshold)
         self.alone = self.positions[alone]
         error = groups.shared_error({k: u for k, u in self.usual.items() if (self.corpora == k).any()})
@@ -118,12 +126,18 @@ class Examination:
             guilty, norms = self._by_gradient(z, gradients)
             if guilty.size:
                 judged = self._accuse(np.isin(self.positions, guilty))
-        measured = dict(
-            zip(self.positions.tolist(), zip(self.losses.tolist(), z.tolist(), strict=True), strict=True)
-        )
+        ahead: dict[int, tuple[float, float]] = {}
         if guilty.size >= (FEW if by_gradient else 1) and judged.score is not None and self.config.region:
-            guilty, found, more = self._follow(judged, guilty)
-            measured |= more
+            followed = self._follow(judged, guilty)
+            if not by_gradient and (shift := self._shift(followed.beyond)) > 0:
+                # What lies ahead is high as well: the state is to blame, except for samples that are worse than that.
+                self.shared += shift
+                judged, z = self.judge()
+                guilty = self.positions[judged.guilty]
+                followed = self._follow(judged, guilty) if judged.score is not None else NOBODY
+            guilty, found = followed.guilty, followed.region
+            ahead = followed.measured
+        measured = _by_position(self.positions, self.losses, z) | ahead
         if guilty.size and not by_gradient:
             worst = sorted(guilty.tolist(), key=lambda p: -measured[p][1] if p in measured else 0.0)
             for p in worst[: min(SHOWN, self.config.gradients)]:
@@ -132,39 +146,51 @@ class Examination:
         suspects = [Suspect(p, loss, deviation, norms.get(p)) for p, (loss, deviation) in measured.items()]
         return self._told(suspects, guilty, found, judged)
 
-    def _follow(
-        self, judged: Conviction, guilty: Int64s
-    ) -> tuple[Int64s, Region | None, dict[int, tuple[float, float]]]:
-        """The bad samples of the window and of the batches that follow it, one after another until the region is over;
-        its extent; losses and z of the samples that were measured. None are bad if it does not end: what goes on is no
-        region, but how things are from here on."""
+    def _follow(self, judged: Conviction, guilty: Int64s) -> Followed:
+        """Measure the batches that follow the window, one after another until the region is over. None are bad if it
+        does not end: what goes on is no region, but how things are from here on."""
         assert judged.score is not None
         bad, probes, measured = [guilty], list[tuple[int, int, int]](), dict[int, tuple[float, float]]()
+        beyond = deque[Floats](maxlen=region.CLEAN)
         cursor, clean = int(max(t.positions.max() for t in self.steps)) + 1, 0
-        while clean < region.CLEAN and len(probes) < min(
-            region.FARTHEST, region.FORWARD * self.config.region
-        ):
-            ahead, cursor = self.selection.next_kept(cursor, self.size)
-            if ahead.size < self.size:
-                break  # the data ends
-            losses = self._losses(ahead)
+        most, strays = min(region.FARTHEST, region.FORWARD * self.config.region), region.strays(self.size)
+        while clean < region.CLEAN and len(probes) < most:
+            try:
+                ahead, cursor = self.selection.next_kept(cursor, self.size)
+            except DataError:
+                break  # all that is left is skipped
+            losses = self.lab.losses(ahead)
             z = self._z(ahead, losses) - self.shared
-            found = ahead[judged.score.of(self.lab.samples(ahead, z)) >= judged.bar]
-            clean = clean + 1 if found.size <= region.STRAYS else 0
-            bad.append(found)
-            probes.append((int(ahead[0]), ahead.size, int(found.size)))
-            measured |= dict(zip(ahead.tolist(), zip(losses.tolist(), z.tolist(), strict=True), strict=True))
-        if clean < region.CLEAN:
-            return np.empty(0, np.int64), None, measured
-        every = np.unique(np.concatenate(bad))
+            named = ahead[judged.score.of(self.lab.samples(ahead, z)) >= judged.bar]
+            clean = clean + 1 if named.size <= strays else 0
+            bad.append(named)
+            beyond.append(z)
+            probes.append((int(ahead[0]), ahead.size, int(named.size)))
+            measured |= _by_position(ahead, losses, z)
+        last = np.concatenate([np.empty(0), *beyond])
+        self.endless = len(probes) if clean < region.CLEAN else None
+        if self.endless is not None:
+            return Followed(np.empty(0, np.int64), None, measured, last)
         reach = len(probes) - clean
+        # The first clean batch may begin with the region's last sample; in the others single samples are strays.
+        every = np.unique(np.concatenate(bad[: reach + 2]))
         how = "nothing is bad beyond the window"
         if reach:
             how = f"it goes on for {reach} {'batch' if reach == 1 else 'batches'}"
-        how += f": the next {clean} batches have no more than {region.STRAYS} such sample each"
+        how += f": the next {clean} batches have at most {plural(strays, 'such sample')} each"
         steps = round(len(probes) / region.FORWARD, 1)
-        extent = Region(int(every[0]), int(every[-1]) + 1, how, len(measured), steps, True, tuple(probes))
-        return every, extent, measured
+        found = Region(int(every[0]), int(every[-1]) + 1, how, len(measured), steps, tuple(probes))
+        return Followed(every, found, measured, last)
+
+    def _shift(self, z: Floats) -> float:
+        """How far the last samples ahead lie above what was recorded, in z, if significantly: 0 otherwise. They are the
+        better reference: measured on the same state, and none was trained on."""
+        z = z[np.isfinite(z)]
+        if z.size < groups.ENOUGH // 2:
+            return 0.0
+        middle, width = groups.robust(z)
+        noise = math.hypot(groups.shared_error(self.usual), groups.MEDIAN_ERROR * width / math.sqrt(z.size))
+        return middle if middle > 3 * noise else 0.0
 
     def _accuse(self, guilty: Bools) -> Conviction:
         """Samples convicted by their gradient, to search for similar ones."""
@@ -220,7 +246,7 @@ class Examination:
         told = attribution.conclude(
             suspects, guilty.tolist(), kinds,
             f"{examined} steps since the onset", judged.p, found,
-            self.together,
+            self.together, self.endless,
         )  # fmt: skip
         expected = np.full(self.losses.shape, np.nan)
         for corpus, usual in self.usual.items():
@@ -229,3 +255,7 @@ class Examination:
         tripped = np.concatenate([t.losses for t in steps])
         told = replace(told, alone=np.intersect1d(guilty, self.alone).tolist())
         return attribution.weighed(told, judged.p, attribution.odds_of_data(self.losses, tripped, expected))
+
+
+def _by_position(positions: Int64s, losses: Floats, z: Floats) -> dict[int, tuple[float, float]]:
+    return dict(zip(positions.tolist(), zip(losses.tolist(), z.tolist(), strict=True), strict=True))

@@ -182,11 +182,8 @@ class Points:
         adjacent: bool,
     ) -> Conclusion:
         """Find the guilty samples of `window`."""
-        applied, onset = [t for t in self.trained if t.applied], min(t.step for t in window)
-        history = [t for t in applied if t.step <= snapshot.step]
-        between = [t for t in applied if snapshot.step < t.step < onset]
-        cursor = snapshot.extra.state.cursor
-        return self.laboratory.examine(window, history, cursor, left_out, adjacent, between)
+        history = [t for t in self.trained if t.applied and t.step <= snapshot.step]
+        return self.laboratory.examine(window, history, snapshot.extra.state.cursor, left_out, adjacent)
 
     def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
         """Of harmless samples from before a snapshot: losses when trained on, losses on its state.

@@ -118,10 +118,9 @@ class Laboratory:
 
         Raises DataError as `losses` does.
         """
-        return agree(lambda: self.read_tokens(positions))
+        return agree(lambda: self._read_tokens(positions))
 
-    def read_tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
-        """As `tokens`, by this rank alone: not collective. Raises DataError."""
+    def _read_tokens(self, positions: Int64s) -> npt.NDArray[np.int32]:
         source = self.loader.source
         found = np.empty((positions.size, min(source.order.sequence_length, READ) + 1), np.int32)
         for begin in range(0, positions.size, self.batch):
@@ -141,17 +140,16 @@ class Laboratory:
         cursor: int,
         selection: Skips | Selection,
         adjacent: bool = False,
-        between: Sequence[Trained] = (),
     ) -> Conclusion:
-        """Find the guilty samples of `window` (the steps since the onset), and beyond both of its ends.
+        """Find the guilty samples of `window` (the steps since the onset), and of what follows it.
 
-        history: steps that led to the current state without trouble; between: applied ones after that, before the
-        window; cursor: the position of the state; selection: what is skipped already. adjacent: the window lies next to
-        what a recent incident skipped. Raises DataError as `losses` does.
+        history: steps that led to the current state without trouble; cursor: the position of the state; selection: what
+        is skipped already. adjacent: the window lies next to what a recent incident skipped. Raises DataError as
+        `losses` does.
         """
         return self.led(
             lambda laboratory: Examination(
-                laboratory, window, history, between, cursor, selection, adjacent
+                laboratory, window, history, cursor, selection, adjacent
             ).conclude()
         )
 

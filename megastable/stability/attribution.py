@@ -5,7 +5,7 @@ Pure: recovery/ measures, these functions conclude. The experiments:
    step, it was the hardware; also if they differ where bits should repeat or where replays of a good state agree;
 2. the same without FP8, or by plain PyTorch in place of a kernel: if the spike vanishes, the cause is numerics;
 3. every sample since the onset, on the state before it: one that is bad there is bad data, and so is a crowd that is
-   worse than harmless batches (groups.py, scores.py); then its region is grown until it ends (region.py);
+   worse than harmless batches (groups.py, scores.py); then its region is followed until it ends;
 4. a batch with an extraordinary gradient there: the samples in it that are like each other and unlike harmless ones, if
    losses do not name them; else, if no loss is bad, the batch is halved down to one sample.
 If no sample is guilty: the same data is harmless on the good state, so the state was the cause.
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megastable.base.text import plural
 from megastable.stability.actions import Cause
 from megastable.stability.region import Region
 from megastable.stability.robust import Trend
@@ -67,11 +68,10 @@ class Result(NamedTuple):
 class Conclusion:
     """The cause, the guilty positions (ascending), the worst suspects with their numbers, and a sentence.
 
-    region: the
-    extent of the bad data, None if no sample is guilty. odds: log10 of the odds between the samples and the state, in
-    favour of the named cause (data, or not data), at most `SURE`; 0 = unknown. later: positions that are suspected, but
-    not guilty: they are deferred. alone: the guilty ones convicted individually by their own loss, not as part of a
-    crowd or by a gradient. kernels: the names of those without which the step is harmless.
+    region: the extent of the bad data, None if no sample is guilty. odds: log10 of the odds between the samples and the
+    state, in favour of the named cause (data, or not data), at most `SURE`; 0 = unknown. later: positions that are
+    suspected, but not guilty: they are deferred. alone: the guilty ones convicted individually by their own loss, not
+    as part of a crowd or by a gradient. kernels: the names of those without which the step is harmless.
     """
 
     cause: Cause
@@ -218,11 +218,13 @@ def conclude(
     crowd: float = 1.0,
     region: Region | None = None,
     together: float | None = None,
+    endless: int | None = None,
 ) -> Conclusion:
     """Combine the experiments on the good state into a conclusion.
 
-    steps: the suspects' steps, in words. crowd: how
-    often as many harmless samples are as bad. region: of `Conclusion`.
+    steps: the suspects' steps, in words. crowd: how often as many harmless samples are as bad. region: of `Conclusion`.
+    together: gradient norm of a batch of the guilty, relative to an ordinary one's. endless: batches after the window
+    for which bad samples went on without an end.
     """
     worst = sorted(suspects, key=lambda s: math.inf if math.isnan(s.z) else -s.z)
     if guilty:
@@ -249,6 +251,12 @@ def conclude(
         if region is not None:
             reason += f". {region.how[0].upper()}{region.how[1:]}"
         return Conclusion(Cause.DATA, sorted(guilty), worst, reason, region)
+    if endless is not None:
+        going_on = (
+            f"samples of {steps} are bad on the state before it, but so are those of the next "
+            f"{plural(endless, 'step')}, as far as was looked: that is no region of bad data"
+        )
+        return Conclusion(Cause.STATE, [], worst, going_on)
     harmless = f"none of the {len(suspects)} samples of {steps} is bad on the state before it"
     if unknown := sum(math.isnan(s.z) for s in suspects):
         harmless += f" ({unknown} of them cannot be judged: too few earlier samples of their corpora)"

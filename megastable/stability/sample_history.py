@@ -67,11 +67,9 @@ class Alarm:
 
 
 class Scored(NamedTuple):
-    """The scores of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan if too few are known. lift:
-    how far the samples together lie above those of other batches, in sigma of batches, nan if unknown."""
+    """The scores of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan if too few are known."""
 
     z: Floats
-    lift: float
 
     @property
     def ordinary(self) -> bool:
@@ -115,7 +113,7 @@ class CorpusState(_HistoryState):
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid", ser_json_inf_nan="constants"))
 class SumState:
-    """log e-value, and the step at which it last left zero. Not a pydantic model: 36 of them change in every step."""
+    """log e-value, and the step at which it last left zero. Not a pydantic model: six of them change in every step."""
 
     height: float = 0.0
     onset: int = 0
@@ -242,7 +240,7 @@ class SampleTest:
                 finite = losses[mine & np.isfinite(losses)]
                 known.losses = np.concatenate([known.losses, finite])[-scatter:]
         lift = self._lift(z[~np.isnan(z)], applied)
-        return Scored(z, lift), self._add(step, lift, self._up(norm, applied))
+        return Scored(z), self._add(step, lift, self._up(norm, applied))
 
     def _lift(self, z: Floats, applied: bool) -> float:
         """How far a batch's mean clipped score lies above those of others, in sigma of batches."""

@@ -45,11 +45,6 @@ class ScoredSamples(NamedTuple):
     def of(self, chosen: Bools | Int64s | slice) -> ScoredSamples:
         return ScoredSamples(self.tokens[chosen], self.z[chosen], self.corpora[chosen])
 
-    def with_(self, other: ScoredSamples) -> ScoredSamples:
-        return ScoredSamples(
-            *(np.concatenate([mine, theirs]) for mine, theirs in zip(self, other, strict=True))
-        )
-
 
 class CorpusBaseline:
     """Statistics of harmless samples of one corpus."""

@@ -92,9 +92,9 @@ class SuspectFacts(BaseModel):
 class RegionFacts(BaseModel):
     """The extent of bad data, as found by attribution: positions [first, end); how both ends were found, in a sentence.
 
-    measured: samples measured for it; steps: their cost, in steps of time; inferred: guilty samples that were not
-    measured; found: whether its end ahead was found. probes: first position, samples and bad samples of each measured
-    batch.
+    measured: samples measured for it; steps: their cost, in steps of time. Of earlier versions, inferred: guilty
+    samples that were not measured; found: whether its end ahead was found. probes: first position, samples and bad
+    samples of each measured batch.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
