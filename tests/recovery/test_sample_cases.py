@@ -16,17 +16,14 @@ import torch
 from megastable.base.errors import DataError
 from megastable.config.stability import PolicyConfig, StabilityConfig
 from megastable.data.skips import Skips
-from megastable.recovery import new_kinds, sample_replay
-from megastable.recovery.by_heart import NOBODY, ByHeart
-from megastable.recovery.sample_replay import Known, Laboratory, Trained
-from megastable.recovery.sample_watch import CASES, LEFT_OUT, MOST, UNKNOWN, SampleWatch
-from megastable.stability import novelty
+from megastable.recovery import sample_replay
+from megastable.recovery.sample_replay import Laboratory, Trained
+from megastable.recovery.sample_watch import CASES, LEFT_OUT, UNKNOWN, SampleWatch
 from megastable.stability.actions import Cause
 from megastable.stability.attribution import Conclusion
 from megastable.stability.policy import Policy
-from megastable.stability.sample_history import Alarm, AlarmKind, Rest, Scored, Waiting, WatchState
+from megastable.stability.sample_history import Alarm, Scored, Waiting, WatchState
 from megastable.stability.signals import Verdict
-from megastable.stability.suspects import Seen
 from tests.journal import KeptLog
 from tests.stability.policies import seen
 
@@ -35,49 +32,22 @@ Floats = npt.NDArray[np.float64]
 KEPT = Skips.of([])
 
 
-class Texts:
-    """Stands for the laboratory: a loss of 3 and any of 1000 tokens, but for samples that repeat themselves.
+class Bench:
+    """Stands for the laboratory."""
 
-    tables: those that repeat something else. read: how many samples' tokens were asked for."""
+    batch = 16
 
-    def __init__(self, batch: int, repeated: set[int], tables: Int64s | None = None) -> None:
-        self.batch, self.read = batch, 0
-        self.tables = np.empty(0, np.int64) if tables is None else tables
-        self.repeated = np.union1d(sorted(repeated), self.tables)
+    def __init__(self, found: Conclusion | None = None) -> None:
+        self.found, self.examined = found, list[tuple[list[int], list[int]]]()  # steps of window and history
         self.loader = SimpleNamespace(go_to=lambda *_: None)
-
-    def corpora(self, positions: Int64s) -> Int64s:
-        return np.zeros(positions.size, np.int64)
-
-    def losses(self, positions: Int64s) -> Floats:
-        spread = 0.3 * np.random.default_rng(1).standard_normal(positions.size)
-        return np.where(np.isin(positions, self.repeated), 0.1, 3 + spread)
-
-    def tokens(self, positions: Int64s) -> Int64s:
-        self.read += positions.size
-        text = np.random.default_rng(2).integers(1000, size=(positions.size, 64))
-        repeated = np.where(np.isin(positions, self.tables), 11, 7)[:, None]
-        return np.where(np.isin(positions, self.repeated)[:, None], repeated, text)
 
     def led(self, work: Callable[[Any], Any]) -> Any:
         return work(self)
 
-    def usual(self, *_: Any) -> Known:
-        positions = np.arange(-1000, 0)
-        return Known(positions, self.losses(positions), self.corpora(positions))
-
-    def examined(self, made: Made, steps: int) -> set[int]:
-        """Who is convicted where all of so many steps were easy, and the alarm came right then."""
-        trained = [
-            Trained(step, at, self.losses(at), True) for step, at in enumerate(self._batches(steps), 1)
-        ]
-        state: Any = SimpleNamespace(cursor=steps * self.batch, step=steps)
-        stand_in: Any = self
-        made.watch._examine(case(1, kind="easy", last=steps), state, trained, stand_in)
-        return {position for found in made.convicted for position in found.convicted}
-
-    def _batches(self, steps: int) -> Int64s:
-        return np.arange(steps * self.batch).reshape(steps, -1)
+    def examine(self, window: Sequence[Trained], history: Sequence[Trained], *_: Any) -> Conclusion:
+        self.examined.append(([t.step for t in window], [t.step for t in history]))
+        assert self.found is not None
+        return self.found
 
 
 class Made:
@@ -102,28 +72,6 @@ def case(step: int, **changes: Any) -> Waiting:
     return Waiting.model_validate({**given, **changes})
 
 
-def test_both_tests_are_told_who_is_convicted() -> None:
-    made, told = Made(), list[list[int]]()
-    for test in (made.watch._test, made.watch._easy):
-        test.convict = told.append  # type: ignore[method-assign, assignment]
-    laboratory: Any = SimpleNamespace(
-        examine=lambda *_: Conclusion(Cause.DATA, [3], [], "bad"),
-        loader=SimpleNamespace(go_to=lambda *_: None),
-    )
-    laboratory.led = lambda work: work(laboratory)
-    state: Any = SimpleNamespace(cursor=99, step=9)
-    found = made.watch._examine(case(5, positions=[3, 4], losses=[9.0, 3.0]), state, [], laboratory)
-    assert found and told == [[3], [3]]
-
-
-@pytest.mark.slow
-def test_no_more_of_an_easy_region_is_read_than_is_needed() -> None:
-    steps = 40
-    texts, made = Texts(1024, set(range(42 * 1024))), Made()
-    guilty = texts.examined(made, steps)
-    assert set(range(steps * 1024 - MOST, 42 * 1024)) == guilty and texts.read < MOST + 8 * 1024
-
-
 def test_tokens_are_read_by_batches_and_no_more_kept_than_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,60 +84,10 @@ def test_tokens_are_read_by_batches_and_no_more_kept_than_is_looked_at(
 
     source = SimpleNamespace(samples=samples, order=SimpleNamespace(sequence_length=2048))
     laboratory: Any = SimpleNamespace(loader=SimpleNamespace(source=source), batch=16)
-    laboratory.read_tokens = partial(Laboratory.read_tokens, laboratory)
+    laboratory._read_tokens = partial(Laboratory._read_tokens, laboratory)
     tokens = Laboratory.tokens(laboratory, np.arange(40))
     assert sizes == [16, 16, 8] and tokens.dtype == np.int32
     assert np.array_equal(tokens, np.arange(40)[:, None] + np.arange(1025))
-
-
-@pytest.mark.parametrize(("batch", "bad"), [(16, 8), (1024, 2)])
-def test_harmless_samples_of_few_tokens_do_not_carry_an_easy_region_on(batch: int, bad: int) -> None:
-    """Tables and lists are half a hundredth of what is read: four steps and `bad` batches ahead repeat themselves."""
-    end = (4 + bad) * batch
-    tables = end + np.flatnonzero(np.random.default_rng(0).random(40 * batch) < 0.005)
-    texts, made = Texts(batch, set(range(end)), tables), Made()
-    assert texts.examined(made, 4) == set(range(end))
-    assert bad + 3 <= made.watch.state.looked <= bad + 6
-
-
-class Counting:
-    """A selection that passes over every fifth position, and counts those that it was asked for."""
-
-    def __init__(self) -> None:
-        self.skips, self.asked = Skips.of([(first, first + 1) for first in range(0, 200_000, 5)]), 0
-
-    def next_kept(self, cursor: int, count: int) -> tuple[Int64s, int]:
-        self.asked += count
-        return self.skips.next_kept(cursor, count)
-
-
-def by_heart(texts: Texts, window: Sequence[Trained], met: Seen, selection: Any) -> ByHeart:
-    positions = np.arange(-1000, 0)
-    usual = Seen(positions, texts.losses(positions), texts.corpora(positions))
-    laboratory: Any = texts
-    return ByHeart(laboratory, window, met, usual, 7, selection, 64, 3.0)
-
-
-@pytest.mark.parametrize("order", [range(1000), range(999, -1, -1), (0, 3, 9, 21, 45, 700, 15, 999, 1)])
-def test_the_batches_ahead_are_those_of_the_run_and_no_position_is_asked_for_twice(
-    order: Sequence[int],
-) -> None:
-    texts, selection = Texts(16, set()), Counting()
-    search = by_heart(texts, [], Seen(*3 * [np.empty(0)]), selection)
-    line, _ = selection.skips.next_kept(7, 16_000)
-    for number in order:
-        assert np.array_equal(search._batch(number), line[16 * number : 16 * (number + 1)])
-    assert selection.asked <= 2 * 16_000
-
-
-@pytest.mark.parametrize("bad", [0, 32])
-def test_where_the_last_steps_are_left_out_already_nobody_is_named(bad: int) -> None:
-    """They were skipped meanwhile: what is left of the window says nothing of what comes next."""
-    texts = Texts(16, set(range(bad)))
-    window = [Trained(n, at, texts.losses(at), True) for n, at in enumerate(texts._batches(6), 1)]
-    left = np.arange(4 * 16)
-    met = Seen(left, texts.losses(left), texts.corpora(left))
-    assert by_heart(texts, window, met, Counting()).conclude() is NOBODY
 
 
 def test_a_case_that_has_no_room_to_wait_is_written_down() -> None:
@@ -202,17 +100,17 @@ def test_a_case_that_has_no_room_to_wait_is_written_down() -> None:
     assert event["positions"] == [1] and event["reason"]
 
 
-@pytest.mark.parametrize(("kind", "known"), [("batch", False), ("batch", True), ("trickle", False)])
-def test_a_case_of_which_nobody_can_be_examined_is_written_down(kind: str, known: bool) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_case_of_which_nobody_can_be_examined_is_written_down(known: bool) -> None:
     """After a restart its steps are not known; or all of its samples are skipped by then."""
-    made, laboratory, state = Made(), Texts(16, set()), SimpleNamespace(step=99, cursor=999)
+    made, laboratory, state = Made(), Bench(), SimpleNamespace(step=99, cursor=999)
     everyone: Any = Skips.of([(0, 16)]) if known else KEPT
     made.watch.selection = lambda: everyone
     at = np.arange(16)
-    trained = [Trained(5, at, laboratory.losses(at), True)] if known else []
+    trained = [Trained(5, at, np.full(16, 3.0), True)] if known else []
     stands: Any = laboratory
     where: Any = state
-    assert made.watch._examine(case(5, kind=kind), where, trained, stands) is None
+    assert made.watch._examine(case(5, kind="batch"), where, trained, stands) is None
     (event,) = made.events
     assert (event["event"], event["step"], event["first"]) == ("samples_dropped", 99, 5)
     assert event["reason"] == (LEFT_OUT if known else UNKNOWN)
@@ -221,7 +119,7 @@ def test_a_case_of_which_nobody_can_be_examined_is_written_down(kind: str, known
 def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them() -> None:
     policy = Policy(PolicyConfig(rewinds=1))
     made = Made()
-    for waiting in (case(3, kind="trickle"), case(5, kind="batch")):
+    for waiting in (case(3), case(5, kind="batch")):
         made.watch._wait(waiting)
     assert made.watch.lifted(policy, 9, None) is None and made.watch.lifted(policy, 9, 5) is None
     found = made.watch.lifted(policy, 9, 4)
@@ -233,10 +131,8 @@ def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them(
 
 def test_another_level_is_not_examined_again_and_again() -> None:
     made = Made()
-    alarm = Alarm(AlarmKind.BATCH, 7, "higher")
-    scored = Scored(np.zeros(16), 4.0)
-    for test, told in ((made.watch._test, alarm), (made.watch._easy, None)):
-        test.observe = lambda *_, told=told: (scored, told)  # type: ignore[method-assign]
+    told = Scored(np.zeros(16)), Alarm(7, "higher")
+    made.watch._test.observe = lambda *_: told  # type: ignore[method-assign]
     order: Any = made.watch.incident_log.source.order
     order.locate = lambda positions: SimpleNamespace(corpus=np.zeros(positions.size, np.int64))
     batch: Any = SimpleNamespace(positions=np.arange(16))
@@ -249,7 +145,7 @@ def test_another_level_is_not_examined_again_and_again() -> None:
         return bool(found)
 
     assert waits(8)
-    made.watch.nobody(case(7, kind="trickle"), Conclusion(Cause.STATE, [], [], "harmless"), 8, 0.1)
+    made.watch.nobody(case(7), Conclusion(Cause.STATE, [], [], "harmless"), 8, 0.1)
     assert waits(9)
     made.watch.nobody(case(7, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), 9, 0.1)
     assert not waits(10) and made.watch.state.rest == 73
@@ -290,76 +186,42 @@ def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody
     assert watch.state.rest == 1012 and fruitless(watch, 1012) == 64
 
 
-def test_new_kinds_are_looked_for_now_and_then_where_the_state_is_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made, looks, found = Made(), list[int](), list[Waiting]()
-    step = 0
-
-    def look(*_: Any) -> list[Waiting]:
-        looks.append(step)
-        return list(found)
-
-    monkeypatch.setattr(new_kinds, "look", look)
-
-    def concluded(watch: SampleWatch, *_: Any) -> Conclusion:
-        watch._looked += ahead
-        return Conclusion(Cause.STATE, [], [], "no worse than others")
-
-    monkeypatch.setattr(SampleWatch, "_concluded", concluded)
-    ahead = 4
-    laboratory: Any = Texts(16, set())
-
-    def act(until: int, ordinary: bool = True) -> None:
-        nonlocal step
-        while step < until:
-            step += 1
-            state: Any = SimpleNamespace(cursor=16 * step, step=step)
-            made.watch._ordinary = ordinary
-            made.watch.act(state, [], laboratory, True, True)
-
-    every = novelty.PERIOD
-    act(2 * every + 2)
-    assert looks == [1, 1 + every, 1 + 2 * every]
-    made.watch._waiting.append(case(step, kind="trickle", positions=[3]))
-    act(step + 1)
-    suspected = step
-    assert looks[3:] == [suspected], "and where losses suspect somebody"
-    act(40, ordinary=False)
-    assert len(looks) == 4
-    found.append(case(40, kind="kind"))
-    act(300)
-    assert looks[4:] == [41, 41 + 64, 41 + 64 + 128], "rarer and rarer where nobody is guilty"
-    assert [(e["event"], e["step"]) for e in made.events] == [
-        ("samples_examined", n) for n in (suspected, *looks[4:])
-    ]
-    watch = Made().watch
-    watch.rewind(WatchState.model_validate_json(made.watch.state.model_dump_json()))
-    assert watch.state.kinds == made.watch.state.kinds and watch.state.kinds.until == 233 + 256
-    watch.rewind(WatchState())
-    assert watch.state.kinds.until == 233 + 256, "a rewind does not look again"
-    watch.convicted(case(5, kind="kind"))
-    assert watch.state.kinds.steps == 0 and watch.state.rest == 0
-    made.watch._kinds, ahead = Rest(), 0
-    looks.clear()
-    act(500)
-    assert looks == [301, 305, 313, 329, 361, 425, 489], "too few to be told may soon be more"
-
-
 def test_a_sample_that_cannot_be_read_again_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made()
 
     def unreadable(*_: Any) -> Any:
         raise DataError("shard-7.bin: a read error")
 
-    monkeypatch.setattr(new_kinds, "look", unreadable)
     monkeypatch.setattr(SampleWatch, "_concluded", unreadable)
-    made.watch._waiting.append(case(18, kind="trickle", positions=[3]))
-    made.watch._ordinary = True
-    laboratory: Any = Texts(16, set())
-    state: Any = SimpleNamespace(cursor=320, step=20)
-    assert made.watch.act(state, [], laboratory, True, True) == []
-    assert [(e["event"], "shard-7.bin" in str(e)) for e in made.events] == [
-        ("samples_dropped", True), ("warning", True)
-    ]  # fmt: skip
-    assert made.watch.state.kinds.until == 84 and not made.watch.state.waiting
+    made.watch._waiting.append(case(18, positions=[3]))
+    made.watch._quiet = 3
+    assert act(made, 20) == []
+    (event,) = made.events
+    assert event["event"] == "samples_dropped" and "shard-7.bin" in event["reason"]
+    assert not made.watch.state.waiting
+
+
+def act(made: Made, step: int, calm: bool = True, laboratory: Any = None) -> list[Conclusion]:
+    state: Any = SimpleNamespace(cursor=16 * step, step=step)
+    trained = [Trained(n, 16 * n + np.arange(16), np.full(16, 3.0), True) for n in range(1, step + 1)]
+    return made.watch.act(state, trained, laboratory or Bench(), True, calm)
+
+
+def test_a_case_is_examined_after_quiet_steps_and_its_bad_samples_are_skipped() -> None:
+    """Only what came before its steps is harmless for sure."""
+    made, bench = Made(), Bench(Conclusion(Cause.DATA, [49], [], "bad"))
+    made.watch._wait(case(3, kind="batch", last=5))
+    for step, calm in ((10, True), (11, False), (12, True), (13, True), (14, True)):
+        assert act(made, step, calm, bench) == [] and not bench.examined
+    assert act(made, 15, True, bench) == [bench.found] == made.convicted
+    assert bench.examined == [([3, 4, 5], [1, 2])] and not made.watch.state.waiting
+
+
+def test_suspicions_of_whole_batches_are_one_case_since_the_first() -> None:
+    made = Made()
+    made.watch._wait(case(4))
+    for onset, step in ((7, 9), (8, 12), (6, 14)):
+        made.watch._suspect(Alarm(onset, "higher"), step)
+    refused, batch = made.watch.state.waiting
+    assert refused.kind == "discard"
+    assert (batch.kind, batch.first, batch.last, batch.verdict) == ("batch", 6, 14, Verdict.SHIFT)

@@ -318,7 +318,7 @@ def check_conclusions(found: dict[str, list[dict[str, Any]]]) -> None:
             assert "of the first 16 of 18 steps since the onset" in said["long"].reason
             assert all(abs(s.z) < 10 for s in said["measured"].suspects), name
         assert grown.cause is Cause.DATA and grown.guilty == [*range(114, REGION_END)], name
-        assert (grown.region.first, grown.region.end, grown.region.found) == (114, REGION_END, True)
+        assert (grown.region.first, grown.region.end) == (114, REGION_END)
         assert [s.gradient_norm is not None for s in grown.suspects[:3]] == [True, True, False], name
         guilty, reason, steps = ranks[0]["spoilt"]
         assert guilty == [117] and "gradient norm of 100" in reason, name

@@ -63,9 +63,10 @@ REGION: dict[str, Any] = {
 }  # fmt: skip
 
 
-def with_region(make: Make, corpus: Path, **change: Any) -> Path:
-    run = make()
-    tell(RunDirectory(run), data_incident(corpus, [(236, 248)]), region=REGION | change, inferred=3)
+def with_region(make: Make, corpus: Path, inferred: int | None = 3, **change: Any) -> Path:
+    """inferred: only earlier versions told it."""
+    run, more = make(), {} if inferred is None else {"inferred": inferred}
+    tell(RunDirectory(run), data_incident(corpus, [(236, 248)]), region=REGION | change, **more)
     return run
 
 
@@ -84,7 +85,17 @@ def test_how_far_bad_data_goes_is_shown_by_the_probes(make: Make, hostile_corpus
         '<td class="n">232 to 247</td><td class="n">2</td><td class="n">16</td><td class="n">12</td>' in page
     )
     assert "| 232 to 247 | 2 | 16 | 12 |" in text and "](region.png)" in text
+    assert "3 of the guilty were not" in text and "<dt>inferred</dt><dd>3<" in page
     assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()) == evidence
+
+
+def test_of_a_region_whose_samples_were_all_measured_nothing_is_said_of_others(
+    make: Make, hostile_corpus: Path
+) -> None:
+    (folder,) = write_incidents(with_region(make, hostile_corpus, inferred=None))
+    page, text = (folder / "report.html").read_text(), (folder / "postmortem.md").read_text()
+    assert "in 2.3 steps of time.\n" in text and "were not, and are like" not in text + page
+    assert "inferred" not in page
 
 
 @pytest.mark.slow

@@ -449,6 +449,12 @@ def test_nobody_guilty() -> None:
     assert f"none of the 2 samples of {steps} is bad" in found.reason and "too few" not in found.reason
 
 
+def test_what_goes_on_without_an_end_is_the_state_and_the_reason_says_so() -> None:
+    found = conclude(suspects(9.0, 8.0), [], compared_with=64, steps="the 2 steps", endless=120)
+    assert (found.cause, found.guilty, found.region) == (Cause.STATE, [], None)
+    assert "none of" not in found.reason and "the next 120 steps" in found.reason
+
+
 def test_it_is_said_of_how_many_nothing_is_known() -> None:
     found = conclude(suspects(0.5, NAN, NAN), [], compared_with=64, steps="the 1 steps")
     assert "2 of them cannot be judged: too few earlier samples" in found.reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megastable.stability import scores
 from megastable.stability.groups import crowd, group_test
 from megastable.stability.scores import Scale, ScoredSamples, judge, judge_alike
 
@@ -146,57 +145,3 @@ def test_a_crowd_keeps_its_false_discovery_rate() -> None:
         guilty = crowd(suspects, harmless, INNOCENT)
         shares.append(guilty[40:].sum() / max(1, guilty.sum()))
     assert np.mean(shares) <= 1.5 * INNOCENT
-
-
-@pytest.mark.quick("1-1.0")
-@pytest.mark.parametrize("z", [1.0, 3.5])
-@pytest.mark.parametrize("of", [0, 1])
-def test_who_is_like_the_few_that_are_convicted_joins_them(scale: Scale, z: float, of: int) -> None:
-    """One in twenty, three of which were convicted by their losses: of a tenth of all tokens, in any order."""
-    for seed in range(4):
-        random = np.random.default_rng(seed)
-        tokens = random.integers(450, VOCABULARY, (20, LENGTH + 1))
-        bad = ScoredSamples(tokens, random.normal(z, 0.3, 20), np.full(20, of))
-        suspects = joined(bad, text(random, 300), text(random, 100, 1))
-        convicted = np.arange(420) < 3
-        guilty, _ = scores.joined(scale, suspects, convicted, INNOCENT)
-        assert guilty[:20].sum() >= 19 and guilty[20:].sum() <= 1
-
-
-def test_nobody_joins_harmless_samples_that_were_convicted_by_mistake(scale: Scale) -> None:
-    for seed in range(8):
-        random = np.random.default_rng(seed)
-        suspects = joined(text(random, 300, hard=1.3), text(random, 100, 1))
-        convicted = np.isin(np.arange(400), np.argsort(-suspects.z[:300])[:4])
-        assert scores.joined(scale, suspects, convicted, INNOCENT)[0].sum() <= 5
-
-
-def test_of_a_corpus_of_which_little_is_known_nobody_joins(scale: Scale) -> None:
-    random = np.random.default_rng(1)
-    suspects = joined(other(random, 20, 4.0, 2), text(random, 100))
-    convicted = np.arange(120) < 3
-    assert np.array_equal(scores.joined(scale, suspects, convicted, INNOCENT)[0], convicted)
-
-
-@pytest.mark.parametrize("spoilt", [1, 2, 4])
-def test_healthy_samples_of_a_rare_kind_do_not_join_spoilt_ones_of_it(scale: Scale, spoilt: int) -> None:
-    """Another dialect, of which there was none among the harmless ones: each is harder than usual by luck alone."""
-    for seed in range(6):
-        random = np.random.default_rng(seed)
-        tokens = random.integers(450, VOCABULARY, (spoilt + 5, LENGTH + 1))
-        z = np.append(np.full(spoilt, 12.0), random.normal(0.3, 1.0, 5))
-        suspects = joined(ScoredSamples(tokens, z, np.zeros(spoilt + 5, int)), text(random, 400))
-        convicted = np.arange(suspects.z.size) < spoilt
-        guilty, _ = scores.joined(scale, suspects, convicted, INNOCENT)
-        others = suspects.of(guilty & ~convicted)
-        assert not others.z.size or not scores.worse(scale, others, SIGNIFICANCE, 0.1)
-
-
-def test_those_who_join_are_worse_as_a_group(scale: Scale) -> None:
-    random = np.random.default_rng(3)
-    tokens = random.integers(450, VOCABULARY, (20, LENGTH + 1))
-    bad = ScoredSamples(tokens, random.normal(2.0, 0.5, 20), np.zeros(20, int))
-    assert scores.worse(scale, bad, SIGNIFICANCE, 0.1) and not scores.worse(
-        scale, text(random, 20), SIGNIFICANCE, 0.1
-    )
-    assert not scores.worse(scale, bad.of(slice(0, 0)), SIGNIFICANCE, 0.1)
