@@ -309,8 +309,8 @@ class AttributionConfig(Section):
     behind: NonNegativeInt = 16
     """Steps before the snapshot not used for harmless tails: the region may have begun there. [steps]"""
     region: NonNegativeInt = 40
-    """Time to follow a bad region to its end, batch by batch; a forward pass of a batch is a third of a step. What goes
-    on for longer is no region. [steps]"""
+    """Time to find the ends of a bad region and its guilty samples; a forward pass of a batch is a third of a step. If
+    likeness separates them, a hundred bad samples are measured, and the rest is inferred. [steps]"""
 
     @model_validator(mode="before")
     @classmethod
