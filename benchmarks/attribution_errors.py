@@ -23,6 +23,7 @@ import torch
 
 from drills import corrupt_texts
 from drills.stage import PER_TOKEN, RECIPE, VOCABULARY, documents
+from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.config import deepspeed_json
 from megastable.config.stability import AttributionConfig
 from megastable.config.tree import RunConfig
@@ -38,7 +39,6 @@ from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.recovery.sample_replay import Laboratory, Trained
 
 Int64s = npt.NDArray[np.int64]
 

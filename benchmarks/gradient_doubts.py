@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from megastable.stability.gradient_consistency import Consistency, Kind, RankGradient
+from megastable.guard.gradient_consistency import Consistency, Kind, RankGradient
 
 LENGTH, IDS, HIDDEN, HEADS, LAYERS = 32, 256, 32, 4, 2
 BETAS, DECAY = (0.9, 0.95), 0.1

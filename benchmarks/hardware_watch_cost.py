@@ -45,10 +45,10 @@ def recipe(folder: Path, steps: int, samples: int) -> RunConfig:
 def measure(config: RunConfig) -> list[Row]:
     from megastable.engine.engine import Engine
     from megastable.engine.local_gradients import LocalGradients
-    from megastable.recovery.gradient_watch import GradientWatch
-    from megastable.recovery.replay_check import ReplayCheck
-    from megastable.recovery.replica_watch import ReplicaWatch
-    from megastable.recovery.state_watch import StateWatch
+    from megastable.hardware.gradient_watch import GradientWatch
+    from megastable.hardware.replay_check import ReplayCheck
+    from megastable.hardware.replica_watch import ReplicaWatch
+    from megastable.hardware.state_watch import StateWatch
     from megastable.train import train
 
     parts: dict[str, list[tuple[type, str]]] = {

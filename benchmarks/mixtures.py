@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megastable.attribution.sample_history import SampleTest
 from megastable.config.stability import SampleConfig
-from megastable.stability.sample_history import SampleTest
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]

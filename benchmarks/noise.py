@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.config.stability import StabilityConfig
-from megastable.stability.actions import Action
-from megastable.stability.backtest import Recorded, simulate
-from megastable.stability.guard import Guard
-from megastable.stability.signals import Signals, Verdict
+from megastable.guard.actions import Action
+from megastable.guard.backtest import Recorded, simulate
+from megastable.guard.guard import Guard
+from megastable.guard.signals import Signals, Verdict
 
 Series = npt.NDArray[np.float64]
 Draw = Callable[[int, np.random.Generator], Series]

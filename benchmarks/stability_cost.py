@@ -42,19 +42,19 @@ from megastable.engine import distributed, patches
 from megastable.engine.engine import Engine
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.engine.measured import Measured
+from megastable.guard.actions import Action
+from megastable.guard.signals import Signals
+from megastable.hardware.state_watch import StateWatch
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.recovery.probe_watch import EVERY, ProbeWatch
 from megastable.recovery.recovery import Recovery
 from megastable.recovery.skipping import Skipping
-from megastable.recovery.state_watch import StateWatch
 from megastable.recovery.step_result import StepResult
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
-from megastable.stability.actions import Action
-from megastable.stability.signals import Signals
 from megastable.training.observer import Observer
 
 KINDS = (

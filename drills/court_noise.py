@@ -10,8 +10,8 @@ import numpy as np
 from benchmarks.noise import SIGMA, healthy
 from drills.court_scenarios import Row, Wish
 from megastable.config.stability import StabilityConfig
-from megastable.stability.actions import Action
-from megastable.stability.backtest import Recorded, simulate
+from megastable.guard.actions import Action
+from megastable.guard.backtest import Recorded, simulate
 
 STEPS = 20_000
 FEW = 5  # refusals in 10,000 steps

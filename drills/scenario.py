@@ -1,11 +1,11 @@
 """Definition of a drill scenario: a fault, its place, and the expected answer; the faults are in gross.py and thin.py.
 
-Causes (stability/actions.py) direct a person's attention. `causes`: at least one of these must be named.
+Causes (guard/actions.py) direct a person's attention. `causes`: at least one of these must be named.
 `tolerated`: may be named as well; any other named cause makes the answer wrong, `data` above all: innocent data
 would be skipped. If no incident was opened, as after a single refused update, the answer is the journal's entry on
 that update: "not reproduced" means hardware.
 
-Classes (stability/incident.py): one jump undone by one action is recoverable; a recurring one is lingering; one that
+Classes (guard/incident.py): one jump undone by one action is recoverable; a recurring one is lingering; one that
 keeps recurring or drifts away is divergent. None: refused before it had any effect: nothing to recover from.
 """
 
@@ -17,8 +17,8 @@ from typing import Literal
 from drills.corrupt_texts import Text
 from drills.plan import Fault
 from megastable.data.plant import Kind as Region
-from megastable.stability.actions import Cause
-from megastable.stability.incident import Kind
+from megastable.guard.actions import Cause
+from megastable.guard.incident import Kind
 
 # From outside: SIGKILL or SIGSTOP to a rank; a damaged newest checkpoint and then SIGKILL to a rank; a newest one with
 # right hashes over wrong content (poison.py) and then SIGKILL to a rank; SIGKILL to the started process, the

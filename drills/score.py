@@ -14,13 +14,13 @@ from drills.fate import Fate
 from drills.lead import ENOUGH, shows, smoothed
 from drills.plan import Policy
 from drills.scenario import Scenario
+from megastable.guard.actions import Cause
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import latest
 from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, Located, TrendEvent
 from megastable.run.events.supervisor_events import SupervisorEvent
 from megastable.run.events.training_events import Training, Unstable, Warned
-from megastable.stability.actions import Cause
 
 REACH = 30  # steps after a fault in which an alarm may be its consequence: the verification time of an action
 TARGET = 0.02  # nats: maximum excess of ours over the clean run

@@ -13,8 +13,8 @@ from drills.plan import SEARCH, VARIABLE, Plan, Policy
 from drills.skipstep import SkipStep
 from megastable import train
 from megastable.engine.measured import Measured
+from megastable.guard.signals import Verdict
 from megastable.recovery.recovery import Recovery
-from megastable.stability.signals import Verdict
 
 
 def main() -> None:

@@ -22,15 +22,18 @@ TRAINING = {
     "optim": "base config parallel",
     "model": "base config parallel",
     "data": "base config run",
-    "stability": "base config",
+    "guard": "base config",
     "fp8": "base config parallel model",
-    "engine": "base config run parallel optim model data stability fp8",
-    "checkpoint": "base config run parallel optim model data stability fp8 engine",
-    "attribution": "base config run parallel optim model data stability fp8 engine",
-    "recovery": "base config run parallel optim model data stability fp8 engine checkpoint attribution",
-    "training": "base config run parallel optim model data stability fp8 engine checkpoint attribution recovery",
+    "engine": "base config run parallel optim model data guard fp8",
+    "checkpoint": "base config run parallel optim model data guard fp8 engine",
+    "attribution": "base config run parallel optim model data guard fp8 engine",
+    "hardware": "base config run parallel optim model data guard fp8 engine",
+    "warnings": "base config run parallel optim model data guard fp8 engine checkpoint",
+    "recovery": "base config run parallel optim model data guard fp8 engine checkpoint attribution hardware warnings",
+    "training": "base config run parallel optim model data guard fp8 engine checkpoint attribution hardware warnings "
+    "recovery",
 }
-SUPERVISOR = {"cluster": "base config run", "supervise": "base config run cluster data stability"}
+SUPERVISOR = {"cluster": "base config run", "supervise": "base config run cluster data guard warnings"}
 # They read run directories and checkpoints, or start runs of their own; nothing that trains imports one.
 WINGS = {"convert", "downstream", "forensics", "fp8_check", "generate", "plan", "repeat", "report", "study"}
 # Commands stand above all rooms: a module for each, which cli.py starts, and named as people call it.

@@ -17,11 +17,11 @@ from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.kernel_choice import choose
 from megastable.engine.measured import Measured
+from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.model import gpt
 from megastable.model.loss import LossFunction
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import TensorParallel, Topology
-from megastable.recovery.hardware_watch import HardwareWatch
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
 

@@ -17,7 +17,7 @@ from megastable.commands.options import Json, JsonFile, Plot, put_json
 
 if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
-    from megastable.stability.backtest import BacktestDecision, Recorded
+    from megastable.guard.backtest import BacktestDecision, Recorded
 
 EVERY = 100  # steps between updates of the progress bar
 app = App()
@@ -46,7 +46,7 @@ def backtest(
     JSON: every step as {step, verdict, action, reason, reset}.
     """
     from megastable.base.progress_bar import bar
-    from megastable.stability.backtest import simulate
+    from megastable.guard.backtest import simulate
 
     given = overrides or []
     if foreign := [item for item in given if not item.startswith("stability.")]:
@@ -86,8 +86,8 @@ def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
 
 
 def _read(source: Path) -> list[Recorded]:
+    from megastable.guard.backtest import Recorded, read_trace
     from megastable.run import records
-    from megastable.stability.backtest import Recorded, read_trace
 
     if not source.is_dir():
         return read_trace(source, lambda line: typer.echo(line, err=True))
@@ -110,8 +110,8 @@ def _show(source: Path, judged: list[BacktestDecision]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megastable.stability.actions import Action
-    from megastable.stability.backtest import episodes
+    from megastable.guard.actions import Action
+    from megastable.guard.backtest import episodes
 
     console = Console(markup=False, emoji=False, highlight=False)
     table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")

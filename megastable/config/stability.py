@@ -12,7 +12,7 @@ from megastable.config.section import Fraction, Section
 
 
 class DetectorConfig(Section):
-    """What counts as a deviation (stability/detector.py). Lengths are in observations: steps, or lines of a sparse
+    """What counts as a deviation (guard/detector.py). Lengths are in observations: steps, or lines of a sparse
     trace. Sigma is the scatter of the last `window` accepted values.
 
     The defaults are from public traces of real runs: 48,000 healthy steps, seven onsets of spikes and a slow divergence
@@ -163,7 +163,7 @@ def without_retired(given: Any, retired: Sequence[str]) -> Any:
 
 
 class PolicyConfig(Section):
-    """Remedies for a deviation, and their budgets (stability/policy.py).
+    """Remedies for a deviation, and their budgets (guard/policy.py).
 
     Budgets are per `budget_window` steps of new ground. PaLM needed far less in a whole run (arXiv:2204.02311, section
     5.1: about 20 rewinds); more means that the cause is not the data. A spent budget pauses the remedy, not the run,
@@ -270,7 +270,7 @@ class SnapshotConfig(Section):
 
 
 class HardwareConfig(Section):
-    """Silent corruption (recovery/hardware_watch.py)."""
+    """Silent corruption (hardware/hardware_watch.py)."""
 
     fingerprint_interval: NonNegativeInt = 20
     """Steps between two comparisons of the state that several ranks must hold alike; 0: none. Weights in compute
@@ -289,7 +289,7 @@ class HardwareConfig(Section):
 
 
 class AttributionConfig(Section):
-    """Finding the guilty samples (stability/attribution.py, groups.py, scores.py, region.py)."""
+    """Finding the guilty samples (attribution/conclusion.py, groups.py, scores.py, region.py)."""
 
     threshold: PositiveFloat = 6.0
     """Robust z of a sample's loss within its corpus from which it may be convicted individually. [sigma]"""
@@ -334,7 +334,7 @@ class SampleConfig(Section):
 
 
 class SignsConfig(Section):
-    """Signs of a learning rate that is too high from the start (stability/signs.py). Each is a warning, given once;
+    """Signs of a learning rate that is too high from the start (warnings/signs.py). Each is a warning, given once;
     nothing acts on it.
 
     Chosen on runs of 3 layers of 128 on Python source, measured on two other texts (docs/stability-method.md, with the
@@ -371,7 +371,7 @@ class SignsConfig(Section):
 
 
 class TrendsConfig(Section):
-    """Slow-moving signals, judged through the whole run (stability/trends.py). Each is a warning with a remedy; nothing
+    """Slow-moving signals, judged through the whole run (warnings/trends.py). Each is a warning with a remedy; nothing
     acts on it.
 
     A look measures one sample of each data rank, and norms of parameters: `interval` bounds the cost. The limits were

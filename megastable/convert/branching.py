@@ -23,10 +23,10 @@ from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.convert.reshaping import Made, ledgers_of, write_run_of
+from megastable.guard.guard import GuardState
+from megastable.guard.learning_rate_limits import words
+from megastable.guard.policy import Policy
 from megastable.optim import schedule
-from megastable.stability.guard import GuardState
-from megastable.stability.learning_rate_limits import words
-from megastable.stability.policy import Policy
 
 DecayKind = Literal["linear", "cosine", "sqrt"]
 

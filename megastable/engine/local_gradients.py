@@ -5,7 +5,7 @@ Abraham, IEEE Trans. Computers C-33, 1984). That of a slice is sum_ij w_i s_j g_
 signs s, and random weights w, so that rows that were swapped show as well; the same on all data ranks. A product with s
 in fp32, then fp64: the checksum's own rounding stays at that of one row.
 
-The numbers travel in the sum that every step makes for its gate, in columns that stability/gradient_consistency.py
+The numbers travel in the sum that every step makes for its gate, in columns that guard/gradient_consistency.py
 reads. A step reads the gradient once more (GPUs: twice), and a rank's part of the sum once. BF16_Optimizer sums once in
 a step; ZeRO 2 and 3 sum every bucket of every micro-batch, and what is measured then is added up.
 """
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megastable.guard.gradient_consistency import COLUMNS
 from megastable.parallel.topology import Topology
-from megastable.stability.gradient_consistency import COLUMNS
 
 ROW = 2048  # elements
 CACHED = 128  # rows that a CPU's cache holds: they are read once for two purposes

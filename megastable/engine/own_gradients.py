@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megastable.engine.local_gradients import LocalGradients, products, sample
+from megastable.guard.gradient_consistency import COLUMNS
 from megastable.parallel.topology import Topology
-from megastable.stability.gradient_consistency import COLUMNS
 
 Pairs = Sequence[tuple[Tensor, Tensor | None]]
 

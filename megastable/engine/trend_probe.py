@@ -1,4 +1,4 @@
-"""Measures what the slow signals are judged by (stability/trends.py): a light look at one step, on all ranks.
+"""Measures what the slow signals are judged by (warnings/trends.py): a light look at one step, on all ranks.
 
     probe.watch()                            # before a step: hooks on the blocks, for one sample of this rank
     ... forward and backward ...

@@ -14,11 +14,11 @@ from rich.text import Text
 from megastable.base.host_memory import SHARE
 from megastable.base.text import plural
 from megastable.config.tree import RunConfig
+from megastable.guard.spacing import capacity
 from megastable.plan.items import KINDS, Device, Kind
 from megastable.plan.memory import footprints
 from megastable.plan.search import GIB, HEADROOM, Choice, LayoutPlan, overrides, room
 from megastable.report.figures import save
-from megastable.stability.spacing import capacity
 
 WIDTH = 72  # characters of a bar
 # The bar must be readable without colours.

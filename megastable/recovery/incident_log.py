@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megastable.attribution.conclusion import Conclusion
+from megastable.attribution.sample_replay import Trained
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
 from megastable.base.text import number, plural, ranges
@@ -27,20 +29,18 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, released, sample_entries
 from megastable.data.skips import Selection, Skips, ranges_of
 from megastable.data.source import Source
+from megastable.guard.actions import Action, Cause, Decision
+from megastable.guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
+from megastable.guard.policy_state import PolicyState
+from megastable.guard.signals import Verdict
 from megastable.recovery.deferring import Deferring
 from megastable.recovery.ledger_story import UntoldSamples, find_untold
-from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import persist
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
 from megastable.run.log import RunLog
-from megastable.stability.actions import Action, Cause, Decision
-from megastable.stability.attribution import Conclusion
-from megastable.stability.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
-from megastable.stability.policy_state import PolicyState
-from megastable.stability.signals import Verdict
 
 Int64s = npt.NDArray[np.int64]
 

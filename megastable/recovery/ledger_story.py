@@ -16,7 +16,7 @@ from megastable.data.blends import ExchangeEntry, Line
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skip_ledger import Ledger, SampleEntry, SkipEntry
 from megastable.data.skips import Range, Skips, sequences_of
-from megastable.stability.incident import Incident
+from megastable.guard.incident import Incident
 
 Int64s = npt.NDArray[np.int64]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from megastable.checkpoint.store import RunState
 from megastable.engine.engine import Engine
 from megastable.engine.numerics import Numerics
+from megastable.guard import fallback
+from megastable.guard.guard import Guard
 from megastable.run.events.stability_events import FellBack, KernelsLeft, KernelsTriedAgain, Returned
 from megastable.run.log import RunLog
-from megastable.stability import fallback
-from megastable.stability.guard import Guard
 
 
 class NumericsChoice:

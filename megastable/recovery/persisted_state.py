@@ -12,15 +12,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megastable.attribution.sample_history import WatchState
+from megastable.guard.guard import GuardState
+from megastable.guard.incident import Incident, LeftOutSamples
+from megastable.guard.policy_state import PolicyState
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import CheckpointSaved, Training, Unstable
-from megastable.stability.guard import GuardState
-from megastable.stability.incident import Incident, LeftOutSamples
-from megastable.stability.policy_state import PolicyState
-from megastable.stability.sample_history import WatchState
-from megastable.stability.signs import SignsState
-from megastable.stability.trends import TrendsState
+from megastable.warnings.signs import SignsState
+from megastable.warnings.trends import TrendsState
 
 TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events that may carry all this
 

@@ -10,9 +10,9 @@ import numpy as np
 from megastable.base.collectives import first
 from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
+from megastable.guard.probe_trend import ProbeTrend, Rise
 from megastable.run.events.stability_events import Probed
 from megastable.run.log import RunLog
-from megastable.stability.probe_trend import ProbeTrend, Rise
 
 EVERY = 25  # steps between two looks, at most
 MOST = 64  # samples

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.collectives import first, shared
 from megastable.base.errors import MegastableError, UnstableError
 from megastable.checkpoint.store import RunState
@@ -22,10 +23,13 @@ from megastable.data.skips import Selection
 from megastable.engine import nan_locator
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Judge, Measured
+from megastable.guard.actions import Action, Cause, Decision
+from megastable.guard.guard import Guard
+from megastable.guard.signals import Finding, Signals, Verdict
+from megastable.hardware.gradient_watch import Suspicion
+from megastable.hardware.hardware_fault import HardwareFault
+from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.recovery.deferring import Deferring
-from megastable.recovery.gradient_watch import Suspicion
-from megastable.recovery.hardware_fault import HardwareFault
-from megastable.recovery.hardware_watch import HardwareWatch
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort, explain_refusals
 from megastable.recovery.learning_rate_history import RateHistory
@@ -36,15 +40,12 @@ from megastable.recovery.probe_watch import EVERY, ProbeWatch
 from megastable.recovery.replays import Replays
 from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped
-from megastable.recovery.sample_replay import Laboratory, Trained
 from megastable.recovery.sample_watch import SampleWatch
 from megastable.recovery.skipping import Skipping
 from megastable.recovery.snapshot import Ring
 from megastable.recovery.snapshot_budget import NO_SNAPSHOTS
-from megastable.recovery.start_signs import StartSigns
 from megastable.recovery.step_result import StepResult
 from megastable.recovery.tensor_watch import TensorWatch
-from megastable.recovery.trend_watch import TrendWatch
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import BatchChanged, LengthChanged, MixChanged, SkipsRefused
 from megastable.run.events.stability_events import (
@@ -57,9 +58,8 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.events.training_events import Unstable, Warned
 from megastable.run.log import RunLog
-from megastable.stability.actions import Action, Cause, Decision
-from megastable.stability.guard import Guard
-from megastable.stability.signals import Finding, Signals, Verdict
+from megastable.warnings.start_signs import StartSigns
+from megastable.warnings.trend_watch import TrendWatch
 
 QUIET = 500  # steps between two warnings: indicators keep moving for long
 

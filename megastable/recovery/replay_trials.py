@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
+from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.harm import (
     BranchLosses,
     HarmTrial,
@@ -28,21 +29,20 @@ from megastable.attribution.remedies import (
     harms_anyway,
 )
 from megastable.attribution.repetition import MOST, find_repetition
+from megastable.attribution.sample_replay import Trained, harmless
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine
+from megastable.guard.guard import Guard
+from megastable.guard.policy import Offer
 from megastable.recovery.rewind_points import Points
-from megastable.recovery.sample_replay import Trained, harmless
 from megastable.recovery.snapshot import Snapshot
 from megastable.run.events.stability_events import BranchesTried
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
-from megastable.stability.attribution import Conclusion
-from megastable.stability.guard import Guard
-from megastable.stability.policy import Offer
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megastable.attribution import conclusion
+from megastable.attribution.conclusion import Replay, Result
 from megastable.base.deterministic import exact
 from megastable.data.loader import Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.engine.numerics import Numerics
-from megastable.stability import attribution
-from megastable.stability.attribution import Replay, Result
-from megastable.stability.robust import Trend
-from megastable.stability.signals import Verdict
+from megastable.guard.robust import Trend
+from megastable.guard.signals import Verdict
 
 UNSTEADY = "the same data on the same state gives other numbers every time: hardware"
 
@@ -43,7 +43,7 @@ class Replays:
         about the hardware: a sentence, or "" yet, as a bad state may magnify the last bits."""
         if verdict is Verdict.NON_FINITE and self.finite_again != step:
             return False, ""
-        found = attribution.replay(_result(measured), self.again(batch), lambda: self.again(batch))
+        found = conclusion.replay(_result(measured), self.again(batch), lambda: self.again(batch))
         if found is Replay.OTHER:
             return False, "the same data on the same state gave other numbers: hardware, or a race"
         unsteady = found is Replay.UNSTEADY
@@ -55,7 +55,7 @@ class Replays:
 
     def differ(self, batch: Step) -> bool:
         """Whether two runs of a step differ."""
-        return not attribution.alike(self.again(batch), self.again(batch))
+        return not conclusion.alike(self.again(batch), self.again(batch))
 
     def without_fp8(self, batch: Step, measured: Measured, expected: Expected) -> Harmless | None:
         """Repeat the step that tripped, on the state that refused it, without FP8: how, if it is then harmless."""
@@ -94,7 +94,7 @@ class Replays:
             switch.switch(now)
             engine.restore_counters(counters)  # the magnitude history, which switching FP8 forgets
         step, otherwise = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
-        if not attribution.gone(step, otherwise, expected):
+        if not conclusion.gone(step, otherwise, expected):
             return None
         reason = (
             f"the same step without {to.reason} is harmless: a loss of {other.loss:.4g} in place of "

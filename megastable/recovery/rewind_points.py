@@ -12,6 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megastable.attribution import conclusion
+from megastable.attribution.conclusion import Conclusion
+from megastable.attribution.sample_history import WatchState
+from megastable.attribution.sample_replay import Laboratory, Trained, harmless
 from megastable.base import free_memory
 from megastable.base.collectives import agree, gathered
 from megastable.base.fingerprint import Marks
@@ -20,18 +24,14 @@ from megastable.checkpoint.store import RunState
 from megastable.config.stability import SnapshotConfig, StabilityConfig
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine
+from megastable.guard.detector_state import DetectorState
 from megastable.recovery import snapshot_budget
 from megastable.recovery.origin import Origin
-from megastable.recovery.sample_replay import Laboratory, Trained, harmless
 from megastable.recovery.snapshot import Ring, Snapshot
 from megastable.recovery.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from megastable.run.events.stability_events import NoSnapshots, SnapshotRejected
 from megastable.run.log import RunLog
-from megastable.stability import attribution
-from megastable.stability.attribution import Conclusion
-from megastable.stability.detector_state import DetectorState
-from megastable.stability.sample_history import WatchState
-from megastable.stability.trends import TrendsState
+from megastable.warnings.trends import TrendsState
 
 Floats = npt.NDArray[np.float64]
 TOLD = 4  # ranks named in a sentence
@@ -147,7 +147,7 @@ class Points:
         norms = self.engine.flat_state().norms()
         finite = math.isfinite(norms.parameters + norms.second_moment)
         blamed = blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
-        return finite, finite and not blamed and not attribution.is_worse(now[: recorded.size], recorded)
+        return finite, finite and not blamed and not conclusion.is_worse(now[: recorded.size], recorded)
 
     def restore(self, snapshot: Snapshot) -> None:
         self.ring.restore(snapshot)

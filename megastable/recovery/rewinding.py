@@ -8,7 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megastable.attribution import groups
+from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.harm import HarmTrial, TrialVerdict, is_clear, is_harmless
+from megastable.attribution.sample_history import Waiting
+from megastable.attribution.sample_replay import Trained
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
@@ -16,6 +20,15 @@ from megastable.data.loader import Loader
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
+from megastable.guard import fallback
+from megastable.guard.actions import Action, Cause, Decision, Remedy
+from megastable.guard.detector import Detector
+from megastable.guard.detector_state import DetectorState
+from megastable.guard.guard import Guard
+from megastable.guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
+from megastable.guard.robust import Trend
+from megastable.guard.signals import Finding, Verdict
+from megastable.guard.tensor_jumps import TensorJump, TensorNorms
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
@@ -24,7 +37,6 @@ from megastable.recovery.probe_watch import ProbeWatch
 from megastable.recovery.replay_trials import Trials, TrialStart
 from megastable.recovery.replays import UNSTEADY, Harmless, Replays
 from megastable.recovery.rewind_points import Points
-from megastable.recovery.sample_replay import Trained
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
 from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
@@ -32,18 +44,7 @@ from megastable.recovery.tensor_watch import TensorWatch
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
-from megastable.stability import fallback, groups
-from megastable.stability.actions import Action, Cause, Decision, Remedy
-from megastable.stability.attribution import Conclusion
-from megastable.stability.detector import Detector
-from megastable.stability.detector_state import DetectorState
-from megastable.stability.guard import Guard
-from megastable.stability.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
-from megastable.stability.robust import Trend
-from megastable.stability.sample_history import Waiting
-from megastable.stability.signals import Finding, Verdict
-from megastable.stability.tensor_jumps import TensorJump, TensorNorms
-from megastable.stability.trends import Trends
+from megastable.warnings.trends import Trends
 
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001

@@ -1,6 +1,6 @@
 """Watches the samples of whole batches: those that are elevated together, and every refused one. Collective.
 
-Suspects of the running test in stability/sample_history.py, and updates refused without an incident, become cases. A
+Suspects of the running test in attribution/sample_history.py, and updates refused without an incident, become cases. A
 case is examined as soon as the current state can judge samples: no incident is open and the loss is on trend. Bad
 samples are skipped by identity; nothing is undone. All methods are collective: every rank decides alike.
 """
@@ -13,23 +13,23 @@ from dataclasses import replace
 
 import numpy as np
 
+from megastable.attribution import suspects
+from megastable.attribution.conclusion import Conclusion
+from megastable.attribution.sample_history import Alarm, Rest, SampleTest, Waiting, WatchState
+from megastable.attribution.sample_replay import Laboratory, Trained
+from megastable.attribution.suspects import Seen
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
 from megastable.config.stability import StabilityConfig
 from megastable.data.loader import Loader, Step
 from megastable.data.skips import Selection
 from megastable.engine.measured import Measured
+from megastable.guard.actions import Action, Cause, Decision
+from megastable.guard.policy import Policy
+from megastable.guard.signals import Verdict
 from megastable.recovery.incident_log import IncidentLog
-from megastable.recovery.sample_replay import Laboratory, Trained
 from megastable.run.events.stability_events import DiscardExamined, SamplesDropped, SamplesExamined, Would
 from megastable.run.log import RunLog
-from megastable.stability import suspects
-from megastable.stability.actions import Action, Cause, Decision
-from megastable.stability.attribution import Conclusion
-from megastable.stability.policy import Policy
-from megastable.stability.sample_history import Alarm, Rest, SampleTest, Waiting, WatchState
-from megastable.stability.signals import Verdict
-from megastable.stability.suspects import Seen
 
 CASES = (
     8  # most waiting cases: more batches are refused only if the state is bad, and then no sample is guilty

@@ -10,7 +10,7 @@ from megastable.base.errors import ConfigError
 from megastable.base.free_memory import GIB, Demand
 from megastable.base.host_memory import SHARE
 from megastable.config.stability import SnapshotConfig
-from megastable.stability.spacing import capacity
+from megastable.guard.spacing import capacity
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megastable.checkpoint.store import RunState
 from megastable.engine.engine import Engine
-from megastable.stability.tensor_jumps import TensorJump, TensorNorms, TensorPaces
+from megastable.guard.tensor_jumps import TensorJump, TensorNorms, TensorPaces
 
 FORGETFUL = "spam", "stable_spam"  # whose moments begin again every so many updates
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from megastable.base.errors import NO_SPACE
 from megastable.config.stability import PolicyConfig
-from megastable.stability.actions import Action, Cause, Remedy
+from megastable.guard.actions import Action, Cause, Remedy
 
 FULL = "the disk is full"
 

@@ -1,6 +1,6 @@
 """Supervises a training run: starts the launcher, watches it, finds out why it ended, and restarts it.
 
-It decides by the same policy as the training (stability/policy.py), and keeps no state of its own: killed at any moment
+It decides by the same policy as the training (guard/policy.py), and keeps no state of its own: killed at any moment
 and restarted, it resumes from the journal and takes over running processes. It imports neither torch nor deepspeed. It
 tells the ranks what it wants through files (heartbeat.py), and hears how they are through its store.
 """
@@ -26,12 +26,12 @@ from megastable.config.supervise import redacted_override
 from megastable.config.tree import RunConfig
 from megastable.data.skip_ledger import append_all
 from megastable.data.skips import Range, ranges_of
+from megastable.guard.actions import Action, Cause, Remedy
+from megastable.guard.incident import Breakdown
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
-from megastable.stability.actions import Action, Cause, Remedy
-from megastable.stability.incident import Breakdown
 from megastable.supervise import beside_process
 from megastable.supervise.bars import bars_after
 from megastable.supervise.exit_cause import End, Suspects, end_of

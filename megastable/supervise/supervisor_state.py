@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
+from megastable.guard.incident import Breakdown, Incident
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import Handover, HostFaulty, IncidentEvent
 from megastable.run.events.supervisor_events import (
@@ -31,7 +32,6 @@ from megastable.run.events.training_events import (
     Training,
     Unstable,
 )  # fmt: skip
-from megastable.stability.incident import Breakdown, Incident
 from megastable.supervise.bars import HostBar
 from megastable.supervise.exit_cause import End
 from megastable.supervise.restart_policy import Failure

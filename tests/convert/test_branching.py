@@ -15,14 +15,14 @@ from megastable.config import recipe
 from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
 from megastable.convert.branching import branch, decaying, limits_of
+from megastable.guard.guard import GuardState
+from megastable.guard.learning_rate_limits import Limit
+from megastable.guard.policy_state import PolicyState
 from megastable.optim.schedule import rate
 from megastable.recovery.persisted_state import PersistedState
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import Imported
-from megastable.stability.guard import GuardState
-from megastable.stability.learning_rate_limits import Limit
-from megastable.stability.policy_state import PolicyState
 from tests.checkpoint.states import state_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks

@@ -17,7 +17,7 @@ from drills.score import Score, compare, within
 from drills.slow import FAULT_STEP, SLOW, STEPS
 from megastable.config.stability import TrendsConfig
 from megastable.data.loader import MicroBatch
-from megastable.stability.trend_signals import SIGNALS
+from megastable.warnings.trend_signals import SIGNALS
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megastable.engine.local_gradients import BLOCK, BLOCKS, ROW, LocalGradients
-from megastable.stability.gradient_consistency import COLUMNS, RankGradient, bound, rows, wrong_sums
+from megastable.guard.gradient_consistency import COLUMNS, RankGradient, bound, rows, wrong_sums
 
 SLICES = [5 * ROW + 7, 3, 400 * ROW]  # of the buffers; the last one is read in several pieces, and sampled
 

@@ -61,7 +61,7 @@ def test_a_large_tensor_takes_one_kernel_and_no_wait(gpu: torch.device) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "bf16-zero2", "fp32"])
 def test_the_watch_over_memory_sees_a_bit_and_nothing_else(kind: str, tmp_path: Path) -> None:
     """What is read on a stream of its own is what the update left, also if the next one comes at once."""
-    from megastable.recovery.state_watch import StateWatch
+    from megastable.hardware.state_watch import StateWatch
     from megastable.run.directory import RunDirectory
     from megastable.run.log import RunLog
     from tests.gpu.test_engine import KINDS, batches, config_of, engine_of

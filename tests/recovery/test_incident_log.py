@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megastable.attribution.conclusion import Conclusion, Suspect
+from megastable.attribution.sample_replay import Trained
 from megastable.base import errors
 from megastable.base.errors import DataError, SpaceError
 from megastable.checkpoint.store import LayoutState, RunState
@@ -30,19 +32,17 @@ from megastable.data.skip_ledger import (
     sample_entries,
 )
 from megastable.data.skips import Selection, ranges_of
+from megastable.guard.actions import Action, Cause, Decision
+from megastable.guard.policy import Policy
+from megastable.guard.policy_state import PolicyState
+from megastable.guard.signals import Finding, Verdict
 from megastable.recovery.deferring import Deferring
 from megastable.recovery.incident_log import NAMED, IncidentLog
 from megastable.recovery.persisted_state import TELLING, recall
-from megastable.recovery.sample_replay import Trained
 from megastable.recovery.skipping import Skipping
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent, StabilityStateDropped
 from megastable.run.log import RunLog
-from megastable.stability.actions import Action, Cause, Decision
-from megastable.stability.attribution import Conclusion, Suspect
-from megastable.stability.policy import Policy
-from megastable.stability.policy_state import PolicyState
-from megastable.stability.signals import Finding, Verdict
 from megastable.training.summary import incidents
 from tests.conftest import tiny
 from tests.distributed import run_ranks

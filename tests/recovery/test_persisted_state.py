@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from megastable.guard.actions import Action
+from megastable.guard.detector_state import DetectorState
+from megastable.guard.guard import GuardState
+from megastable.guard.incident import Incident
+from megastable.guard.policy_state import PolicyState, Taken
+from megastable.guard.signals import Verdict
 from megastable.recovery.persisted_state import PersistedState, interrupted, recall
 from megastable.run.events.reading import event_of
-from megastable.stability.actions import Action
-from megastable.stability.detector_state import DetectorState
-from megastable.stability.guard import GuardState
-from megastable.stability.incident import Incident
-from megastable.stability.policy_state import PolicyState, Taken
-from megastable.stability.signals import Verdict
 
 
 def policy(clock: int) -> PolicyState:

@@ -6,11 +6,11 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+from megastable.attribution.sample_history import WatchState
 from megastable.checkpoint.vitals import Vitals
+from megastable.guard.detector_state import DetectorState
 from megastable.recovery.rewind_points import Points, RewindState
-from megastable.stability.detector_state import DetectorState
-from megastable.stability.sample_history import WatchState
-from megastable.stability.trends import TrendsState
+from megastable.warnings.trends import TrendsState
 from tests.checkpoint.states import state_of
 
 

@@ -11,34 +11,34 @@ import numpy as np
 import pytest
 import torch
 
+from megastable.attribution.conclusion import Conclusion
+from megastable.attribution.groups import CROWD
 from megastable.attribution.harm import HarmTrial, TrialVerdict
+from megastable.attribution.region import Region
 from megastable.attribution.remedies import RemedyTrial
+from megastable.attribution.sample_history import Waiting
+from megastable.attribution.sample_replay import Trained
 from megastable.base.rng import rng_state
 from megastable.checkpoint import markers, store
 from megastable.config.stability import DetectorConfig, PolicyConfig, StabilityConfig
 from megastable.config.tree import ScheduleConfig
 from megastable.config.warmups import Stages
+from megastable.guard.actions import Action, Cause
+from megastable.guard.detector_state import DetectorState
+from megastable.guard.policy import Policy
+from megastable.guard.signals import Verdict
 from megastable.recovery import origin, rewind_points
 from megastable.recovery.origin import Origin
 from megastable.recovery.replay_trials import SuspectsTrial
 from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
-from megastable.recovery.sample_replay import Trained
 from megastable.recovery.snapshot import Ring
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
-from megastable.stability.actions import Action, Cause
-from megastable.stability.attribution import Conclusion
-from megastable.stability.detector_state import DetectorState
-from megastable.stability.groups import CROWD
-from megastable.stability.policy import Policy
-from megastable.stability.region import Region
-from megastable.stability.sample_history import Waiting
-from megastable.stability.signals import Verdict
-from megastable.stability.trends import TrendsState
+from megastable.warnings.trends import TrendsState
 from tests.checkpoint.states import state_of
+from tests.guard.policies import seen
 from tests.journal import KeptLog
-from tests.stability.policies import seen
 
 FOUND = Conclusion(Cause.DATA, [7, 8, 9, 20], [], "bad", region=MagicMock(spec=Region), odds=0.5, later=[30])
 

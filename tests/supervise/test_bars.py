@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megastable.stability.actions import Action, Cause, Remedy
+from megastable.guard.actions import Action, Cause, Remedy
 from megastable.supervise.bars import MOST, HostBar, bars_after, in_force, next_bar
 from megastable.supervise.exit_cause import End
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megastable.base.errors import NO_SPACE
 from megastable.config.stability import PolicyConfig
-from megastable.stability.actions import Action, Cause
+from megastable.guard.actions import Action, Cause
 from megastable.supervise.restart_policy import Failure, after_failure, pause
 
 CONFIG = PolicyConfig()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.guard.incident import Breakdown, Incident
 from megastable.run.events.reading import event_of
-from megastable.stability.incident import Breakdown, Incident
 from megastable.supervise.supervisor_state import SupervisorState
 
 

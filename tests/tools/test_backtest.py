@@ -19,8 +19,8 @@ from megastable.commands.backtest import app
 from megastable.run.directory import RunDirectory
 from megastable.run.records import Recorder
 from tests.conftest import tiny
+from tests.guard.traces import Run, healthy, spike
 from tests.run.test_records import record
-from tests.stability.traces import Run, healthy, spike
 
 ROOT = Path(__file__).parents[2]
 FIRST, LENGTH = 200, 40

@@ -58,7 +58,7 @@ def wrong_at(config: RunConfig, rank: int, numbers: Container[int]) -> int:
 
     from megastable import train
     from megastable.engine import gradient_digest as module
-    from megastable.recovery import replay_check
+    from megastable.hardware import replay_check
 
     real, computed = module.gradient_digest, 0
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from megastable.attribution.remedies import NOTHING, OTHER_DATA
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
-from megastable.stability.learning_rate_limits import after_rewind
-from megastable.stability.policy import ADJUSTED, REWARM_FROM
+from megastable.guard.learning_rate_limits import after_rewind
+from megastable.guard.policy import ADJUSTED, REWARM_FROM
 
 CUT_TWICE = "cut_lr_twice"
 ADJUSTMENTS = frozenset({"reset_moments", *ADJUSTED})  # those that not every recipe has

@@ -21,13 +21,13 @@ from megastable.config.tree import RunConfig
 from megastable.data.skips import Selection
 from megastable.forensics.court.offline_run import ReplayedStep, find_checkpoint
 from megastable.forensics.history import Done, History
+from megastable.guard.actions import Action
 from megastable.report.postmortem.facts import IncidentFacts
 from megastable.report.postmortem.journal import Journal, named_when, summary_of
 from megastable.report.postmortem.passes import RecordFolder
 from megastable.report.postmortem.sample_texts import Library
 from megastable.run.events.stability_events import BranchesTried
 from megastable.run.records import SCHEMA
-from megastable.stability.actions import Action
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
+from megastable.attribution.sample_replay import Laboratory
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import loading, markers, store
 from megastable.checkpoint.store import RunState
@@ -26,16 +27,15 @@ from megastable.data.source import Source
 from megastable.engine.distributed import start_distributed, stop_distributed
 from megastable.engine.engine import Engine
 from megastable.engine.numerics import Numerics
+from megastable.guard.guard import GuardState
+from megastable.guard.policy import Policy
+from megastable.guard.policy_state import PolicyState
 from megastable.optim.schedule import scheduled_rate
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.recovery.sample_replay import Laboratory
 from megastable.recovery.snapshot import Ring, Snapshot
 from megastable.run.directory import RunDirectory
 from megastable.run.membership import check_alone
-from megastable.stability.guard import GuardState
-from megastable.stability.policy import Policy
-from megastable.stability.policy_state import PolicyState
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

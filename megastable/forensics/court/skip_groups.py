@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from megastable.attribution.groups import robust
 from megastable.attribution.harm import GUESSING, HELD_OUT, HarmTrial, TrialVerdict, choose_held_out
 from megastable.data.order import Order
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import NONE, Selection
-from megastable.stability.attribution import FEW
-from megastable.stability.groups import robust
+from megastable.guard.policy import FEW
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

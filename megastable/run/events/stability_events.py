@@ -168,7 +168,7 @@ class IncidentEvent(Event):
     """An incident changes. what: opened, attributed, released, rewound, restarted, handed over or closed. Opened by the
     training it has a reason, by the supervisor only the summary.
 
-    number, summary: of the incident, as it is now (stability/incident.py); policy, left_out: state of the policy and
+    number, summary: of the incident, as it is now (guard/incident.py); policy, left_out: state of the policy and
     the incident log, absent from the supervisor's. suspects: measured samples; deferred, returns: old and new positions
     of deferred samples; lost: those without room; positions: skipped, or released; next_epoch: released, but already
     passed. region: of bad data. odds: log10 of guilt to innocence.
@@ -254,7 +254,7 @@ class AlertEvent(OfIncident):
 
 
 class TrendEvent(Event):
-    """A slow signal (stability/trends.py). what: warned, or over; remedy: suggested to people, nothing acts on it."""
+    """A slow signal (warnings/trends.py). what: warned, or over; remedy: suggested to people, nothing acts on it."""
 
     NAME = "trend"
     what: Text
@@ -422,7 +422,7 @@ class Returned(Event):
 
 
 class RateCut(Event):
-    """limits: all in force (stability/policy_state.py)."""
+    """limits: all in force (guard/policy_state.py)."""
 
     NAME = "rate_cut"
     step: Whole

@@ -314,7 +314,7 @@ class RecordsLost(Event):
 
 
 class Warned(Event):
-    """sign, numbers: of a bad start (stability/signs.py), "recipe", or `NEXT_UPDATE`: each value that a changed recipe
+    """sign, numbers: of a bad start (warnings/signs.py), "recipe", or `NEXT_UPDATE`: each value that a changed recipe
     gives the next update, with the old one."""
 
     NAME = "warning"

@@ -23,9 +23,9 @@ from megastable.forensics.pruning.prune_plan import KEYS, Removal, read_plan, te
 from megastable.forensics.samples import step_sheet
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.shard_set import open_shelf
+from megastable.guard.incident import Incident
 from megastable.report.sheet.json_csv import as_csv
 from megastable.run.directory import RunDirectory
-from megastable.stability.incident import Incident
 from tests.conftest import write_corpus
 from tests.data.texts import documents, sentencepiece_file
 from tests.forensics.shelves import Plain, corpus

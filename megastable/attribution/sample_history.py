@@ -1,0 +1,325 @@
+"""Sequential test of batches: do the samples of a step together lie higher for their corpora than those of others?
+
+The detector compares means of losses. Here every loss is first compared with the latest samples of its own corpus, in
+robust sigma: that is invariant to a falling loss, a drifting corpus and a changed mix. A batch is one number, the mean
+of its scores, each clipped at `CLIP`: with sixteen samples it is nearly normal for any tails, and if each sample lies
+up by one sigma, it lies up by four of its own. The scatter of batches is measured, so that a wandering level counts
+less. The gradient norm of a step is judged likewise, by its logarithm: text of one kind, too easy to show in the loss,
+has gradients that add up. Its tail is heavy, so it is clipped sooner, and an alarm needs at least two steps.
+
+Each step multiplies an e-value, the likelihood ratio of normal means. A cumulative sum of its logarithm (Page 1954)
+reaches log A at most once in A healthy steps, as the e-detector that bounds it does: Shin, Ramdas and Rinaldo,
+"E-detectors: a nonparametric framework for sequential change detection", New England Journal of Statistics in Data
+Science 2024.
+
+An alarm convicts no sample: it names the steps to examine. Pure: the same numbers on every rank.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from megastable.attribution import groups
+from megastable.config.stability import SampleConfig
+from megastable.guard.signals import Verdict
+
+Floats = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+# Samples for the level of a corpus (a median), and for its scatter (required before a sample is scored): eight and
+# sixteen steps of sixteen. With larger batches, this many batches: all samples of one share the error of both.
+LATEST, LATEST_BATCHES = 128, 2
+SCATTER, SCATTER_BATCHES = 256, 4
+ORDINARY = (
+    1.0  # sigma: the median of a healthy step lies within a third of it, that of a damaged state far above
+)
+CLIP = 3.0  # sigma at which a sample is clipped in the mean of its batch
+STEPS, FEWEST = 128, 24  # batches to compare with: the latest ones, and the minimum
+LIFTS = np.array([1.5, 2.5, 4.0])  # sigma of batches: assumed locations of bad ones
+# The scatter of n batches is enlarged by this over the root of n, one and a half standard errors of a MAD; and the
+# sigma at which a batch is clipped: a single one raises no alarm.
+WIDER, FARTHEST = 1.75, 4.5
+# The same for gradient norms, and the minimum scatter of their logarithm: less is chance (DetectorConfig.norm_floor).
+FARTHEST_NORM, NORM_FLOOR = 3.5, 0.2
+UNPROVEN = 8  # preceding batches left out of the comparison, as they may be bad as well
+# Steps of rest after an examination without result. A new level of the loss takes FIRST_REST to become normal. An
+# examination costs 10 to 60 steps of time, so that repeated ones cost at most 1.5 % of a long run; after LONGEST_REST
+# steps without one the next rest is short again.
+FIRST_REST, LONGEST_REST = STEPS // 2, 4096
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """onset: the first step of the evidence; reason: a sentence with the numbers."""
+
+    onset: int
+    reason: str
+
+
+class Scored(NamedTuple):
+    """The scores of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan if too few are known."""
+
+    z: Floats
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether most samples are ordinary: then the state does not explain the others."""
+        known = self.z[~np.isnan(self.z)]
+        return bool(known.size and float(np.median(known)) < ORDINARY)
+
+
+def _packed(kept: Floats) -> str:
+    """Base64 of the little-endian numbers: exact, and half as long as decimal digits."""
+    return base64.b64encode(kept.astype("<f8").tobytes()).decode()
+
+
+def _unpacked(given: Any) -> Floats:
+    """The inverse; also accepts a list, the format of older versions."""
+    if isinstance(given, str):
+        return np.frombuffer(base64.b64decode(given, validate=True), "<f8").astype(np.float64)
+    return np.array(given, np.float64)
+
+
+# Replaced, never changed, so that copies may share it; packed in all serialised forms.
+Latest = Annotated[
+    Floats,
+    PlainValidator(_unpacked, json_schema_input_type=str | list[float]),
+    PlainSerializer(_packed, return_type=str),
+]
+
+
+class _HistoryState(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants", arbitrary_types_allowed=True)
+
+
+class CorpusState(_HistoryState):
+    """State of a corpus. losses: the latest, nats."""
+
+    losses: Latest = np.empty(0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CorpusState) and self.model_dump() == other.model_dump()
+
+
+@pydantic_dataclass(config=ConfigDict(extra="forbid", ser_json_inf_nan="constants"))
+class SumState:
+    """log e-value, and the step at which it last left zero. Not a pydantic model: six of them change in every step."""
+
+    height: float = 0.0
+    onset: int = 0
+
+
+class SampleState(_HistoryState):
+    """The complete state of the test, from which it continues bit for bit. corpora: by name. means: of the latest
+    batches. norms: logarithms of their gradient norms. batch: for each of `LIFTS`, norm likewise."""
+
+    corpora: dict[str, CorpusState] = {}
+    means: list[float] = []
+    norms: list[float] = []
+    batch: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
+        SumState() for _ in range(LIFTS.size)
+    ]
+    norm: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
+        SumState() for _ in range(LIFTS.size)
+    ]
+
+
+class Waiting(_HistoryState):
+    """A case that waits for a good moment to be examined. first, last: its steps. positions, losses: of a refused
+    batch. proven: whether the weights on which a batch was refused are good, as shown by the next batch (None: that was
+    no better, and neither was trained on). located: where the first non-finite number arose, a sentence."""
+
+    kind: Literal["batch", "discard"]
+    first: int
+    last: int
+    verdict: Verdict
+    reason: str
+    positions: list[int] = []
+    losses: list[float] = []
+    proven: bool | None = None
+    located: str = ""
+
+
+class Rest(_HistoryState):
+    """Rest after an examination without result. until: the step up to which nothing is suspected; steps: its length."""
+
+    until: int = 0
+    steps: int = 0
+
+    def after(self, step: int) -> Rest:
+        """Twice as long if it recurs soon."""
+        soon = step < self.until + LONGEST_REST
+        steps = min(max(FIRST_REST, 2 * self.steps), LONGEST_REST) if soon else FIRST_REST
+        return Rest(until=step + steps, steps=steps)
+
+
+# Of earlier versions, which also looked for a trickle of bad samples, for new kinds of text, and for easy ones.
+RETIRED = {"counts", "newest", "far", "trickle", "easy", "looked", "kinds"}
+
+
+class WatchState(_HistoryState):
+    """The state of sample_watch.py in checkpoints and snapshots. quiet: steps on the trend, with nothing open. rest:
+    step until which no whole batches are suspected; rested: the length of that rest."""
+
+    test: SampleState = SampleState()
+    waiting: list[Waiting] = []
+    quiet: int = 0
+    rest: int = 0
+    rested: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_what_is_gone(cls, given: Any) -> Any:
+        """A checkpoint of an earlier version has more."""
+        if not isinstance(given, dict):
+            return given
+        found = {key: value for key, value in given.items() if key not in RETIRED}
+        if isinstance(test := found.get("test"), dict):
+            test = {key: value for key, value in test.items() if key not in RETIRED}
+            corpora = test.get("corpora")
+            if isinstance(corpora, dict):
+                test["corpora"] = {
+                    name: {k: v for k, v in state.items() if k not in RETIRED}
+                    if isinstance(state, dict)
+                    else state
+                    for name, state in corpora.items()
+                }
+            found["test"] = test
+        if isinstance(waiting := found.get("waiting"), list):
+            found["waiting"] = [
+                case
+                for case in waiting
+                if not isinstance(case, dict) or case.get("kind") in ("batch", "discard")
+            ]
+        return found
+
+
+class SampleTest:
+    """One `observe` per step, in order."""
+
+    def __init__(self, config: SampleConfig, state: SampleState | None = None) -> None:
+        self._limit = math.log(1e4 / config.examinations) + math.log(2 * LIFTS.size)
+        self._state = _copied(SampleState() if state is None else state)
+
+    @property
+    def state(self) -> SampleState:
+        """A copy: later observations do not change it."""
+        return _copied(self._state)
+
+    def observe(
+        self,
+        step: int,
+        losses: Floats,
+        corpora: Int64s,
+        names: Sequence[str],
+        applied: bool = True,
+        norm: float = math.nan,
+    ) -> tuple[Scored, Alarm | None]:
+        """Judge the samples of a step: losses (nats) and corpora (`names[corpora]`), each [n].
+
+        applied: whether the update was; a refused batch is evidence, but does not enter the baseline. norm: of the
+        gradient before clipping, nan to ignore it.
+        """
+        z, scatter = np.full(losses.shape, np.nan), max(SCATTER, SCATTER_BATCHES * losses.size)
+        for index in np.unique(corpora).tolist():
+            name, mine = names[index], corpora == index
+            known = self._state.corpora.setdefault(name, CorpusState())
+            if len(known.losses) >= scatter:
+                z[mine] = _scores(losses[mine], known.losses, max(LATEST, LATEST_BATCHES * losses.size))
+            if applied:
+                finite = losses[mine & np.isfinite(losses)]
+                known.losses = np.concatenate([known.losses, finite])[-scatter:]
+        lift = self._lift(z[~np.isnan(z)], applied)
+        return Scored(z), self._add(step, lift, self._up(norm, applied))
+
+    def _lift(self, z: Floats, applied: bool) -> float:
+        """How far a batch's mean clipped score lies above those of others, in sigma of batches."""
+        if not z.size:
+            return math.nan
+        mean, known = float(np.clip(z, -CLIP, CLIP).mean()), self._state.means
+        if applied:
+            self._state.means = [*known, mean][-STEPS - UNPROVEN :]
+        return _above(mean, known, CLIP / 100, FARTHEST)
+
+    def _up(self, norm: float, applied: bool) -> float:
+        """The same for its gradient norm."""
+        if not 0 < norm < math.inf:
+            return math.nan
+        value, known = math.log(norm), self._state.norms
+        if applied:
+            self._state.norms = [*known, value][-STEPS - UNPROVEN :]
+        return _above(value, known, NORM_FLOOR, FARTHEST_NORM)
+
+    def _add(self, step: int, lift: float, up: float) -> Alarm | None:
+        s = self._state
+        sums = [*s.batch, *s.norm]
+        bets = [*_bets(lift), *_bets(up)]
+        together = [_raise(by, term, step) for by, term in zip(sums, bets, strict=True)]
+        highest = int(np.argmax(together))
+        if together[highest] >= self._limit:
+            onset, what = (
+                sums[highest].onset,
+                "all samples together lie above what is usual for their corpora",
+            )
+            if highest >= LIFTS.size:
+                what = "the gradient norms lie above what is usual"
+            s.batch, s.norm = [SumState() for _ in LIFTS], [SumState() for _ in LIFTS]
+            return Alarm(onset, f"since step {onset} {what}")
+        return None
+
+
+def _copied(state: SampleState) -> SampleState:
+    """Lists of numbers are replaced, never changed, so that they need no copy: this runs every step."""
+    return SampleState(
+        corpora={name: known.model_copy() for name, known in state.corpora.items()},
+        means=state.means,
+        norms=state.norms,
+        batch=[replace(by) for by in state.batch],
+        norm=[replace(by) for by in state.norm],
+    )
+
+
+def _scores(losses: Floats, known: Floats, count: int) -> Floats:
+    """Robust sigma above the latest of the corpus; non-finite losses get the maximum."""
+    centre = _median(known[-count:])
+    scale = max(groups.SCALE_FLOOR, 1.4826 * _median(np.abs(known - centre)))
+    return np.asarray(np.nan_to_num((losses - centre) / scale, nan=1e6, posinf=1e6, neginf=1e6))
+
+
+def _above(value: float, known: list[float], floor: float, most: float) -> float:
+    """How far a batch lies above earlier ones except the newest, in sigma; nan if too few are known."""
+    before = np.array(known[:-UNPROVEN])
+    if before.size < FEWEST:
+        return math.nan
+    middle = _median(before)
+    scale = max(floor, 1.4826 * _median(np.abs(before - middle))) * (1 + WIDER / math.sqrt(before.size))
+    return min(most, (value - middle) / scale)
+
+
+def _bets(lift: float) -> list[float]:
+    """log e-value of a batch for each of `LIFTS`."""
+    return [0.0 if math.isnan(lift) else by * (lift - by / 2) for by in LIFTS.tolist()]
+
+
+def _median(finite: Floats) -> float:
+    """Several times faster than np.median, which checks its input."""
+    half = finite.size // 2
+    ordered = np.partition(finite, (half - 1, half))
+    return float(ordered[half] if finite.size % 2 else (ordered[half - 1] + ordered[half]) / 2)
+
+
+def _raise(by: SumState, term: float, step: int) -> float:
+    if by.height <= 0.0:
+        by.height, by.onset = 0.0, step
+    by.height += term
+    return by.height

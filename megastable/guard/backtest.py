@@ -1,0 +1,202 @@
+"""Backtest the guard on a recorded run: the same detector and policy over its numbers, without training.
+
+A recording does not react: a rewind does not take place. So the rest of an excursion that was acted on is marked and
+not acted on again, and the effect of the action is unknown.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from megastable.base.errors import DataError
+from megastable.config.stability import StabilityConfig
+from megastable.guard.actions import Action
+from megastable.guard.guard import Guard
+from megastable.guard.signals import Signals, Verdict
+from megastable.guard.spacing import thin
+
+AROUND = 4  # gaps to each side that show the logging cadence of the loss: it must hold for five
+
+
+class Recorded(NamedTuple):
+    """A step of a recording; grad_norm, lr and data (a name for its training data) are None if not recorded."""
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    lr: float | None = None
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class BacktestDecision:
+    """The action that would have been taken at a step, and why. reset: the detector's baseline would have been
+    reset."""
+
+    step: int
+    verdict: Verdict
+    action: Action
+    reason: str
+    reset: bool = False
+
+
+def simulate(
+    rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = False
+) -> Iterator[BacktestDecision]:
+    """The guard's answer to every step, in order. fp8: whether the run computed in FP8; without measurements FP8 cannot
+    be identified as the cause, and is left only where the rate would be cut."""
+    guard = Guard(config, simulated=True, fp8=fp8)
+    points: list[int] = []
+    data: str | None = None
+    c = config.snapshots
+    for row in rows:
+        if not points:
+            points = [row.step - 1]  # a run takes its first snapshot when it starts
+        mixed = data is not None and row.data is not None and row.data != data
+        data = row.data or data
+        signals = Signals(row.step, row.loss, row.grad_norm, row.lr, mixed=mixed)
+        decision = guard.judge(signals, points[0] if c.interval else None)
+        healthy = decision.finding.verdict is Verdict.HEALTHY
+        if c.interval and healthy and row.step >= points[-1] + c.interval:
+            points = thin([*points, row.step], c.keep, c.interval)
+        found = decision.finding
+        yield BacktestDecision(row.step, found.verdict, decision.action, decision.reason, found.reset)
+
+
+def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[Recorded]:
+    """A CSV file with the columns step, loss and, if known, grad_norm, lr and data, in any order, among others.
+
+    Two features of real logs are skipped with a message: lines without a logged loss, and steps repeated after a
+    restart. A loss counts as not logged if it is missing at regular intervals, or on a line that also lacks norm and
+    rate; any other missing loss is a nan, as many tools write it. An empty grad_norm, lr or data was not recorded.
+    Raises DataError with the line for anything else.
+    """
+    lines: list[_Line] = []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            missing = {"step", "loss"} - set(reader.fieldnames or ())
+            if missing:
+                raise DataError(
+                    f"{path}: no column {' and '.join(sorted(missing))}: a trace is step,loss,grad_norm[,lr]"
+                )
+            for row in reader:
+                lines.append(_parse(path, reader.line_num, row))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not lines:
+        raise DataError(f"{path}: no steps in it")
+    logged = _logged(lines)
+    met = _first_met(path, logged)
+    if gaps := len(lines) - len(logged):
+        say(f"{path}: {gaps} lines without a loss are skipped: it was not logged there")
+    if again := len(logged) - len(met):
+        say(f"{path}: {again} lines are skipped, as their steps were done before: a restart")
+    return [line.row for line in met]
+
+
+class _Line(NamedTuple):
+    """number: in the file. logged: whether it has a loss; a logged line without one is a nan."""
+
+    number: int
+    row: Recorded
+    logged: bool
+
+
+class _Gap(NamedTuple):
+    """Consecutive lines without a loss; then: the next line, which has one, or None if the run ends or restarts
+    first."""
+
+    lines: list[_Line]
+    then: _Line | None
+
+
+def _gaps(lines: list[_Line]) -> Iterator[_Gap]:
+    """All lines, cut after each one that has a loss: most gaps are empty."""
+    gap: list[_Line] = []
+    for line in lines:
+        if gap and line.row.step <= gap[-1].row.step:
+            yield _Gap(gap, None)
+            gap = []
+        if line.logged:
+            yield _Gap(gap, line)
+            gap = []
+        else:
+            gap.append(line)
+    yield _Gap(gap, None)
+
+
+def _logged(lines: list[_Line]) -> list[_Line]:
+    """Drop lines whose loss was not logged. A loss that the cadence of the surrounding gaps requires is kept as a nan:
+    before the run ends or restarts, and in a gap twice as long, on a line that has a norm or a rate."""
+    gaps, kept = list(_gaps(lines)), list[_Line]()
+    for at, (gap, then) in enumerate(gaps):
+        around = [len(g.lines) for g in gaps[max(0, at - AROUND) : at + AROUND + 1] if g.then is not None]
+        usual = statistics.median_low(around) if around else 0
+        due = gap[usual :: usual + 1]
+        if then is None:
+            kept += due
+            continue
+        if len(gap) > 2 * usual:
+            kept += [line for line in due if line.row.grad_norm is not None or line.row.lr is not None]
+        kept.append(then)
+    return kept
+
+
+def _first_met(path: Path, lines: list[_Line]) -> list[_Line]:
+    """Drop repeated steps, as after the resume of a run directory. Raises DataError if most lines repeat."""
+    kept: list[_Line] = []
+    again: list[str] = []
+    for line in lines:
+        if kept and line.row.step <= kept[-1].row.step:
+            again.append(f"line {line.number}: step {line.row.step} after {kept[-1].row.step}")
+        else:
+            kept.append(line)
+    if len(again) >= len(kept):
+        raise DataError(f"{path} {again[0]}, and half of all lines go back: sort it")
+    return kept
+
+
+def _parse(path: Path, line: int, row: dict[str, str | None]) -> _Line:
+    def number(name: str) -> float | None:
+        text = (row.get(name) or "").strip()
+        return float(text) if text else None
+
+    try:
+        if None in row or None in row.values():
+            raise ValueError("not as many fields as the first line has")
+        step, loss = number("step"), number("loss")
+        if step is None or not step.is_integer() or abs(step) > 2**53:
+            raise ValueError(f"the step is {row['step']!r}, not a whole number below 2^53")
+        data = (row.get("data") or "").strip() or None
+        logged, loss = loss is not None, math.nan if loss is None else loss
+        return _Line(line, Recorded(int(step), loss, number("grad_norm"), number("lr"), data), logged)
+    except ValueError as error:
+        raise DataError(f"{path} line {line}: {error}: a line is step,loss,grad_norm[,lr]") from None
+
+
+class Episode(NamedTuple):
+    """Consecutive steps with the same verdict and action; a reset of the baseline is an episode of its own."""
+
+    first: BacktestDecision
+    last: int
+    steps: int
+
+
+def episodes(judged: Iterable[BacktestDecision]) -> list[Episode]:
+    """The rows of a table: everything but healthy steps, repetitions merged."""
+    found = []
+    for kind, group in groupby(judged, key=lambda step: (step.verdict, step.action, step.reset)):
+        if kind[:2] != (Verdict.HEALTHY, Action.APPLY):
+            steps = list(group)
+            found.append(Episode(steps[0], steps[-1].step, len(steps)))
+    return found

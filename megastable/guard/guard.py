@@ -1,0 +1,111 @@
+"""The guard: detector and policy together judge every step, in training, in a dry run and in the backtest.
+
+guard = Guard(config.stability)
+decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import BaseModel, ConfigDict
+
+from megastable.config.stability import StabilityConfig
+from megastable.guard.actions import Action, Cause, Decision
+from megastable.guard.detector import Detector
+from megastable.guard.detector_state import DetectorState
+from megastable.guard.policy import Policy
+from megastable.guard.policy_state import PolicyState
+from megastable.guard.signals import Finding, Signals, Verdict
+
+
+class GuardState(BaseModel):
+    """The guard's state in a checkpoint. Of a simulation: acted, the step of the last action; broken: since a
+    non-finite step."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+    detector: DetectorState | None = None
+    policy: PolicyState = PolicyState()
+    simulated: bool = False
+    acted: int | None = None
+    broken: bool = False
+
+
+class Guard:
+    """Judges every step once, in order. Pure: the same numbers give the same decisions on every rank.
+
+    simulated: decisions are not carried out, as in a dry run or a recorded run: the rest of an excursion that was acted
+    on would not have happened, and is not acted on again. A simulation has its own budgets. fp8: whether the run
+    computes in FP8.
+    """
+
+    def __init__(
+        self,
+        config: StabilityConfig,
+        state: GuardState | None = None,
+        simulated: bool = False,
+        fp8: bool = False,
+    ) -> None:
+        state = state or GuardState(simulated=simulated)
+        if state.simulated != simulated:
+            state = GuardState(detector=state.detector, simulated=simulated)
+        self.config = config
+        self.detector = Detector(config.detector, state.detector)
+        self.policy = Policy(config.policy, state.policy, fp8)
+        self.simulated = simulated
+        self._acted, self._broken = state.acted, state.broken
+
+    def judge(self, signals: Signals, oldest_snapshot: int | None) -> Decision:
+        """The decision on a step, before its update."""
+        finding = self.detector.observe(signals)
+        if finding.verdict is not Verdict.NON_FINITE:
+            self._broken = False
+        if not self.simulated:
+            return self.policy.decide(finding, oldest_snapshot)
+        if self._acted is not None and self._acted_on(finding):
+            reason = f"part of the excursion that the action at step {self._acted} would have undone"
+            return Decision(Action.APPLY, finding, reason)
+        # Whether the action would have helped is unknown: the recorded loss says nothing about it.
+        decision = self._pretend(self.policy.decide(replace(finding, on_trend=True), oldest_snapshot))
+        if decision.action not in (Action.APPLY, Action.DISCARD):
+            self._acted = signals.step
+            self._broken = finding.verdict is Verdict.NON_FINITE
+        return decision
+
+    def _pretend(self, decision: Decision) -> Decision:
+        """The follow-up of a decision that is not carried out: nothing is examined, so the cause is unknown."""
+        if decision.action is Action.REWIND:
+            self.policy.rewound(decision.finding.step, decision.finding.step - decision.finding.onset)
+            remedy = self.policy.remedy(Cause.STATE, decision.finding.step, None, False)
+            if remedy.action is not Action.REWIND:
+                reason = f"{decision.reason}; {remedy.reason}"
+                decision = replace(decision, action=remedy.action, reason=reason)
+        if decision.action is Action.HANDOVER:
+            self.policy.handing_over(Cause.UNKNOWN)
+        if decision.action is Action.STOP:
+            # As if a person had restarted it.
+            self.policy = Policy(self.config.policy, has_fp8=self.policy.has_fp8)
+        return decision
+
+    def _acted_on(self, finding: Finding) -> bool:
+        """Whether the last action would have undone this step already."""
+        if finding.verdict is Verdict.NON_FINITE:
+            return self._broken
+        return finding.verdict is not Verdict.HEALTHY and finding.onset <= (self._acted or 0)
+
+    def rewind(self, detector: DetectorState) -> None:
+        """Undo the steps since `detector` was saved. The policy still remembers them."""
+        self.detector = Detector(self.config.detector, detector)
+
+    @property
+    def state(self) -> GuardState:
+        """A copy, for a checkpoint."""
+        policy = self.policy.state.model_copy(deep=True)
+        return GuardState(
+            detector=self.detector.state,
+            policy=policy,
+            simulated=self.simulated,
+            acted=self._acted,
+            broken=self._broken,
+        )

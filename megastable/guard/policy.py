@@ -1,0 +1,589 @@
+"""The policy: from verdicts, history and budgets to an action. Pure: training, dry run and backtest share this code.
+
+The ladder: apply < discard < rewind (and skip or defer) < what wins among the remedies that are tried < swap the corpus
+out < hand over to a restart from a checkpoint < alert (train on, refuse single updates, notify a person). Reversible
+before irreversible: what changes how the run trains is offered by `offer_remedies`, and taken only if its branch wins.
+An exhausted budget pauses the remedy, not the run. STOP is reserved for non-finite numbers with nothing to go back to,
+and for `last_resort=stop`. `decide` is called before every update; `remedy` or `adopt` after a rewind, with the
+findings; `relax` lifts limits of the rate; `fp8` says whether the coming step computes in FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from megastable.config.stability import PolicyConfig, RemedyName
+from megastable.guard import fallback, learning_rate_limits
+from megastable.guard.actions import Action, Cause, Decision, Remedy
+from megastable.guard.learning_rate_limits import Limit
+from megastable.guard.policy_state import Alert, PolicyState, Taken
+from megastable.guard.signals import Finding, Verdict
+
+SUSPICION = 16  # steps after which a refused update is forgotten: bad regions span a few batches
+SAME_PLACE = 2  # rewinds within `SUSPICION` steps: another would end as they did
+FEW = 64  # samples that may be taken away without a clear win in a trial
+UNTRIED, UNTRIED_STEPS = FEW, 1000  # samples that are taken away without a clear win, in so many steps
+# Single outliers that are refused in so many steps, before those are applied that are hardly larger.
+OUTLIERS, OUTLIER_STEPS, LARGER = 5, 10_000, 1.25
+# Steps that a run may do again: this share, or so many if that is more.
+REDONE_SHARE, REDONE = 0.05, 64
+TRIED_SHARE, TRIED = (
+    0.02,
+    1024,
+)  # steps of branches with remedies in a run: this share, or so many if that is more
+BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # causes that clear the data, the hardware and the numerics
+REWARM_FROM = 0.1  # share of the rate at which it warms up again
+# Lasting changes, in words; engine/adjustments.py makes them.
+ADJUSTED = {
+    "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",
+    "z_loss": "the z-loss is ten times as large for the rest of the run",
+    "beta2": "beta2 is lower for the rest of the run",
+}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A remedy that may be tried. policy: as it would be with it."""
+
+    name: str
+    policy: Policy
+    remedy: Remedy
+
+
+class Policy:
+    """Decides for one run. `state` is its memory. has_fp8: whether the recipe uses FP8."""
+
+    def __init__(self, config: PolicyConfig, state: PolicyState | None = None, has_fp8: bool = False) -> None:
+        self.config = config
+        self.state = state or PolicyState()
+        self.has_fp8 = has_fp8
+
+    # Before an update
+
+    def decide(self, finding: Finding, oldest: int | None) -> Decision:
+        """The action on a step. oldest: step of the oldest snapshot; None = there is none."""
+        s, c, step = self.state, self.config, finding.step
+        s.clock = max(s.clock, step)
+        s.refused = [refused for refused in s.refused if 0 <= step - refused < SUSPICION]
+        if finding.verdict is Verdict.HEALTHY:
+            healed = self._healed(finding)
+            if s.watching and step >= s.watch_until and not finding.on_trend:
+                since = replace(finding, onset=min(finding.onset, s.tripped))
+                reason = f"not back on the trend {c.verify_steps} steps after the last action"
+                return self._climb(since, reason, oldest)
+            if finding.on_trend and fallback.is_over(s, c):
+                s.returns.append(s.clock)
+            return Decision(Action.APPLY, finding, "", healed=healed)
+        if finding.verdict is Verdict.SHIFT or (finding.verdict is Verdict.OUTLIER and finding.severity < 1):
+            return Decision(Action.APPLY, finding, finding.reason)
+        if finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE):
+            most = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
+            if len(s.refused) + 1 < most:
+                if known := self._is_known_outlier(finding):
+                    return Decision(Action.APPLY, finding, known)
+                s.refused.append(step)
+                return Decision(Action.DISCARD, finding, finding.reason)
+            count = f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps"
+            since = replace(finding, onset=min([finding.onset, *s.refused]))
+            return self._climb(since, f"{count}; {finding.reason}", oldest)
+        return self._climb(finding, finding.reason, oldest)
+
+    def _is_known_outlier(self, finding: Finding) -> str:
+        """Why a single outlier is applied: the run has them now and then, and they stay alone. Else "", and it is
+        remembered."""
+        s = self.state
+        s.outliers = [(at, severity) for at, severity in s.outliers if s.clock - at < OUTLIER_STEPS]
+        if finding.verdict is not Verdict.OUTLIER or s.refused:
+            return ""
+        alone = [severity for at, severity in s.outliers if finding.step - at >= SUSPICION]
+        if len(alone) >= OUTLIERS and finding.severity <= LARGER * max(alone):
+            return (
+                f"{len(alone)} like it were refused within {OUTLIER_STEPS:,} steps, and nothing came of them"
+            )
+        s.outliers.append((finding.step, finding.severity))
+        return ""
+
+    def _healed(self, finding: Finding) -> bool:
+        """Whether the last action is proven: enough steps on the trend past the step that tripped. Ends the watch."""
+        s = self.state
+        s.good += s.watching and finding.step > s.tripped and finding.on_trend
+        if not s.watching or s.good < max(1, self.config.verify_steps // 2):
+            return False
+        s.watching, s.recurrences, s.alert = False, 0, None
+        return True
+
+    def trained_through(self, alone: bool) -> None:
+        """The rewind that was decided last did not take place: nothing was wrong. alone: nothing else was done about
+        the incident, which would be verified."""
+        s = self.state
+        if s.taken and s.taken[-1].action is Action.REWIND:
+            s.taken.pop()
+        s.refused = []
+        if alone:
+            s.watching, s.recurrences, s.good, s.alert = False, 0, 0, None
+
+    def explained(self) -> None:
+        """Samples were convicted while an action was being verified: the data explains the incident."""
+        s = self.state
+        last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
+        if s.watching and last is not None:
+            last.cause, last.odds = Cause.DATA, self.config.odds_swap
+
+    def skipped(self, positions: Sequence[int], odds: float) -> None:
+        """Samples were convicted without a rewind. odds: log10; weak convictions may be withdrawn."""
+        self._take(Action.SKIP, self.state.clock, Cause.DATA)
+        last = self.state.taken[-1]
+        last.odds = odds
+        last.weak = () if self._strong(last) else tuple(positions)
+
+    def may_take_untried(self, count: int) -> bool:
+        """Whether so many samples more may be taken away without a clear win in a trial."""
+        s = self.state
+        s.untried = [(clock, taken) for clock, taken in s.untried if s.clock - clock < UNTRIED_STEPS]
+        return sum(taken for _, taken in s.untried) + count <= UNTRIED
+
+    def take_untried(self, count: int) -> None:
+        """So many were taken away."""
+        self.state.untried.append((self.state.clock, count))
+
+    def escalate(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
+        """A discarded update that turned out to be worse: the state itself is not finite."""
+        return self._climb(finding, reason, oldest, damaged=True)
+
+    def may_look_back(self, step: int, onset: int, oldest: int | None) -> bool:
+        """Whether steps from `onset` up to `step` may be examined on an earlier state, and undone if samples are
+        guilty. oldest: as in `decide`."""
+        found = Finding(step, Verdict.SHIFT, 1.0, onset)
+        return oldest is not None and oldest < onset and not self._forbids_rewind(found)
+
+    def convicted(self, finding: Finding, reason: str) -> Decision:
+        """Samples of steps without an alarm of their own were found guilty: rewind to before them."""
+        return self._climb(finding, reason, finding.onset - 1)
+
+    @property
+    def may_suspect(self) -> bool:
+        """Whether a checkpoint may be abandoned without proof against it: once, until there is new ground, and while
+        hand-overs are left. An incident that recurs on an older one as well is not the checkpoint's fault."""
+        barren = self.state.barren_handovers(self.config.verify_steps)
+        return not barren and not self._spent(Action.HANDOVER)
+
+    def abandon(self, decision: Decision, reason: str, proven: bool) -> Decision:
+        """Hand over because the resumed checkpoint is bad. If that is proven it costs no budget: each time an older one
+        is used, so the hand-overs are finite."""
+        if not proven:
+            self._take(Action.HANDOVER, decision.finding.step, Cause.STORAGE)
+        return replace(decision, action=Action.HANDOVER, reason=f"{decision.reason}; {reason}")
+
+    def leave(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
+        """Give up a rewind that cannot be carried out. damaged: the remaining state is not finite."""
+        whole = f"{decision.reason}; {reason}"
+        if self._spent(Action.HANDOVER):
+            whole += f"; {self._budget(Action.HANDOVER)} are spent"
+            return self._train_on(decision.finding, whole, damaged)
+        self._take(Action.HANDOVER, decision.finding.step)
+        return replace(decision, action=Action.HANDOVER, reason=whole)
+
+    def accuse(self, finding: Finding, reason: str) -> Decision:
+        """Hand over because a chip is proven to compute wrong: the next process does without its host."""
+        if self._spent(Action.HANDOVER):
+            return self._train_on(
+                finding, f"{reason}; {self._budget(Action.HANDOVER)} are spent", damaged=True
+            )
+        self._take(Action.HANDOVER, finding.step, Cause.HARDWARE)
+        return Decision(Action.HANDOVER, finding, reason)
+
+    def _climb(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
+        """The lowest available rung. A rewind's further remedy follows when its cause is known."""
+        s = self.state
+        untouched = oldest is not None and oldest < finding.onset
+        barred = not untouched
+        if barred:
+            have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
+            reason = f"{reason}; {have}, and it began at step {finding.onset}"
+        elif forbidden := self._forbids_rewind(finding):
+            barred, reason = True, f"{reason}; {forbidden}"
+        if not barred:
+            action = Action.REWIND
+        else:
+            # Where memory still has a good state, an older one is no better.
+            older = damaged or not untouched
+            if self._spent(Action.HANDOVER) or not older:
+                if older:
+                    reason += f"; {self._budget(Action.HANDOVER)} are spent"
+                return self._train_on(finding, reason, damaged)
+            action = Action.HANDOVER
+        if s.watching:
+            s.recurrences += 1
+        s.outliers = [(at, severity) for at, severity in s.outliers if finding.onset - at >= SUSPICION]
+        s.refused, s.good = [], 0
+        s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
+        self._take(action, finding.step)
+        return Decision(action, finding, reason)
+
+    def _train_on(self, finding: Finding, reason: str, damaged: bool) -> Decision:
+        """The last rung: alert, and continue with refusals only; STOP if nothing can continue, or the settings say
+        so."""
+        s, c = self.state, self.config
+        if damaged or c.last_resort == "stop":
+            self._take(Action.STOP, finding.step)
+            return Decision(Action.STOP, finding, reason)
+        if finding.verdict is not Verdict.HEALTHY or not s.watching:
+            s.watching, s.tripped, s.good = True, finding.step, 0
+            s.watch_until = finding.step + c.verify_steps
+        if s.alert is None:
+            s.alert = Alert(step=finding.step, reason=reason)
+            return Decision(Action.ALERT, finding, reason)
+        action = Action.DISCARD if finding.verdict is Verdict.NON_FINITE else Action.APPLY
+        return Decision(action, finding, f"alert since step {s.alert.step}: {reason}")
+
+    def _take(
+        self, action: Action, step: int, cause: Cause = Cause.UNKNOWN, corpus: str | None = None
+    ) -> None:
+        s = self.state
+        s.taken.append(Taken(clock=s.clock, step=step, action=action, cause=cause, corpus=corpus))
+        s.taken = [t for t in s.taken if s.clock - t.clock < self.config.budget_window]
+
+    # Handing over
+
+    def handing_over(self, cause: Cause, kernels: Sequence[str] = ()) -> str:
+        """The decided hand-over takes place: returns the message on its side effects. Called when replays have proven
+        or cleared the hardware. kernels: as in `Examined`.
+
+        A hand-over that did not help leads to leaving FP8.
+        """
+        s, c = self.state, self.config
+        s.taken[-1].cause, s.alert = cause, None
+        if c.rewind_warmup and cause is not Cause.HARDWARE:
+            s.rewound = s.clock  # `resumed` sets its update
+        again = self._count(Action.HANDOVER) > 1
+        if kernels:
+            return f"; {fallback.leave_kernels(s, kernels)}"
+        if cause in (Cause.HARDWARE, Cause.STORAGE):
+            return ""
+        if self.may_fall_back and (again or cause is Cause.NUMERICS):
+            return f"; without FP8 from there on, {self._leave_fp8()}"
+        return ""
+
+    def cannot_hand_over(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
+        """There is no checkpoint to go back to. damaged: the state is not finite."""
+        s = self.state
+        if s.taken and s.taken[-1].action is Action.HANDOVER:
+            s.taken.pop()
+        return self._train_on(decision.finding, f"{decision.reason}; {reason}", damaged)
+
+    def resumed(self, step: int, updates: int) -> None:
+        """A new process continues from `step`. Any verification continues, past the step that tripped."""
+        s = self.state
+        learning_rate_limits.moved_back(s.limits, updates)
+        s.rewound = None if s.rewound is None else min(s.rewound, updates)
+        if s.rewarm is not None and updates < s.rewarm:
+            # An older state, of before it; moments that begin again are gone with it, too.
+            s.rewarm = updates
+            for t in s.taken:
+                t.remedy = "" if t.remedy == "reset_moments" else t.remedy
+        s.refused = [refused for refused in s.refused if refused <= step]
+
+    # Budgets
+
+    def _count(self, action: Action, *causes: Cause, within: int | None = None) -> int:
+        """How often `action` was taken, for one of `causes` if given, in the window of new ground."""
+        since = self.state.clock - (within or self.config.budget_window)
+        return sum(
+            t.action is action and t.clock > since and (not causes or t.cause in causes)
+            for t in self.state.taken
+        )
+
+    def _spent(self, action: Action) -> bool:
+        c = self.config
+        if action is Action.REWIND:
+            # Proven bad data are no sign that rewinding does not help, nor is a chip that lied: each has a budget.
+            strong = sum(self._strong(t) for t in self.state.taken if t.action is Action.REWIND)
+            hardware = self._count(action, Cause.HARDWARE)
+            others = self._count(action) - strong - hardware
+            return others >= c.rewinds or strong >= c.data_rewinds or hardware >= c.rewinds
+        return self._count(action) >= (c.swaps if action is Action.SWAP_CORPUS else c.handovers)
+
+    def _forbids_rewind(self, finding: Finding) -> str:
+        """Why the run may not be rewound for a finding, as a clause; empty if it may."""
+        if self._spent(Action.REWIND):
+            return f"{self._budget(Action.REWIND)} are spent"
+        if finding.verdict in (Verdict.NON_FINITE, Verdict.CORRUPTED):
+            return ""  # nothing else is left
+        s = self.state
+        here = [
+            t for t in s.taken
+            if t.action is Action.REWIND and t.cause is not Cause.HARDWARE and abs(t.step - finding.step) < SUSPICION
+        ]  # fmt: skip
+        if len(here) >= SAME_PLACE:
+            return f"it was rewound {SAME_PLACE} times around step {finding.step} already"
+        if not self.may_redo(finding.step - finding.onset):
+            return f"{s.redone} steps were done again already, of {s.clock}"
+        return ""
+
+    def may_redo(self, steps: int) -> bool:
+        """Whether the run may do so many steps again."""
+        s = self.state
+        return s.redone + steps < max(REDONE, REDONE_SHARE * s.clock)
+
+    def _strong(self, taken: Taken) -> bool:
+        return taken.cause is Cause.DATA and taken.odds >= self.config.odds_swap
+
+    def _budget(self, action: Action) -> str:
+        c = self.config
+        limit = {Action.REWIND: c.rewinds, Action.SWAP_CORPUS: c.swaps}.get(action, c.handovers)
+        return f"the {limit} {action.value}s per {c.budget_window} steps (stability.policy)"
+
+    # After a rewind
+
+    def recurred(self, adjacent: bool = False) -> bool:
+        """Called before `remedy`: whether the incident came back although no sample was found guilty the last time:
+        soon after it, or for the third time in a window. An incident next to skipped samples is attributed to data
+        until shown otherwise."""
+        soon = self._count(Action.REWIND, *BLAMELESS, within=self.config.recur_steps)
+        return not adjacent and (soon > 0 or self._count(Action.REWIND, *BLAMELESS) > 1)
+
+    def remedy(
+        self, cause: Cause, updates: int, culprit: str | None = None, may_swap: bool = False,
+        odds: float = 0.0, bad: Sequence[int] = (), kernels: Sequence[str] = (),
+    ) -> Remedy:  # fmt: skip
+        """The further action on the rewound state, and why; REWIND: skipping or deferring is enough.
+
+        cause: of the experiments. updates: of that state. culprit: the corpus of most bad samples; may_swap: enough of
+        the blend is left without it. odds: log10, of the cause. bad: positions of the bad samples. kernels: names of
+        those without which the step is harmless.
+        """
+        s = self.state
+        learning_rate_limits.moved_back(s.limits, updates)
+        last = s.taken[-1]
+        last.cause, last.corpus, last.odds = cause, culprit, odds
+        last.weak = tuple(bad) if cause is Cause.DATA and not self._strong(last) else ()
+        match cause:
+            case Cause.DATA:
+                given = self._against_data(culprit, may_swap)
+            case Cause.NUMERICS:
+                given = self._against_numerics(kernels)
+            case Cause.HARDWARE:
+                given = self._against_hardware()
+            case _:
+                given = Remedy(Action.REWIND, cause, "no samples in particular are bad")
+        if given.action is not Action.ALERT:
+            s.alert = None
+        return given
+
+    def _against_data(self, culprit: str | None, may_swap: bool) -> Remedy:
+        s, c = self.state, self.config
+        incidents = [
+            t for t in s.taken
+            if t.action is Action.REWIND and t.cause is Cause.DATA and t.corpus == culprit
+        ]  # fmt: skip
+        # Each was tested separately, and healed ones have closed their accounts: the evidence against the corpus is
+        # their sum.
+        odds = sum(t.odds for t in incidents)
+        enough = len(incidents) >= c.swap_after and odds >= c.odds_swap
+        if enough and may_swap and not self._spent(Action.SWAP_CORPUS):
+            self._take(Action.SWAP_CORPUS, s.tripped, Cause.DATA, culprit)
+            reason = f"{len(incidents)} incidents with data of {culprit} within {c.budget_window} steps"
+            return Remedy(Action.SWAP_CORPUS, Cause.DATA, reason)
+        return Remedy(Action.REWIND, Cause.DATA, "the guilty samples are skipped")
+
+    def _against_hardware(self) -> Remedy:
+        c = self.config
+        if self._count(Action.REWIND, Cause.HARDWARE) < c.hardware:
+            return Remedy(Action.REWIND, Cause.HARDWARE, "the data is innocent: nothing is skipped")
+        reason = f"{c.hardware} incidents that do not recur on the same data and state"
+        if self._spent(Action.HANDOVER):
+            return self._pause(Cause.HARDWARE, f"{reason}; {self._budget(Action.HANDOVER)} are spent")
+        self._take(Action.HANDOVER, self.state.tripped, Cause.HARDWARE)
+        return Remedy(Action.HANDOVER, Cause.HARDWARE, reason)
+
+    def _against_numerics(self, kernels: Sequence[str]) -> Remedy:
+        s, c = self.state, self.config
+        if kernels:
+            self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
+            return Remedy(Action.FALL_BACK, Cause.NUMERICS, fallback.leave_kernels(s, kernels))
+        if not self.may_fall_back:
+            reason = f"no fall-backs from FP8 are left (stability.policy.fallbacks={c.fallbacks})"
+            return self._pause(Cause.NUMERICS, reason)
+        reason = f"without FP8 from here on, {self._leave_fp8()}"
+        self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
+        return Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
+
+    def _pause(self, cause: Cause, reason: str) -> Remedy:
+        """On the rewound state: take no further action, and notify a person."""
+        s = self.state
+        if self.config.last_resort == "stop":
+            self._take(Action.STOP, s.tripped, cause)
+            return Remedy(Action.STOP, cause, reason)
+        s.alert = s.alert or Alert(step=s.tripped, reason=reason)
+        return Remedy(Action.ALERT, cause, reason)
+
+    # Remedies that are tried
+
+    def offer_remedies(self, updates: int, good_rate: float | None, rate: float | None) -> list[Offer]:
+        """What may be tried on the rewound state, the least intrusive first, each with the policy that it would lead
+        to: a copy of this one.
+
+        Args:
+            updates: applied ones of that state.
+            good_rate, rate: scheduled, at that state and when it tripped; None if unknown.
+        """
+        s, c, offers = self.state, self.config, list[Offer]()
+        failed = {t.remedy for t in s.taken if t.remedy and s.clock - t.clock <= c.recur_steps}
+        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
+        jumped = good_rate is not None and rate is not None and rate > learning_rate_limits.JUMP * good_rate
+        limits_left = not learning_rate_limits.spent(s.limits, c)
+        for name in get_args(RemedyName):
+            again = name == "cap_lr" and lifted is not None
+            if name not in c.remedies or (name in failed and name != "cut_lr" and not again):
+                continue
+            other = Policy(c, s.model_copy(deep=True), self.has_fp8)
+            learning_rate_limits.moved_back(other.state.limits, updates)
+            if again:
+                given = other._limited(other._limit_again(updates))
+            elif name == "cap_lr" and jumped and limits_left:
+                limit = other._limit_rate("cap", good_rate or 0.0, updates)
+                limit.scheduled = rate
+                given = other._limited(limit)
+            elif name == "cut_lr" and limits_left and lifted is None:
+                given = other._limited(other._limit_rate("cut", c.cut_factor, updates))
+            elif name == "leave_fp8" and self.may_fall_back:
+                reason = f"without FP8 from here on, {other._leave_fp8()}"
+                given = Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
+            elif name in ("rewarm", "reset_moments"):
+                other.state.rewarm = updates
+                reason = f"the learning rate warms up again, over {c.rewarm_steps} updates"
+                if name == "reset_moments":
+                    reason = f"the optimizer's moments begin again at zero, and {reason}"
+                given = Remedy(Action.ADJUST, Cause.STATE, reason)
+            elif name in ("clip", "z_loss", "beta2") and name not in s.adjusted:
+                other.state.adjusted.append(name)
+                given = Remedy(Action.ADJUST, Cause.STATE, ADJUSTED[name])
+            else:
+                continue
+            offers.append(Offer(name, other, given))
+        return offers
+
+    def may_try_remedies(self, steps: int, run: int) -> bool:
+        """Whether branches with remedies of so many steps together may be trained, in a run of `run` steps."""
+        return self.state.tried + steps <= max(TRIED, TRIED_SHARE * run)
+
+    def take_back_failed(self) -> list[str]:
+        """Take back the lasting changes after which the trouble came back soon: they did not help."""
+        s = self.state
+        soon = {t.remedy for t in s.taken if s.clock - t.clock <= self.config.recur_steps}
+        gone = [name for name in s.adjusted if name in soon]
+        s.adjusted = [name for name in s.adjusted if name not in gone]
+        return gone
+
+    def adopt(self, offer: Offer, reason: str) -> Remedy:
+        """Go on with a remedy whose branch has won, for this reason."""
+        tried, self.state = self.state.tried, offer.policy.state
+        self.state.tried = tried
+        last = self.state.taken[-1]
+        last.cause, last.odds, last.weak = offer.remedy.cause, self.config.odds_swap, ()
+        release = self._weakly_convicted() if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR) else ()
+        self._take(offer.remedy.action, self.state.tripped, offer.remedy.cause)
+        self.state.taken[-1].remedy, self.state.alert = offer.name, None
+        return replace(offer.remedy, reason=f"{offer.remedy.reason}: {reason}", release=release)
+
+    def _limited(self, limit: Limit) -> Remedy:
+        """The remedy that a limit of the rate is."""
+        action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
+        reason = f"{learning_rate_limits.words(limit)}, {self._lasting(limit)}"
+        return Remedy(action, Cause.LEARNING_RATE, reason)
+
+    def _limit_again(self, updates: int) -> Limit:
+        """The limit that was lifted last returns."""
+        s = self.state
+        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, self.config.recur_steps)
+        assert lifted is not None
+        lifted.lifted, lifted.times = None, lifted.times + 1
+        lifted.updates, lifted.clock = updates, s.clock
+        return lifted
+
+    def _weakly_convicted(self) -> tuple[int, ...]:
+        """The samples that were found bad lately, by weak evidence."""
+        s, since = self.state, self.state.clock - self.config.recur_steps
+        return tuple(position for t in s.taken if t.clock >= since for position in t.weak)
+
+    # Numerics
+
+    @property
+    def may_leave_kernels(self) -> bool:
+        return self.config.fallbacks > 0
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the coming step computes in FP8."""
+        return self.has_fp8 and not self.state.resting
+
+    @property
+    def may_fall_back(self) -> bool:
+        """Whether FP8 is on, and may be left."""
+        return self.fp8 and len(self.state.fallbacks) < self.config.fallbacks
+
+    @property
+    def precision(self) -> str:
+        """Why the coming step computes in FP8, or not: a sentence, after FP8 was left once."""
+        return fallback.reason(self.state, self.config)
+
+    def _leave_fp8(self) -> str:
+        self.state.fallbacks.append(self.state.clock)
+        return fallback.lasting(self.state, self.config)
+
+    # The learning rate
+
+    def follow(self, scheduled: float) -> None:
+        """Call with the scheduled rate of every coming update, before `rate`."""
+        learning_rate_limits.follow(self.state.limits, self.state.clock, scheduled)
+
+    def rate(self, updates: int, scheduled: float) -> float:
+        """The rate of the update after `updates` applied ones, with the schedule at `scheduled`."""
+        s, c = self.state, self.config
+        share = learning_rate_limits.after_rewind(s.rewound, updates, c.rewind_warmup, c.rewind_warmup_from)
+        share = min(share, learning_rate_limits.after_rewind(s.rewarm, updates, c.rewarm_steps, REWARM_FROM))
+        return learning_rate_limits.limited(s.limits, updates, scheduled, c.rewarm_steps, share)
+
+    def rewound(self, updates: int, redone: int) -> bool:
+        """The run was rewound to `updates` applied ones, by `redone` steps: whether the rate warms up from there."""
+        s = self.state
+        s.redone += redone
+        s.rewarm = None if s.rewarm is None else min(s.rewarm, updates)
+        if self.config.rewind_warmup:
+            self.state.rewound = updates
+        return self.config.rewind_warmup > 0
+
+    def relax(self, finding: Finding, updates: int, scheduled: float) -> list[str]:
+        """Lift limits that have lasted long enough, or that the schedule has fallen below; a sentence for each.
+
+        Called after an applied step, with the scheduled rate of its update.
+        """
+        s, c = self.state, self.config
+        if not s.limits or s.watching or s.refused or not finding.on_trend:
+            return []
+        s.limits = learning_rate_limits.settled(s.limits, s.clock, c.budget_window)
+        told = []
+        for cap in learning_rate_limits.outgrown(s.limits, finding.step, scheduled, c.verify_steps):
+            s.limits.remove(cap)
+            told.append(f"the schedule is at {scheduled:.3g}, no longer above {cap.highest(scheduled):.3g}")
+        limit = learning_rate_limits.rested(s.limits, s.clock, c)
+        if limit is not None:
+            limit.lifted, limit.lifted_updates = s.clock, updates
+            told.append(
+                f"{s.clock - limit.clock} steps of new ground on the trend since {learning_rate_limits.words(limit)}: "
+                f"the old rate is tried again, over {c.rewarm_steps} updates"
+            )
+        return told
+
+    def _limit_rate(self, kind: learning_rate_limits.Kind, value: float, updates: int) -> Limit:
+        limit = Limit(kind=kind, value=value, updates=updates, clock=self.state.clock)
+        self.state.limits.append(limit)
+        return limit
+
+    def _lasting(self, limit: Limit) -> str:
+        steps = learning_rate_limits.rest(self.state.limits, limit, self.config)
+        if steps is None:
+            return f"for good (stability.policy.cuts={self.config.cuts}, cut_rest={self.config.cut_rest})"
+        return f"for {steps} steps of new ground at least"

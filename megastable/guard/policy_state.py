@@ -1,0 +1,112 @@
+"""The policy's state: preserved over rewinds, in every checkpoint and in the journal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from megastable.guard.actions import Action, Cause
+from megastable.guard.learning_rate_limits import Limit
+
+
+class Taken(BaseModel):
+    """A past action. clock: the farthest step reached by then: steps repeated after a rewind are no new ground, and
+    restore no budget. corpus: the guilty one. odds: log10, of the cause. weak: positions of samples that were convicted
+    by weak evidence. remedy: the name of the one that was tried, and won."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    clock: int
+    step: int
+    action: Action
+    cause: Cause = Cause.UNKNOWN
+    corpus: str | None = None
+    odds: float = 0.0
+    weak: tuple[int, ...] = ()
+    remedy: str = ""
+
+
+class Alert(BaseModel):
+    """An episode without further automatic action: since which step, and why."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int
+    reason: str
+
+
+class PolicyState(BaseModel):
+    """clock: the farthest step so far. refused: steps of the discards that belong to no incident yet. watching: an
+    action was taken at step `tripped` and is being verified until `watch_until`; good: steps on the trend since.
+    recurrences: how often the present incident came back. limits: of the learning rate. rewound: applied updates of the
+    state that the last rewind led to, where the rate warms up; None: no rewind, or no warm-up is configured. rewarm: of
+    the state from which it warms up as a remedy. adjusted: the names of lasting changes of how the run trains. tried:
+    steps of branches with remedies. fallbacks, returns: clocks at which FP8 was left and resumed. kernels: the names of
+    those that were left for good. outliers: steps and severities of single outliers that were refused. redone: steps
+    that rewinds have undone. untried: clocks at which samples were taken away without a clear win in a trial, and how
+    many. alert: the episode.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    clock: int = 0
+    refused: list[int] = []
+    watching: bool = False
+    tripped: int = 0
+    watch_until: int = 0
+    good: int = 0
+    recurrences: int = 0
+    taken: list[Taken] = []
+    limits: list[Limit] = []
+    rewound: int | None = None
+    rewarm: int | None = None
+    adjusted: list[str] = []
+    tried: int = 0
+    fallbacks: list[int] = []
+    returns: list[int] = []
+    kernels: list[str] = []
+    outliers: list[tuple[int, float]] = []
+    redone: int = 0
+    untried: list[tuple[int, int]] = []
+    alert: Alert | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cuts_of_before(cls, given: Any) -> Any:
+        """Older versions stored a list of `cuts`, halving from these updates on: convert them to limits that start now.
+        Their factor was `cut_factor`, at its default."""
+        if not isinstance(given, dict):
+            return given
+        given = {
+            key: value for key, value in given.items() if key != "account"
+        }  # odds, which trials replaced
+        if "cuts" not in given:
+            return given
+        rest = {key: value for key, value in given.items() if key != "cuts"}
+        cuts = [
+            {"kind": "cut", "value": 0.5, "updates": at, "clock": given.get("clock", 0)}
+            for at in given["cuts"]
+        ]
+        return {**rest, "limits": [*cuts, *rest.get("limits", [])]}
+
+    @property
+    def resting(self) -> bool:
+        """Whether FP8 was left, and not resumed."""
+        return len(self.fallbacks) > len(self.returns)
+
+    @property
+    def rested(self) -> int:
+        """Steps of new ground since FP8 was left."""
+        ends = [*self.returns, self.clock]
+        return sum(end - begin for begin, end in zip(self.fallbacks, ends, strict=False))
+
+    def barren_handovers(self, verify_steps: int) -> int:
+        """Number of latest hand-overs without new ground: at most `verify_steps` steps from each to the next, and from
+        the last to the farthest step. Each further one needs an older checkpoint."""
+        count, later = 0, self.clock
+        for taken in reversed([t for t in self.taken if t.action is Action.HANDOVER]):
+            if later - taken.clock > verify_steps:
+                break
+            count, later = count + 1, taken.clock
+        return count

@@ -1,0 +1,429 @@
+"""What the laboratory measures is what autograd says of each sample, under every layout; and it leaves no trace."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megastable.attribution.conclusion import Conclusion
+from megastable.attribution.sample_replay import CONTROLS, GradientNorms, Known, Laboratory, Trained, harmless
+from megastable.config.stability import AttributionConfig
+from megastable.config.tree import RunConfig
+from megastable.data.corpora import open_corpora
+from megastable.data.loader import segments_of
+from megastable.data.order import Order, OrderedCorpus
+from megastable.data.skip_ledger import Ledger, sample_entries
+from megastable.data.skips import Selection
+from megastable.guard.actions import Cause
+from megastable.model.gpt import GPT
+from megastable.parallel.layout import Layout
+from megastable.parallel.sharding import placement_of
+from megastable.parallel.topology import TensorParallel
+from tests import reference
+from tests.conftest import VOCABULARY, tiny
+from tests.distributed import run_ranks
+from tests.patience import PATIENCE
+
+STEPS, RATE, BATCH = 2, 3e-3, 8
+ASKED = [
+    [5],
+    [40, 3, 3, 17, 0],
+    list(range(30, 43)),
+    list(range(8)),
+    [],
+]  # most of them no multiple of anything
+ALONE = [3, 40, 21]
+REGION_END = 151
+
+ONE: dict[str, dict[str, Any]] = {
+    "fp32": {"train": {"micro_batch": 2}},
+    "fp32-whole": {"train": {"micro_batch": 8}},
+}
+TWO: dict[str, dict[str, Any]] = {
+    "fp32-dp2": {"train": {"micro_batch": 2}},
+    "fp32-zero3": {"train": {"micro_batch": 2}, "parallel": {"zero": 3}},
+    "fp32-tp2": {"parallel": {"tensor": 2}},
+    "fp32-pp2": {"parallel": {"pipeline": 2}},
+    "bf16-dp2": {"train": {"micro_batch": 2}, "precision": {"kind": "bf16"}},
+    "bf16-pp2": {"precision": {"kind": "bf16"}, "parallel": {"pipeline": 2}},
+    "fp16-dp2": {"precision": {"kind": "fp16"}},
+}
+
+
+# Where all kinds of examinations are tried. They differ in what rank 0 makes of the numbers: elsewhere two are enough.
+THOROUGH = ("fp32", "fp32-dp2", "fp32-pp2")
+
+
+def config(corpus: Path, **parts: Any) -> RunConfig:
+    train = {"global_batch": BATCH, "micro_batch": 4, "steps": 10} | parts.pop("train", {})
+    model = {"vocab_size": VOCABULARY, "init_std": 0.1}
+    return tiny(corpus, Path("none"), **{"precision": {"kind": "fp32"}, **parts}, train=train, model=model)
+
+
+def concluded(laboratory: Any, thorough: bool) -> dict[str, Conclusion]:
+    """Of steps like those before, with few of those recorded, next to better ones, and of more than are looked at;
+    and of a region that goes on. The first and the last where it is not `thorough`."""
+    from megastable.attribution.sample_replay import Trained
+    from megastable.data.skips import Skips
+
+    every = np.arange(BATCH * 16).reshape(16, BATCH)
+    losses = laboratory.losses(every.ravel()).reshape(16, BATCH)
+
+    def steps(first: int, end: int, off: float = 0.0) -> list[Trained]:
+        return [Trained(i, every[i], losses[i] + off, True) for i in range(first, end)]
+
+    window, history = steps(14, 16), steps(0, 14)
+    asked = {"recorded": (window, history)}
+    if thorough:
+        asked["measured"] = window, steps(12, 14, -5.0)
+        asked["worse"] = window, steps(0, 14, -5.0)
+        asked["long"] = window * 9, history
+    found = {name: laboratory.examine(w, h, 14 * BATCH, Skips.of([])) for name, (w, h) in asked.items()}
+    measure = laboratory.losses
+    laboratory.losses = lambda positions: (
+        measure(positions) + np.where((positions >= 114) & (positions < REGION_END), 5.0, 0.0)
+    )
+    grown = laboratory.examine(window, history, 14 * BATCH, Skips.of([]))
+    vars(laboratory).pop("losses")
+    return {**found, "grown": grown}
+
+
+def undecided(laboratory: Any) -> tuple[Conclusion, int, str]:
+    """What all ranks conclude where the last one's numbers are off by a rounding error, and the bound lies in between;
+    how often each measured; and what they are told of an error of rank 0 alone."""
+    import torch.distributed as dist
+
+    from megastable.base.errors import DataError
+
+    last, count, exact = dist.get_rank() == dist.get_world_size() - 1, 0, laboratory.losses
+
+    def losses(positions: np.ndarray) -> np.ndarray:
+        nonlocal count
+        count += 1
+        exact(positions)
+        return np.full(positions.size, 3.0 + 1e-12 * (last and dist.get_world_size() > 1))
+
+    def work(lab: Any) -> Any:
+        while lab.losses(np.arange(3)).mean() > 3.0 and lab.batch:  # for ever, on the last rank
+            pass
+        return Conclusion(Cause.DATA, [lab.tokens(np.arange(3)).shape[0]], [], repr(lab.losses(np.arange(1))))
+
+    def fail(lab: Any) -> Any:
+        lab.losses(np.arange(3))
+        raise DataError("nothing is left")
+
+    laboratory.losses = losses
+    try:
+        found = laboratory.led(work)
+        with pytest.raises(DataError) as told:
+            laboratory.led(fail)
+    finally:
+        vars(laboratory).pop("losses")
+    return found, count, str(told.value)
+
+
+def spoilt(laboratory: Any) -> tuple[list[int], str, int]:
+    """Who is guilty, and in how many steps' time that is found, when one sample's gradient is said to be 100."""
+    from megastable.attribution.sample_replay import Trained
+    from megastable.data.skips import Skips
+
+    count = 0
+
+    def gradient_norm(positions: np.ndarray) -> float:
+        nonlocal count
+        count += 1
+        return float(np.sqrt(np.where(positions == 117, 1e4, 1.0).sum()) / positions.size)
+
+    every = np.arange(BATCH * 16).reshape(16, BATCH)
+    trained = [Trained(i, positions, laboratory.losses(positions), True) for i, positions in enumerate(every)]
+    laboratory.gradient_norm = gradient_norm
+    found = laboratory.examine(trained[14:], trained[:14], 14 * BATCH, Skips.of([]))
+    vars(laboratory).pop("gradient_norm")
+    return found.guilty, found.reason, count
+
+
+def beyond_fp16(engine: Any, laboratory: Any) -> float | None:
+    """A gradient norm at a loss scale that fp16 has no room for."""
+    if engine.config.precision.kind != "fp16":
+        return None
+    counters = engine.counters()
+    engine.optimizer.loss_scaler.cur_scale = 2.0**40
+    try:
+        return float(laboratory.gradient_norm(np.array([3])))
+    finally:
+        engine.restore_counters(counters)
+
+
+def torn(loader: Any, laboratory: Any) -> list[str]:
+    """What every rank is told when the last one cannot read."""
+    import torch.distributed as dist
+
+    from megastable.base.errors import DataError
+
+    def read(positions: Any) -> Any:
+        raise DataError("part-0.bin is gone")
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        loader.read = read
+    told = []
+    for ask in (laboratory.losses, laboratory.gradient_norm):
+        try:
+            ask(np.arange(3))
+        except DataError as error:
+            told.append(str(error))
+    vars(loader).pop("read", None)
+    return told
+
+
+def measure(configs: list[tuple[RunConfig, bool]], world: int) -> list[dict[str, Any]]:
+    """Of each: what the laboratory found after two steps, and the state before, after and a step later."""
+    import torch.distributed as dist
+
+    from megastable.attribution.sample_replay import Laboratory
+    from megastable.config import deepspeed_json
+    from megastable.data.loader import Loader
+    from megastable.data.skips import Skips
+    from megastable.engine.engine import Engine
+    from megastable.parallel.topology import Topology
+
+    def state(engine: Any) -> dict[str, Any]:
+        found = {name: t.clone() for name, t in engine.optimizer_state().items()}
+        for index, parameter in enumerate(engine.ds.module.parameters()):
+            found[f"low/{index}"] = getattr(parameter, "ds_tensor", parameter).detach().clone()
+        return found | {"counters": engine.counters(), "random": torch.get_rng_state()}
+
+    def run(c: RunConfig, measuring: bool, thorough: bool = False) -> dict[str, Any]:
+        torch.manual_seed(1)
+        layout = Layout(c.parallel.tensor, c.parallel.pipeline, deepspeed_json.data_parallel(c, world))
+        topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
+        engine = Engine(c, deepspeed_json.build(c, world), topology)
+        source = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train
+        found: dict[str, Any] = {}
+        with Loader(
+            source, Skips.of([]), 0, BATCH, c.train.micro_batch, topology.data_rank, layout.data,
+            c.data.keep_documents_apart,
+        ) as loader:  # fmt: skip
+
+            def step() -> Any:
+                return engine.train_step(next(loader).micro_batches, RATE, lambda m: m.finite)[0]
+
+            for _ in range(STEPS):
+                step()
+            if measuring:
+                laboratory = Laboratory(c.stability.attribution, engine, loader)
+                found["before"], cursor = state(engine), loader.cursor
+                found["losses"] = [laboratory.losses(np.array(p, dtype=np.int64)) for p in ASKED]
+                found["norms"] = [laboratory.gradient_norm(np.array([p])) for p in ALONE]
+                found["concluded"] = concluded(laboratory, thorough)
+                found["spoilt"] = spoilt(laboratory)
+                found["undecided"] = undecided(laboratory)
+                found["unknown"] = beyond_fp16(engine, laboratory)
+                found["torn"] = torn(loader, laboratory)
+                found["after"] = state(engine)
+                assert loader.cursor == cursor
+            last = step()
+            found["last"] = (last.losses.tolist(), last.grad_norm)
+            found["final"] = state(engine)
+        found["wrapper"] = type(engine.optimizer).__name__
+        return found
+
+    return [run(c, True, thorough) | {"undisturbed": run(c, False)} for c, thorough in configs]
+
+
+@pytest.fixture(scope="module")
+def one(corpus: Path) -> dict[str, list[dict[str, Any]]]:
+    return measured(corpus, ONE, 1)
+
+
+@pytest.fixture(scope="module")
+def two(corpus: Path) -> dict[str, list[dict[str, Any]]]:
+    return measured(corpus, TWO, 2)
+
+
+def measured(corpus: Path, cases: dict[str, dict[str, Any]], world: int) -> dict[str, list[dict[str, Any]]]:
+    """By case, what each rank found."""
+    configs = [(config(corpus, **parts), name in THOROUGH) for name, parts in cases.items()]
+    ranks = run_ranks(world, measure, configs, world)
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(cases)}
+
+
+@cache
+def expected(corpus: Path) -> tuple[list[list[float]], list[float]]:
+    """The same after two steps of a plain GPT, by autograd."""
+    c = config(corpus)
+    source = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train
+    shape = reference.Shape(2, 4, 2, 8, VOCABULARY, z=c.model.z_loss)
+    model = GPT(c.model, TensorParallel(), "none", c.run.seed)
+    weights = {placement_of(p).name: p.detach() for p in model.parameters()}
+
+    def batch(positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        samples = source.samples(np.array(positions))
+        segments = segments_of(samples[:, :-1], source.eod) if c.data.keep_documents_apart else None
+        return (
+            torch.from_numpy(samples[:, :-1]), torch.from_numpy(samples[:, 1:]),
+            None if segments is None else torch.from_numpy(segments),
+        )  # fmt: skip
+
+    batches = [batch(list(range(BATCH * i, BATCH * (i + 1)))) for i in range(STEPS)]
+    _, _, optimizer = reference.train(weights, shape, batches, [RATE] * STEPS)
+    asked = sorted({p for positions in ASKED for p in positions})
+    tokens, labels, segments = batch(asked)
+    with torch.no_grad():
+        logits = reference.logits(optimizer.w, shape, tokens, segments)
+    every = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+    losses = dict(zip(asked, every.tolist(), strict=True))
+    norms = []
+    for position in ALONE:
+        tokens, labels, segments = batch([position])
+        leaves = {name: w.detach().clone().requires_grad_() for name, w in optimizer.w.items()}
+        objective, _ = reference.losses(reference.logits(leaves, shape, tokens, segments), labels, shape.z)
+        gradients = torch.autograd.grad(objective, list(leaves.values()))
+        norms.append(float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()))
+    return [[losses[p] for p in positions] for positions in ASKED], norms
+
+
+def check_numbers(found: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
+    losses, norms = expected(corpus)
+    for name, ranks in found.items():
+        # Two steps of Adam enlarge what rounding leaves; in bf16 the samples are still told apart.
+        tolerance = 1e-4 if name.startswith("fp32") else 0.05
+        for got, wanted in zip(ranks[0]["losses"], losses, strict=True):
+            assert got.dtype == np.float64
+            assert got.tolist() == pytest.approx(wanted, rel=tolerance), name
+        assert ranks[0]["norms"] == pytest.approx(norms, rel=tolerance), name
+        for other in ranks[1:]:
+            assert other["norms"] == ranks[0]["norms"], name
+            assert all(map(np.array_equal, other["losses"], ranks[0]["losses"])), name
+    assert max(norms) > 1.2 * min(norms) and max(losses[2]) > 1.05 * min(losses[2])  # samples do differ
+
+
+def check_conclusions(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Nobody is guilty among equals, nor where all that is ahead is as bad; a bad region is found to its end, and not
+    beyond it; every rank concludes alike."""
+    for name, ranks in found.items():
+        said = dict(ranks[0]["concluded"])
+        assert len(said) == (5 if name in THOROUGH else 2), name
+        grown = said.pop("grown")
+        # "worse", too: as bad as what was never trained on is the state, whatever was recorded of it.
+        for equal in said.values():
+            assert (equal.cause, equal.guilty) == (Cause.STATE, []), name
+        assert "of the 2 steps since the onset" in said["recorded"].reason
+        if name in THOROUGH:
+            assert "of the first 16 of 18 steps since the onset" in said["long"].reason
+            assert all(abs(s.z) < 10 for s in said["measured"].suspects), name
+        assert grown.cause is Cause.DATA and grown.guilty == [*range(114, REGION_END)], name
+        assert (grown.region.first, grown.region.end) == (114, REGION_END)
+        assert [s.gradient_norm is not None for s in grown.suspects[:3]] == [True, True, False], name
+        guilty, reason, steps = ranks[0]["spoilt"]
+        assert guilty == [117] and "gradient norm of 100" in reason, name
+        # Ordinary ones, batches, halves, what is left, and some of its corpus.
+        assert steps == 2 + 2 + 3 + (117 % 2) + CONTROLS, name
+        for rank in ranks:
+            found, count, told = rank["undecided"]
+            assert (found.guilty, found.reason) == ([3], "array([3.])") and count == 3, name
+            assert told == "nothing is left", name
+            assert repr(rank["concluded"]) == repr(ranks[0]["concluded"]), name
+            assert rank["torn"] == ["part-0.bin is gone"] * 2, name
+            assert rank["unknown"] is None or np.isnan(rank["unknown"]), name
+
+
+def check_traces(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Bit for bit: state, counters and random numbers, and the step after it."""
+    for name, ranks in found.items():
+        for rank in ranks:
+            for one, other in (("before", "after"), ("final", "undisturbed")):
+                before, after = rank[one], rank[other] if other == "after" else rank[other]["final"]
+                assert before.keys() == after.keys() and len(before) > 12
+                for key, value in before.items():
+                    same = torch.equal(value, after[key]) if torch.is_tensor(value) else value == after[key]
+                    assert same, f"{name}: {key} of {one}"
+            assert rank["last"] == rank["undisturbed"]["last"], name
+            assert any(
+                not torch.equal(rank["after"][k], rank["final"][k]) for k in rank["after"] if "low" in k
+            )
+
+
+def test_on_one_rank(one: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
+    check_numbers(one, corpus)
+    check_conclusions(one)
+    check_traces(one)
+
+
+@pytest.mark.slow
+def test_on_two_ranks(two: dict[str, list[dict[str, Any]]], corpus: Path) -> None:
+    check_numbers(two, corpus)
+    check_conclusions(two)
+    assert two["fp16-dp2"][0]["unknown"] is not None
+    check_traces(two)
+    wrappers = {ranks[0]["wrapper"] for ranks in two.values()}
+    assert wrappers == {"BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"}
+
+
+def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
+    """A sample that was trained on in this epoch, and convicted when it came again."""
+    order = Order([OrderedCorpus("web", 32 * 20 + 1, 1.0, "f")], 32, seed=0)
+    again = order.positions_of(0, [order.locate_one(3).sequence, order.locate_one(9).sequence], 20, 40)
+    selection = Selection(order, Ledger.of(sample_entries(order, again, "bad")).exclusions)
+    steps = [Trained(n, np.arange(8 * n, 8 * n + 8), np.arange(8 * n, 8 * n + 8) / 10, True) for n in (0, 1)]
+    positions, losses = harmless(steps, selection)
+    assert positions.tolist() == [p for p in range(16) if p not in (3, 9)]
+    assert losses.tolist() == [p / 10 for p in positions.tolist()]
+
+
+@pytest.mark.parametrize("budget", [2, 12])  # two halvings would leave a group of four
+@pytest.mark.parametrize(
+    ("norm", "others", "known", "guilty"),
+    [
+        (12.0, 1.0, 60, True),
+        (12.0, 6.0, 60, False),  # as its corpus is, which is seldom read
+        (30.0, 6.0, 60, True),
+        (30.0, 6.0, 40, False),  # of which too little is known
+    ],
+)
+def test_a_gradient_is_compared_with_those_of_its_own_corpus(
+    norm: float, others: float, known: int, guilty: bool, budget: int
+) -> None:
+    """Sample 1003 is of the corpus 1, like every harmless one from 900 on; the others' gradients are 1."""
+    laboratory: Any = Laboratory(AttributionConfig(), None, SimpleNamespace(batch=16))  # type: ignore[arg-type]
+    laboratory.corpora = lambda positions: ((positions >= 900) & (positions < 1000) | (positions == 1003)) * 1
+    asked = list[int]()
+
+    def gradient_norm(positions: np.ndarray) -> float:
+        asked.append(positions.size)
+        alone = np.where(
+            positions == 1003, norm, np.where((positions >= 900) & (positions < 1000), others, 1.0)
+        )
+        return float(np.sqrt(np.mean(alone**2) / positions.size))
+
+    laboratory.gradient_norm = gradient_norm
+    positions = np.concatenate([np.arange(500), 900 + np.arange(known)])
+    harmless = Known(positions, np.full(positions.size, 3.0), laboratory.corpora(positions))
+    batch = Trained(1, np.arange(1000, 1016), np.full(16, 3.0), False)
+    norms = np.array([gradient_norm(batch.positions)])
+    found, _ = laboratory.by_gradient(GradientNorms(0.25, 1.0, [batch], norms, budget), harmless)
+    assert found.tolist() == ([1003] if guilty else []) and len(asked) <= 1 + 12
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "unit", "size"),
+    [(8, 32, 8, 32), (1, 16, 4, 16), (24, 32, 8, 24), (12, 32, 8, 24), (32, 48, 8, 32), (5, 32, 8, 32)],
+)
+def test_copies_weigh_evenly_where_whole_micro_batches_allow_it(
+    count: int, batch: int, unit: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a batch warm-up is smaller than the batch where the run stands, and need not divide it."""
+    read: list[Any] = []
+    engine: Any = SimpleNamespace(measure=lambda _: SimpleNamespace(overflow=False, grad_norm=1.0))
+    laboratory = Laboratory(AttributionConfig(), engine, SimpleNamespace(batch=batch, unit=unit))  # type: ignore[arg-type]
+    monkeypatch.setattr(laboratory, "_read", read.append)
+    assert laboratory.gradient_norm(np.arange(count)) == 1.0
+    (positions,) = read
+    assert positions.size == size and not size % unit
+    times = np.bincount(positions, minlength=count)
+    assert times.min() == times.max() or count == 5

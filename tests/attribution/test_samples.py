@@ -1,0 +1,168 @@
+"""The running test of batches: what it notices, what it lets pass, and that it goes on from its state."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from benchmarks.mixtures import HEALTHY, NAMES, Mixture, alarms, normal, steps, student, trickle
+from megastable.attribution.sample_history import CorpusState, SampleState, SampleTest, WatchState
+from megastable.attribution.suspects import Seen, numbers, suspects
+from megastable.config.stability import SampleConfig
+from tests.tiers import examples
+
+TEXT = Mixture(student(4))
+
+
+@pytest.mark.quick("three corpora*", "normal")
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_text_raises_nothing(name: str) -> None:
+    assert list(alarms(HEALTHY[name], 1500, seed=5)) == []
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_without_what_is_gone() -> None:
+    """It also looked for a trickle of single samples, for new kinds of text, and for text that is easy."""
+    zero = [{"height": 0.0, "onset": 0}]
+    case = {"first": 3, "last": 5, "verdict": "trickle", "reason": "high"}
+    test = {
+        "corpora": {
+            "code": {"losses": [1.5, 2.5], "counts": [9.0, *5 * [1.0]], "newest": [[7, 4, 0, 0, 1, 0, 0]]}
+        },
+        "means": [0.5],
+        "norms": [0.25],
+        "far": {"code": [{"step": 7, "position": 70, "loss": 9.0, "part": 3}]},
+        "trickle": 30 * zero,
+        "batch": [{"height": 2.0, "onset": 6}, *2 * zero],
+        "norm": 3 * zero,
+    }
+    kinds = ("trickle", "kind", "batch", "easy", "discard")
+    old = {
+        "test": test, "easy": test, "waiting": [case | {"kind": kind, "positions": [1]} for kind in kinds],
+        "quiet": 3, "looked": 12, "rest": 40, "rested": 64, "kinds": {"until": 90, "steps": 64},
+    }  # fmt: skip
+    read = WatchState.model_validate_json(json.dumps(old))
+    assert [waiting.kind for waiting in read.waiting] == ["batch", "discard"]
+    assert (read.quiet, read.rest, read.rested) == (3, 40, 64)
+    assert read.test.corpora["code"].losses.tolist() == [1.5, 2.5]
+    assert (read.test.means, read.test.norms, read.test.batch[0].onset) == ([0.5], [0.25], 6)
+    assert WatchState.model_validate(read.model_dump()) == read
+    assert SampleTest(SampleConfig(), read.test).state == read.test
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"test": {"batch": []}}, {"test": {"other": 1}}, {"other": 1}, {"test": {"corpora": {"code": {"other": 1}}}},
+        {"test": 3}, {"test": {"corpora": [3]}}, {"test": {"corpora": {"code": 3}}}, {"waiting": 3}, {"waiting": [3]},
+        "text",
+    ],
+)  # fmt: skip
+def test_what_no_version_wrote_is_refused(damaged: Any) -> None:
+    with pytest.raises(ValidationError):
+        WatchState.model_validate(damaged)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_steps_that_are_all_higher_are_noticed(seed: int) -> None:
+    found = list(alarms(Mixture(normal), 420, seed, trickle(16, 1.0, 400, 3)))
+    assert found and 400 <= found[0][0] <= 403 and 398 <= found[0][-1] <= 402
+
+
+def by_norm(seed: int, factors: dict[int, float], count: int = 420) -> list[tuple[int, int]]:
+    """(step, onset) of each alarm. factors: of the gradient norm, which scatters by a tenth, at some steps."""
+    test, random, found = SampleTest(SampleConfig()), np.random.default_rng(seed + 1), list[tuple[int, int]]()
+    for step, (losses, corpora) in enumerate(steps(Mixture(normal), count, seed), start=1):
+        norm = factors.get(step, 1.0) * float(np.exp(0.1 * random.standard_normal()))
+        _, alarm = test.observe(step, losses, corpora, NAMES, norm=norm)
+        if alarm is not None:
+            assert "gradient norms" in alarm.reason
+            found.append((step, alarm.onset))
+    return found
+
+
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_add_up_are_noticed_though_no_loss_is(seed: int) -> None:
+    ((step, onset),) = by_norm(seed, {400: 2.5, 401: 2.8, 402: 2.0})
+    assert step <= 402 and 398 <= onset <= 400
+    # A single one, however large, and a level that is up by a fifth, are none.
+    assert by_norm(seed, {400: 1e3}) == by_norm(seed, dict.fromkeys(range(390, 420), 1.2)) == []
+
+
+def test_a_gradient_norm_that_is_no_number_leaves_no_trace() -> None:
+    test = SampleTest(SampleConfig())
+    for norm in (1.0, float("inf"), float("nan"), 0.0, 2.0):
+        test.observe(1, np.ones(16), np.zeros(16, np.int64), NAMES, norm=norm)
+    test.observe(1, np.ones(16), np.zeros(16, np.int64), NAMES, applied=False, norm=9.0)
+    assert test.state.norms == [0.0, np.log(2.0)]
+
+
+def test_what_is_not_finite_is_far_out_and_leaves_no_trace() -> None:
+    test = SampleTest(SampleConfig())
+    for step, (losses, corpora) in enumerate(steps(TEXT, 200, seed=0), start=1):
+        test.observe(step, losses, corpora, NAMES)
+    losses[3] = np.nan
+    scored, _ = test.observe(201, losses, corpora, NAMES)
+    assert scored.z[3] > 1e5 and np.isfinite(scored.z).all() and scored.ordinary
+    assert np.isfinite([x for c in test.state.corpora.values() for x in c.losses]).all()
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(cut=st.integers(1, 149), seed=st.integers(0, 5))
+def test_it_goes_on_from_its_state(cut: int, seed: int) -> None:
+    one, other = SampleTest(SampleConfig()), SampleTest(SampleConfig())
+    for step, (losses, corpora) in enumerate(steps(TEXT, 150, seed), start=1):
+        if step == cut:
+            kept = other.state
+            other = SampleTest(SampleConfig(), SampleState.model_validate_json(kept.model_dump_json()))
+            assert other.state == kept
+        first, second = (test.observe(step, losses, corpora, NAMES) for test in (one, other))
+        assert np.array_equal(first[0].z, second[0].z, equal_nan=True) and first[1] == second[1]
+    assert one.state == other.state
+
+
+def test_a_refused_step_is_no_measure_of_what_is_usual() -> None:
+    test = SampleTest(SampleConfig())
+    for step, (losses, corpora) in enumerate(steps(TEXT, 200, seed=0), start=1):
+        test.observe(step, losses, corpora, NAMES)
+    before = test.state
+    test.observe(201, losses + 9, corpora, NAMES, applied=False)
+    assert test.state.corpora == before.corpora and test.state.means == before.means
+
+
+def test_a_rare_corpus_is_not_judged_before_it_is_known() -> None:
+    test, random, corpora = SampleTest(SampleConfig()), np.random.default_rng(0), np.arange(16) // 15
+    for step in range(1, 300):
+        scored, alarm = test.observe(step, 3 + 4 * corpora + 0.5 * random.standard_normal(16), corpora, NAMES)
+        assert alarm is None and np.isnan(scored.z[15]) == (step <= 256)
+
+
+def test_those_far_above_their_corpus_are_suspected_the_worst_first() -> None:
+    random = np.random.default_rng(0)
+    usual = Seen(np.arange(1000), 3 + 0.4 * random.standard_normal(1000), np.zeros(1000, np.int64))
+    losses = 3 + 0.4 * random.standard_normal(80)
+    losses[[5, 20, 40]] = [8.0, 9.0, 7.0]
+    met = Seen(np.arange(1000, 1080), losses, np.zeros(80, np.int64))
+    chosen = suspects(met, usual, 6.0)
+    assert chosen.tolist() == [20, 5, 40]
+    assert [one.position for one in numbers(met.of(chosen), usual)] == [1020, 1005, 1040]
+    assert not suspects(met.of(np.arange(6, 20)), usual, 6.0).size
+
+
+def test_what_is_kept_is_packed_exactly_and_an_older_list_is_read() -> None:
+    losses = np.random.default_rng(0).normal(3.0, 0.5, 1000)
+    losses[:4] = [np.nan, np.inf, -0.0, 5e-324]
+    written = CorpusState(losses=losses).model_dump_json()
+    back = CorpusState.model_validate_json(written).losses
+    assert back.tobytes() == losses.tobytes() and back.flags.writeable
+    assert len(written) < 0.6 * len(repr(losses.tolist()))
+    assert CorpusState.model_validate({"losses": [1.5, 2.5]}).losses.tolist() == [1.5, 2.5]
+    for damaged in ("AAAA", "no base64!"):
+        with pytest.raises(ValidationError):
+            CorpusState.model_validate({"losses": damaged})

@@ -1,0 +1,147 @@
+"""Crowds of moderately bad samples: synthetic tokens and losses, harmless ones of two corpora."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megastable.attribution.groups import crowd, group_test
+from megastable.attribution.scores import Scale, ScoredSamples, judge, judge_alike
+
+LENGTH, VOCABULARY = 64, 500
+SIGNIFICANCE, INNOCENT = 0.001, 0.03
+
+
+def text(random: np.random.Generator, count: int, corpus: int = 0, hard: float = 1.0) -> ScoredSamples:
+    """Words by Zipf's law, in another order for each corpus; a sample of rarer words is harder, and z says so."""
+    rare = random.gamma(8.0, 1 / 8, count) * hard
+    share = np.arange(1, VOCABULARY + 1)[None] ** (-1.2 / rare[:, None])
+    share /= share.sum(axis=1, keepdims=True)
+    tokens = np.stack([random.choice(VOCABULARY, LENGTH + 1, p=p) for p in share])
+    z = 1.5 * (rare - 1) + random.standard_t(5, count) * 0.8
+    return ScoredSamples((tokens + 7 * corpus) % VOCABULARY, z, np.full(count, corpus))
+
+
+def other(random: np.random.Generator, count: int, z: float, corpus: int = 0) -> ScoredSamples:
+    """Text of quite other pairs, each sample moderately bad."""
+    tokens = (np.arange(LENGTH + 1)[None] * 17 + random.integers(0, VOCABULARY, (count, 1))) % VOCABULARY
+    return ScoredSamples(tokens, random.normal(z, 0.3, count), np.full(count, corpus))
+
+
+def joined(*parts: ScoredSamples) -> ScoredSamples:
+    return ScoredSamples(*(np.concatenate(fields) for fields in zip(*parts, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def scale() -> Scale:
+    random = np.random.default_rng(1)
+    return Scale(joined(text(random, 800), text(random, 400, 1)))
+
+
+def named(scale: Scale, suspects: ScoredSamples, error: float = 0.1) -> np.ndarray:
+    alone = np.zeros(suspects.z.shape, dtype=bool)
+    return judge(scale, suspects, alone, error, SIGNIFICANCE, INNOCENT).guilty
+
+
+@pytest.mark.quick("12-20-5.0")
+@pytest.mark.parametrize(
+    ("bad", "clean", "z"), [(40, 24, 2.0), (40, 24, 5.0), (40, 120, 3.0), (12, 20, 3.5), (12, 20, 5.0)]
+)
+def test_many_moderately_bad_samples_are_named_and_hardly_an_innocent_one(
+    scale: Scale, bad: int, clean: int, z: float
+) -> None:
+    missed = innocent = 0
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        suspects = joined(other(random, bad, z), text(random, clean // 2), text(random, clean // 2, 1))
+        guilty = named(scale, suspects)
+        missed, innocent = missed + (~guilty[:bad]).sum(), innocent + guilty[bad:].sum()
+    # A dozen say less of what they have in common.
+    assert missed <= (0 if bad == 40 else 0.1 * 5 * bad) and innocent <= INNOCENT * 5 * bad
+
+
+@pytest.mark.quick("0.0")
+@pytest.mark.parametrize("z", [-1.5, 0.0, 3.0])
+def test_easy_text_that_is_alike_is_named_where_its_gradient_accuses_it(scale: Scale, z: float) -> None:
+    """Whatever its losses are; innocent ones of the accused batches are acquitted, the like of the others not."""
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        suspects = joined(other(random, 36, z), text(random, 28))
+        judged = judge_alike(scale, suspects, np.arange(64) >= 12, INNOCENT)
+        assert judged.guilty[:36].sum() >= 34 and judged.guilty[36:].sum() <= 2
+        far = joined(other(random, 16, z), text(random, 200))
+        assert judged.score is not None
+        bad = judged.score.of(far) >= judged.bar
+        assert bad[:16].sum() >= 14 and bad[16:].sum() <= 3
+
+
+@pytest.mark.slow
+def test_what_is_not_alike_is_not_named_whatever_its_gradient_says(scale: Scale) -> None:
+    found = 0
+    for seed in range(100):
+        suspects = text(np.random.default_rng(seed), (16, 32, 64)[seed % 3])
+        found += judge_alike(scale, suspects, np.ones(suspects.z.shape, bool), INNOCENT).guilty.any()
+    assert found <= 3
+
+
+def test_a_few_that_are_alike_are_no_crowd(scale: Scale) -> None:
+    random = np.random.default_rng(0)
+    suspects = joined(other(random, 4, 0.0), text(random, 28))
+    assert not judge_alike(scale, suspects, np.ones(32, bool), INNOCENT).guilty.any()
+    nobody = judge_alike(scale, suspects, np.zeros(32, bool), INNOCENT)
+    assert not nobody.guilty.any() and nobody.score is None
+    unknown = other(random, 32, 3.0, corpus=2)
+    assert not judge_alike(scale, unknown, np.ones(32, bool), INNOCENT).guilty.any()
+
+
+@pytest.mark.slow
+def test_windows_of_harmless_samples_convict_nobody(scale: Scale) -> None:
+    """100 windows of 32 to 128: at the stated 0.1 % none is expected."""
+    found = 0
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        found += named(scale, text(random, (32, 64, 128)[seed % 3])).any()
+    assert found <= 1
+
+
+def test_what_all_share_is_no_guilt_where_it_is_the_error_of_the_measure(scale: Scale) -> None:
+    """A centre that is off by 0.3 makes every sample look worse, harmless ones, too."""
+    random = np.random.default_rng(0)
+    clean = text(random, 128)
+    shifted = clean._replace(z=clean.z + 0.3)
+    assert not named(scale, shifted, error=0.15).any()
+
+
+def test_hard_words_are_harmless(scale: Scale) -> None:
+    """Twice as rare words explain a z of 1.5 above the others; without them it is a crowd."""
+    random = np.random.default_rng(0)
+    easy = text(random, 64)
+    assert not named(scale, text(random, 64, hard=1.1)).any()
+    assert named(scale, easy._replace(z=easy.z + 4.0)).any()
+
+
+def test_of_a_corpus_of_which_little_is_known_nobody_is_named(scale: Scale) -> None:
+    random = np.random.default_rng(0)
+    assert not named(scale, other(random, 40, 5.0, corpus=2)).any()
+
+
+@pytest.mark.slow
+def test_the_group_test_keeps_its_error_rate() -> None:
+    """p of harmless groups is uniform: below 5 % in a twentieth of them."""
+    random = np.random.default_rng(0)
+    harmless = random.standard_t(4, 2000)
+    p = np.array([group_test(random.standard_t(4, 48), harmless, 0.0) for _ in range(300)])
+    assert 0.02 <= (p <= 0.05).mean() <= 0.09 and (p <= 0.001).mean() <= 0.01
+    assert group_test(random.standard_t(4, 48) + 1.0, harmless, 0.0) == 1e-4
+    assert group_test(random.standard_t(4, 48) + 1.0, harmless, 1.0) > 0.05
+
+
+def test_a_crowd_keeps_its_false_discovery_rate() -> None:
+    random = np.random.default_rng(0)
+    shares = []
+    for _ in range(200):
+        harmless = random.normal(0, 1, 600)
+        suspects = np.concatenate([random.normal(3.0, 1, 40), random.normal(0, 1, 60)])
+        guilty = crowd(suspects, harmless, INNOCENT)
+        shares.append(guilty[40:].sum() / max(1, guilty.sum()))
+    assert np.mean(shares) <= 1.5 * INNOCENT

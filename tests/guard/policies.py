@@ -1,0 +1,52 @@
+"""Findings for a policy, and incidents as a run would meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from megastable.config.stability import PolicyConfig
+from megastable.guard.actions import Action, Cause, Remedy
+from megastable.guard.policy import Policy
+from megastable.guard.signals import Finding, Verdict
+
+CONFIG = PolicyConfig()
+VERDICTS = st.sampled_from(list(Verdict))
+SURE = {Cause.DATA: 3.0, Cause.STATE: 2.0, Cause.LEARNING_RATE: 2.0}  # of a test with power
+
+
+def seen(step: int, verdict: Verdict = Verdict.HEALTHY, severity: float = 2.0, **more: object) -> Finding:
+    healthy = verdict is Verdict.HEALTHY
+    fields = {"onset": step, "reason": f"{verdict} at {step}", "on_trend": healthy} | more
+    return Finding(step=step, verdict=verdict, severity=0.0 if healthy else severity, **fields)  # type: ignore[arg-type]
+
+
+def run(policy: Policy, findings: list[Finding], oldest: int | None = 0) -> list[Action]:
+    return [policy.decide(finding, oldest).action for finding in findings]
+
+
+def trip(
+    policy: Policy,
+    step: int,
+    cause: Cause,
+    corpus: str = "a",
+    may_swap: bool = False,
+    odds: float | None = None,
+    bad: Sequence[int] = (),
+) -> Action:
+    """A spike, and the remedy for its cause as it was found out; by default by a test with power."""
+    decision = policy.decide(seen(step, Verdict.SPIKE), 0)
+    if decision.action is not Action.REWIND:
+        return decision.action
+    odds = SURE.get(cause, 0.0) if odds is None else odds
+    return policy.remedy(cause, step, corpus, may_swap, odds, bad).action
+
+
+def trip_and_try(
+    policy: Policy, step: int, name: str, good_rate: float | None = None, rate: float | None = None
+) -> Remedy:
+    """A spike, and a remedy whose branch won."""
+    assert policy.decide(seen(step, Verdict.SPIKE), 0).action is Action.REWIND
+    offers = {offer.name: offer for offer in policy.offer_remedies(step, good_rate, rate)}
+    return policy.adopt(offers[name], "it won")

@@ -1,0 +1,117 @@
+"""What is done about healthy runs: nothing, whatever their noise. `tools/bench.py noise` has the long ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.noise import FAULTS, KINDS, Delays, autoregressive, count, delays, healthy
+from megastable.config.stability import StabilityConfig
+from megastable.guard.actions import Action
+from megastable.guard.backtest import Recorded, simulate
+from megastable.guard.scatter import LENGTH, Scatter
+from tests.guard import traces
+
+CONFIG = StabilityConfig()
+STEPS = 4000
+
+
+@pytest.mark.quick("bursts-True", "ar-0.7-True")
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize(
+    "kind", ["ar-0.7", "levels-20", "levels-200", "heteroscedastic", "bursts", "changes", "changes-ar-0.4"]
+)
+def test_next_to_nothing_is_done_in_a_healthy_run(kind: str, norms: bool) -> None:
+    found = count(kind, STEPS, [1], CONFIG, norms)
+    assert found.irreversible == 0
+    assert found.rewinds <= 1 and found.discards <= 2
+
+
+@pytest.mark.slow
+def test_noise_that_grows_wider_is_no_spike_where_no_norm_tells() -> None:
+    """Before the scatter of late was asked, there were 4 rewinds in these 20,000 steps."""
+    found = count("bursts", 10_000, [1, 2], CONFIG, norms=False)
+    assert found.rewinds == 0
+
+
+@pytest.mark.quick("bursts-1*")
+@pytest.mark.parametrize(
+    ("kind", "seed", "step", "norms"),
+    [
+        ("bursts", 1, 6008, False),  # noise reaches as far down as up
+        ("bursts", 3, 7815, False),
+        ("changes-ar-0.4", 1, 13232, True),  # a level in two steps is no climb
+        ("changes-ar-0.4", 3, 15802, True),  # up once, then down to another level is no swing
+    ],
+)
+def test_noise_that_was_taken_for_a_fault_is_none(kind: str, seed: int, step: int, norms: bool) -> None:
+    """Each was a rewind at that step of 19,200."""
+    around = islice(healthy(kind, 19_200, seed, norms), step - 1200, step + 8)
+    assert {judged.action for judged in simulate(around, CONFIG)} == {Action.APPLY}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_hard_batches_where_no_norm_tells_are_no_spike(seed: int) -> None:
+    run = replace(traces.plus(traces.healthy(520, seed), 500, np.full(2, 0.21)), norm=None)
+    rows = [Recorded(s.step, s.loss) for s in run]
+    assert Action.REWIND not in {judged.action for judged in simulate(rows, CONFIG)}
+
+
+@pytest.mark.quick("True")
+@pytest.mark.parametrize("norms", [True, False])
+def test_planted_faults_are_acted_on_in_time(norms: bool) -> None:
+    """What is done about noise is only half: whoever does nothing raises no false alarm."""
+    for kind in ("white", "student-t3"):
+        found = {d.fault: d for d in delays(kind, 6, 1, CONFIG, norms)}
+        assert set(found) == set(FAULTS) and all(d.planted == 6 for d in found.values())
+        assert found["spike-10"].in_time == found["spike-20"].in_time == 6
+        assert found["climb-0.25"].in_time >= 5
+        assert found["spike-6"].in_time >= (6 if norms else 3)
+
+
+def test_a_delay_is_that_of_half_of_all_that_were_planted() -> None:
+    assert Delays("white", "spike", 4, 1, [3]).median is None
+    assert Delays("white", "spike", 4, 2, [3, 5, 9]).median == 9
+
+
+@pytest.mark.slow
+def test_a_lower_rate_of_false_alarms_lets_more_pass() -> None:
+    """What is let pass at all was an alarm of the loss alone."""
+    alarms = []
+    for rate in (100.0, 1.0, 0.01):
+        config = StabilityConfig.model_validate({"detector": {"false_alarms": rate}})
+        found = count("ar-0.6", STEPS, [1], config)
+        alarms.append(found.rewinds + found.watched)
+    assert alarms[0] >= alarms[1] >= alarms[2] and alarms[0] > alarms[2]
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.4, 0.7])
+def test_the_long_run_variance_is_measured(rho: float) -> None:
+    """Of an autoregression, up to the lags that an average reaches."""
+    kept = 1.0 - 2.0 / (LENGTH + 1)
+    expected = (1 + kept * rho) / (1 - kept * rho)
+    scatter = Scatter()
+    for value in autoregressive(rho)(20_000, np.random.default_rng(0)):
+        scatter.add(float(value), 10_000)
+    assert scatter.factor(1.0, 100.0) == pytest.approx(math.sqrt(expected), rel=0.1)
+
+
+@given(st.lists(st.floats(allow_nan=False), max_size=60))
+def test_a_factor_is_one_at_least_and_no_residual_breaks_it(residuals: list[float]) -> None:
+    scatter = Scatter()
+    for value in residuals:
+        scatter.add(value, 1000)
+    assert 1.0 <= scatter.factor(2.5, 3.0) <= 3.0
+    assert Scatter.model_validate_json(scatter.model_dump_json()) == scatter
+
+
+def test_every_kind_is_drawn_alike_for_a_seed() -> None:
+    for draw in KINDS.values():
+        one, other = (draw(50, np.random.default_rng(3)) for _ in range(2))
+        assert one.shape == (50,) and np.array_equal(one, other)

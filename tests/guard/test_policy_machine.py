@@ -1,0 +1,169 @@
+"""Any run at all: budgets hold, nothing finite ends it, a remedy is what was offered, limits can be lifted."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from megastable.config.stability import PolicyConfig
+from megastable.guard import learning_rate_limits
+from megastable.guard.actions import Action, Cause, Decision
+from megastable.guard.policy import SUSPICION, Policy
+from megastable.guard.policy_state import PolicyState
+from megastable.guard.signals import Verdict
+from tests.guard.policies import VERDICTS, seen
+from tests.tiers import examples
+
+BY_EXAMINATION = Cause.STATE, Cause.DATA, Cause.HARDWARE, Cause.NUMERICS
+RATES = st.sampled_from([1e-3, 1.5e-3, 1e-2])
+ODDS = st.sampled_from([0.0, 0.5, 2.0, 4.0])
+
+
+class Ladder(RuleBasedStateMachine):
+    """A run as the training loop drives it; its twin is saved and loaded again and again."""
+
+    config = PolicyConfig(
+        rewinds=5, data_rewinds=7, handovers=2, cuts=3, cut_rest=30, fallbacks=2, fp8_rest=20, budget_window=300,
+        verify_steps=10, recur_steps=50,
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.other = Policy(self.config, None, True), Policy(self.config, None, True)
+        self.step, self.refused = 0, list[int]()
+
+    def both(self, act):  # type: ignore[no-untyped-def]
+        one = act(self.policy)
+        assert one == act(self.other) and self.policy.state == self.other.state
+        return one
+
+    @rule(
+        count=st.integers(1, 50),
+        on_trend=st.booleans(),
+        verdict=VERDICTS,
+        oldest=st.none() | st.just(0),
+        cause=st.sampled_from([*BY_EXAMINATION, Cause.LEARNING_RATE]),
+        odds=ODDS,
+        good_rate=st.none() | RATES,
+        rate=st.none() | RATES,
+        checkpoint=st.booleans(),
+    )
+    def steps(
+        self, count: int, on_trend: bool, verdict: Verdict, oldest: int | None, cause: Cause, odds: float,
+        good_rate: float | None, rate: float | None, checkpoint: bool,
+    ) -> None:  # fmt: skip
+        """Healthy ones, then one that is not, and what follows."""
+        for _ in range(count):
+            self.step += 1
+            decision = self.both(lambda p: p.decide(seen(self.step, on_trend=on_trend), oldest))
+            if decision.applies:
+                self.relax(decision, 1e-3)
+            if self.acted(decision, cause, (odds, good_rate, rate), checkpoint):
+                return
+        self.step += 1
+        decision = self.both(lambda p: p.decide(seen(self.step, verdict), oldest))
+        self.acted(decision, cause, (odds, good_rate, rate), checkpoint)
+
+    def relax(self, decision: Decision, scheduled: float) -> None:
+        self.both(lambda p: p.relax(decision.finding, self.step, scheduled))
+
+    def acted(
+        self,
+        decision: Decision,
+        cause: Cause,
+        found: tuple[float, float | None, float | None],
+        checkpoint: bool,
+    ) -> bool:
+        """Carry out a decision as recovery does; whether the run went back."""
+        p = self.policy
+        assert decision.applies <= (decision.finding.verdict is not Verdict.NON_FINITE)
+        if decision.action is Action.DISCARD and decision.finding.verdict is Verdict.OUTLIER:
+            self.refused = [
+                s for s in self.refused if decision.finding.step - s < SUSPICION and s < self.step
+            ]
+            self.refused.append(self.step)
+            assert len(self.refused) < self.config.discards + self.config.non_finite
+        if decision.action is Action.REWIND:
+            limits, (odds, *rates) = sum(limit.times for limit in p.state.limits), found
+            offered = [offer.name for offer in p.offer_remedies(self.step, *rates)]
+            if cause is Cause.LEARNING_RATE and offered:
+                name = offered[self.step % len(offered)]
+                remedy = self.both(
+                    lambda p: p.adopt(
+                        {o.name: o for o in p.offer_remedies(self.step, *rates)}[name], "it won"
+                    )
+                )
+                assert p.state.taken[-1].remedy == name
+            else:
+                remedy = self.both(lambda p: p.remedy(cause, self.step, "a", True, odds))
+            assert remedy.action is not Action.STOP
+            if remedy.action is Action.SWAP_CORPUS:
+                guilty = [
+                    t.odds for t in p.state.taken if t.action is Action.REWIND and t.cause is Cause.DATA
+                ]
+                assert sum(guilty) >= self.config.odds_swap and len(guilty) >= self.config.swap_after
+            if remedy.action not in (Action.CUT_LR, Action.CAP_LR):
+                assert sum(limit.times for limit in p.state.limits) == limits
+            if remedy.action is Action.HANDOVER:
+                decision = Decision(Action.HANDOVER, decision.finding, remedy.reason)
+        if decision.action is Action.HANDOVER:
+            if checkpoint:
+                self.both(lambda p: p.handing_over(cause))
+                self.step = max(0, self.step - 20)
+                self.both(lambda p: p.resumed(self.step, self.step))
+                return True
+            decision = self.both(lambda p: p.cannot_hand_over(decision, "no checkpoint"))
+        assert decision.action is not Action.STOP
+        if decision.action.rewinds:
+            self.step, self.refused = max(0, self.step - 7), []
+        return decision.action.rewinds
+
+    @rule()
+    def restart(self) -> None:
+        self.other = Policy(
+            self.config, PolicyState.model_validate_json(self.other.state.model_dump_json()), True
+        )
+        self.both(lambda p: p.resumed(self.step, self.step))
+
+    @precondition(lambda self: any(limit.holds for limit in self.policy.state.limits))
+    @rule()
+    def calm_for_long(self) -> None:
+        """Every limit that is not for good ends, one after the other."""
+        last = [limit for limit in self.policy.state.limits if limit.holds][-1]
+        rest = learning_rate_limits.rest(self.policy.state.limits, last, self.config)
+        for _ in range((rest or 200) + SUSPICION + self.config.verify_steps + 60):
+            self.step += 1
+            decision = self.both(lambda p: p.decide(seen(self.step), 0))
+            self.relax(decision, 1.0)
+        assert last.holds is (rest is None)
+
+    @rule(oldest=st.none() | st.just(0), checkpoint=st.booleans())
+    def damage(self, oldest: int | None, checkpoint: bool) -> None:
+        """The state itself is not finite: back, or at last a stop."""
+        finding = seen(self.step, Verdict.NON_FINITE)
+        decision = self.both(lambda p: p.escalate(finding, "a weight is not finite", oldest))
+        if decision.action is Action.HANDOVER and not checkpoint:
+            decision = self.both(lambda p: p.cannot_hand_over(decision, "no checkpoint", True))
+        assert decision.action in (Action.REWIND, Action.HANDOVER, Action.STOP)
+        if decision.action is Action.STOP:
+            self.policy, self.other = Policy(self.config, None, True), Policy(self.config, None, True)
+            self.step, self.refused = 0, []
+        elif decision.action is Action.REWIND:
+            self.both(lambda p: p.remedy(Cause.HARDWARE, self.step, None, False))
+        else:
+            self.both(lambda p: p.handing_over(Cause.HARDWARE))
+
+    @invariant()
+    def budgets(self) -> None:
+        s, c = self.policy.state, self.config
+        counted = {a: sum(t.action is a for t in s.taken) for a in Action}
+        assert counted[Action.REWIND] <= c.rewinds + c.data_rewinds
+        assert counted[Action.HANDOVER] <= c.handovers
+        assert sum(limit.times for limit in s.limits) <= c.cuts and len(s.fallbacks) <= c.fallbacks
+        assert 0 < self.policy.rate(self.step, 1e-3) <= 1e-3
+        assert s.alert is None or s.watching
+
+
+Ladder.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
+TestLadder = Ladder.TestCase

@@ -1,0 +1,87 @@
+"""When a rise of the probe is more than its usual changes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megastable.guard.probe_trend import KNOWN, LEAST, REST, ProbeTrend, Rise
+
+SAMPLES = np.random.default_rng(1).normal(4.0, 0.6, 32)
+
+
+def falling(looks: int, noise: float = 0.003, seed: int = 0) -> tuple[ProbeTrend, list[Rise | None]]:
+    """A run whose probe falls, looked at every ten steps; each sample by a little more or less."""
+    random, trend = np.random.default_rng(seed), ProbeTrend()
+    found = [
+        trend.judge(10 * look, SAMPLES + 2.0 * math.exp(-look / 8) + random.normal(0, noise, 32))
+        for look in range(1, looks + 1)
+    ]
+    return trend, found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_run_rises_nowhere(seed: int) -> None:
+    assert not any(falling(200, 0.01, seed)[1])
+
+
+@pytest.mark.parametrize("nats", [0.04, 0.3, math.inf, math.nan])
+def test_a_rise_is_seen_at_one_look_and_again_until_it_is_dealt_with(nats: float) -> None:
+    trend, _ = falling(30)
+    known = trend.looks[-1][1]
+    for step in (310, 320):
+        rise = trend.judge(step, known + nats)
+        assert rise is not None and (rise.before, rise.step) == (300, step)
+        assert LEAST <= rise.limit < 0.04 and "from step 300" in rise.reason
+    trend.rewind(299)
+    assert trend.looks[-1][0] == 290
+    assert trend.judge(300, known) is None
+
+
+def test_one_sample_is_no_rise() -> None:
+    trend, _ = falling(30)
+    assert trend.judge(310, trend.looks[-1][1] + np.where(np.arange(32) == 3, 2.0, 0.0)) is None
+
+
+def test_at_the_start_nothing_is_judged() -> None:
+    trend, _ = falling(KNOWN + 2)
+    assert trend.judge(10 * KNOWN + 30, trend.looks[-1][1] + 0.9) is None
+    trend, _ = falling(KNOWN + 3)
+    assert trend.judge(10 * KNOWN + 40, trend.looks[-1][1] + 0.9) is not None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damage_is_seen_while_the_loss_falls_as_fast(seed: int) -> None:
+    """From step 80 to 90 the loss falls by 0.09 nats: damage of as much leaves it where it was."""
+    trend, _ = falling(8, 0.003, seed)
+    before, fallen = trend.looks[-1][1], 2.0 * (math.exp(-1) - math.exp(-9 / 8))
+    rise = trend.judge(90, before - fallen + 0.09)
+    assert rise is not None and abs(rise.change) < 0.02 and rise.nats == pytest.approx(0.09, abs=0.02)
+    assert "more than expected" in rise.reason
+    trend, _ = falling(8, 0.003, seed)
+    assert trend.judge(90, before - fallen + 0.01) is None
+
+
+def test_what_was_no_damage_is_the_level_and_the_next_is_judged_later() -> None:
+    trend, _ = falling(30)
+    known = trend.looks[-1][1]
+    for times in (1, 2):
+        step = trend.looks[-1][0] + 90
+        assert trend.judge(step, known + 0.5 * times) is not None
+        trend.accept(step, known + 0.5 * times)
+        rest = REST * 2**times
+        assert trend.judge(step + rest - 1, known + 2) is None
+        trend.rewind(step)
+        assert trend.judge(step + rest, known + 2) is not None
+    step = trend.looks[-1][0] + 10 * REST * 2**2  # a long time without one
+    trend.accept(step, known + 2)
+    assert trend.judge(step + 2 * REST, known + 4) is not None
+
+
+def test_a_look_that_is_not_finite_is_never_the_level() -> None:
+    trend, _ = falling(30)
+    known = trend.looks[-1][1]
+    trend.accept(310, known + math.inf)
+    assert trend.judge(320, known + 0.3) is not None

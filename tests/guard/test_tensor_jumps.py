@@ -1,0 +1,100 @@
+"""When the norm of a tensor moves as no update moves it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megastable.guard.tensor_jumps import FASTER, KNOWN, TensorJump, TensorNorms, TensorPaces
+
+BETA2, EVERY = 0.95, 25
+
+
+def looked_at(
+    looks: int, beta2: float | None = BETA2, seed: int = 0
+) -> tuple[TensorPaces, dict[str, TensorNorms]]:
+    """A healthy run: tensors grow at their own paces, second moments scatter and fall. No look is a jump."""
+    random, paces = np.random.default_rng(seed), TensorPaces(beta2)
+    for look in range(looks):
+        norms = {
+            f"blocks.{i}.weight": TensorNorms(
+                5 + (1 + i) * (1 - math.exp(-look / 10)) * random.uniform(0.9, 1.1),
+                math.exp(-0.02 * look + random.normal(0, 0.2)),
+            )
+            for i in range(4)
+        }
+        assert paces.judge(EVERY * look, 0.1 * look, EVERY * look, norms) is None
+    return paces, norms
+
+
+def judge(
+    paces: TensorPaces, looks: int, norms: dict[str, TensorNorms], updates: int = EVERY
+) -> TensorJump | None:
+    return paces.judge(EVERY * looks, 0.1 * looks, EVERY * (looks - 1) + updates, norms)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_run_has_no_jump(seed: int) -> None:
+    looked_at(200, seed=seed)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 3.0, math.inf, math.nan])
+def test_weights_that_jump_are_named_until_that_is_dealt_with(factor: float) -> None:
+    paces, norms = looked_at(20)
+    name = "blocks.2.weight"
+    spoilt = norms | {name: norms[name]._replace(weight=factor * norms[name].weight)}
+    for _ in range(2):
+        jump = judge(paces, 20, spoilt)
+        assert jump is not None and (jump.tensor, jump.kind, jump.before, jump.step) == (
+            name,
+            "weight",
+            475,
+            500,
+        )
+        assert f"weights of {name}" in jump.reason and f"{FASTER:g} times as fast" in jump.reason
+    assert not jump.is_repeated(norms)
+    if math.isfinite(factor):
+        assert jump.is_repeated(spoilt)
+    paces.accept(500, 2.0, 500, norms)
+    assert judge(paces, 21, norms) is None
+
+
+def test_second_moments_forget_no_faster_than_they_can() -> None:
+    paces, norms = looked_at(20)
+    name = "blocks.1.weight"
+    was = norms[name].second_moment
+    assert was is not None
+    slow = norms | {name: norms[name]._replace(second_moment=was * BETA2**EVERY)}
+    assert judge(paces, 20, slow) is None
+    paces, norms = looked_at(20)
+    shrunk = norms | {name: norms[name]._replace(second_moment=0.01 * was)}
+    assert judge(paces, 20, shrunk, updates=EVERY * 10) is None  # so many updates may have forgotten that
+    paces, norms = looked_at(20)
+    jump = judge(paces, 20, norms | {name: norms[name]._replace(second_moment=0.01 * was)}, updates=5)
+    assert jump is not None and jump.kind == "second_moment" and "faster than they can forget" in jump.reason
+    grown = norms | {name: norms[name]._replace(second_moment=1e6 * was)}
+    assert judge(looked_at(20)[0], 20, grown) is None  # one gradient can do that
+    assert judge(looked_at(20, None)[0], 20, shrunk, updates=5) is None
+
+
+def test_nothing_is_judged_before_a_pace_is_known_nor_without_updates() -> None:
+    for looks, seen in ((KNOWN, False), (KNOWN + 1, True)):
+        paces, norms = looked_at(looks)
+        spoilt = {name: n._replace(weight=10 * n.weight) for name, n in norms.items()}
+        assert (judge(paces, looks, spoilt) is not None) == seen
+    paces, norms = looked_at(20)
+    spoilt = {name: n._replace(weight=10 * n.weight) for name, n in norms.items()}
+    assert paces.judge(500, 1.9, EVERY * 19, spoilt) is None
+
+
+def test_after_a_rewind_the_next_look_begins_again() -> None:
+    paces, norms = looked_at(20)
+    paces.rewind(450)
+    spoilt = {name: n._replace(weight=10 * n.weight) for name, n in norms.items()}
+    assert judge(paces, 20, spoilt) is None
+    paces.rewind(500)
+    assert (
+        judge(paces, 21, {name: n._replace(weight=20 * n.weight) for name, n in spoilt.items()}) is not None
+    )

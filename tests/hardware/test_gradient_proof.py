@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.hardware.gradient_proof import Digest, alike, causes, difference, prove
+
+
+def digest(sample: int, times: float = 1.0) -> Digest:
+    """Of a gradient of two slices, which a sample decides, times a number."""
+    checks = 3.0 + sample, 1.0 - 2 * sample
+    squares = 20.0 + sample, 30.0
+    return Digest(tuple(times * x for x in checks), tuple(times**2 * x for x in squares))
+
+
+def told(groups: list[list[int]], shift: int, turns: int) -> dict[int, list[Digest]]:
+    """On sound hardware: what is computed depends on the samples, and on the part of the model."""
+    found = {}
+    for part, ranks in enumerate(groups):
+        for d, rank in enumerate(ranks):
+            samples = [d, d, *((d + turn * shift) % len(ranks) for turn in range(1, turns + 1))]
+            found[rank] = [digest(100 * part + sample) for sample in samples]
+    return found
+
+
+LAYOUTS = [
+    ([[0, 1]], 1, 1),
+    ([[0, 1, 2]], 1, 2),
+    ([[0, 2, 4, 6], [1, 3, 5, 7]], 1, 2),
+    ([[0, 1, 2, 3]], 2, 1),
+]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("groups", "shift", "turns"), LAYOUTS)
+def test_sound_hardware_is_not_blamed(groups: list[list[int]], shift: int, turns: int, exact: bool) -> None:
+    assert prove(told(groups, shift, turns), groups, shift, exact) is None
+
+
+@given(st.sampled_from(LAYOUTS), st.integers(0, 7), st.sampled_from([-1.0, 3.0, 0.0, 1 + 2**-30]))
+def test_what_is_not_repeated_was_by_chance(
+    layout: tuple[list[list[int]], int, int], wrong: int, times: float
+) -> None:
+    groups, shift, turns = layout
+    held = told(groups, shift, turns)
+    rank = sorted(held)[wrong % len(held)]
+    checks, squares, *_ = held[rank][0]
+    held[rank][0] = Digest(tuple(times * x for x in checks), tuple(times**2 * x for x in squares))
+    proof = prove(held, groups, shift, exact=True)
+    assert proof is not None and proof[:3] == ((rank,), True, False)
+    assert {-1.0: "negated", 3.0: "scaled by 3", 0.0: "zero"}.get(times, "scaled by 1") == proof.what
+
+
+@pytest.mark.parametrize("own_only", [True, False])
+@pytest.mark.parametrize(("groups", "shift", "turns"), LAYOUTS)
+def test_a_third_result_tells_who_is_always_wrong(
+    groups: list[list[int]], shift: int, turns: int, own_only: bool
+) -> None:
+    """own_only: the chip is wrong on these samples alone."""
+    for rank in sorted(told(groups, shift, turns)):
+        held = told(groups, shift, turns)
+        mine = held[rank]
+        for i in range(2 if own_only else len(mine)):
+            mine[i] = mine[i]._replace(checks=tuple(-x for x in mine[i].checks))
+        proof = prove(held, groups, shift, exact=True)
+        assert proof is not None and proof.lasting
+        if turns == 2:
+            assert (proof.ranks, proof.proven, proof.what) == ((rank,), True, "negated")
+        else:
+            assert rank in proof.ranks and not proof.proven
+
+
+def test_kernels_that_sum_in_any_order_are_alike_within_a_bound() -> None:
+    near = Digest(tuple(x * 1.001 for x in digest(1)[0]), tuple(x * 1.002 for x in digest(1)[1]))
+    assert alike(digest(1), near, exact=False) and not alike(digest(1), near, exact=True)
+    assert not alike(digest(1), digest(1, -1.0), exact=False) and not alike(
+        digest(1), digest(1, 3.0), exact=False
+    )
+    assert difference(digest(1), digest(2)) == "another gradient"
+
+
+def test_bits_decide_where_there_are_any() -> None:
+    one, same, other = (digest(1)._replace(bits=bits) for bits in ((7, 8), (7, 8), (7, 9)))
+    assert alike(one, same, exact=True) and not alike(one, other, exact=True)
+    assert alike(one, other, exact=False)
+
+
+def test_another_kind_of_device_rounds_differently() -> None:
+    one, other = digest(1), digest(1, 1 + 1e-6)
+    assert not alike(one, other, exact=True)
+    assert alike(one, other._replace(maker=1), exact=True)
+    assert not alike(one, digest(1, -1.0)._replace(maker=1), exact=True)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_gradient_that_is_not_finite_twice_is_alike(exact: bool) -> None:
+    """In fp16 a scaled gradient may overflow."""
+    one, other = (Digest((float("nan"),), (float("inf"),), bits=(1,)) for _ in range(2))
+    assert alike(one, other, exact)
+    assert not alike(one, digest(1)._replace(bits=(2,)), exact)
+
+
+NONE: frozenset[int] = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("changed", "moved", "tied", "found"),
+    [
+        ([1], [NONE, NONE, NONE], False, (1,)),  # its own gradient alone
+        ([0, 1, 2], [{1}, {2, 0}, {1}], False, (0,)),  # what it sent on changed all that came after
+        ([0, 1, 2], [NONE, {2, 0}, {1}], False, (1,)),
+        ([0, 1, 2], [NONE, {0}, {1}], False, (2,)),  # the loss
+        (
+            [0],
+            [NONE, {0}, NONE],
+            False,
+            (1,),
+        ),  # the gradient of what it received, which its own has no part in
+        ([0, 2], [NONE, {0}, NONE], False, (1, 2)),  # the last stage's is no consequence of that
+        ([0, 2], [NONE, {0}, NONE], True, (1,)),  # but if it has the first one's in it
+        ([0, 2], [NONE, NONE, NONE], True, (0, 2)),
+    ],
+)
+def test_the_cause_is_told_from_its_consequences(
+    changed: list[int], moved: list[set[int]], tied: bool, found: tuple[int, ...]
+) -> None:
+    assert causes(changed, [[0, 1, 2]], moved, tied) == found
+
+
+def test_each_pipeline_has_a_cause_of_its_own() -> None:
+    moved = [NONE, NONE, {0}, NONE]
+    assert causes([0, 3], [[0, 2], [1, 3]], moved, False) == (2, 3)
