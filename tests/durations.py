@@ -37,6 +37,9 @@ ALLOWED: dict[str, str] = {
     "tests/optim/test_clipping.py::test_ten_steps": _SHARED,
     "tests/parallel/test_choices.py::test_ten_steps": _SHARED,
     "tests/attribution/test_sample_replay.py::fixtures": _SHARED,
+    "tests/recovery/test_replay_trials.py::test_a_death_in_a_trial_leaves_the_run_as_it_was": (
+        "three runs: one that dies in a trial, its resume, and one that does not die"
+    ),
     "tests/checkpoint/test_plain.py::fixtures": _SHARED,
     "tests/convert/foreign/test_deepspeed.py::fixtures": _SHARED,
     "tests/cluster/test_hosts.py::test_a_host_that_lost_its_processes_is_named_at_once_and_not_begun_anew": _END_TO_END,

@@ -193,11 +193,9 @@ def straight(easy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "pp2"])
-def test_spoilt_weights_are_undone_and_the_window_is_read_later(
-    name: str, easy: Path, tmp_path: Path
-) -> None:
-    """Nothing is lost; and the run ends with the bytes of one whose order had the exchange from the start."""
-    run, told = tmp_path / "run", tmp_path / "told"
+def test_spoilt_weights_are_undone_and_nothing_is_put_off(name: str, easy: Path, tmp_path: Path) -> None:
+    """The run ends with the bytes of one without the fault."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
     world, parts = LAYOUTS[name]
     parts = parts | {"stability": {"policy": {"recur_steps": 12, "verify_steps": 6}}}
     for end in run_ranks(world, spoil, recipe(easy, run, **parts), "weights", [32]):
@@ -208,24 +206,11 @@ def test_spoilt_weights_are_undone_and_the_window_is_read_later(
     # The state after step 31 is spoilt already; that after step 30 is good.
     assert {e["step"] for e in RunDirectory(run).events(SnapshotRejected)} <= {31}
     assert incident["steps_lost"] <= 5
-    count = 8 * (incident["step"] - incident["onset"] + 1)
-    assert incident["positions"] == [] and not (run / "skips.jsonl").exists()
-    assert [sum(b - a for a, b in incident[of]) for of in ("deferred", "returns")] == [count, count]
-    assert incident["returns"][0][0] >= incident["deferred"][-1][1] + 12 * 8
-
-    told.mkdir()
-    (told / "blends.jsonl").write_bytes((run / "blends.jsonl").read_bytes())
-    assert run_ranks(world, train, recipe(easy, told, **parts)) == [(0, "")] * world
-    assert incidents(told) == [] and identical(
-        run / f"checkpoints/step-{STEPS}", told / f"checkpoints/step-{STEPS}"
-    )
-    (run / "recipe.yaml").write_bytes((told / "recipe.yaml").read_bytes())  # which `spoil` does not write
-    assert samples_of(run) == samples_of(told) != sorted(samples_of(run))
-    config = recipe(easy, told)
-    wanted = open_corpora(config.data.corpora, 32, config.run.seed).train.order.locate(range(8 * STEPS))
-    assert sorted(samples_of(run)) == sorted(
-        zip(wanted.epoch.tolist(), wanted.sequence.tolist(), strict=True)
-    )
+    assert incident["positions"] == [] == incident["deferred"]
+    assert not (run / "skips.jsonl").exists()
+    assert run_ranks(world, train, recipe(easy, plain, **parts)) == [(0, "")] * world
+    checkpoint = f"checkpoints/step-{STEPS}"
+    assert incidents(plain) == [] and identical(run / checkpoint, plain / checkpoint) >= 3
 
 
 def samples_of(run: Path) -> list[tuple[int, int]]:
@@ -252,7 +237,7 @@ def test_what_comes_back_at_the_same_place_is_undone_twice_and_then_trained_thro
     (end,) = run_ranks(1, spoil, config, "weights", [32], times)
     (incident, *_) = incidents(run)
     assert end["code"] == 0 and end["factor"] == 1
-    assert incident["actions"] == ["rewind", "rewind", *["alert"] * (times == 3)]
+    assert incident["actions"][:3] == ["rewind", "rewind", *["alert"] * (times == 3)]
     assert incident["cause"] == "state" or times == 3
     assert not list(RunDirectory(run).events(RateCut))
 
@@ -351,7 +336,8 @@ def test_hardware_is_told_without_a_rewind_point(
     (told,) = incidents(run, "handed over")
     assert told["summary"]["cause"] == cause
     assert ("no snapshot is good" in end["message"]) == damaged
-    assert ("hardware" in end["message"]) == (cause == "hardware")
+    message = end["message"].replace(str(tmp_path), "")
+    assert ("hardware" in message) == (cause == "hardware")
     assert told["summary"]["positions"] == [] and not (run / "skips.jsonl").exists()
     assert bool(told["summary"]["deferred"]) == (cause == "unknown")
 

@@ -70,7 +70,8 @@ def test_half_of_the_samples_are_held_out_and_half_of_the_places_stay(n: int) ->
         ("noise", 400, 2.0, True),
         ("noise", 400, 4.0, True),
         ("noise", 40, 2.0, True),
-        ("noise", 40, 4.0, False),
+        ("noise", 40, 4.0, True),
+        ("noise", 40, 6.6, False),
         ("noise", 400, 6.9, False),
     ],
 )
@@ -78,4 +79,6 @@ def test_what_does_no_harm_is_given_back_unless_a_low_rate_may_hide_it(
     verdict: str, count: int, loss: float, given_back: bool
 ) -> None:
     trial = HarmTrial(TrialVerdict(verdict), 0.0, 0.1, math.nan, math.nan, count, 16, False, False)
-    assert is_given_back(trial, np.full(count, loss), np.linspace(1.0, 3.0, 64), 1000) is given_back
+    given = trial, np.full(count, loss), np.linspace(1.0, 3.0, 64), 1000
+    assert is_given_back(*given, share=0.5) is given_back
+    assert is_given_back(*given, share=0.1) is (verdict == "new")
