@@ -26,11 +26,10 @@ from megastable.forensics.court.offline_run import (
 )
 from megastable.forensics.court.verdict import BranchOutcome, CourtVerdict, judge_branches
 from megastable.forensics.history import History
+from megastable.recovery.replay_trials import COMING, FARTHEST
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-COMING = 64  # samples of the data to come that branches are compared on
-FARTHEST = 256  # batches ahead from which they are taken
 SEARCHED = 4  # times as many positions as fillers are wanted, in which these are searched
 
 
