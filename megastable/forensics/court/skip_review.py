@@ -21,7 +21,7 @@ from megastable.base.progress_bar import Bar
 from megastable.checkpoint.store import step_of
 from megastable.data.documents import documents_at
 from megastable.data.skip_ledger import append_all, released
-from megastable.forensics.court.hold_court import COMING, FARTHEST, choose_coming
+from megastable.forensics.court.hold_court import choose_coming
 from megastable.forensics.court.offline_run import (
     OfflineRun,
     find_checkpoint,
@@ -38,6 +38,7 @@ from megastable.forensics.court.skip_groups import (
     put_first,
 )
 from megastable.forensics.history import History
+from megastable.recovery.replay_trials import COMING, FARTHEST
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import SkipsGivenBack
 from megastable.run.log import RunLog
