@@ -148,9 +148,10 @@ class Policy:
         """So many were taken away."""
         self.state.untried.append((self.state.clock, count))
 
-    def escalate(self, finding: Finding, reason: str, oldest: int | None) -> Decision:
-        """A discarded update that turned out to be worse: the state itself is not finite."""
-        return self._climb(finding, reason, oldest, damaged=True)
+    def escalate(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = True) -> Decision:
+        """A discarded update that turned out to be worse: the state itself is not finite, or hardware lied. damaged:
+        the state cannot be trained on."""
+        return self._climb(finding, reason, oldest, damaged)
 
     def may_look_back(self, step: int, onset: int, oldest: int | None) -> bool:
         """Whether steps from `onset` up to `step` may be examined on an earlier state, and undone if samples are

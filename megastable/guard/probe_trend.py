@@ -17,7 +17,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 LEAST = 0.03  # nats by which the mean loss must lie above what was to be expected
-SURE = 4.0  # standard errors, and usual scatters of these differences
+# Usual scatters of these differences, and standard errors over the samples, beyond which one is clear: a trial decides.
+SURE, ERRORS = 4.0, 3.0
 KNOWN, NEWEST = 3, 16  # differences that tell their scatter: at least, and at most
 APART = 5  # steps between looks that tell how fast the loss falls, at least
 # Steps without a judgement after a rise that was no damage, twice as many each time it happens again.
@@ -65,7 +66,7 @@ class ProbeTrend:
         expected = self.expect(step)
         if expected is not None:
             unit = LEAST / SURE + abs(expected)
-            limit = max(LEAST, SURE * error, unit * self._usual())
+            limit = max(LEAST, ERRORS * error, unit * self._usual())
             if mean - expected > limit and step >= self._rest:
                 return Rise(before, step, mean, mean - expected, limit)
             if math.isfinite(mean):

@@ -480,12 +480,14 @@ class Recovery:
     def rescue(
         self, done: StepResult, damage: str, verdict: Verdict = Verdict.NON_FINITE, onset: int | None = None
     ) -> StepOutcome:
-        """Rewind because the state itself is damaged, since the step `onset` (default: the last one). Raises
-        HandoverError and UnstableError."""
+        """Rewind because the state itself is damaged, since the step `onset` (default: the last one). Where hardware
+        lied in an update that was refused, the state is whole: with the rewinds spent the run goes on, and refuses.
+        Raises HandoverError and UnstableError."""
         state = done.state
         onset = state.step if onset is None else onset
         finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
-        decision = self.guard.policy.escalate(finding, damage, self.points.oldest)
+        damaged = verdict is not Verdict.CORRUPTED or done.applied or not self.points.ring.capacity
+        decision = self.guard.policy.escalate(finding, damage, self.points.oldest, damaged)
         if decision.action.rewinds:
             back = self._rewind(decision, done, damage)
             assert back is not None, "only what the detector suspects is tried"
@@ -493,7 +495,9 @@ class Recovery:
             self._rewind_looks(back.step)
             return StepOutcome(back, rewound=True)
         self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
-        raise self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
+        self.last_resort.conclude(decision, state, Cause.HARDWARE, damaged)
+        assert not damaged, "nothing is left but to end"
+        return StepOutcome(state)
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """The origin of the first non-finite number; not empty if the state already had it."""
