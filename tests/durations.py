@@ -37,6 +37,9 @@ ALLOWED: dict[str, str] = {
     "tests/optim/test_clipping.py::test_ten_steps": _SHARED,
     "tests/parallel/test_choices.py::test_ten_steps": _SHARED,
     "tests/attribution/test_sample_replay.py::fixtures": _SHARED,
+    "tests/forensics/court/test_skip_review.py::test_what_is_new_is_given_back_and_read_by_the_next_start": (
+        "a run, a review with its branches, and the next start"
+    ),
     "tests/recovery/test_replay_trials.py::test_a_death_in_a_trial_leaves_the_run_as_it_was": (
         "three runs: one that dies in a trial, its resume, and one that does not die"
     ),
