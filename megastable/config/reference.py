@@ -127,9 +127,8 @@ def _table(rows: list[dict[str, str]]) -> str:
 def _linked(text: str) -> str:
     text = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
     text = re.sub(r"(?<![\w/])docs/([\w-]+\.md)", r"[\1](\1)", text)
-    return re.sub(
-        r"(?<![\w/])((?:recovery|stability|checkpoint|model)/\w+\.py)", r"[\1](../megastable/\1)", text
-    )
+    rooms = "guard|attribution|hardware|warnings|recovery|checkpoint|model"
+    return re.sub(rf"(?<![\w/])((?:{rooms})/\w+\.py)", r"[\1](../megastable/\1)", text)
 
 
 def _depth(title: str) -> int:

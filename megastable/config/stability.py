@@ -309,8 +309,9 @@ class AttributionConfig(Section):
     behind: NonNegativeInt = 16
     """Steps before the snapshot not used for harmless tails: the region may have begun there. [steps]"""
     region: NonNegativeInt = 40
-    """Time to find the ends of a bad region and its guilty samples; a forward pass of a batch is a third of a step. If
-    likeness separates them, a hundred bad samples are measured, and the rest is inferred. [steps]"""
+    """Time to find the ends of a bad region and its guilty samples; a forward pass of a batch is a third of a step.
+    What does not end in that time is no region, and nobody is convicted. 0: nothing beyond the window is looked
+    at. [steps]"""
 
     @model_validator(mode="before")
     @classmethod

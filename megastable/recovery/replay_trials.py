@@ -217,7 +217,7 @@ class Trials:
             suspects = start.positions
         steps = min(outlook.steps, STEPS // 2 if found.few else STEPS)
         batches = self._next_batches(snapshot, suspects, start.left_out, steps)
-        if sum(np.isin(batch, suspects).any() for batch in batches[-steps:]) == 0:
+        if not any(np.isin(batch, suspects).any() for batch in batches[-steps:]):
             text = f"suspects are not tried: they come more than {LONGEST} steps after the snapshot"
             self.log.emit(Warned(step=start.step, text=text), say=f"WARNING: {text}")
             return None
