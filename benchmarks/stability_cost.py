@@ -37,6 +37,7 @@ from megastable.config import deepspeed_json
 from megastable.config.tree import CorpusConfig, RunConfig
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.loader import Loader, Step
+from megastable.data.skipping import Skipping
 from megastable.data.skips import Skips
 from megastable.engine import distributed, patches
 from megastable.engine.engine import Engine
@@ -50,7 +51,6 @@ from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 from megastable.recovery.probe_watch import EVERY, ProbeWatch
 from megastable.recovery.recovery import Recovery
-from megastable.recovery.skipping import Skipping
 from megastable.recovery.step_result import StepResult
 from megastable.run import directory
 from megastable.run.directory import RunDirectory

@@ -257,7 +257,7 @@ class MemoryCopyConfig(Section):
 
 
 class SnapshotConfig(Section):
-    """Snapshots in host memory (recovery/snapshot.py). A rewind loses half of `interval` on average, at most
+    """Snapshots in host memory (checkpoint/snapshot.py). A rewind loses half of `interval` on average, at most
     `interval` plus the steps until detection; a copy, 12 bytes a parameter, costs about a hundredth of a step."""
 
     interval: NonNegativeInt = 10

@@ -23,19 +23,18 @@ from megastable.base.errors import DataError
 from megastable.base.text import number, plural, ranges
 from megastable.checkpoint.store import RunState, step_of
 from megastable.data.blends import read_blends
-from megastable.data.deferral import Deferral
+from megastable.data.deferral import Deferral, Deferring
 from megastable.data.documents import Document, documents_at
 from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, released, sample_entries
+from megastable.data.skipping import persist
 from megastable.data.skips import Selection, Skips, ranges_of
 from megastable.data.source import Source
+from megastable.data.untold import UntoldSamples, find_untold
 from megastable.guard.actions import Action, Cause, Decision
 from megastable.guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
 from megastable.guard.policy_state import PolicyState
 from megastable.guard.signals import Verdict
-from megastable.recovery.deferring import Deferring
-from megastable.recovery.ledger_story import UntoldSamples, find_untold
-from megastable.recovery.skipping import persist
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
@@ -81,7 +80,8 @@ class IncidentLog:
 
         def look() -> UntoldSamples:
             ledger, lines = Ledger.read(self.run.skips, []), read_blends(self.run.blends)
-            return find_untold(incident, ledger, lines, self.source.order, state.cursor)
+            known = incident.number, incident.positions, incident.deferred
+            return find_untold(*known, ledger, lines, self.source.order, state.cursor)
 
         # As `skip` leaves it: nothing was undone that has to prove itself.
         alone = not self.memory().watching and set(incident.actions) <= {Action.SKIP}

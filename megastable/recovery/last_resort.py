@@ -14,12 +14,12 @@ from megastable.attribution.sample_replay import Trained
 from megastable.base.collectives import first, shared
 from megastable.base.errors import HandoverError, MegastableError, UnstableError
 from megastable.checkpoint import store
+from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.store import RunState
 from megastable.engine.measured import Measured
 from megastable.guard.actions import Action, Cause, Decision
 from megastable.guard.guard import Guard
 from megastable.recovery.incident_log import IncidentLog
-from megastable.recovery.origin import Origin
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
 from megastable.run.log import RunLog

@@ -18,7 +18,7 @@ from megastable.guard.incident import Incident, LeftOutSamples
 from megastable.guard.policy_state import PolicyState
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
-from megastable.run.events.training_events import CheckpointSaved, Training, Unstable
+from megastable.run.events.training_events import Unstable
 from megastable.warnings.signs import SignsState
 from megastable.warnings.trends import TrendsState
 
@@ -86,45 +86,6 @@ def recall(
         if told.summary is not None:
             memory.incident = told.summary if told.summary.outcome in ONGOING else None
     return memory, [*lost, problem] if problem else lost
-
-
-def interrupted(events: Iterable[Event]) -> tuple[int, set[str]] | None:
-    """Leftovers of a rewind that the last process had not put aside when it died: the first undone step, and the
-    checkpoints written after the rewind, which are good.
-
-    events: the journal's "training", "incident" and "checkpoint", in order.
-    """
-    undone, since = None, set[str]()
-    for event in events:
-        what = event.get("what")
-        if isinstance(event, Training) or (what == "closed" and "policy" in event):
-            undone = None
-        elif what == "opened" and "policy" in event:
-            undone, since = event.get("onset"), set()
-        elif what == "rewound" and isinstance(event.get("to_step"), int):
-            undone, since = event["to_step"] + 1, set()
-        elif isinstance(event, CheckpointSaved):
-            since.add(str(event.get("name")))
-    return (undone, since) if isinstance(undone, int) else None
-
-
-def tried(events: Iterable[Event], clock: int, verify_steps: int) -> list[int]:
-    """The steps of checkpoints that processes resumed from after a handover without reaching new ground: none may be
-    resumed from again.
-
-    events: the journal's "handover" and "training", in order. clock: the farthest step by now; steps more than
-    `verify_steps` past the farthest one of a handover are new ground.
-    """
-    steps, barren = list[int](), False
-    for event in events:
-        if isinstance(event, Handover):
-            policy = event.get("policy")
-            then = policy.get("clock") if isinstance(policy, dict) else None
-            barren = isinstance(then, int) and clock - then <= verify_steps
-            steps = steps if barren else []
-        elif barren and isinstance(step := event.get("step"), int) and step:
-            steps.append(step)
-    return steps
 
 
 def _readable(saved: dict[str, Any]) -> tuple[PersistedState, list[str]]:

@@ -16,9 +16,14 @@ import numpy.typing as npt
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.collectives import first, shared
 from megastable.base.errors import MegastableError, UnstableError
+from megastable.checkpoint.origin import Origin
+from megastable.checkpoint.snapshot import Ring
+from megastable.checkpoint.snapshot_budget import NO_SNAPSHOTS
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
+from megastable.data.deferral import Deferring
 from megastable.data.loader import Loader, MicroBatch, Step
+from megastable.data.skipping import Skipping
 from megastable.data.skips import Selection
 from megastable.engine import nan_locator
 from megastable.engine.engine import Engine
@@ -29,21 +34,16 @@ from megastable.guard.signals import Finding, Signals, Verdict
 from megastable.hardware.gradient_watch import Suspicion
 from megastable.hardware.hardware_fault import HardwareFault
 from megastable.hardware.hardware_watch import HardwareWatch
-from megastable.recovery.deferring import Deferring
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort, explain_refusals
 from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.numerics_choice import NumericsChoice
-from megastable.recovery.origin import Origin
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.probe_watch import EVERY, ProbeWatch
 from megastable.recovery.replays import Replays
 from megastable.recovery.rewind_points import Points, budgeted
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.sample_watch import SampleWatch
-from megastable.recovery.skipping import Skipping
-from megastable.recovery.snapshot import Ring
-from megastable.recovery.snapshot_budget import NO_SNAPSHOTS
 from megastable.recovery.step_result import StepResult
 from megastable.recovery.tensor_watch import TensorWatch
 from megastable.run.directory import RunDirectory

@@ -32,6 +32,7 @@ from megastable.attribution.repetition import MOST, find_repetition
 from megastable.attribution.sample_replay import Trained, harmless
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
+from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.skips import Selection
@@ -39,7 +40,6 @@ from megastable.engine.engine import Engine
 from megastable.guard.guard import Guard
 from megastable.guard.policy import Offer
 from megastable.recovery.rewind_points import Points
-from megastable.recovery.snapshot import Snapshot
 from megastable.run.events.stability_events import BranchesTried
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog

@@ -20,15 +20,15 @@ from megastable.base import free_memory
 from megastable.base.collectives import agree, gathered
 from megastable.base.fingerprint import Marks
 from megastable.base.rng import rng_state
+from megastable.checkpoint import snapshot_budget
+from megastable.checkpoint.origin import Origin
+from megastable.checkpoint.snapshot import Ring, Snapshot
+from megastable.checkpoint.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from megastable.checkpoint.store import RunState
 from megastable.config.stability import SnapshotConfig, StabilityConfig
 from megastable.data.skips import Selection
 from megastable.engine.engine import Engine
 from megastable.guard.detector_state import DetectorState
-from megastable.recovery import snapshot_budget
-from megastable.recovery.origin import Origin
-from megastable.recovery.snapshot import Ring, Snapshot
-from megastable.recovery.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from megastable.run.events.stability_events import NoSnapshots, SnapshotRejected
 from megastable.run.log import RunLog
 from megastable.warnings.trends import TrendsState

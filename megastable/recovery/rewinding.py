@@ -14,6 +14,8 @@ from megastable.attribution.harm import HarmTrial, TrialVerdict, is_clear, is_ha
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
 from megastable.base.rng import set_rng_state
+from megastable.checkpoint.origin import Origin
+from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader
@@ -32,13 +34,11 @@ from megastable.guard.tensor_jumps import TensorJump, TensorNorms
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.learning_rate_history import RateHistory
-from megastable.recovery.origin import Origin
 from megastable.recovery.probe_watch import ProbeWatch
 from megastable.recovery.replay_trials import Trials, TrialStart
 from megastable.recovery.replays import UNSTEADY, Harmless, Replays
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
-from megastable.recovery.snapshot import Snapshot
 from megastable.recovery.step_result import StepResult
 from megastable.recovery.tensor_watch import TensorWatch
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted

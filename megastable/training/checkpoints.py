@@ -18,6 +18,7 @@ from megastable.base.collectives import agree, first, shared
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
 from megastable.checkpoint import loading, markers, store
 from megastable.checkpoint.health import CalmSteps
+from megastable.checkpoint.lineage import interrupted
 from megastable.checkpoint.saving import SaveOutcome, Saver
 from megastable.checkpoint.staging import Staging, recover
 from megastable.checkpoint.store import LayoutState, RunState
@@ -26,7 +27,6 @@ from megastable.checkpoint.whole import run_of
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.optim.build import AVERAGES
-from megastable.recovery.persisted_state import interrupted
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import (

@@ -14,9 +14,9 @@ from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.coverage import describe_epochs, find_warnings
 from megastable.data.order import BLOCK
 from megastable.data.skip_ledger import Ledger, append, append_all
+from megastable.data.skipping import Skipping
 from megastable.data.skips import Selection
 from megastable.data.source import Source
-from megastable.recovery.skipping import Skipping
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import (
     BlendChanged,

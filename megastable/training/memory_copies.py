@@ -27,10 +27,10 @@ from megastable.checkpoint.memory_hosts import MemoryHosts
 from megastable.checkpoint.memory_wire import MemoryClient, Pace
 from megastable.checkpoint.parts import write_head, write_part
 from megastable.checkpoint.pieces import unmeasured
+from megastable.checkpoint.snapshot import Loan, Ring
 from megastable.checkpoint.store import RunState
 from megastable.engine.engine import Engine
 from megastable.engine.flatstate import KINDS, SHARED, FlatState
-from megastable.recovery.snapshot import Loan, Ring
 from megastable.run.events.training_events import MemoryDropped, MemoryOff
 from megastable.run.log import RunLog
 from megastable.run.records import LayerRecord, StepRecord, encoded

@@ -14,13 +14,13 @@ from megastable.base.collectives import agree, first, gathered
 from megastable.base.errors import CheckpointError, MegastableError
 from megastable.checkpoint import loading, store
 from megastable.checkpoint.held_points import Complete, HeldPart, PointKey, newest_complete
+from megastable.checkpoint.lineage import HISTORY, outdated, tainted
 from megastable.checkpoint.memory_hosts import MemoryHosts
 from megastable.checkpoint.parts import write_manifest
 from megastable.checkpoint.shared_state import FILE
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import WholeState
 from megastable.engine.engine import Engine
-from megastable.recovery.lineage import HISTORY, outdated, tainted
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import MemoryRefused, MemoryResume
 from megastable.run.log import RunLog

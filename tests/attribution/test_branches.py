@@ -34,13 +34,13 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
     import torch.distributed as dist
 
     from megastable.attribution.branches import BranchStart, train_branch
+    from megastable.checkpoint.snapshot import Ring
     from megastable.config import deepspeed_json
     from megastable.config.tree import RunConfig
     from megastable.engine.engine import Engine
     from megastable.optim.schedule import scheduled_rate
     from megastable.parallel.layout import Layout
     from megastable.parallel.topology import Topology
-    from megastable.recovery.snapshot import Ring
     from tests.parallel.test_layouts import mine
     from tests.patience import PATIENCE
 

@@ -89,7 +89,7 @@ def test_steps_after_a_rewind_are_the_same(zero: int, corpus: Path, tmp_path: Pa
 
 def rewound(config: RunConfig) -> tuple[dict[str, Tensor], ...]:
     """The state after two steps from a snapshot, after the same once more, and after a third."""
-    from megastable.recovery.snapshot import Ring
+    from megastable.checkpoint.snapshot import Ring
 
     start = start_of(config)
     engine = start.engine

@@ -156,7 +156,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(kind: str, valu
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("kind", ["bf16", "bf16-moments", "bf16-zero2"])
 def test_a_rewind_point_copied_behind_the_steps_brings_back_every_bit(kind: str) -> None:
-    from megastable.recovery.snapshot import Ring
+    from megastable.checkpoint.snapshot import Ring
 
     engine = engine_of(config_of(**KINDS[kind]))
     for i in range(3):

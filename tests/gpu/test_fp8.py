@@ -337,7 +337,7 @@ def test_a_refused_update_leaves_no_trace(recipe: str) -> None:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_rewind_point_brings_back_every_bit(recipe: str) -> None:
-    from megastable.recovery.snapshot import Ring
+    from megastable.checkpoint.snapshot import Ring
 
     engine = engine_of(fp8_config(recipe))
     steps(engine, range(3))

@@ -21,6 +21,7 @@ from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config.stability import PolicyConfig
 from megastable.data.blends import ExchangeEntry, read_blends
 from megastable.data.corpora import open_corpora
+from megastable.data.deferral import Deferring
 from megastable.data.order import LAST_POSITION
 from megastable.data.plant import Planted
 from megastable.data.skip_ledger import (
@@ -31,15 +32,14 @@ from megastable.data.skip_ledger import (
     read_ledger,
     sample_entries,
 )
+from megastable.data.skipping import Skipping
 from megastable.data.skips import Selection, ranges_of
 from megastable.guard.actions import Action, Cause, Decision
 from megastable.guard.policy import Policy
 from megastable.guard.policy_state import PolicyState
 from megastable.guard.signals import Finding, Verdict
-from megastable.recovery.deferring import Deferring
 from megastable.recovery.incident_log import NAMED, IncidentLog
 from megastable.recovery.persisted_state import TELLING, recall
-from megastable.recovery.skipping import Skipping
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent, StabilityStateDropped
 from megastable.run.log import RunLog
@@ -419,7 +419,7 @@ def test_killed_between_the_ledger_and_the_journal_the_next_process_tells_what_t
         if after_the_ledger:
             patch.setattr(book.book, "_commit", die)
         else:
-            patch.setattr("megastable.recovery.skipping.append_all", die)
+            patch.setattr("megastable.data.skipping.append_all", die)
         with pytest.raises(Killed):
             act()
     again = Book(Path(book.config.data.corpora[0].path), book.run.root)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from megastable.checkpoint.lineage import interrupted
 from megastable.guard.actions import Action
 from megastable.guard.detector_state import DetectorState
 from megastable.guard.guard import GuardState
 from megastable.guard.incident import Incident
 from megastable.guard.policy_state import PolicyState, Taken
 from megastable.guard.signals import Verdict
-from megastable.recovery.persisted_state import PersistedState, interrupted, recall
+from megastable.recovery.persisted_state import PersistedState, recall
 from megastable.run.events.reading import event_of
 
 

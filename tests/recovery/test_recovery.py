@@ -270,9 +270,9 @@ def noisy(
     snapshot is asked for, host memory has lost it."""
     import torch
 
+    from megastable.checkpoint.snapshot import Ring
     from megastable.engine.engine import Engine
     from megastable.recovery import replays
-    from megastable.recovery.snapshot import Ring
 
     real, drawn = Engine.measure, torch.Generator().manual_seed(1)
 
@@ -357,7 +357,7 @@ def test_a_checkpoint_is_left_without_proof_once(easy: Path, tmp_path: Path) -> 
 
 def suspicious(config: RunConfig) -> dict[str, Any]:
     """`spoil`, where any trouble comes from the checkpoint as it seems."""
-    from megastable.recovery.origin import Origin
+    from megastable.checkpoint.origin import Origin
 
     Origin.again = lambda *_: True  # type: ignore[method-assign]
     return spoil(config, "weights", [32])

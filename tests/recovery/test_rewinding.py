@@ -19,7 +19,9 @@ from megastable.attribution.remedies import RemedyTrial
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
 from megastable.base.rng import rng_state
-from megastable.checkpoint import markers, store
+from megastable.checkpoint import markers, origin, store
+from megastable.checkpoint.origin import Origin
+from megastable.checkpoint.snapshot import Ring
 from megastable.config.stability import DetectorConfig, PolicyConfig, StabilityConfig
 from megastable.config.tree import ScheduleConfig
 from megastable.config.warmups import Stages
@@ -27,12 +29,10 @@ from megastable.guard.actions import Action, Cause
 from megastable.guard.detector_state import DetectorState
 from megastable.guard.policy import Policy
 from megastable.guard.signals import Verdict
-from megastable.recovery import origin, rewind_points
-from megastable.recovery.origin import Origin
+from megastable.recovery import rewind_points
 from megastable.recovery.replay_trials import SuspectsTrial
 from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
-from megastable.recovery.snapshot import Ring
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable.warnings.trends import TrendsState

@@ -52,8 +52,8 @@ def corrupted(config: RunConfig, fault: str | None, rank: int) -> int:
     import torch.distributed as dist
 
     from megastable import train
+    from megastable.checkpoint.snapshot import Ring
     from megastable.engine.engine import Engine
-    from megastable.recovery.snapshot import Ring
 
     take = Ring.take
 

@@ -138,7 +138,7 @@ def changed_before_a_point(config: RunConfig) -> int:
     import torch.distributed as dist
 
     from megastable import train
-    from megastable.recovery.snapshot import Ring
+    from megastable.checkpoint.snapshot import Ring
 
     take, done = Ring.take, False
 

@@ -11,8 +11,8 @@ from megastable.base import durable
 from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
 from megastable.checkpoint import markers, store
+from megastable.checkpoint.lineage import interrupted
 from megastable.convert.tool.verifying import checkpoints_of
-from megastable.recovery.persisted_state import interrupted
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import CheckpointSaved, CheckpointSuspect, RolledBack, Training

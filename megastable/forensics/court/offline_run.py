@@ -17,6 +17,7 @@ from megastable.attribution.branches import BranchStart, TrainedBranch, train_br
 from megastable.attribution.sample_replay import Laboratory
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import loading, markers, store
+from megastable.checkpoint.snapshot import Ring, Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import run_of
 from megastable.config import deepspeed_json, recipe
@@ -33,7 +34,6 @@ from megastable.guard.policy_state import PolicyState
 from megastable.optim.schedule import scheduled_rate
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.recovery.snapshot import Ring, Snapshot
 from megastable.run.directory import RunDirectory
 from megastable.run.membership import check_alone
 

@@ -14,8 +14,8 @@ from megastable.base import free_memory
 from megastable.base.errors import ConfigError
 from megastable.base.free_memory import GIB, Demand, GroupMemory, demand, free, group_limits, total
 from megastable.base.host_memory import taken
+from megastable.checkpoint.snapshot_budget import plan
 from megastable.config.stability import SnapshotConfig
-from megastable.recovery.snapshot_budget import plan
 
 DEMANDS = st.lists(
     st.builds(

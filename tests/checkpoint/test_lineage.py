@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.checkpoint.held_points import PointKey
-from megastable.recovery.lineage import HISTORY, TRIES, outdated, tainted
+from megastable.checkpoint.lineage import HISTORY, TRIES, outdated, tainted
 from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megastable.checkpoint.snapshot import Ring
 from megastable.guard.spacing import capacity, thin
-from megastable.recovery.snapshot import Ring
 
 
 @given(st.integers(1, 8), st.integers(1, 50), st.integers(1, 300))

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from megastable.base.collectives import first
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
+from megastable.checkpoint.lineage import tried
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.vitals import fallen_behind
 from megastable.config.tree import RunConfig
-from megastable.recovery.persisted_state import tried
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import Handover
 from megastable.run.events.training_events import CheckpointSuspect, Training, Warned

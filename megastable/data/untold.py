@@ -16,7 +16,6 @@ from megastable.data.blends import ExchangeEntry, Line
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skip_ledger import Ledger, SampleEntry, SkipEntry
 from megastable.data.skips import Range, Skips, sequences_of
-from megastable.guard.incident import Incident
 
 Int64s = npt.NDArray[np.int64]
 
@@ -38,21 +37,28 @@ class UntoldSamples:
 
 
 def find_untold(
-    incident: Incident, ledger: Ledger, lines: Sequence[Line], order: Order, cursor: int
+    incident: int,
+    skipped: Sequence[Range],
+    deferred: Sequence[Range],
+    ledger: Ledger,
+    lines: Sequence[Line],
+    order: Order,
+    cursor: int,
 ) -> UntoldSamples:
-    """What the skip ledger and the lines of blends.jsonl hold of `incident` that it does not say itself.
+    """What the skip ledger and the lines of blends.jsonl hold of an incident that the journal does not say.
 
     Args:
-        incident: As the journal's last event has it.
+        incident: Its number.
+        skipped: Positions that the journal says it skipped; deferred: and deferred.
         ledger: The whole skip ledger.
         lines: Those of blends.jsonl, oldest first.
         order: The run's present order.
         cursor: Where the run goes on. Samples by identity, which have a position in every epoch, are named by the one
             nearest to it.
     """
-    mine = ledger.of_incident(incident.number)
+    mine = ledger.of_incident(incident)
     entries = mine.entries
-    told = Skips.of(incident.positions)
+    told = Skips.of(skipped)
     places = order.locate(_numbers(told))
     convicted, freed = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for index, corpus in enumerate(order.corpora):
@@ -67,29 +73,27 @@ def find_untold(
             there = _numbers(told)[places.corpus == index]
             freed.append(there[~np.isin(known, named)])
     by_position = [e for e in entries if isinstance(e, SkipEntry)]
-    skipped = Skips.of((e.first, e.end) for e in by_position if e.corpus is None).minus(told)
+    more = Skips.of((e.first, e.end) for e in by_position if e.corpus is None).minus(told)
     # Samples skipped by position are not freed by a line that frees others.
     positions = Skips.of((e.first, e.end) for e in by_position)
     free = np.concatenate(freed)
-    deferred, returns = _deferred(incident, lines, order)
-    exchanged = [e for e in lines if isinstance(e, ExchangeEntry) and e.incident == incident.number]
+    here, there = _deferred(incident, deferred, lines, order)
+    exchanged = [e for e in lines if isinstance(e, ExchangeEntry) and e.incident == incident]
     reasons = [e.reason for e in [*exchanged, *entries]]
     return UntoldSamples(
-        np.sort(np.concatenate(convicted)), _numbers(skipped), free[~positions.mask(free)], deferred, returns,
+        np.sort(np.concatenate(convicted)), _numbers(more), free[~positions.mask(free)], here, there,
         reasons[-1] if reasons else "",
     )  # fmt: skip
 
 
-def _deferred(incident: Incident, lines: Sequence[Line], order: Order) -> tuple[list[Range], list[Range]]:
+def _deferred(
+    incident: int, deferred: Sequence[Range], lines: Sequence[Line], order: Order
+) -> tuple[list[Range], list[Range]]:
     """What exchanges of the incident deferred, without those that were undone since."""
     names = [corpus.name for corpus in order.corpora]
-    known, here, there = Skips.of(incident.deferred), list[Range](), list[Range]()
+    known, here, there = Skips.of(deferred), list[Range](), list[Range]()
     for number, line in enumerate(lines):
-        if (
-            not isinstance(line, ExchangeEntry)
-            or line.incident != incident.number
-            or line.corpus not in names
-        ):
+        if not isinstance(line, ExchangeEntry) or line.incident != incident or line.corpus not in names:
             continue
         undone = line.exchange[::-1]
         if any(isinstance(e, ExchangeEntry) and e.exchange == undone for e in lines[number + 1 :]):

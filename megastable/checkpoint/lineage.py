@@ -1,4 +1,4 @@
-"""Decides from the journal whether a snapshot in a host's memory still belongs to the run's history. Pure.
+"""Decides from the journal which checkpoints, and snapshots in hosts' memory, still belong to the run's history. Pure.
 
 A checkpoint that no longer counts is renamed. A copy in the memory of a host that was away cannot be: so each carries
 its lineage, and what the journal says happened after it decides.
@@ -6,10 +6,9 @@ its lineage, and what the journal says happened after it decides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from megastable.checkpoint.held_points import PointKey
-from megastable.recovery.persisted_state import interrupted
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import Handover, IncidentEvent
 from megastable.run.events.training_events import (
@@ -69,6 +68,45 @@ def outdated(events: Sequence[Event], key: PointKey) -> str:
     if tries >= TRIES:
         return f"training was restored from it {tries} times, and did not get to another one"
     return ""
+
+
+def interrupted(events: Iterable[Event]) -> tuple[int, set[str]] | None:
+    """Leftovers of a rewind that the last process had not put aside when it died: the first undone step, and the
+    checkpoints written after the rewind, which are good.
+
+    events: the journal's "training", "incident" and "checkpoint", in order.
+    """
+    undone, since = None, set[str]()
+    for event in events:
+        what = event.get("what")
+        if isinstance(event, Training) or (what == "closed" and "policy" in event):
+            undone = None
+        elif what == "opened" and "policy" in event:
+            undone, since = event.get("onset"), set()
+        elif what == "rewound" and isinstance(event.get("to_step"), int):
+            undone, since = event["to_step"] + 1, set()
+        elif isinstance(event, CheckpointSaved):
+            since.add(str(event.get("name")))
+    return (undone, since) if isinstance(undone, int) else None
+
+
+def tried(events: Iterable[Event], clock: int, verify_steps: int) -> list[int]:
+    """The steps of checkpoints that processes resumed from after a handover without reaching new ground: none may be
+    resumed from again.
+
+    events: the journal's "handover" and "training", in order. clock: the farthest step by now; steps more than
+    `verify_steps` past the farthest one of a handover are new ground.
+    """
+    steps, barren = list[int](), False
+    for event in events:
+        if isinstance(event, Handover):
+            policy = event.get("policy")
+            then = policy.get("clock") if isinstance(policy, dict) else None
+            barren = isinstance(then, int) and clock - then <= verify_steps
+            steps = steps if barren else []
+        elif barren and isinstance(step := event.get("step"), int) and step:
+            steps.append(step)
+    return steps
 
 
 def tainted(key: PointKey, newest: int, convicted: Collection[int]) -> str:

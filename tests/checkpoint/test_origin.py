@@ -10,8 +10,8 @@ import pytest
 from drills.poison import poison
 from megastable.base import errors
 from megastable.checkpoint import markers
+from megastable.checkpoint.lineage import tried
 from megastable.config.tree import RunConfig
-from megastable.recovery.persisted_state import tried
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of
