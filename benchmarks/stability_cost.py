@@ -49,9 +49,9 @@ from megastable.hardware.state_watch import StateWatch
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
-from megastable.recovery.probe_watch import EVERY, ProbeWatch
+from megastable.recovery.damage_watch import EVERY, ProbeWatch
 from megastable.recovery.recovery import Recovery
-from megastable.recovery.step_result import StepResult
+from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.run import directory
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
@@ -151,9 +151,8 @@ class Bench:
         self.batches = [next(loader) for _ in range(BATCHES)]
         for batch in self.batches:  # Adam's moments are there, as in the middle of a run
             self.latest, _ = self.engine.train_step(batch.micro_batches, RATE, _finite)
-        self.recovery = Recovery(
-            c, self.engine, loader, run, Skipping(c, run), self.state, RunLog(run, say), lambda _: None
-        )
+        parts = RunParts(c, self.engine, loader, run, Skipping(c, run), RunLog(run, say), lambda _: None)
+        self.recovery = Recovery(parts, self.state)
         self.probe = ProbeWatch(self.engine, loader, self.batches[0].micro_batches, self.recovery.log)
         self.hardware = self.recovery.hardware
         self.memory = self.hardware.state
@@ -175,7 +174,7 @@ class Bench:
             "snapshot": c.stability.snapshots.interval if self.recovery.points.ring.steps else 0,
             "norms": c.logging.norms_interval,
             "layers": c.logging.layers_interval,
-            "trends": c.stability.trends.interval if self.recovery.watch.enabled else 0,
+            "trends": c.stability.trends.interval if self.recovery.watches.trends.enabled else 0,
             "tensors": EVERY,
             "probe": EVERY,
             "records": c.logging.flush_steps,
@@ -240,7 +239,7 @@ class Bench:
             with watch.time("statistics"):
                 self.engine.statistics()
             with watch.time("tensors"):
-                self.recovery.tensors.measure()
+                self.recovery.watches.tensors.measure()
             with watch.time("probe"):
                 self.probe.look(self.state.step)
             # As many as fit in one file.
@@ -304,7 +303,7 @@ class Bench:
         judge = watch.timed("judge", self._judge)
         measured, applied = self.engine.train_step(batch.micro_batches, RATE, judge)
         r, inside = self.recovery, Stopwatch(self.engine.device)
-        calls = [("samples", r.samples, "observe"), ("signs", r.signs, "after")]
+        calls = [("samples", r.samples, "observe"), ("signs", r.watches.signs, "after")]
         with _stopwatches(inside, calls), watch.time("settle"):
             self._settle(batch, measured, applied)
         watch.seconds["settle"] -= sum(inside.seconds.values())
@@ -329,7 +328,7 @@ class Bench:
             self._settle(batch, measured, applied, found)
 
     def _timed_trends(self, batch: Step, watch: Stopwatch) -> None:
-        e, trends, slow = self.engine, self.engine.trends, self.recovery.watch
+        e, trends, slow = self.engine, self.engine.trends, self.recovery.watches.trends
         calls = [(trends, "_before"), (trends, "_after"), (trends, "gradients")]
         with _stopwatches(watch, [("trend", *call) for call in calls]):
             trends.watch()
@@ -354,7 +353,7 @@ class Bench:
         )  # fmt: skip
         if found is not None:
             self.recovery.indicators = found.indicators
-        self.recovery.signs.after(s, found)
+        self.recovery.watches.signs.after(s, found)
         done = StepResult(batch, measured, applied, before, s, RATE, 1.0, 0.0)
         self.observer.step(done, found)
         self.state = self.recovery.settle(done).state
@@ -363,9 +362,7 @@ class Bench:
 
     def _snapshot(self) -> None:
         recovery = self.recovery
-        recovery.points.take(
-            self.state, recovery.guard.detector.state, recovery.samples.state, recovery.trends.state
-        )
+        recovery.points.take(self.state, recovery.guard.detector.state, recovery.watches.state_dicts())
 
     def _losses(self) -> float:
         """Seconds of the loss function for the per-sample losses of a step: included in the bare step."""

@@ -33,7 +33,7 @@ from megastable.config.tree import RunConfig
 from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import scheduled_rate
 from megastable.recovery.recovery import Recovery, StepOutcome
-from megastable.recovery.step_result import StepResult
+from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.run.events.training_events import Evaluated, Stopped, Training, Warned
 from megastable.training import rank_process
 from megastable.training.evaluation import Evaluation
@@ -90,10 +90,10 @@ class Trainer:
                 **({} if start.memory is None else {"lineage": start.lineage}),
             ))  # fmt: skip
             self.checkpoints.begin(self.state.step, saved=start.restored is None)
-            self.recovery = Recovery(
-                c, self.engine, loader, self.run, order.skipping, self.state, self.log, heart.phase,
-                self.checkpoints.settle, start.suspects, self.evaluation.micro_batches if self.evaluation else [],
-            )  # fmt: skip
+            parts = RunParts(c, self.engine, loader, self.run, order.skipping, self.log, heart.phase)
+            held_out = self.evaluation.micro_batches if self.evaluation else []
+            settle = self.checkpoints.settle
+            self.recovery = Recovery(parts, self.state, settle, start.suspects, held_out)
             self.copies = MemoryCopies(
                 start.memory, self.engine, self.recovery.points.ring, self.log, start.frozen, start.lineage,
                 start.restored, self.state.step,

@@ -124,7 +124,7 @@ class WatchedEngine:
         measured, applied = self._engine.train_step(batches, RATE, self._judge, self._votes)
         assert applied, "the gate dropped a step of the benchmark"
         self._done += 1
-        self._watch.applied(measured, self._done)
+        self._watch.after_update(measured, self._done, RATE)
         return measured.loss
 
     def _votes(self) -> tuple[float, ...]:

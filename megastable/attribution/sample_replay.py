@@ -35,12 +35,14 @@ BATCHES = 4  # whose gradients are measured if no loss is bad: a bad batch shows
 
 @dataclass(frozen=True)
 class Trained:
-    """A step of this process: its positions and per-sample losses, int64 and fp64 [global batch]."""
+    """A step of this process: its positions and per-sample losses, int64 and fp64 [global batch]; scheduled: its
+    learning rate before cuts and caps, None if unknown."""
 
     step: int
     positions: Int64s
     losses: Floats
     applied: bool
+    scheduled: float | None = None
 
 
 class Known(NamedTuple):

@@ -4,13 +4,15 @@ that do not repeat. Collective."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from megastable.base.collectives import first, gathered
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader, Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
+from megastable.engine.watch import Watch
 from megastable.hardware.gradient_watch import GradientWatch, Suspicion
 from megastable.hardware.hardware_fault import FOUND, SEVERAL, FaultCounts, HardwareFault, passed
 from megastable.hardware.message_watch import MessageWatch
@@ -24,11 +26,13 @@ from megastable.run.log import RunLog
 SUSPECTED = "a gradient, the sum of all, or a message stands out; the step is repeated"
 
 
-class HardwareWatch:
+class HardwareWatch(Watch):
     """Of one process, which resumes after `step` steps. phase: the trainer's heartbeat.
 
     memory: what the last look at it found; suspicion: what the last gate found of the gradients, yet to be proven.
     """
+
+    name = "hardware"
 
     def __init__(
         self,
@@ -88,8 +92,7 @@ class HardwareWatch:
             return self.memory.reason
         return SUSPECTED if self.suspicion is not None else ""
 
-    def applied(self, measured: Measured, step: int) -> None:
-        """The update of `step` was, with these measurements."""
+    def after_update(self, measured: Measured, step: int, rate: float) -> None:
         self.state.seal(step)
         self.gradients.accept(measured)
 
@@ -134,10 +137,9 @@ class HardwareWatch:
         self._phase("replay")
         return self.replays.check(batch, step)
 
-    def rewound(self, step: int, restored: bool = True) -> None:
-        """The run is back after `step`; the step that follows may be one that was done before. restored: from a copy;
-        else the state is what the last update left."""
-        if restored:
+    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
+        # The step that follows may be one that was done before.
+        if saved is not None:  # else the state is what the last update left
             self.state.seal(step)
         self.replicas.rewound(step)
         self.replays.rewound(step)

@@ -29,17 +29,15 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, released, sample_entries
 from megastable.data.skipping import persist
 from megastable.data.skips import Selection, Skips, ranges_of
-from megastable.data.source import Source
 from megastable.data.untold import UntoldSamples, find_untold
 from megastable.guard.actions import Action, Cause, Decision
+from megastable.guard.guard import Guard
 from megastable.guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
-from megastable.guard.policy_state import PolicyState
 from megastable.guard.signals import Verdict
-from megastable.run.directory import RunDirectory
+from megastable.recovery.run_parts import RunParts
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
-from megastable.run.log import RunLog
 
 Int64s = npt.NDArray[np.int64]
 
@@ -51,20 +49,12 @@ NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
 
 
 class IncidentLog:
-    """The current incident, and its records. memory: the policy's, as it is now; warned: of which slow signals, a
-    sentence each."""
+    """The current incident, and its records. list_warnings: the slow signals that were warned of, a sentence each."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        source: Source,
-        deferring: Deferring,
-        memory: Callable[[], PolicyState],
-        log: RunLog,
-        warned: Callable[[], list[str]] = list,
-    ) -> None:
-        self.run, self.source, self.memory, self.log = run, source, memory, log
-        self.deferring, self.warned = deferring, warned
+    def __init__(self, parts: RunParts, guard: Guard, list_warnings: Callable[[], list[str]] = list) -> None:
+        self.run, self.source, self.log, self.guard = parts.run, parts.source, parts.log, guard
+        self.deferring = Deferring(parts.config, parts.run, parts.source, parts.select_unskipped)
+        self.list_warnings = list_warnings
         self.incident: Incident | None = None
         self.count = 0
         self.left_out: LeftOutSamples | None = None
@@ -84,7 +74,7 @@ class IncidentLog:
             return find_untold(*known, ledger, lines, self.source.order, state.cursor)
 
         # As `skip` leaves it: nothing was undone that has to prove itself.
-        alone = not self.memory().watching and set(incident.actions) <= {Action.SKIP}
+        alone = not self.guard.policy.state.watching and set(incident.actions) <= {Action.SKIP}
         if untold := first(look):
             incident.actions += [Action.SKIP] if alone and not incident.actions else []
             self._tell_untold(untold)
@@ -134,10 +124,10 @@ class IncidentLog:
             self._number()
             self.incident = Incident(
                 number=self.count, step=state.step, onset=finding.onset, verdict=finding.verdict,
-                kind=kind_of(finding.verdict, 0), loss_before=_usual(state), warnings=self.warned(),
+                kind=kind_of(finding.verdict, 0), loss_before=_usual(state), warnings=self.list_warnings(),
             )  # fmt: skip
         incident = self.incident
-        incident.kind = kind_of(Verdict(incident.verdict), self.memory().recurrences)
+        incident.kind = kind_of(Verdict(incident.verdict), self.guard.policy.state.recurrences)
         incident.batches_discarded += sum(not t.applied for t in window)
         incident.loss_peak = _peak(incident.loss_peak, [float(t.losses.mean()) for t in window])
         incident.norm_peak = _peak(incident.norm_peak, [grad_norm])
@@ -493,7 +483,7 @@ class IncidentLog:
 
     def _story(self) -> dict[str, Any]:
         """Carried by every event, so that the next process can resume from it."""
-        incident, policy = self._present(), self.memory()
+        incident, policy = self._present(), self.guard.policy.state
         left_out = {"left_out": self.left_out.model_dump()} if self.left_out is not None else {}
         return {
             "number": incident.number,

@@ -7,46 +7,36 @@ written before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from megastable.attribution.sample_replay import Trained
 from megastable.base.collectives import first, shared
 from megastable.base.errors import HandoverError, MegastableError, UnstableError
 from megastable.checkpoint import store
-from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.store import RunState
 from megastable.engine.measured import Measured
 from megastable.guard.actions import Action, Cause, Decision
 from megastable.guard.guard import Guard
 from megastable.recovery.incident_log import IncidentLog
+from megastable.recovery.rewind_points import Points
+from megastable.recovery.run_parts import RunParts
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
-from megastable.run.log import RunLog
 
 
 class LastResort:
-    """since: the steps since an onset. settle: waits until no checkpoint is in progress, so that existing ones can be
-    counted."""
+    """settle: waits until no checkpoint is in progress, so that existing ones can be counted."""
 
     def __init__(
         self,
-        run: RunDirectory,
-        incident_log: IncidentLog,
-        origin: Origin,
+        parts: RunParts,
         guard: Guard,
-        since: Callable[[int], Sequence[Trained]],
-        log: RunLog,
+        incident_log: IncidentLog,
+        points: Points,
         settle: Callable[[], None],
     ) -> None:
-        self.run, self.incident_log, self.origin, self.guard, self.since = (
-            run,
-            incident_log,
-            origin,
-            guard,
-            since,
-        )
-        self.log, self.settle = log, settle
+        self.run, self.log, self.settle = parts.run, parts.log, settle
+        self.incident_log, self.points, self.guard = incident_log, points, guard
         self._alerted = guard.policy.state.alert is not None  # as last reported, also by the previous process
 
     def weigh(self, decision: Decision, damaged: bool = False) -> Decision:
@@ -97,7 +87,7 @@ class LastResort:
             more = self.guard.policy.handing_over(cause, kernels)
             decision = replace(decision, reason=decision.reason + more)
         before = self._before(onset)
-        incident = self.incident_log.give_up(decision, state, self.since(onset), unknown, before)
+        incident = self.incident_log.give_up(decision, state, self.points.since(onset), unknown, before)
         where = f"step {state.step}: incident {incident.number} (began at step {onset}): {decision.reason}. "
         if decision.action is Action.HANDOVER:
             return shared(
@@ -115,7 +105,7 @@ class LastResort:
 
     def _before(self, onset: int) -> int:
         """The step that the next process's checkpoint must precede."""
-        return self.origin.before(onset, self.guard.policy.state.clock)
+        return self.points.origin.before(onset, self.guard.policy.state.clock)
 
 
 def explain_refusals(run: RunDirectory, state: RunState, measured: Measured, fp16: bool) -> str:

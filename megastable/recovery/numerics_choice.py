@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from megastable.checkpoint.store import RunState
-from megastable.engine.engine import Engine
 from megastable.engine.numerics import Numerics
 from megastable.guard import fallback
 from megastable.guard.guard import Guard
+from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import FellBack, KernelsLeft, KernelsTriedAgain, Returned
-from megastable.run.log import RunLog
 
 
 class NumericsChoice:
-    """acts: whether the policy's decisions are carried out. rest: the precision without FP8."""
+    """Of one process."""
 
-    def __init__(self, engine: Engine, guard: Guard, acts: bool, rest: str, log: RunLog) -> None:
-        self.engine, self.guard, self.acts, self.rest, self.log = engine, guard, acts, rest, log
+    def __init__(self, parts: RunParts, guard: Guard) -> None:
+        self.engine, self.guard, self.acts, self.log = parts.engine, guard, parts.acts, parts.log
+        self.rest = parts.config.precision.kind  # the precision without FP8
         # What the recipe says, which a person knows: a start may have left kernels already, untold.
-        self._told = Numerics(engine.fp8 is not None)
+        self._told = Numerics(self.engine.fp8 is not None)
 
     def choose(self, state: RunState) -> None:
         """FP8, or the precision of the rest, and the kernels for the step after `state`."""

@@ -1,4 +1,5 @@
 """Restores the stability system's memory after a restart: from the checkpoint, then the journal's later events. Pure.
+What watches the run has states of its own (`Watches`).
 
 The journal is the source of truth about incidents: each event carries the incident as it was then, and the policy's
 memory. A crash loses the training since the checkpoint, but no budget and no incident.
@@ -12,15 +13,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megastable.attribution.sample_history import WatchState
 from megastable.guard.guard import GuardState
 from megastable.guard.incident import Incident, LeftOutSamples
 from megastable.guard.policy_state import PolicyState
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import AlertEvent, Handover, IncidentEvent
 from megastable.run.events.training_events import Unstable
-from megastable.warnings.signs import SignsState
-from megastable.warnings.trends import TrendsState
 
 TELLING = (IncidentEvent, Handover, AlertEvent, Unstable)  # events that may carry all this
 
@@ -36,9 +34,6 @@ class PersistedState(BaseModel):
     incidents: int = 0
     rate: float | None = None
     left_out: LeftOutSamples | None = None
-    samples: WatchState = WatchState()
-    signs: SignsState = SignsState()
-    trends: TrendsState = TrendsState()
 
 
 ONGOING = ("open", "handed over")  # continued by the next process
@@ -75,7 +70,7 @@ def recall(
         try:
             told = _Told.model_validate(event.fields)
         except ValidationError as error:
-            problem = f"{event.event} of the journal: {_what(error)}"
+            problem = f"{event.event} of the journal: {describe_invalid(error)}"
             continue
         problem = ""
         # A dry run has its own clock.
@@ -90,17 +85,19 @@ def recall(
 
 def _readable(saved: dict[str, Any]) -> tuple[PersistedState, list[str]]:
     """The readable parts (detector, policy, open incident, ...); the others are reset, and named."""
-    tree, lost = copy.deepcopy(saved), list[str]()
+    known = {name: state for name, state in saved.items() if name in PersistedState.model_fields}
+    tree, lost = copy.deepcopy(known), list[str]()
     while True:
         try:
             return PersistedState.model_validate(tree), lost
         except ValidationError as error:
             where = [str(part) for part in error.errors()[0]["loc"]]
             above, part = (tree["guard"], where[1]) if where[0] == "guard" and where[1:] else (tree, where[0])
-            lost.append(f"{part} of the checkpoint: {_what(error)}")
+            lost.append(f"{part} of the checkpoint: {describe_invalid(error)}")
             del above[part]
 
 
-def _what(error: ValidationError) -> str:
+def describe_invalid(error: ValidationError) -> str:
+    """The first problem: where, and what."""
     detail = error.errors()[0]
     return f"{'.'.join(str(part) for part in detail['loc'])}: {detail['msg']}"

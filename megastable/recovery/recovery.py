@@ -13,20 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.sample_replay import Laboratory, Trained
+from megastable.attribution.sample_replay import Trained
 from megastable.base.collectives import first, shared
 from megastable.base.errors import MegastableError, UnstableError
 from megastable.checkpoint.origin import Origin
-from megastable.checkpoint.snapshot import Ring
-from megastable.checkpoint.snapshot_budget import NO_SNAPSHOTS
 from megastable.checkpoint.store import RunState
-from megastable.config.tree import RunConfig
-from megastable.data.deferral import Deferring
-from megastable.data.loader import Loader, MicroBatch, Step
-from megastable.data.skipping import Skipping
-from megastable.data.skips import Selection
+from megastable.data.loader import MicroBatch, Step
 from megastable.engine import nan_locator
-from megastable.engine.engine import Engine
 from megastable.engine.measured import Judge, Measured
 from megastable.guard.actions import Action, Cause, Decision
 from megastable.guard.guard import Guard
@@ -34,20 +27,18 @@ from megastable.guard.signals import Finding, Signals, Verdict
 from megastable.hardware.gradient_watch import Suspicion
 from megastable.hardware.hardware_fault import HardwareFault
 from megastable.hardware.hardware_watch import HardwareWatch
+from megastable.recovery.damage_watch import EVERY, ProbeWatch, TensorWatch
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort, explain_refusals
-from megastable.recovery.learning_rate_history import RateHistory
 from megastable.recovery.numerics_choice import NumericsChoice
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
-from megastable.recovery.probe_watch import EVERY, ProbeWatch
 from megastable.recovery.replays import Replays
-from megastable.recovery.rewind_points import Points, budgeted
+from megastable.recovery.rewind_points import Points
 from megastable.recovery.rewinding import Rewinding, Tripped
+from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.recovery.sample_watch import SampleWatch
-from megastable.recovery.step_result import StepResult
-from megastable.recovery.tensor_watch import TensorWatch
-from megastable.run.directory import RunDirectory
-from megastable.run.events.data_events import BatchChanged, LengthChanged, MixChanged, SkipsRefused
+from megastable.recovery.watches import Watches
+from megastable.run.events.data_events import BatchChanged, LengthChanged, MixChanged
 from megastable.run.events.stability_events import (
     BaselineReset,
     HostFaulty,
@@ -57,9 +48,10 @@ from megastable.run.events.stability_events import (
     Would,
 )
 from megastable.run.events.training_events import Unstable, Warned
-from megastable.run.log import RunLog
+from megastable.warnings.signs import SignsState
 from megastable.warnings.start_signs import StartSigns
 from megastable.warnings.trend_watch import TrendWatch
+from megastable.warnings.trends import TrendsState
 
 QUIET = 500  # steps between two warnings: indicators keep moving for long
 
@@ -80,67 +72,59 @@ class StepOutcome:
 class Recovery:
     """The stability system of one training process, which resumes from `state`.
 
-    skipping: the skip ledger, read and extended; phase: the trainer's heartbeat; settle: waits until no checkpoint is
-    in progress, so that existing ones can be counted; changed: see `Origin`.
+    settle: waits until no checkpoint is in progress, so that existing ones can be counted; changed: see `Origin`;
+    held_out: this rank's validation samples.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        engine: Engine,
-        loader: Loader,
-        run: RunDirectory,
-        skipping: Skipping,
+        parts: RunParts,
         state: RunState,
-        log: RunLog,
-        phase: Callable[[str], None],
         settle: Callable[[], None] = lambda: None,
         changed: Sequence[str] = (),
         held_out: Sequence[MicroBatch] = (),
     ) -> None:
-        self.config, self.settings = config, config.stability
-        self.engine, self.loader, self.run, self.skipping = engine, loader, run, skipping
-        self.source, self.log, self.phase = loader.source, log, phase
+        self.parts, self.config, self.settings = parts, parts.config, parts.config.stability
+        self.engine, self.loader, self.run, self.log = parts.engine, parts.loader, parts.run, parts.log
+        self.acts = parts.acts
         self.decision: Decision | None = None
         self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the next step is the first of another data mix
         self._quiet_until = 0
-        self._rate = 0.0  # of the coming update
+        self._scheduled: float | None = None  # rate of the coming update, before cuts and caps
         self._located = ""  # result of replaying this step, refused as it is not finite
-        c, source = self.settings, self.source
-        memory = self._recall(state)
-        self.guard = Guard(c, memory.guard, c.dry_run, engine.fp8 is not None)
+        c, events = self.settings, parts.run.events
+        memory, lost = first(lambda: recall(state.stability, events(*TELLING), c.dry_run))
+        self.guard = Guard(c, memory.guard, c.dry_run, parts.engine.fp8 is not None)
         self.guard.policy.resumed(state.step, state.updates)
-        self.numerics = NumericsChoice(engine, self.guard, self.acts, config.precision.kind, log)
+        self.numerics = NumericsChoice(parts, self.guard)
         self._before = self.guard.detector.state
-        self.replays = Replays(engine, config.run.deterministic)
-        deferring = Deferring(config, run, source, self._selection)
-        self.watch = TrendWatch(config, engine, memory.trends, log)
-        self.trends = self.watch.trends
-        self.incident_log = IncidentLog(
-            run, source, deferring, lambda: self.guard.policy.state, log, lambda: self.trends.standing
-        )
+        self.replays = Replays(parts.engine, self.config.run.deterministic)
+        trends = TrendWatch(self.config, parts.engine, TrendsState(), parts.log)
+        self.incident_log = IncidentLog(parts, self.guard, lambda: trends.trends.standing)
         self.incident_log.restore(memory.incident, memory.incidents, state, memory.left_out)
-        self.samples = SampleWatch(c, self.incident_log, log, phase, self._selection, memory.samples)
-        self.hardware = HardwareWatch(config, engine, loader, state.step, run, log, phase)
-        self.signs = StartSigns(config, source, memory.signs, log)
-        self.origin = Origin(run, config, state, changed, log)
-        laboratory = Laboratory(c.attribution, engine, loader)
-        room = budgeted(engine, c.snapshots, log) if self.acts else NO_SNAPSHOTS
-        ring = Ring(engine, room.points, c.snapshots.interval)
-        marks = self.hardware.state.current
-        self.points = Points(c, engine, self.origin, ring, laboratory, log, room.aside, marks)
-        self.rates = RateHistory(self.points.trained.maxlen or 1)
-        self.rates.resume(state.step, memory.rate)
-        self.last_resort = LastResort(
-            run, self.incident_log, self.origin, self.guard, self.points.since, log, settle
+        self.watches = Watches(
+            HardwareWatch(
+                self.config, parts.engine, parts.loader, state.step, parts.run, parts.log, parts.phase
+            ),
+            SampleWatch(parts, self.incident_log),
+            trends,
+            StartSigns(self.config, parts.source, SignsState(), parts.log),
+            ProbeWatch(parts.engine, parts.loader, held_out, parts.log),
+            TensorWatch(parts.engine),
         )
-        self.probe, self.tensors = ProbeWatch(engine, loader, held_out, log), TensorWatch(engine)
+        self.hardware, self.samples = self.watches.hardware, self.watches.samples
+        for problem in [*lost, *self.watches.load_state_dicts(state.stability)]:
+            self.log.emit(
+                StabilityStateDropped(step=state.step, problem=problem),
+                say=f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}",
+            )
+        origin = Origin(parts.run, self.config, state, changed, parts.log)
+        self.points = Points(parts, origin, self.hardware.state.current, memory.rate)
+        self.last_resort = LastResort(parts, self.guard, self.incident_log, self.points, settle)
         self.rewinding = Rewinding(
-            config, engine, loader, self.points, self.replays, self.rates, self.incident_log, self.origin,
-            self.samples, self.trends, self.last_resort, self.guard, self._selection, log, phase, self.probe,
-            self.tensors,
-        )  # fmt: skip
+            parts, self.guard, self.points, self.replays, self.incident_log, self.last_resort, self.watches
+        )
         if self.acts:
             self._take(state)
         self.numerics.choose(state)
@@ -152,29 +136,10 @@ class Recovery:
             guard=self.guard.state,
             incident=book.incident,
             incidents=book.count,
-            rate=self.rates.newest,
+            rate=self.points.newest_rate,
             left_out=book.left_out,
-            samples=self.samples.state,
-            signs=self.signs.signs.state,
-            trends=self.trends.state,
         )
-        return memory.model_dump()
-
-    def _recall(self, state: RunState) -> PersistedState:
-        memory, lost = first(
-            lambda: recall(state.stability, self.run.events(*TELLING), self.settings.dry_run)
-        )
-        for problem in lost:
-            self.log.emit(
-                StabilityStateDropped(step=state.step, problem=problem),
-                say=f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}",
-            )
-        return memory
-
-    @property
-    def acts(self) -> bool:
-        """Whether anything is done besides refusing non-finite updates."""
-        return self.settings.enabled and not self.settings.dry_run
+        return memory.model_dump() | self.watches.state_dicts()
 
     @property
     def calm(self) -> bool:
@@ -209,7 +174,7 @@ class Recovery:
 
     def _other_data(self) -> None:
         self._mixed = True
-        self.trends.changed()
+        self.watches.trends.begin_again()
 
     # Before the update
 
@@ -240,10 +205,9 @@ class Recovery:
     def rate(self, updates: int, scheduled: float) -> float:
         """The learning rate of the update after `updates` applied ones, where the schedule says `scheduled`: less after
         a cut or under a cap."""
-        self.rates.coming = scheduled
+        self._scheduled = scheduled
         self.guard.policy.follow(scheduled)
-        self._rate = self.guard.policy.rate(updates, scheduled) if self.acts else scheduled
-        return self._rate
+        return self.guard.policy.rate(updates, scheduled) if self.acts else scheduled
 
     def refusal(self, measured: Measured) -> tuple[str, str]:
         """Why the last update was refused: a verdict, and its reason."""
@@ -263,10 +227,10 @@ class Recovery:
         Raises HandoverError; UnstableError also if updates are refused repeatedly and nothing else is done about it.
         """
         batch, measured, step = done.batch, done.measured, done.state.step
-        self.points.trained.append(Trained(step, batch.positions, measured.losses.numpy(), done.applied))
-        self.rates.done(step)
+        losses = measured.losses.numpy()
+        self.points.trained.append(Trained(step, batch.positions, losses, done.applied, self._scheduled))
         if done.applied:
-            self.hardware.applied(measured, step)
+            self.watches.after_update(measured, step, done.lr)
         if self.acts and (fault := self.hardware.memory) is not None:
             return self._undo(done, fault)
         if self.acts and (suspicion := self.hardware.suspicion) is not None:
@@ -279,8 +243,6 @@ class Recovery:
         if back is None and self.acts and done.applied:
             back = self._look_at_tensors(done) or self._look_at_probe(done)
         if back is not None:
-            self.hardware.rewound(back.step)
-            self._rewind_looks(back.step)
             return StepOutcome(back, rewound=True)
         if done.state.discards_in_a_row >= self.settings.max_discards:
             raise self._refused_too_often(done)
@@ -322,7 +284,7 @@ class Recovery:
 
     def _repeat(self, done: StepResult, suspicion: Suspicion) -> StepOutcome:
         """Do a step again whose gradients were doubted, on the state before it: if hardware lied, as an incident."""
-        self.phase("repeat")
+        self.parts.phase("repeat")
         before, counters = done.before, self.engine.counters_before
         fault = self.hardware.prove(suspicion, done.batch, done.state.step)
         if fault is not None and fault.accused:
@@ -330,15 +292,13 @@ class Recovery:
         # Without snapshots, one fault that has passed is no reason to leave a state that it did not touch.
         if fault is not None and (self.points.ring.capacity or self.hardware.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
-                detector = self.guard.detector.state
-                self.points.take(before, detector, self.samples.state, self.trends.state, counters)
+                self.points.take(before, self.guard.detector.state, self.watches.state_dicts(), counters)
             return self._undo(done, fault)
-        self.hardware.rewound(before.step, restored=False)
+        self.hardware.rewound(before.step, None)
         self.engine.restore_counters(counters)
         back = before.model_copy(update={"seconds": done.state.seconds})
         self.loader.go_to(back.cursor, self.loader.skips)
         self.points.forget_after(back.step)
-        self.rates.forget_after(back.step)
         return StepOutcome(back, repeated=True)
 
     def _look_at_samples(self, decision: Decision, done: StepResult) -> RunState | None:
@@ -357,27 +317,22 @@ class Recovery:
             if back is not None:
                 self.indicators = {}  # of the state that is undone
                 return back
-        quiet = done.applied and self.calm
-        for found in self.samples.act(state, self.points.trained, self.points.laboratory, clear, quiet):
+        quiet, points = clear and done.applied and self.calm, self.points
+        choose_skips = self.rewinding.choose_skips
+        for found in self.samples.act(state, points.trained, points.laboratory, quiet, choose_skips):
             self.guard.policy.explained()
             self.guard.policy.skipped(found.convicted, found.odds)
         return None
 
-    def _rewind_looks(self, step: int) -> None:
-        self.probe.trend.rewind(step)
-        self.tensors.paces.rewind(step)
-
     def _look_at_tensors(self, done: StepResult) -> RunState | None:
         """Once in a while, whether a tensor has jumped; the new state if the run is rewound for it."""
-        state, policy = done.state, self.guard.policy
-        self.tensors.applied(self._rate)
-        if state.step % EVERY or (jump := self.tensors.look(state)) is None:
+        state, policy, tensors = done.state, self.guard.policy, self.watches.tensors
+        if state.step % EVERY or (jump := tensors.look(state)) is None:
             return None
         if policy.may_look_back(state.step, jump.before + 1, self.points.oldest) and self.points.may_look:
             return self.rewinding.undo_jump(jump, done)
-        text = f"{jump.reason}; the run may not be rewound for it, and trains on"
-        self.log.emit(Warned(step=state.step, text=text), say=f"WARNING: {text}")
-        self.tensors.accept()
+        self._train_on(jump.reason, state)
+        tensors.accept()
         return None
 
     def _look_at_probe(self, done: StepResult) -> RunState | None:
@@ -386,17 +341,20 @@ class Recovery:
         state, policy = done.state, self.guard.policy
         if state.step % EVERY and state.step not in self.points.ring.steps[-1:]:
             return None
-        rise = self.probe.look(state.step)
+        rise = self.watches.probe.look(state.step)
         if rise is None:
             return None
         allowed = policy.may_look_back(state.step, rise.before + 1, self.points.oldest)
         if not allowed or not self.rewinding.trials.may_try(state):
-            text = f"{rise.reason}; the run may not be rewound for it, and trains on"
-            self.log.emit(Warned(step=state.step, text=text), say=f"WARNING: {text}")
-            self.probe.accept(state.step)
+            self._train_on(rise.reason, state)
+            self.watches.probe.accept(state.step)
             return None
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, rise.before + 1, rise.reason, on_trend=False)
         return self._rewind(policy.convicted(finding, rise.reason), done, "")
+
+    def _train_on(self, reason: str, state: RunState) -> None:
+        text = f"{reason}; the run may not be rewound for it, and trains on"
+        self.log.emit(Warned(step=state.step, text=text), say=f"WARNING: {text}")
 
     def _carry_out(self, done: StepResult) -> RunState | None:
         """The new state, if the run is rewound."""
@@ -459,12 +417,12 @@ class Recovery:
 
     def _take(self, state: RunState) -> None:
         """Keep a snapshot."""
-        self.points.take(state, self.guard.detector.state, self.samples.state, self.trends.state)
+        self.points.take(state, self.guard.detector.state, self.watches.state_dicts())
 
     def _take_before(self, done: StepResult) -> None:
         """Keep a snapshot of the state before a step whose update was refused."""
-        counters = self.engine.counters_before
-        self.points.take(done.before, self._before, self.samples.before, self.trends.state, counters)
+        watches = self.watches.state_dicts() | {self.samples.name: self.samples.before}
+        self.points.take(done.before, self._before, watches, self.engine.counters_before)
 
     def _refused_too_often(self, done: StepResult) -> MegastableError:
         state, (_, reason) = done.state, self.refusal(done.measured)
@@ -491,8 +449,6 @@ class Recovery:
         if decision.action.rewinds:
             back = self._rewind(decision, done, damage)
             assert back is not None, "only what the detector suspects is tried"
-            self.hardware.rewound(back.step)
-            self._rewind_looks(back.step)
             return StepOutcome(back, rewound=True)
         self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
         self.last_resort.conclude(decision, state, Cause.HARDWARE, damaged)
@@ -501,7 +457,7 @@ class Recovery:
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """The origin of the first non-finite number; not empty if the state already had it."""
-        self.phase("locate")
+        self.parts.phase("locate")
         found = nan_locator.locate(self.engine, batch.micro_batches)
         self._located = found.sentence
         self.log.emit(Located(step=state.step, **asdict(found)), say=True)
@@ -527,16 +483,10 @@ class Recovery:
 
     def _relax(self, finding: Finding, state: RunState) -> None:
         """Lift learning-rate limits whose time has passed."""
-        if self.rates.coming is None:
+        if self._scheduled is None:
             return
-        for reason in self.guard.policy.relax(finding, state.updates, self.rates.coming):
+        for reason in self.guard.policy.relax(finding, state.updates, self._scheduled):
             self.log.emit(RateLifted(step=state.step, reason=reason), say=True)
-
-    def _selection(self) -> Selection:
-        found, odd = self.skipping.usable(self.source.order)
-        for problem in odd:
-            self.log.emit(SkipsRefused(problem=problem))
-        return found
 
     def finish(self, state: RunState) -> None:
         """At the end of the run: an incident that nothing followed is closed."""

@@ -34,15 +34,13 @@ from megastable.base.collectives import first
 from megastable.base.errors import DataError
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
-from megastable.config.tree import RunConfig
 from megastable.data.skips import Selection
-from megastable.engine.engine import Engine
 from megastable.guard.guard import Guard
 from megastable.guard.policy import Offer
 from megastable.recovery.rewind_points import Points
+from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import BranchesTried
 from megastable.run.events.training_events import Warned
-from megastable.run.log import RunLog
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -121,20 +119,12 @@ def describe_branch(
 
 
 class Trials:
-    """points: of which one is in the engine when a trial is held. phase: the heartbeat's."""
+    """points: of which one is in the engine when a trial is held."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        engine: Engine,
-        points: Points,
-        guard: Guard,
-        log: RunLog,
-        phase: Callable[[str], None],
-    ) -> None:
-        self.config, self.engine, self.points, self.guard = config, engine, points, guard
-        self.laboratory, self.loader = points.laboratory, points.laboratory.loader
-        self.log, self.phase = log, phase
+    def __init__(self, parts: RunParts, guard: Guard, points: Points) -> None:
+        self.config, self.engine, self.loader = parts.config, parts.engine, parts.loader
+        self.log, self.phase = parts.log, parts.phase
+        self.points, self.laboratory, self.guard = points, points.laboratory, guard
 
     def look_ahead(self, state: RunState, left_out: Selection) -> Outlook | None:
         """Measure the data to come on the state that the engine holds, where the run stands: samples evenly spread over

@@ -1,11 +1,11 @@
-"""Keeps snapshots: takes them, proves one good, restores it. Collective."""
+"""Keeps snapshots, and what was trained on since the oldest: takes them, proves one good, restores it. Collective."""
 
 from __future__ import annotations
 
 import math
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 
 from megastable.attribution import conclusion
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.sample_history import WatchState
 from megastable.attribution.sample_replay import Laboratory, Trained, harmless
 from megastable.base import free_memory
 from megastable.base.collectives import agree, gathered
@@ -25,46 +24,43 @@ from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.snapshot import Ring, Snapshot
 from megastable.checkpoint.snapshot_budget import NO_SNAPSHOTS, SnapshotBudget
 from megastable.checkpoint.store import RunState
-from megastable.config.stability import SnapshotConfig, StabilityConfig
 from megastable.data.skips import Selection
-from megastable.engine.engine import Engine
 from megastable.guard.detector_state import DetectorState
+from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import NoSnapshots, SnapshotRejected
-from megastable.run.log import RunLog
-from megastable.warnings.trends import TrendsState
 
 Floats = npt.NDArray[np.float64]
 TOLD = 4  # ranks named in a sentence
 
 
 class RewindState(NamedTuple):
-    """What a snapshot keeps besides the engine's state."""
+    """What a snapshot keeps besides the engine's state. watches: `Watch.state_dict`, by name."""
 
     state: RunState
     random: dict[str, Any]
     detector: DetectorState
-    samples: WatchState
-    trends: TrendsState
+    watches: Mapping[str, Mapping[str, Any]]
 
 
 class Points:
-    """ring: the points. laboratory: measures samples on the engine's state. may_look: whether there is room for the
-    current state besides the points. marks: fingerprints of the state, if there are any yet."""
+    """Of one process, which resumed where `origin` says, after a step of the scheduled rate `resumed_rate`, None if
+    that is unknown. marks: fingerprints of the state, if there are any yet. may_look: whether there is room for the
+    current state besides the points. laboratory: measures samples on the engine's state."""
 
     def __init__(
         self,
-        config: StabilityConfig,
-        engine: Engine,
+        parts: RunParts,
         origin: Origin,
-        ring: Ring,
-        laboratory: Laboratory,
-        log: RunLog,
-        may_look: bool = False,
         marks: Callable[[], Marks | None] = lambda: None,
+        resumed_rate: float | None = None,
     ) -> None:
-        self.config, self.engine, self.origin, self.log = config, engine, origin, log
-        self.ring, self.laboratory, self.may_look, self.marks = ring, laboratory, may_look, marks
-        c = config.snapshots
+        self.config, self.engine, self.log = parts.config.stability, parts.engine, parts.log
+        self.origin, self.marks = origin, marks
+        self.laboratory = Laboratory(self.config.attribution, parts.engine, parts.loader)
+        c = self.config.snapshots
+        budget = budget_snapshots(parts) if parts.acts and c.interval else NO_SNAPSHOTS
+        self.ring, self.may_look = Ring(parts.engine, budget.points, c.interval), budget.aside
+        self._resumed_rate = resumed_rate
         # As many steps as the ring reaches back, whichever snapshots it keeps.
         self.trained: deque[Trained] = deque(maxlen=min(512, 2**c.keep * max(1, c.interval)))
         self.finite: Snapshot | None = None  # the newest that `back` passed over although finite
@@ -73,15 +69,16 @@ class Points:
         self,
         state: RunState,
         detector: DetectorState,
-        samples: WatchState,
-        trends: TrendsState,
+        watches: Mapping[str, Mapping[str, Any]],
         counters: dict[str, Any] | None = None,
     ) -> None:
+        """Keep a snapshot of the engine's state, which is that after `state`. counters: if the engine's have advanced
+        already, as after a refused step."""
         if state.step not in self.ring.steps:
             # Checkpoints fill in `stability` themselves; the vitals can be shared, as they are replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
-            extra = RewindState(light, rng_state(), detector, samples, trends)
+            extra = RewindState(light, rng_state(), detector, watches)
             self.ring.take(state.step, extra, counters, self.marks())
 
     @property
@@ -96,6 +93,21 @@ class Points:
         self.ring.forget_from(step + 1)
         while self.trained and self.trained[-1].step > step:
             self.trained.pop()
+
+    # The scheduled learning rate
+
+    @property
+    def newest_rate(self) -> float | None:
+        """At which the last step was scheduled, if known."""
+        return self.rate_before(self.trained[-1].step if self.trained else self.origin.step)
+
+    def rate_before(self, step: int) -> float | None:
+        """The scheduled rate at which the state after `step` was last trained."""
+        known = (t.scheduled for t in reversed(self.trained) if t.step <= step and t.scheduled is not None)
+        return next(known, self._resumed_rate if step == self.origin.step else None)
+
+    def highest_rate_since(self, step: int) -> float | None:
+        return max((t.scheduled for t in self.since(step) if t.scheduled is not None), default=None)
 
     # Rewinding
 
@@ -205,15 +217,14 @@ class Points:
         return self.laboratory.losses(latest[latest < cursor])
 
 
-def budgeted(engine: Engine, config: SnapshotConfig, log: RunLog) -> SnapshotBudget:
+def budget_snapshots(parts: RunParts) -> SnapshotBudget:
     """The number of points for which every rank has room, printed with its calculation. Collective."""
-    if not config.interval:
-        return NO_SNAPSHOTS
-    state, pinned = engine.optimizer_state().values(), torch.cuda.is_initialized()
+    engine, pinned = parts.engine, torch.cuda.is_initialized()
+    state = engine.optimizer_state().values()
     everyone = gathered(free_memory.demand(state, engine.flat_state().bytes(), pinned))
-    found = agree(lambda: snapshot_budget.plan(everyone, config))
+    found = agree(lambda: snapshot_budget.plan(everyone, parts.config.stability.snapshots))
     if found.points:
-        log.say(found.text)
+        parts.log.say(found.text)
     else:
-        log.emit(NoSnapshots(bytes=found.snapshot, budget=found.budget), say=found.text)
+        parts.log.emit(NoSnapshots(bytes=found.snapshot, budget=found.budget), say=found.text)
     return found

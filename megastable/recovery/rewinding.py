@@ -14,13 +14,9 @@ from megastable.attribution.harm import HarmTrial, TrialVerdict, is_clear, is_ha
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
 from megastable.base.rng import set_rng_state
-from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
-from megastable.config.tree import RunConfig
-from megastable.data.loader import Loader
 from megastable.data.skips import Selection
-from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.guard import fallback
 from megastable.guard.actions import Action, Cause, Decision, Remedy
@@ -33,18 +29,14 @@ from megastable.guard.signals import Finding, Verdict
 from megastable.guard.tensor_jumps import TensorJump, TensorNorms
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
-from megastable.recovery.learning_rate_history import RateHistory
-from megastable.recovery.probe_watch import ProbeWatch
 from megastable.recovery.replay_trials import Trials, TrialStart
 from megastable.recovery.replays import UNSTEADY, Harmless, Replays
 from megastable.recovery.rewind_points import Points
-from megastable.recovery.sample_watch import UNKNOWN, SampleWatch
-from megastable.recovery.step_result import StepResult
-from megastable.recovery.tensor_watch import TensorWatch
+from megastable.recovery.run_parts import RunParts, StepResult
+from megastable.recovery.sample_watch import UNKNOWN
+from megastable.recovery.watches import Watches
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.events.training_events import Warned
-from megastable.run.log import RunLog
-from megastable.warnings.trends import Trends
 
 # Most samples that one trial takes away: so many, or this share of those read.
 TAKEN_AWAY, TAKEN_SHARE = 1024, 0.001
@@ -75,53 +67,34 @@ class Tried:
 
 
 class Rewinding:
-    """selection: what is left of the current order. phase: the heartbeat's."""
+    """Carries out a decision to go back."""
 
     def __init__(
         self,
-        config: RunConfig,
-        engine: Engine,
-        loader: Loader,
+        parts: RunParts,
+        guard: Guard,
         points: Points,
         replays: Replays,
-        rates: RateHistory,
         incident_log: IncidentLog,
-        origin: Origin,
-        samples: SampleWatch,
-        trends: Trends,
         last_resort: LastResort,
-        guard: Guard,
-        selection: Callable[[], Selection],
-        log: RunLog,
-        phase: Callable[[str], None],
-        probe: ProbeWatch,
-        tensors: TensorWatch,
+        watches: Watches,
     ) -> None:
-        self.probe, self.tensors = probe, tensors
-        self.trials = Trials(config, engine, points, guard, log, phase)
-        self.config, self.engine, self.loader, self.source = config, engine, loader, loader.source
-        self.points, self.replays, self.rates = points, replays, rates
-        self.incident_log, self.origin, self.samples, self.last_resort = (
-            incident_log,
-            origin,
-            samples,
-            last_resort,
-        )
-        self.guard, self.selection, self.trends = guard, selection, trends
-        samples.choose_skips = self.choose_skips
-        self.log, self.phase = log, phase
+        self.parts, self.config, self.engine, self.log = parts, parts.config, parts.engine, parts.log
+        self.guard, self.points, self.replays, self.watches = guard, points, replays, watches
+        self.incident_log, self.last_resort = incident_log, last_resort
+        self.trials = Trials(parts, guard, points)
 
     def go_back(self, t: Tripped) -> RunState | None:
         """Rewind, and return where the run stands; None: nothing was wrong, and it stays where it is. Raises
         HandoverError, UnstableError and SpaceError."""
         begin, finding, policy = time.perf_counter(), t.decision.finding, self.guard.policy
-        self.phase("rewind")
+        self.parts.phase("rewind")
         window = self.points.since(finding.onset)
         self.incident_log.open(t.decision, t.done.state, window, t.done.measured.grad_norm)
         adjacent = self.incident_log.adjacent(window)
         recurred = policy.recurred(adjacent)
         unsteady, damage, harmless = self._replayed(t)
-        left_out, present, outlook = self.selection(), None, None
+        left_out, present, outlook = self.parts.select_unskipped(), None, None
         # What is proven needs no trial.
         proven = bool(damage) or harmless is not None or finding.verdict is Verdict.CORRUPTED
         if not proven:
@@ -149,20 +122,17 @@ class Rewinding:
                     return self._train_through(t, conclusion, tried.harmless, snapshot, present, begin)
                 if tried.blameless:
                     window = []  # all of them are read again
-        suspect = conclusion.cause in BLAMELESS and self.origin.again(snapshot.step, finding.onset)
+        suspect = conclusion.cause in BLAMELESS and self.points.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
-            why = f"the checkpoint of step {self.origin.step} is the suspect: {self.origin.suspect()}"
+            why = f"the checkpoint of step {self.points.origin.step} is the suspect: {self.points.origin.suspect()}"
             decision = policy.abandon(t.decision, why, proven=False)
             raise self.last_resort.end(decision, t.done.state, Cause.STORAGE)
-        saved: RunState = snapshot.extra.state
         if offer is not None:
             remedy = policy.adopt(offer, conclusion.reason)
             self._carry_out(offer, snapshot)
         else:
-            remedy = self._remedy(conclusion, saved, left_out)
-        seconds = time.perf_counter() - begin
-        self._write_down(t.decision, t.done.state, conclusion, remedy, window, snapshot, seconds)
-        return self._go_on_from(snapshot, t.done.state, begin, remedy.reason, seconds)
+            remedy = self._remedy(conclusion, snapshot, left_out)
+        return self._undo(t.decision, t.done.state, conclusion, remedy, window, snapshot, begin)
 
     def _train_through(
         self,
@@ -187,7 +157,7 @@ class Rewinding:
             back = self._go_on_from(snapshot, state, begin, trial.reason, seconds)
         self.guard.policy.trained_through(alone=not self.incident_log.has_acted)
         if t.decision.finding.verdict is Verdict.DAMAGE:
-            self.probe.accept(state.step)
+            self.watches.probe.accept(state.step)
         else:
             self._begin_again(trial)
         lost = 0 if back is None else state.step - back.step
@@ -199,8 +169,7 @@ class Rewinding:
         suspected again, either."""
         self.guard.detector.begin_again()
         if trial.verdict is TrialVerdict.NEW:
-            self.samples.begin_again()
-            self.trends.changed()
+            self.watches.begin_again()
 
     def _bounded(self, found: Conclusion, trial: HarmTrial | None, read: int) -> Conclusion:
         """What may be taken away of what a conclusion names. What teaches something is deferred, and so is what is too
@@ -246,7 +215,7 @@ class Rewinding:
         stays. None: there is no room for it, or no such snapshot."""
         if not self.points.may_look or not window:
             return None
-        left_out, present = self.selection(), self.points.ring.aside(state.step)
+        left_out, present = self.parts.select_unskipped(), self.points.ring.aside(state.step)
         outlook = self.trials.look_ahead(state, left_out)
 
         def attempt() -> HarmTrial | None:
@@ -293,12 +262,12 @@ class Rewinding:
         the run resumes from it without them, and that state is returned; else it stays where it is: individually
         convicted samples are skipped, and with none nothing changes. Raises SpaceError."""
         begin, policy = time.perf_counter(), self.guard.policy
-        self.phase("examine samples")
+        self.parts.phase("examine samples")
         window = [t for t in self.points.since(case.first) if t.step <= case.last]
         if not window:
-            self.samples.drop(case, state.step, UNKNOWN)
+            self.watches.samples.drop(case, state.step, UNKNOWN)
             return None
-        left_out = self.selection()
+        left_out = self.parts.select_unskipped()
         present = self.points.ring.aside(state.step)
         outlook = self.trials.look_ahead(state, left_out)
         snapshot = self.points.look(case.first, left_out)
@@ -310,18 +279,18 @@ class Rewinding:
             few = found.individuals({p for t in window for p in t.positions.tolist()})
             seconds = time.perf_counter() - begin
             if few.guilty:
-                self.samples.skip(case, few, window, state, self.loader, seconds)
+                self.watches.samples.skip(case, few, window, state, seconds)
                 policy.explained()
                 policy.skipped(few.convicted, few.odds)
             else:
-                self.samples.nobody(case, found, state.step, seconds)
+                self.watches.samples.nobody(case, found, state.step, seconds)
             return None
         tried = self.trials.try_suspects(found, TrialStart(window, snapshot, left_out, outlook))
         trial = tried.verdict if tried is not None else None
         if trial is not None and is_harmless(trial, few=False):
             self.points.restore(present)
             seconds = time.perf_counter() - begin
-            self.samples.nobody(case, replace(found, reason=trial.reason), state.step, seconds)
+            self.watches.samples.nobody(case, replace(found, reason=trial.reason), state.step, seconds)
             if trial.verdict is TrialVerdict.NEW:
                 self._begin_again(trial)
             return None
@@ -330,31 +299,28 @@ class Rewinding:
         finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
         decision = policy.convicted(finding, case.reason)
         self.incident_log.open(decision, state, window, measured.grad_norm)
-        saved: RunState = snapshot.extra.state
-        remedy = self._remedy(found, saved, left_out)
-        seconds = time.perf_counter() - begin
-        self._write_down(decision, state, found, remedy, window, snapshot, seconds)
-        self.samples.convicted(case)
-        return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
+        self.watches.samples.convicted(case)
+        remedy = self._remedy(found, snapshot, left_out)
+        return self._undo(decision, state, found, remedy, window, snapshot, begin)
 
     def undo_jump(self, jump: TensorJump, done: StepResult) -> RunState | None:
         """Repeat the steps in which a tensor jumped, on a state from before them. If it does not jump again, something
         else than these steps changed it: the run goes on from that state, and nothing is taken away. Else it stays
         where it is: None. Raises SpaceError."""
         begin, state, policy = time.perf_counter(), done.state, self.guard.policy
-        self.phase("replay steps")
-        left_out, present = self.selection(), self.points.ring.aside(state.step)
+        self.parts.phase("replay steps")
+        left_out, present = self.parts.select_unskipped(), self.points.ring.aside(state.step)
 
         def repeat() -> tuple[Snapshot | None, Mapping[str, TensorNorms] | None]:
             snapshot = self.points.look(jump.before + 1, left_out)
             return snapshot, None if snapshot is None else self.trials.repeat(
-                snapshot, state, self.tensors.measure
+                snapshot, state, self.watches.tensors.measure
             )
 
         snapshot, found = self.trials.unless_unreadable(state.step, repeat) or (None, None)
         if snapshot is None or found is None or jump.is_repeated(found):
             self.points.restore(present)
-            self.tensors.accept()
+            self.watches.tensors.accept()
             why = "cannot be done again" if found is None else "make it again"
             self.log.emit(Warned(step=state.step, text=f"{jump.reason}: the same steps {why}"), say=True)
             return None
@@ -362,11 +328,9 @@ class Rewinding:
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, jump.before + 1, reason, on_trend=False)
         decision = policy.convicted(finding, reason)
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
-        found_cause = Conclusion(Cause.STATE, [], [], reason)
-        remedy = self._remedy(found_cause, snapshot.extra.state, left_out)
-        seconds = time.perf_counter() - begin
-        self._write_down(decision, state, found_cause, remedy, [], snapshot, seconds)
-        return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
+        conclusion = Conclusion(Cause.STATE, [], [], reason)
+        remedy = self._remedy(conclusion, snapshot, left_out)
+        return self._undo(decision, state, conclusion, remedy, [], snapshot, begin)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, Harmless | None]:
         """Whether all runs of the step differ; what is proven about the hardware, a sentence, or ""; how the step is
@@ -420,8 +384,9 @@ class Rewinding:
                 ),
                 say=True,
             )
-        rate = self.rates.highest_since(t.decision.finding.onset)
-        offers = policy.offer_remedies(saved.updates, self.rates.before(saved.step), rate)
+        good_rate = self.points.rate_before(saved.step)
+        rate = self.points.highest_rate_since(t.decision.finding.onset)
+        offers = policy.offer_remedies(saved.updates, good_rate, rate)
         trial = self.trials.try_remedies(offers, start)
         if trial is None:
             return None, ""
@@ -433,7 +398,7 @@ class Rewinding:
         saved: RunState = snapshot.extra.state
         if offer.name == "reset_moments":
             self.engine.reset_moments()
-            self.tensors.paces.begin_again()
+            self.watches.tensors.paces.begin_again()
             # The snapshot has the old moments: a further rewind to it must not bring them back.
             self.points.ring.forget_from(snapshot.step)
             self.points.ring.take(snapshot.step, snapshot.extra)
@@ -445,23 +410,29 @@ class Rewinding:
                 SettingsAdjusted(step=saved.step, settings=[offer.name], reason=offer.remedy.reason)
             )
 
-    def _remedy(self, found: Conclusion, saved: RunState, left_out: Selection) -> Remedy:
+    def _remedy(self, found: Conclusion, snapshot: Snapshot, left_out: Selection) -> Remedy:
         """The remedy for a conclusion."""
         culprit = self._culprit(found)
         most = self.config.stability.policy.swap_most
         may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - most
         return self.guard.policy.remedy(
-            found.cause, saved.updates, culprit, may_swap, found.odds, found.convicted, found.kernels
+            found.cause,
+            snapshot.extra.state.updates,
+            culprit,
+            may_swap,
+            found.odds,
+            found.convicted,
+            found.kernels,
         )
 
     def _culprit(self, found: Conclusion) -> str | None:
         """The corpus of most guilty samples."""
         if not found.guilty:
             return None
-        corpora = self.source.order.locate(np.array(found.guilty)).corpus
-        return self.source.order.corpora[int(np.bincount(corpora).argmax())].name
+        order = self.parts.source.order
+        return order.corpora[int(np.bincount(order.locate(np.array(found.guilty)).corpus).argmax())].name
 
-    def _write_down(
+    def _undo(
         self,
         decision: Decision,
         state: RunState,
@@ -469,9 +440,11 @@ class Rewinding:
         remedy: Remedy,
         window: Sequence[Trained],
         snapshot: Snapshot,
-        seconds: float,
-    ) -> None:
-        """Record it in journal and ledgers. Raises HandoverError and UnstableError if the remedy ends the process."""
+        begin: float,
+    ) -> RunState:
+        """Record a conclusion and its remedy in journal and ledgers, and go on from the snapshot. Raises HandoverError
+        and UnstableError if the remedy ends the process."""
+        seconds = time.perf_counter() - begin
         if remedy.action is Action.HANDOVER:
             decision = replace(decision, reason=remedy.reason)
             given = self.last_resort.weigh(replace(decision, action=remedy.action))
@@ -487,13 +460,16 @@ class Rewinding:
         if remedy.action.ends:
             decision = replace(decision, action=remedy.action, reason=remedy.reason)
             raise self.last_resort.end(decision, state, found.cause)
+        return self._go_on_from(snapshot, state, begin, remedy.reason, seconds)
 
     def _unproven(self, t: Tripped, damage: str, harmless: Harmless | None) -> RunState:
         """No snapshot is proven good: hand over; if impossible, alert, and resume from the newest finite one.
         Raises HandoverError and UnstableError."""
         policy, begin, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
-        if self.origin.reason:
-            why = f"the checkpoint of step {self.origin.step} is convicted: {self.origin.reason}"
+        if self.points.origin.reason:
+            why = (
+                f"the checkpoint of step {self.points.origin.step} is convicted: {self.points.origin.reason}"
+            )
             cause, decision = Cause.STORAGE, policy.abandon(t.decision, why, proven=True)
         else:
             cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN
@@ -533,12 +509,10 @@ class Rewinding:
             self.log.emit(
                 RateWarmup(step=back.step, begin=c.rewind_warmup_from, updates=c.rewind_warmup), say=True
             )
-        self.samples.rewind(kept.samples)
-        self.trends.rewind(kept.trends, back.step)
+        self.watches.rewound(back.step, kept.watches)
         set_rng_state(kept.random)
-        self.loader.go_to(back.cursor, self.selection())
+        self.parts.loader.go_to(back.cursor, self.parts.select_unskipped())
         self.points.forget_after(snapshot.step)
-        self.rates.forget_after(snapshot.step)
         seconds, lost = time.perf_counter() - begin, state.step - back.step
         self.incident_log.rewound(back.step, back.cursor, seconds - told)
         self.log.say(

@@ -8,8 +8,9 @@ samples are skipped by identity; nothing is undone. All methods are collective: 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,75 +21,74 @@ from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.attribution.suspects import Seen
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
-from megastable.config.stability import StabilityConfig
-from megastable.data.loader import Loader, Step
+from megastable.data.loader import Step
 from megastable.data.skips import Selection
 from megastable.engine.measured import Measured
+from megastable.engine.watch import Watch
 from megastable.guard.actions import Action, Cause, Decision
 from megastable.guard.policy import Policy
 from megastable.guard.signals import Verdict
 from megastable.recovery.incident_log import IncidentLog
+from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import DiscardExamined, SamplesDropped, SamplesExamined, Would
-from megastable.run.log import RunLog
 
-CASES = (
-    8  # most waiting cases: more batches are refused only if the state is bad, and then no sample is guilty
-)
+# What is to be skipped, or deferred, of the suspects of some steps; or why nothing is, as a sentence.
+ChooseSkips = Callable[[Conclusion, Sequence[Trained], RunState], tuple[Conclusion, str]]
+
+# Most waiting cases: more batches are refused only if the state is bad, and then no sample is guilty.
+CASES = 8
 
 UNKNOWN = "this process does not know the samples of its steps"
 LEFT_OUT = "its samples are left out already"
 
 
-class SampleWatch:
-    """Of one process. phase: the trainer's heartbeat; selection: what is skipped, by the current ledger."""
+class SampleWatch(Watch):
+    """Of one process."""
 
-    def __init__(
-        self,
-        config: StabilityConfig,
-        incident_log: IncidentLog,
-        log: RunLog,
-        phase: Callable[[str], None],
-        selection: Callable[[], Selection],
-        state: WatchState | None = None,
-    ) -> None:
-        self.config, self.incident_log = config, incident_log
-        self.log, self.phase, self.selection = log, phase, selection
-        # What is to be skipped of the suspects of some steps; set by who can rewind.
-        self.choose_skips: Callable[[Conclusion, Sequence[Trained], RunState], tuple[Conclusion, str]] = (
-            _untried
-        )
+    name = "samples"
+
+    def __init__(self, parts: RunParts, incident_log: IncidentLog) -> None:
+        self.parts, self.config, self.log = parts, parts.config.stability, parts.log
+        self.incident_log = incident_log
+        self._names = [corpus.name for corpus in parts.source.order.corpora]
         self._kept = Rest()  # after suspects that were trained on all the same
-        self._names = [corpus.name for corpus in incident_log.source.order.corpora]
         self._rest = Rest()
-        self.rewind(state or WatchState())
-        self.before = self.state  # before the last step with a refused update
+        self.load_state_dict({})
+        self.before = self.state_dict()  # before the last step with a refused update
 
     @property
     def state(self) -> WatchState:
-        """A copy."""
-        waiting = [case.model_copy() for case in self._waiting]
         return WatchState(
             test=self._test.state,
-            waiting=waiting,
+            waiting=self._waiting,
             quiet=self._quiet,
             rest=self._rest.until,
             rested=self._rest.steps,
         )
 
-    def rewind(self, state: WatchState) -> None:
-        """Undo what came after `state`, including its suspicions."""
-        self._test = SampleTest(self.config.samples, state.test)
-        self._waiting, self._quiet = [case.model_copy() for case in state.waiting], state.quiet
+    def state_dict(self) -> dict[str, Any]:
+        return self.state.model_dump()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = WatchState.model_validate(state)
+        self._test = SampleTest(self.config.samples, saved.test)
+        self._waiting, self._quiet = saved.waiting, saved.quiet
         # Only from a checkpoint: time already spent on searches stays spent.
-        self._rest = max(self._rest, Rest(until=state.rest, steps=state.rested), key=_until)
+        self._rest = max(self._rest, Rest(until=saved.rest, steps=saved.rested), key=_until)
+
+    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
+        if saved is not None:
+            self.load_state_dict(saved)
 
     def observe(self, batch: Step, measured: Measured, applied: bool, step: int) -> None:
         """Judge the samples of a step; suspects wait."""
         if not self.config.enabled:
             return
         if not applied:
-            self.before = self.state  # of a step that may leave a snapshot; a copy costs as much as the test
-        corpora = self.incident_log.source.order.locate(batch.positions).corpus
+            self.before = (
+                self.state_dict()
+            )  # of a step that may leave a snapshot; a copy costs as much as the test
+        corpora = self.parts.source.order.locate(batch.positions).corpus
         losses = measured.losses.numpy()
         scored, alarm = self._test.observe(step, losses, corpora, self._names, applied, measured.grad_norm)
         for case in self._waiting:
@@ -99,7 +99,6 @@ class SampleWatch:
             self._suspect(alarm, step)
 
     def begin_again(self) -> None:
-        """What comes is of another kind than what came before: forget what is usual, and what was suspected."""
         self._test = SampleTest(self.config.samples)
         self._waiting.clear()
         self._quiet = 0
@@ -159,34 +158,33 @@ class SampleWatch:
         found: Conclusion,
         window: Sequence[Trained],
         state: RunState,
-        loader: Loader,
         seconds: float,
     ) -> None:
         """Skip the guilty samples of a case; nothing is undone. Raises SpaceError."""
         self.convicted(case)
         self.incident_log.skip(found, case.first, window, case.verdict, case.reason, state, seconds)
-        loader.go_to(state.cursor, self.selection())
+        self.parts.loader.go_to(state.cursor, self.parts.select_unskipped())
 
     def act(
         self,
         state: RunState,
         trained: Sequence[Trained],
         laboratory: Laboratory,
-        clear: bool,
-        calm: bool,
+        quiet: bool,
+        choose_skips: ChooseSkips,
     ) -> list[Conclusion]:
-        """Examine waiting cases, if possible now: skip guilty samples, and go on. Returns the convictions. Raises
+        """Examine waiting cases, if possible now: skip bad samples, and go on. Returns what was skipped. Raises
         SpaceError.
 
-        trained: the latest steps. clear: no incident is open, and no action awaits proof; calm: also, the update was
-        applied and is on trend.
+        trained: the latest steps. quiet: no incident is open, no action awaits proof, and the update was applied and is
+        on trend.
         """
-        self._quiet = self._quiet + 1 if clear and calm else 0
+        self._quiet = self._quiet + 1 if quiet else 0
         convicted = list[Conclusion]()
         ready = self._quiet >= self.config.samples.quiet_steps and state.step >= self._kept.until
         for case in list(self._waiting) if ready else ():
             self._waiting.remove(case)
-            found = self._examine(case, state, trained, laboratory)
+            found = self._examine(case, state, trained, laboratory, choose_skips)
             convicted += [found] if found is not None else []
         return convicted
 
@@ -205,11 +203,16 @@ class SampleWatch:
         self.log.emit(event, say=f"step {step}: {case.reason}; not examined: {reason}")
 
     def _examine(
-        self, case: Waiting, state: RunState, trained: Sequence[Trained], laboratory: Laboratory
+        self,
+        case: Waiting,
+        state: RunState,
+        trained: Sequence[Trained],
+        laboratory: Laboratory,
+        choose_skips: ChooseSkips,
     ) -> Conclusion | None:
         begin = time.perf_counter()
-        self.phase("examine samples")
-        left_out = self.selection()
+        self.parts.phase("examine samples")
+        left_out = self.parts.select_unskipped()
         history = [t for t in trained if t.applied and t.step < case.first]
         if case.kind == "discard":
             positions, losses = np.array(case.positions), np.array(case.losses)
@@ -229,14 +232,14 @@ class SampleWatch:
         if found.cause is not Cause.DATA or not found.guilty:
             self.nobody(case, found, state.step, seconds)
             return None
-        found, why = self.choose_skips(found, window, state)
+        found, why = choose_skips(found, window, state)
         seconds = time.perf_counter() - begin
         if why:
             self._kept = self._kept.after(state.step)
             self.nobody(case, replace(found, reason=why), state.step, seconds)
             return None
         self._kept = Rest(until=self._kept.until)
-        self.skip(case, found, window, state, laboratory.loader, seconds)
+        self.skip(case, found, window, state, seconds)
         return found
 
     def _concluded(
@@ -288,10 +291,6 @@ class SampleWatch:
             "deviations above harmless ones)"
         )
         return Conclusion(Cause.DATA, sorted(guilty.positions.tolist()), worst, reason)
-
-
-def _untried(found: Conclusion, window: Sequence[Trained], state: RunState) -> tuple[Conclusion, str]:
-    return found, ""
 
 
 def _until(rest: Rest) -> int:

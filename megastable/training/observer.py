@@ -15,7 +15,7 @@ from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
-from megastable.recovery.step_result import StepResult
+from megastable.recovery.run_parts import StepResult
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import Evaluated
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples

@@ -8,7 +8,7 @@ from megastable.checkpoint.store import RunState
 from megastable.config.tree import LoggingConfig
 from megastable.engine.engine import Engine
 from megastable.recovery.recovery import Recovery
-from megastable.recovery.step_result import StepResult
+from megastable.recovery.run_parts import StepResult
 from megastable.run.events.stability_events import Discarded
 from megastable.run.events.training_events import Evaluated
 from megastable.run.log import RunLog
@@ -41,17 +41,20 @@ class StepRecorder:
         # Also at the second refused update, to see the trouble per layer.
         step = state.step + 1
         self._look = due(self.config.layers_interval, step) or state.discards_in_a_row == 1
-        trend = self.recovery.watch.begin(state)
+        trend = self.recovery.watches.trends.begin(state)
         self.engine.measures_update = (
-            self._look or trend or due(self.config.norms_interval, step) or self.recovery.signs.measures(step)
+            self._look
+            or trend
+            or due(self.config.norms_interval, step)
+            or self.recovery.watches.signs.measures(step)
         )
-        if self._look or self.recovery.signs.looks(step):
+        if self._look or self.recovery.watches.signs.looks(step):
             self.engine.probe.watch()
 
     def step(self, done: StepResult) -> None:
         """Measure, judge and record a finished step."""
         state, measured, batch = done.state, done.measured, done.batch
-        signs, statistics = self.recovery.signs, None
+        signs, statistics = self.recovery.watches.signs, None
         regular = self._look or due(self.config.norms_interval, state.step)
         if regular or signs.measures(state.step):
             statistics = self.engine.statistics()
@@ -59,7 +62,7 @@ class StepRecorder:
                 self.recovery.indicators = statistics.indicators
         incident = self.recovery.incident_log.incident is not None
         signs.after(state, statistics, incident)
-        self.recovery.watch.after(state, done.lr, done.applied, incident)
+        self.recovery.watches.trends.after(state, done.lr, done.applied, incident)
         if self.observer is not None:
             self.observer.step(done, statistics)
         if not done.applied:
@@ -73,7 +76,7 @@ class StepRecorder:
     def validation(self, state: RunState, found: Evaluated) -> None:
         """An evaluation at `state`."""
         assert found.loss is not None
-        self.recovery.watch.evaluated(state, found.loss)
+        self.recovery.watches.trends.evaluated(state, found.loss)
         if self.observer is not None:
             self.observer.validation(state, found)
 

@@ -5,7 +5,9 @@ All methods are collective: every rank gets the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
 from megastable.base.collectives import first
 from megastable.checkpoint.store import RunState
@@ -13,6 +15,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.source import Source
 from megastable.data.statistics import sample_entropy
 from megastable.engine.layer_stats import LayerStatistics
+from megastable.engine.watch import Watch
 from megastable.optim.schedule import rates
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
@@ -21,8 +24,10 @@ from megastable.warnings.signs import RECENT, Sign, Signs, SignsState, due
 START = 20_000  # updates: reaching the sum of rates later says nothing about the start
 
 
-class StartSigns:
+class StartSigns(Watch):
     """Of one training process. state: as in the checkpoint."""
+
+    name = "signs"
 
     def __init__(
         self,
@@ -39,6 +44,12 @@ class StartSigns:
         self._due, self._rates = due(islice(rates(c), START), self.settings) if self.enabled else (0, 0.0)
         self._entropy: float | None = None
         self._refused = -START  # last step with a refused update
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.signs.state.model_dump()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.signs = Signs(self.settings, self.config.model.hidden, SignsState.model_validate(state))
 
     def looks(self, step: int) -> bool:
         """Whether to call `probe.watch` before this step."""

@@ -5,20 +5,24 @@ All methods are called on every rank with the same numbers, so that every rank j
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from megastable.checkpoint.store import RunState
 from megastable.config.rules import ADAM_LIKE
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
+from megastable.engine.watch import Watch
 from megastable.optim.schedule import progress, warmup
 from megastable.run.events.stability_events import TrendEvent
 from megastable.run.log import RunLog
 from megastable.warnings.trends import TrendNotice, Trends, TrendsState
 
 
-class TrendWatch:
+class TrendWatch(Watch):
     """Of one training process. state: as in the checkpoint."""
+
+    name = "trends"
 
     def __init__(self, config: RunConfig, engine: Engine, state: TrendsState, log: RunLog) -> None:
         c = config.stability
@@ -27,6 +31,19 @@ class TrendWatch:
         self.trends = Trends(c.trends, config.model.hidden, state)
         self.schedule, self.ratio = config.schedule, config.model.width_ratio
         self.adam_sized = config.optimizer.name in ADAM_LIKE
+
+    def begin_again(self) -> None:
+        self.trends.changed()
+
+    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
+        if saved is not None:
+            self.trends.rewind(TrendsState.model_validate(saved), step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.trends.state.model_dump()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.trends = Trends(self.trends.config, self.trends.width, TrendsState.model_validate(state))
 
     def begin(self, state: RunState) -> bool:
         """Before the step after `state`: watch it, if a look is due; whether it is. None is while the rate warms up:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -15,7 +16,7 @@ import torch
 
 from megastable.attribution import sample_replay
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.sample_history import Alarm, Scored, Waiting, WatchState
+from megastable.attribution.sample_history import Alarm, Scored, Waiting
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.errors import DataError
 from megastable.config.stability import PolicyConfig, StabilityConfig
@@ -57,14 +58,13 @@ class Made:
         self.log, self.convicted = KeptLog(), list[Conclusion]()
         self.events = self.log.events
         order = SimpleNamespace(corpora=[SimpleNamespace(name="code")])
-        incident_log = SimpleNamespace(
-            source=SimpleNamespace(order=order), skip=lambda found, *_: self.convicted.append(found)
-        )
-        made: Any = incident_log
-        self.watch = SampleWatch(
-            StabilityConfig(), made, self.log, lambda phase: None,
-            lambda: KEPT,  # type: ignore[arg-type, return-value]
+        incident_log: Any = SimpleNamespace(skip=lambda found, *_: self.convicted.append(found))
+        parts: Any = SimpleNamespace(
+            config=SimpleNamespace(stability=StabilityConfig()), log=self.log, phase=lambda phase: None,
+            source=SimpleNamespace(order=order), loader=SimpleNamespace(go_to=lambda *_: None),
+            select_unskipped=lambda: KEPT,
         )  # fmt: skip
+        self.parts, self.watch = parts, SampleWatch(parts, incident_log)
 
 
 def case(step: int, **changes: Any) -> Waiting:
@@ -105,12 +105,12 @@ def test_a_case_of_which_nobody_can_be_examined_is_written_down(known: bool) -> 
     """After a restart its steps are not known; or all of its samples are skipped by then."""
     made, laboratory, state = Made(), Bench(), SimpleNamespace(step=99, cursor=999)
     everyone: Any = Skips.of([(0, 16)]) if known else KEPT
-    made.watch.selection = lambda: everyone
+    made.parts.select_unskipped = lambda: everyone
     at = np.arange(16)
     trained = [Trained(5, at, np.full(16, 3.0), True)] if known else []
     stands: Any = laboratory
     where: Any = state
-    assert made.watch._examine(case(5, kind="batch"), where, trained, stands) is None
+    assert made.watch._examine(case(5, kind="batch"), where, trained, stands, skip_all) is None
     (event,) = made.events
     assert (event["event"], event["step"], event["first"]) == ("samples_dropped", 99, 5)
     assert event["reason"] == (LEFT_OUT if known else UNKNOWN)
@@ -133,7 +133,7 @@ def test_another_level_is_not_examined_again_and_again() -> None:
     made = Made()
     told = Scored(np.zeros(16)), Alarm(7, "higher")
     made.watch._test.observe = lambda *_: told  # type: ignore[method-assign]
-    order: Any = made.watch.incident_log.source.order
+    order: Any = made.parts.source.order
     order.locate = lambda positions: SimpleNamespace(corpus=np.zeros(positions.size, np.int64))
     batch: Any = SimpleNamespace(positions=np.arange(16))
     measured: Any = SimpleNamespace(losses=torch.zeros(16), grad_norm=1.0)
@@ -171,18 +171,18 @@ def test_looks_for_nothing_cost_a_bounded_share_of_a_run() -> None:
 
 def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody_is_guilty() -> None:
     watch = Made().watch
-    early = watch.state
+    early = watch.state_dict()
     assert [fruitless(watch, step) for step in (10, 100)] == [64, 128]
-    late = watch.state
-    watch.rewind(early)
+    late = watch.state_dict()
+    watch.rewound(5, early)
     assert watch.state.rest == 228 and fruitless(watch, 228) == 256
     again = Made().watch
-    again.rewind(WatchState.model_validate_json(late.model_dump_json()))
+    again.load_state_dict(json.loads(json.dumps(late)))
     assert again.state.rest == 228 and fruitless(again, 228) == 256
     watch.convicted(case(5, kind="discard"))
     assert fruitless(watch, 500) == 512
     watch.convicted(case(5, kind="batch"))
-    watch.rewind(late)
+    watch.rewound(5, late)
     assert watch.state.rest == 1012 and fruitless(watch, 1012) == 64
 
 
@@ -204,7 +204,11 @@ def test_a_sample_that_cannot_be_read_again_is_told_and_ends_nothing(monkeypatch
 def act(made: Made, step: int, calm: bool = True, laboratory: Any = None) -> list[Conclusion]:
     state: Any = SimpleNamespace(cursor=16 * step, step=step)
     trained = [Trained(n, 16 * n + np.arange(16), np.full(16, 3.0), True) for n in range(1, step + 1)]
-    return made.watch.act(state, trained, laboratory or Bench(), True, calm)
+    return made.watch.act(state, trained, laboratory or Bench(), calm, skip_all)
+
+
+def skip_all(found: Conclusion, *_: object) -> tuple[Conclusion, str]:
+    return found, ""
 
 
 def test_a_case_is_examined_after_quiet_steps_and_its_bad_samples_are_skipped() -> None:

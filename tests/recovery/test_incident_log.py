@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from megastable.checkpoint.store import LayoutState, RunState
 from megastable.config.stability import PolicyConfig
 from megastable.data.blends import ExchangeEntry, read_blends
 from megastable.data.corpora import open_corpora
-from megastable.data.deferral import Deferring
 from megastable.data.order import LAST_POSITION
 from megastable.data.plant import Planted
 from megastable.data.skip_ledger import (
@@ -87,8 +87,11 @@ class Book:
         self.config = tiny(corpus, folder, train={"steps": STEPS})
         self.source = open_corpora(self.config.data.corpora, 32, 0).train
         log = RunLog(self.run, self.said.append, active=dist.get_rank() == 0)
-        deferring = Deferring(self.config, self.run, self.source, self.selection)
-        self.book = IncidentLog(self.run, self.source, deferring, lambda: self.policy, log)
+        parts: Any = SimpleNamespace(
+            config=self.config, run=self.run, source=self.source, log=log, select_unskipped=self.selection
+        )
+        guard: Any = SimpleNamespace(policy=SimpleNamespace(state=self.policy))
+        self.book = IncidentLog(parts, guard)
 
     def selection(self) -> Selection:
         return Skipping(self.config, self.run).selection(self.source.order)

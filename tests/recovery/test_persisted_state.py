@@ -96,7 +96,6 @@ def test_a_dry_run_has_a_clock_of_its_own() -> None:
         (("incident",), {"number": 1}, "incident of the checkpoint: incident.step: Field required", "policy"),
         (("incident", "verdict"), "odd", "incident of the checkpoint: incident.verdict", "detector"),
         (("incidents",), "many", "incidents of the checkpoint", "policy"),
-        (("colour",), "red", "colour of the checkpoint", "policy"),
     ],
 )
 def test_what_cannot_be_read_starts_anew_and_is_named(
@@ -114,8 +113,8 @@ def test_what_cannot_be_read_starts_anew_and_is_named(
 
 
 def test_nothing_at_all_that_can_be_read() -> None:
-    memory, lost = recall({"guard": "good", "incident": 5, "x": None}, [])
-    assert memory == PersistedState() and len(lost) == 3
+    memory, lost = recall({"guard": "good", "incident": 5}, [])
+    assert memory == PersistedState() and len(lost) == 2
 
 
 def test_events_of_another_version_are_passed_over() -> None:

@@ -6,11 +6,9 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from megastable.attribution.sample_history import WatchState
 from megastable.checkpoint.vitals import Vitals
 from megastable.guard.detector_state import DetectorState
 from megastable.recovery.rewind_points import Points, RewindState
-from megastable.warnings.trends import TrendsState
 from tests.checkpoint.states import state_of
 
 
@@ -19,7 +17,7 @@ def test_what_only_checkpoints_need_is_not_copied() -> None:
     ring = SimpleNamespace(steps=[], take=lambda step, extra, counters, marks: kept.append(extra))
     points: Any = SimpleNamespace(ring=ring, marks=lambda: None)
     state = state_of(recent_losses=[3.0], stability={"samples": [1.0]}, vitals=Vitals(losses=[2.5]))
-    Points.take(points, state, DetectorState(), WatchState(), TrendsState())
+    Points.take(points, state, DetectorState(), {})
     state.recent_losses.append(4.0)
     (point,) = kept
     assert point.state.recent_losses == [3.0] and point.state.stability == {}

@@ -35,7 +35,6 @@ from megastable.recovery.rewind_points import Points, RewindState
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.run.events.event import Event
 from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
-from megastable.warnings.trends import TrendsState
 from tests.checkpoint.states import state_of
 from tests.guard.policies import seen
 from tests.journal import KeptLog
@@ -45,8 +44,7 @@ FOUND = Conclusion(Cause.DATA, [7, 8, 9, 20], [], "bad", region=MagicMock(spec=R
 
 def shell(policy: Policy) -> Any:
     """All that it talks to is made up; the present state is that of step 40, the good one that of step 30."""
-    fields = ("config", "engine", "loader", "points", "replays", "rates", "incident_log", "origin", "samples",
-              "trends", "last_resort", "guard", "selection", "log", "phase", "probe", "tensors")  # fmt: skip
+    fields = ("parts", "guard", "points", "replays", "incident_log", "last_resort", "watches")
     rewinding: Any = Rewinding(**{name: MagicMock() for name in fields})
     rewinding.guard.policy = policy
     rewinding.trials = MagicMock()
@@ -57,8 +55,8 @@ def shell(policy: Policy) -> Any:
     rewinding.replays.without_kernels.return_value = None  # nor is a kernel to blame
     rewinding.config.stability.policy.swap_most = 0.5
     rewinding.config.schedule = ScheduleConfig(warmup_steps=0)
-    rewinding.selection.return_value.share_without.return_value = 1.0
-    rewinding.source.order.locate.return_value.corpus = [0]
+    rewinding.parts.select_unskipped.return_value.share_without.return_value = 1.0
+    rewinding.parts.source.order.locate.return_value.corpus = [0]
     snapshot = rewinding.points.before_region.return_value
     saved = snapshot.extra.state
     saved.updates = saved.step = snapshot.step = 30
@@ -80,8 +78,9 @@ def go_back(
     rewinding.replays.compare.return_value = (False, "")
     rewinding.incident_log.adjacent.return_value = False
     rewinding.incident_log.returned_again.return_value = found
-    rewinding.origin.again.return_value = False
-    rewinding.rates.before.return_value, rewinding.rates.highest_since.return_value = 1e-3, 1e-2
+    rewinding.points.origin.again.return_value = False
+    points = rewinding.points
+    points.rate_before.return_value, points.highest_rate_since.return_value = 1e-3, 1e-2
     rewinding.config.train.steps = 1000
     rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.BAD), harms_anyway)
     if chosen:
@@ -160,7 +159,7 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
     assert made.guard.policy.state.watching and made.incident_log.attribute.call_args.args[0] == found
     made.points.forget_after.assert_called_once_with(30)
     made.points.restore.assert_not_called()
-    made.samples.convicted.assert_called_once()
+    made.watches.samples.convicted.assert_called_once()
 
 
 @pytest.mark.parametrize(
@@ -175,17 +174,17 @@ def test_whoever_is_not_guilty_costs_nothing_but_time(found: Conclusion, good: b
     stands, made = look_back(found, good)
     assert stands is None and not made.guard.policy.state.taken and made.guard.policy.state.rewound is None
     made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
-    made.samples.nobody.assert_called_once()
+    made.watches.samples.nobody.assert_called_once()
     made.incident_log.open.assert_not_called()
     made.points.forget_after.assert_not_called()
     made.points.back.assert_not_called()  # which drops points that are not good
-    made.samples.skip.assert_not_called()
+    made.watches.samples.skip.assert_not_called()
 
 
 def test_steps_that_are_not_known_are_not_looked_back_on() -> None:
     stands, made = look_back(FOUND, last=36)
     assert stands is None
-    made.samples.drop.assert_called_once()
+    made.watches.samples.drop.assert_called_once()
     made.points.ring.aside.assert_not_called()
 
 
@@ -196,11 +195,11 @@ def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() 
     assert stands is None
     made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
     assert made.guard.policy.state.rewound is None
-    case, few = made.samples.skip.call_args.args[:2]
+    case, few = made.watches.samples.skip.call_args.args[:2]
     assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20, 30], [], "bad", odds=3.0, alone=[7])
     (taken,) = made.guard.policy.state.taken
     assert (taken.action, taken.cause, taken.odds) == (Action.SKIP, Cause.DATA, 3.0)
-    for undone in (made.samples.nobody, made.incident_log.open, made.points.forget_after):
+    for undone in (made.watches.samples.nobody, made.incident_log.open, made.points.forget_after):
         undone.assert_not_called()
 
 
@@ -220,23 +219,28 @@ def test_a_look_without_a_good_state_drops_no_point_and_convicts_no_checkpoint(
     engine.optimizer_state.return_value = {"weight": torch.zeros(2)}
     engine.flat_state().norms.return_value = MagicMock(parameters=norm, second_moment=1.0)
     laboratory = MagicMock(losses=lambda positions: np.full(positions.size, 9.0))
-    points = Points(StabilityConfig(), engine, suspect, Ring(engine, 4, 10), laboratory, KeptLog())
+    config.stability = StabilityConfig()
+    points = Points(MagicMock(config=config, engine=engine, log=KeptLog(), acts=False), suspect)
+    points.ring, points.laboratory = Ring(engine, 4, 10), laboratory
     points.trained.append(Trained(38, np.arange(300, 308), np.full(8, 4.0), True))
     for step in (20, 30):
         points.ring.take(
             step,
-            RewindState(state_of(step=step, cursor=8 * step), {}, MagicMock(), MagicMock(), TrendsState()),
+            RewindState(state_of(step=step, cursor=8 * step), {}, MagicMock(), {}),
         )
     made = shell(Policy(PolicyConfig()))
     made.points, present = points, MagicMock(step=40)
-    made.selection.return_value.mask = lambda positions: np.zeros(positions.size, dtype=bool)
-    made.selection.return_value.next_kept = lambda begin, count: (np.arange(begin, begin + count), None)
+    made.parts.select_unskipped.return_value.mask = lambda positions: np.zeros(positions.size, dtype=bool)
+    made.parts.select_unskipped.return_value.next_kept = lambda begin, count: (
+        np.arange(begin, begin + count),
+        None,
+    )
     case = Waiting(kind="batch", first=37, last=39, verdict=Verdict.SHIFT, reason="higher")
     assert made.look_back(case, MagicMock(), present) is None
-    made.samples.nobody.assert_called_once()
+    made.watches.samples.nobody.assert_called_once()
     assert points.ring.steps == [20, 30]
     assert not suspect.reason and markers.convicted(checkpoint) is None
-    points.back(37, 0, made.selection())
+    points.back(37, 0, made.parts.select_unskipped())
     assert not points.ring.steps and bool(suspect.reason) == np.isfinite(norm)
 
 
@@ -274,7 +278,7 @@ def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(
     done = MagicMock(state=state, applied=False)
     stands = rewinding.go_back(Tripped(decision, done, DetectorState(), ""))
     assert (stands is not None) == back
-    assert rewinding.points.restore.called == (not back) and rewinding.loader.go_to.called == back
+    assert rewinding.points.restore.called == (not back) and rewinding.parts.loader.go_to.called == back
     assert not policy.state.taken and not policy.state.watching
     assert rewinding.incident_log.train_through.call_args.args[3] == (10 if back else 0)
     rewinding.incident_log.attribute.assert_not_called()

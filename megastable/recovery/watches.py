@@ -1,0 +1,60 @@
+"""All that watches a run, in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pydantic import ValidationError
+
+from megastable.engine.measured import Measured
+from megastable.engine.watch import Watch
+from megastable.hardware.hardware_watch import HardwareWatch
+from megastable.recovery.damage_watch import ProbeWatch, TensorWatch
+from megastable.recovery.persisted_state import describe_invalid
+from megastable.recovery.sample_watch import SampleWatch
+from megastable.warnings.start_signs import StartSigns
+from megastable.warnings.trend_watch import TrendWatch
+
+
+@dataclass(frozen=True)
+class Watches:
+    """In the order in which their hooks are called."""
+
+    hardware: HardwareWatch
+    samples: SampleWatch
+    trends: TrendWatch
+    signs: StartSigns
+    probe: ProbeWatch
+    tensors: TensorWatch
+
+    def __iter__(self) -> Iterator[Watch]:
+        return (getattr(self, field.name) for field in fields(self))
+
+    def after_update(self, measured: Measured, step: int, rate: float) -> None:
+        for watch in self:
+            watch.after_update(measured, step, rate)
+
+    def begin_again(self) -> None:
+        for watch in self:
+            watch.begin_again()
+
+    def rewound(self, step: int, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """The run is back on the snapshot of `step`, which has `state_dicts`."""
+        for watch in self:
+            watch.rewound(step, saved.get(watch.name, {}))
+
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
+        """By name."""
+        return {watch.name: state for watch in self if (state := watch.state_dict())}
+
+    def load_state_dicts(self, saved: Mapping[str, Any]) -> list[str]:
+        """Continue from `state_dicts`; which of them cannot be read, and why: those begin anew."""
+        lost = list[str]()
+        for watch in self:
+            try:
+                watch.load_state_dict(saved.get(watch.name, {}))
+            except ValidationError as error:
+                lost.append(f"{watch.name} of the checkpoint: {describe_invalid(error)}")
+        return lost
