@@ -124,7 +124,7 @@ def alarms(
     test, random = SampleTest(config or SampleConfig()), np.random.default_rng(seed + 1)
     for step, (losses, corpora) in enumerate(steps(mixture, count, seed), start=1):
         spoil(random, step, losses)
-        _, alarm = test.observe(step, losses, corpora, NAMES)
+        alarm = test.observe(step, losses, corpora, NAMES)
         if alarm is not None:
             yield step, alarm.onset
 

@@ -21,7 +21,7 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +40,6 @@ Bools = npt.NDArray[np.bool_]
 # sixteen steps of sixteen. With larger batches, this many batches: all samples of one share the error of both.
 LATEST, LATEST_BATCHES = 128, 2
 SCATTER, SCATTER_BATCHES = 256, 4
-ORDINARY = (
-    1.0  # sigma: the median of a healthy step lies within a third of it, that of a damaged state far above
-)
 CLIP = 3.0  # sigma at which a sample is clipped in the mean of its batch
 STEPS, FEWEST = 128, 24  # batches to compare with: the latest ones, and the minimum
 LIFTS = np.array([1.5, 2.5, 4.0])  # sigma of batches: assumed locations of bad ones
@@ -64,18 +61,6 @@ class Alarm:
 
     onset: int
     reason: str
-
-
-class Scored(NamedTuple):
-    """The scores of a step. z: fp64 [n], robust sigma above the latest of its corpus, nan if too few are known."""
-
-    z: Floats
-
-    @property
-    def ordinary(self) -> bool:
-        """Whether most samples are ordinary: then the state does not explain the others."""
-        known = self.z[~np.isnan(self.z)]
-        return bool(known.size and float(np.median(known)) < ORDINARY)
 
 
 def _packed(kept: Floats) -> str:
@@ -136,8 +121,7 @@ class SampleState(_HistoryState):
 
 class Waiting(_HistoryState):
     """A case that waits for a good moment to be examined. first, last: its steps. positions, losses: of a refused
-    batch. proven: whether the weights on which a batch was refused are good, as shown by the next batch (None: that was
-    no better, and neither was trained on). located: where the first non-finite number arose, a sentence."""
+    batch. located: where the first non-finite number arose, a sentence."""
 
     kind: Literal["batch", "discard"]
     first: int
@@ -146,7 +130,6 @@ class Waiting(_HistoryState):
     reason: str
     positions: list[int] = []
     losses: list[float] = []
-    proven: bool | None = None
     located: str = ""
 
 
@@ -224,7 +207,7 @@ class SampleTest:
         names: Sequence[str],
         applied: bool = True,
         norm: float = math.nan,
-    ) -> tuple[Scored, Alarm | None]:
+    ) -> Alarm | None:
         """Judge the samples of a step: losses (nats) and corpora (`names[corpora]`), each [n].
 
         applied: whether the update was; a refused batch is evidence, but does not enter the baseline. norm: of the
@@ -240,7 +223,7 @@ class SampleTest:
                 finite = losses[mine & np.isfinite(losses)]
                 known.losses = np.concatenate([known.losses, finite])[-scatter:]
         lift = self._lift(z[~np.isnan(z)], applied)
-        return Scored(z), self._add(step, lift, self._up(norm, applied))
+        return self._add(step, lift, self._up(norm, applied))
 
     def _lift(self, z: Floats, applied: bool) -> float:
         """How far a batch's mean clipped score lies above those of others, in sigma of batches."""

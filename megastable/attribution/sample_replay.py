@@ -178,12 +178,6 @@ class Laboratory:
         """Harmless samples for comparison with samples of `corpora`."""
         return self._more(self._known(history, selection), corpora, cursor, selection)
 
-    def usual(
-        self, history: Sequence[Trained], corpora: Int64s, before: int, selection: Skips | Selection
-    ) -> Known:
-        """Harmless samples of `corpora` from `history`; if too few, the latest before position `before`, measured."""
-        return self._more(self._known(history, selection), corpora, before, selection)
-
     def _read(self, positions: Int64s) -> list[MicroBatch]:
         return agree(lambda: self.loader.read(positions))
 

@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from megastable.attribution import suspects
 from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.sample_history import Alarm, Rest, SampleTest, Waiting, WatchState
 from megastable.attribution.sample_replay import Laboratory, Trained
-from megastable.attribution.suspects import Seen
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import Step
@@ -90,11 +88,7 @@ class SampleWatch(Watch):
             )  # of a step that may leave a snapshot; a copy costs as much as the test
         corpora = self.parts.source.order.locate(batch.positions).corpus
         losses = measured.losses.numpy()
-        scored, alarm = self._test.observe(step, losses, corpora, self._names, applied, measured.grad_norm)
-        for case in self._waiting:
-            # Nothing was trained on since the refusal, so these are the same weights.
-            if case.kind == "discard" and case.proven is None and (scored.ordinary or applied):
-                case.proven = scored.ordinary
+        alarm = self._test.observe(step, losses, corpora, self._names, applied, measured.grad_norm)
         if alarm is not None and step >= self._rest.until:
             self._suspect(alarm, step)
 
@@ -254,43 +248,7 @@ class SampleWatch(Watch):
         """The conclusion; None if no sample is left to be examined."""
         if not window or left_out.mask(window[-1].positions).all():
             return None
-        found = laboratory.examine(window, history, state.cursor, left_out)
-        if not found.guilty and case.proven:
-            found = self._refused(window[0], found, history, laboratory, left_out)
-        return found
-
-    def _usual(
-        self, met: Seen, history: Sequence[Trained], laboratory: Laboratory, left_out: Selection
-    ) -> Seen:
-        """Harmless samples. Those right before may be the first bad ones: if they are measured separately, none of them
-        may define how far harmless ones reach."""
-        config, begin = self.config.attribution, int(met.positions.min())
-        early = begin - config.behind * laboratory.batch
-        before = early if early >= config.reference else begin
-        return Seen(*laboratory.usual(history, met.corpora, before, left_out))
-
-    def _refused(
-        self,
-        batch: Trained,
-        found: Conclusion,
-        history: Sequence[Trained],
-        laboratory: Laboratory,
-        left_out: Selection,
-    ) -> Conclusion:
-        """The samples of a refused batch that were bad on the weights that refused it, which the next batch proved
-        good: samples soon memorized are no longer bad by now."""
-        met = Seen(batch.positions, batch.losses, laboratory.corpora(batch.positions))
-        usual = self._usual(met, history, laboratory, left_out)
-        guilty = met.of(suspects.suspects(met, usual, self.config.attribution.threshold))
-        if not guilty.positions.size:
-            return found
-        worst = suspects.numbers(guilty, usual)
-        reason = (
-            f"{guilty.positions.size} of {met.positions.size} samples were bad when they were refused, on weights on "
-            f"which the next batch was ordinary: the worst had a loss of {worst[0].loss:.2f} ({worst[0].z:.0f} robust "
-            "deviations above harmless ones)"
-        )
-        return Conclusion(Cause.DATA, sorted(guilty.positions.tolist()), worst, reason)
+        return laboratory.examine(window, history, state.cursor, left_out)
 
 
 def _until(rest: Rest) -> int:

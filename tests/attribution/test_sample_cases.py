@@ -16,7 +16,7 @@ import torch
 
 from megastable.attribution import sample_replay
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.sample_history import Alarm, Scored, Waiting
+from megastable.attribution.sample_history import Alarm, Waiting
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.errors import DataError
 from megastable.config.stability import PolicyConfig, StabilityConfig
@@ -131,7 +131,7 @@ def test_whole_batches_are_looked_back_on_where_there_is_a_state_of_before_them(
 
 def test_another_level_is_not_examined_again_and_again() -> None:
     made = Made()
-    told = Scored(np.zeros(16)), Alarm(7, "higher")
+    told = Alarm(7, "higher")
     made.watch._test.observe = lambda *_: told  # type: ignore[method-assign]
     order: Any = made.parts.source.order
     order.locate = lambda positions: SimpleNamespace(corpus=np.zeros(positions.size, np.int64))
