@@ -37,6 +37,7 @@ from megastable.data.loader import MicroBatch
 from megastable.engine import distributed, patches
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
+from megastable.engine.watch import Ballot
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -181,8 +182,11 @@ class Bench:
 
     def _step(self) -> tuple[float, Measured]:
         begun = time.perf_counter()
-        measured, _ = self.engine.train_step(self.batches, RATE, _finite, self.behind.votes)
+        measured, _ = self.engine.train_step(self.batches, RATE, _finite, self._ballot)
         return time.perf_counter() - begun, measured
+
+    def _ballot(self) -> Ballot:
+        return {"checkpoint": self.behind.ballot()}
 
     def _next(self) -> RunState:
         self.state.step += 1
@@ -222,7 +226,7 @@ class Bench:
                 seconds, measured = self._step()
                 steps.append(seconds)
                 after = time.perf_counter()
-                outcome = saver.heard(*measured.votes)
+                outcome = saver.heard(measured.ballot["checkpoint"])
                 heard += time.perf_counter() - after
             stands = time.perf_counter() - begun
         self._stood(outcome)

@@ -22,7 +22,7 @@ RESAMPLES = 2000
 COMPONENTS: dict[str, tuple[tuple[str, ...], tuple[str, str] | None]] = {
     "gate": (("norm", "collect", "finite", "losses", "counters", "rest"), ("gate", "bare")),
     "guard": (("judge", "samples", "signs", "settle"), ("guard", "gate")),
-    "hardware": (("votes", "seal"), ("hardware", "guard")),
+    "hardware": (("ballot", "seal"), ("hardware", "guard")),
     "snapshot": (("take",), ("snapshot", "guard")),
     "norms": (("statistics",), None),
     "layers": (("look", "tell"), ("layers", "guard")),
@@ -45,7 +45,7 @@ MEANING = {
     "signs": "signs of the start",
     "settle": "record, carrying out",
     "hardware": "watch over memory",
-    "votes": "before the update",
+    "ballot": "before the update",
     "seal": "after it",
     "snapshot": "snapshot in memory",
     "norms": "weight, moment norms",

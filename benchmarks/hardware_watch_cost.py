@@ -52,11 +52,11 @@ def measure(config: RunConfig) -> list[Row]:
     from megastable.train import train
 
     parts: dict[str, list[tuple[type, str]]] = {
-        "copies": [(ReplicaWatch, "votes"), (ReplicaWatch, "judge")],
-        "state": [(StateWatch, "votes"), (StateWatch, "seal")],
+        "copies": [(ReplicaWatch, "ballot"), (ReplicaWatch, "judge")],
+        "state": [(StateWatch, "ballot"), (StateWatch, "seal")],
         "gradients": [
             *((LocalGradients, name) for name in ("before", "after", "columns")),
-            *((GradientWatch, name) for name in ("judge", "accept")),
+            *((GradientWatch, name) for name in ("judge", "after_update")),
         ],
         "replay": [(ReplayCheck, "check")],
     }

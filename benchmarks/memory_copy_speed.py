@@ -104,11 +104,11 @@ def measure(given: tuple[RunConfig, str]) -> Measured:
 
     last = [time.perf_counter()]
 
-    def stepped(self: Any, votes: Any, step: int) -> None:
+    def stepped(self: Any, sums: Any, step: int) -> None:
         now = time.perf_counter()
         times.append(now - last[0])
         last[0] = now
-        heard(self, votes, step)
+        heard(self, sums, step)
 
     MemoryCopies.wanted, MemoryCopies._copy, MemoryCopies.heard = every_other, timed, stepped  # type: ignore[method-assign]
     train(config, Path("recipe.yaml"))

@@ -23,7 +23,7 @@ from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import volume
-from megastable.plan.time import VOTES
+from megastable.plan.time import BALLOT
 
 # All sizes differ, so that no two kinds of messages look alike.
 MODEL = dict(
@@ -345,7 +345,7 @@ def predict(config: RunConfig, world: int) -> Forecast:
     busiest: dict[str, float] = {}
     for stage in range(p.pipeline):
         lines: dict[Key, Line] = {}
-        for t in volume.step(config, data, stage, cut, loss, votes=VOTES, zero=zero):
+        for t in volume.step(config, data, stage, cut, loss, ballot=BALLOT, zero=zero):
             if t.collective != "receive":  # the other end's send
                 key, n = (t.what, t.group, t.collective), ranks[t.group]
                 line = Line(*key, n, t.calls, t.total, volume.sent(t, n), stage)

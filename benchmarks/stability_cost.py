@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +43,9 @@ from megastable.engine import distributed, patches
 from megastable.engine.engine import Engine
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.engine.measured import Measured
+from megastable.engine.watch import Ballot
 from megastable.guard.actions import Action
 from megastable.guard.signals import Signals
-from megastable.hardware.state_watch import StateWatch
 from megastable.model.flops import parameters
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
@@ -156,7 +156,6 @@ class Bench:
         self.probe = ProbeWatch(self.engine, loader, self.batches[0].micro_batches, self.recovery.log)
         self.hardware = self.recovery.hardware
         self.memory = self.hardware.state
-        self.unwatched = StateWatch(False, self.engine, self.state.step, self.recovery.log)
         self.disturbed = 0
         self.order = random.Random(0)
 
@@ -216,7 +215,7 @@ class Bench:
             "bare": lambda: self._bare(batch),
             "gate": lambda: self._gate(batch),
             "guard": lambda: self._guard(batch),
-            "hardware": lambda: self._guard(batch, self.hardware.votes),
+            "hardware": lambda: self._guard(batch, self.recovery.watches.ballot),
             "snapshot": lambda: self._with_snapshot(batch, watch),
             "layers": lambda: self._with_layers(batch),
             "timed gate": lambda: self._timed_gate(batch, watch),
@@ -231,8 +230,8 @@ class Bench:
             for kind in self.order.sample(KINDS, len(KINDS)):
                 # Memory is looked after in one kind of step, by what it was left with right before.
                 watched = kind.endswith("hardware")
-                self.hardware.state = self.memory if watched else self.unwatched
-                self.hardware.state.seal(self.state.step)
+                self.memory.on = watched
+                self.memory.seal(self.state.step)
                 with watch.time(kind):
                     ways[kind]()
                 advance()
@@ -260,16 +259,16 @@ class Bench:
             self.engine._update(lr_kwargs)
             self.engine.measured = nothing
 
-        nothing = Measured(torch.empty(0), torch.empty(0), 0.0, (), 1.0)
+        nothing = Measured(torch.empty(0), torch.empty(0), 0.0, {}, 1.0)
         with patches.instead(self.engine.ds, "_take_model_step", update):
             self.engine.train_step(batch.micro_batches, RATE, _finite)
 
     def _gate(self, batch: Step) -> None:
         self.engine.train_step(batch.micro_batches, RATE, _finite)
 
-    def _guard(self, batch: Step, votes: Callable[[int], Sequence[float]] = lambda _: ()) -> None:
+    def _guard(self, batch: Step, ballot: Callable[[int], Ballot] = lambda _: {}) -> None:
         train = self.engine.train_step
-        self._settle(batch, *train(batch.micro_batches, RATE, self._judge, lambda: votes(self.state.step)))
+        self._settle(batch, *train(batch.micro_batches, RATE, self._judge, lambda: ballot(self.state.step)))
 
     def _with_snapshot(self, batch: Step, watch: Stopwatch) -> None:
         # Before the step: on a GPU the copies overlap with its forward and backward.
@@ -311,7 +310,7 @@ class Bench:
 
     def _timed_hardware(self, batch: Step, watch: Stopwatch) -> None:
         with _stopwatches(watch, [("seal", self.memory, "seal")]):
-            self._guard(batch, watch.timed("votes", self.hardware.votes))
+            self._guard(batch, watch.timed("ballot", self.recovery.watches.ballot))
 
     def _timed_layers(self, batch: Step, watch: Stopwatch) -> None:
         e, probe = self.engine, self.engine.probe

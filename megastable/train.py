@@ -30,6 +30,7 @@ from megastable.base.hardware import peak_tflops
 from megastable.base.software import software
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
+from megastable.engine.watch import Ballot
 from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import scheduled_rate
 from megastable.recovery.recovery import Recovery, StepOutcome
@@ -140,11 +141,11 @@ class Trainer:
             lr = recovery.rate(before.updates, scheduled)
             recorder.begin(before)
             measured, applied = self.engine.train_step(
-                batch.micro_batches, lr, recovery.gate(before, lr), self._votes
+                batch.micro_batches, lr, recovery.gate(before, lr), self._collect_ballot
             )
             seconds = time.perf_counter() - begin
-            stop_votes, skip_votes, written, settled, *copied = measured.votes[:7]
-            self.stopping = stop_votes > 0
+            ballot = measured.ballot
+            self.stopping = any(ballot["stop"])
 
             # Where the run stands now, and the record of it
             self.state = state = before.after(
@@ -165,17 +166,17 @@ class Trainer:
             outcome = recovery.settle(result)
             if outcome.repeated:
                 self.state = outcome.state
-                self.checkpoints.heard(written, settled)
+                self.checkpoints.heard(ballot["checkpoint"])
                 continue
             if not outcome.rewound:
                 outcome = recovery.inspect(result, self._saves(state))
             if not outcome.rewound:
-                self.checkpoints.stepped(state.step, applied and recovery.calm, written, settled)
+                self.checkpoints.stepped(state.step, applied and recovery.calm, ballot["checkpoint"])
                 if self.checkpoints.ill is not None:
                     outcome = self._leave(result)
             if recovery.incident_log.incident is not incident:
                 recorder.flush()  # one was opened or closed: its report is written now
-            if skip_votes:
+            if any(ballot["read_skips"]):
                 feed.read_ledger(state.step, outcome.state.cursor)
             if outcome.rewound:
                 self.state = outcome.state
@@ -184,7 +185,7 @@ class Trainer:
                 self.checkpoints.back_to(self.state)
                 continue
 
-            self.copies.heard(copied, state.step)
+            self.copies.heard(ballot["copies"], state.step)
             if self.copies.wanted(state.step) and recovery.calm:
                 if dist.get_rank() == 0:
                     self._remember()
@@ -220,16 +221,16 @@ class Trainer:
         self.log.say(f"finished: {self.run.summary}")
         return OK
 
-    def _votes(self) -> tuple[float, ...]:
-        """What this rank wants all of them to do after the step: stop, read the skip ledger again; and how far its part
-        of a checkpoint is, and of a copy in memory."""
-        return (
-            float(self.stop.wanted),
-            float(self.heart.more_skips),
-            *self.checkpoints.saver.votes(),
-            *self.copies.votes(),
-            *self.recovery.hardware.votes(self.state.step),  # the last ones
-        )
+    def _collect_ballot(self) -> Ballot:
+        """What this rank wants all of them to do after the step: stop, read the skip ledger again; how far its part of
+        a checkpoint is, and of a copy in memory; and what the watches over the hardware compare."""
+        return {
+            "stop": (float(self.stop.wanted),),
+            "read_skips": (float(self.heart.more_skips),),
+            "checkpoint": self.checkpoints.saver.ballot(),
+            "copies": self.copies.ballot(),
+            **self.recovery.watches.ballot(self.state.step),
+        }
 
     def _saves(self, state: RunState) -> bool:
         """Whether a checkpoint of `state` follows."""

@@ -17,6 +17,7 @@ from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.kernel_choice import choose
 from megastable.engine.measured import Measured
+from megastable.engine.watch import Ballot
 from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.model import gpt
 from megastable.model.loss import LossFunction
@@ -25,7 +26,7 @@ from megastable.parallel.topology import TensorParallel, Topology
 from megastable.run.directory import RunDirectory
 from megastable.run.log import RunLog
 
-OTHER_VOTES = (0.0,) * 7  # of train.py: to stop, skips, checkpoints, copies in memory
+OF_LOOP = (0.0,) * 7  # the ballot of train.py: to stop, skips, checkpoints, copies in memory
 
 
 def ours(task: Task) -> Contestant:
@@ -121,14 +122,15 @@ class WatchedEngine:
         self._watch.state.seal(self._done)
 
     def step(self, batches: Sequence[MicroBatch]) -> float:
-        measured, applied = self._engine.train_step(batches, RATE, self._judge, self._votes)
+        measured, applied = self._engine.train_step(batches, RATE, self._judge, self._ballot)
         assert applied, "the gate dropped a step of the benchmark"
         self._done += 1
-        self._watch.after_update(measured, self._done, RATE)
+        for watch in self._watch.watches:
+            watch.after_update(measured, self._done, RATE)
         return measured.loss
 
-    def _votes(self) -> tuple[float, ...]:
-        return *OTHER_VOTES, *self._watch.votes(self._done)
+    def _ballot(self) -> Ballot:
+        return {"loop": OF_LOOP, **{watch.name: watch.ballot(self._done) for watch in self._watch.watches}}
 
     def _judge(self, measured: Measured) -> bool:
         self._watch.judge(measured, self._done + 1)

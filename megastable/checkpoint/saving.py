@@ -1,7 +1,7 @@
 """Asynchronous checkpoint saving: a step waits only for a copy in host memory, the rest runs in the background.
 
     saver.begin(state)                          # copies; a thread of this rank writes, hashes, fsyncs, reads back
-    ... steps; in each: saver.votes() into its reduction, saver.heard(votes) after it
+    ... steps; in each: saver.ballot() into its reduction, saver.heard(sums) after it
     outcome = saver.heard(...) or .finish()     # when the checkpoint is complete, or why it failed
 
 Save completion piggybacks on the per-step all-reduce. When all ranks have written their parts, the ranks exchange their
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -174,8 +174,8 @@ class Saver:
         job.writing = self._thread.submit(self._write, job, held)
         job.blocked = time.perf_counter() - begun
 
-    def votes(self) -> tuple[float, float]:
-        """Votes for the step's sum over the ranks: whether this rank's part is written; whether the checkpoint is
+    def ballot(self) -> tuple[float, float]:
+        """For the step's sum over the ranks: whether this rank's part is written; whether the checkpoint is
         complete."""
         job = self._job
         written = (
@@ -184,12 +184,13 @@ class Saver:
         settled = job is not None and job.committing is not None and job.committing.done()
         return float(written), float(settled)
 
-    def heard(self, written: float, settled: float) -> SaveOutcome | None:
-        """Call after every step with the sums of `votes`: returns the outcome, once there is one, on all ranks
+    def heard(self, sums: Sequence[float]) -> SaveOutcome | None:
+        """Call after every step with the sums of `ballot`: returns the outcome, once there is one, on all ranks
         alike."""
         job, begun = self._job, time.perf_counter()
         if job is None:
             return None
+        written, settled = sums
         outcome = None
         if job.stage == "writing" and written == self._world:
             outcome = self._all_written(job)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import deepspeed
@@ -38,6 +39,7 @@ from megastable.engine.logit_clipping import LogitClipping
 from megastable.engine.measured import Judge, Measured
 from megastable.engine.numerics import NumericsSwitch
 from megastable.engine.trend_probe import TrendProbe
+from megastable.engine.watch import Ballot
 from megastable.engine.worker_clipping import Worker
 from megastable.engine.zero import Bf16, wrapper
 from megastable.fp8.apply import apply
@@ -108,7 +110,7 @@ class Engine:
             activity.clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
         self.updates = 0
         self._judge: Judge | None = None
-        self._votes: Callable[[], Sequence[float]] = tuple
+        self._ballot: Callable[[], Ballot] = dict
         self._probing = self._segmented = False
         self.measures_update = False  # whether the coming update's size is measured, for `statistics`
         self._copies: list[Filled | torch.cuda.Event] = []
@@ -160,16 +162,16 @@ class Engine:
         micro_batches: Sequence[MicroBatch],
         lr: float,
         judge: Judge,
-        votes: Callable[[], Sequence[float]] = tuple,
+        ballot: Callable[[], Ballot] = dict,
     ) -> tuple[Measured, bool]:
         """One step on this rank's micro-batches: its measurements, and whether the update was applied.
 
-        `votes` is called after the backward pass and returns as many numbers on every rank. Their sum over the ranks is
-        in `Measured`: votes piggyback on the gate's all-reduce.
+        `ballot` is called after the backward pass and returns the same names with as many numbers on every rank, in the
+        same order. The sums over the ranks are in `Measured.ballot`: they piggyback on the gate's all-reduce.
         """
         if not self._probing:
             self.counters_before = self.counters()
-        self._judge, self._votes, self.measured = judge, votes, None
+        self._judge, self._ballot, self.measured = judge, ballot, None
         self._accumulate(len(micro_batches))
         self._pass_on(micro_batches)
         self.loss.samples.clear()
@@ -278,10 +280,12 @@ class Engine:
         part = torch.where(valid, part, 0.0)
         told = [] if self.zero.local is None else [self.zero.local.columns()]
         columns = sum(map(len, told))
-        extra = torch.cat((*told, torch.stack((part, (~valid).double())), self.zero.scalar(self._votes())))
+        ballot = self._ballot()
+        cast = self.zero.scalar(list(chain.from_iterable(ballot.values())))
+        extra = torch.cat((*told, torch.stack((part, (~valid).double())), cast))
         activity.enter(activity.GATE)
         losses, squares, summed = self._collect(self.ds.gradient_accumulation_steps(), extra)
-        gradients, (squared_norm, broken, *votes) = tuple(summed[:columns]), summed[columns:]
+        gradients, (squared_norm, broken, *sums) = tuple(summed[:columns]), summed[columns:]
         grad_norm = math.sqrt(squared_norm)
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
         # A non-finite loss is not an overflow of the scaled gradients: a smaller scale would not fix it.
@@ -289,7 +293,9 @@ class Engine:
         overflow &= bool(torch.isfinite(losses).all())
         norm_or_inf = math.inf if broken else grad_norm
         fp8 = None if self.fp8 is None else self.fp8.on
-        self.measured = Measured(losses, squares, norm_or_inf, tuple(votes), scale, overflow, fp8, gradients)
+        rest = iter(sums)
+        by_name = {name: tuple(islice(rest, len(numbers))) for name, numbers in ballot.items()}
+        self.measured = Measured(losses, squares, norm_or_inf, by_name, scale, overflow, fp8, gradients)
         self._show_gradients(scale)
         assert self._judge is not None
         self._wait_for_copies()

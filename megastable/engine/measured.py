@@ -14,8 +14,8 @@ class Measured:
     """Measurements of a step before the optimizer runs. The same numbers on every rank.
 
     losses, squares: fp64 [global batch], per-sample cross-entropy (nats) and mean logsumexp^2, in the order of the
-    step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not finite. votes: of
-    all ranks (`Engine.train_step(votes=...)`), summed. overflow: gradients beyond fp16's range, which a smaller loss
+    step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not finite. ballot: of
+    all ranks (`Engine.train_step`), summed, by name. overflow: gradients beyond fp16's range, which a smaller loss
     scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None if the recipe does not use
     it. gradients: of every data rank (guard/gradient_consistency.py), () if they are not watched.
     """
@@ -23,7 +23,7 @@ class Measured:
     losses: Tensor
     squares: Tensor
     grad_norm: float
-    votes: tuple[float, ...]
+    ballot: dict[str, tuple[float, ...]]
     loss_scale: float
     overflow: bool = False
     fp8: bool | None = None

@@ -4,9 +4,10 @@ or removed, by repeating the step. Collective."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from megastable.data.loader import Loader, Step
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.engine.self_test import wrong_product
+from megastable.engine.watch import Watch
 from megastable.guard.gradient_consistency import (
     Consistency,
     Doubt,
@@ -54,8 +56,11 @@ class Suspicion:
         return "; ".join([*messages, *sums, *doubts])
 
 
-class GradientWatch:
-    """Of one process. Where nothing measures gradients it does nothing. Every process begins without a baseline."""
+class GradientWatch(Watch):
+    """Of one process. Where nothing measures gradients it does nothing. Every process begins without a baseline.
+    Its numbers are not in the ballot but in `Measured.gradients`."""
+
+    name = "gradients"
 
     def __init__(self, config: RunConfig, engine: Engine, loader: Loader, log: RunLog) -> None:
         self.engine, self.loader, self.log = engine, loader, log
@@ -85,15 +90,13 @@ class GradientWatch:
         doubts = [] if cleared else self.usual.doubts(found)
         return Suspicion(sums, doubts, self._of) if sums or doubts else None
 
-    def accept(self, measured: Measured) -> None:
-        """The update was applied."""
+    def after_update(self, measured: Measured, step: int, rate: float) -> None:
         if self.local is not None and measured.finite:
             self.usual.accept(rows(measured.gradients))
 
-    def rewound(self) -> None:
-        """The next step may be the last one once more."""
+    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         if self.local is not None:
-            self.local.forget()
+            self.local.forget()  # the next step may be the last one once more
 
     def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
         """Whether hardware is the cause of a refused update; if not, the same step is not refused again. The state must

@@ -4,8 +4,7 @@ that do not repeat. Collective."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from megastable.base.collectives import first, gathered
 from megastable.config.tree import RunConfig
@@ -26,13 +25,11 @@ from megastable.run.log import RunLog
 SUSPECTED = "a gradient, the sum of all, or a message stands out; the step is repeated"
 
 
-class HardwareWatch(Watch):
+class HardwareWatch:
     """Of one process, which resumes after `step` steps. phase: the trainer's heartbeat.
 
     memory: what the last look at it found; suspicion: what the last gate found of the gradients, yet to be proven.
     """
-
-    name = "hardware"
 
     def __init__(
         self,
@@ -46,43 +43,33 @@ class HardwareWatch(Watch):
     ) -> None:
         c = config.stability
         self._on, self._phase = c.enabled, phase
-        self.replicas = ReplicaWatch(c.hardware, engine, step, log)
         self.sums = SumWatch(c.enabled and bool(c.hardware.fingerprint_interval), log)
         self.state = StateWatch(c.enabled and c.hardware.state, engine, step, log)
         self.messages = MessageWatch(engine, log)
+        self.replicas = ReplicaWatch(c.hardware, engine, step, log, self.state)
         hosts = gathered(socket.gethostname())
         found, replayed = first(lambda: passed(run.events(*FOUND), hosts))
         self.replays = ReplayCheck(config, engine, loader, step, log, FaultCounts(hosts, replayed))
         self.gradients = GradientWatch(config, engine, loader, log)
+        self.watches: list[Watch] = [
+            self.sums, self.state, self.messages, self.replicas, self.replays, self.gradients,
+        ]  # fmt: skip
         self.memory: HardwareFault | None = None
         self.suspicion: Suspicion | None = None
-        self._asked = 0  # of the votes
         self._proven = 0, 0  # a step at which hardware lied, and how often in a row
         # Memory and gradients that were wrong are repaired; without another host that is all that can be done.
         several = c.enabled and len(set(hosts)) > 1
         self._counts = FaultCounts(hosts, found) if several else None
 
-    def votes(self, step: int) -> tuple[float, ...]:
-        """For the sum of the step after `step`, the last ones of all: the same number on every rank."""
-        own = self.state.votes()
-        sums, copies = self.sums.votes(), self.replicas.votes(step, self.state.weights)
-        votes = (*sums, *own, *self.messages.votes(), *copies)
-        self._asked = len(votes)
-        return votes
-
     def judge(self, measured: Measured, step: int) -> None:
         """Before the update of `step`."""
-        votes = measured.votes[len(measured.votes) - self._asked :]
-        sums, votes = votes[: self.sums.columns], votes[self.sums.columns :]
-        of_state = self.state.columns
-        before = of_state + self.messages.columns
-        found = self.state.judge(votes[:of_state]), self.replicas.judge(votes[before:])
-        wrong_sum = self.sums.judge(sums, measured, step)
+        found = self.state.judge(measured), self.replicas.judge(measured)
+        wrong_sum = self.sums.judge(measured, step)
         self.memory = self._remembered(*found, step) or wrong_sum
         if self.memory is None:
             self.replicas.look_again()
         self.suspicion = self.gradients.judge(measured, step)
-        if self.messages.judge(votes[of_state:before]):
+        if self.messages.judge(measured):
             self.suspicion = Suspicion([], [], messages=True)  # a gradient that stands out follows from it
 
     @property
@@ -91,10 +78,6 @@ class HardwareWatch(Watch):
         if self.memory is not None:
             return self.memory.reason
         return SUSPECTED if self.suspicion is not None else ""
-
-    def after_update(self, measured: Measured, step: int, rate: float) -> None:
-        self.state.seal(step)
-        self.gradients.accept(measured)
 
     def verify(self, step: int) -> HardwareFault | None:
         """Before the state after `step` is saved: whether memory holds what the step left, and copies are equal."""
@@ -136,11 +119,3 @@ class HardwareWatch(Watch):
             return None
         self._phase("replay")
         return self.replays.check(batch, step)
-
-    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
-        # The step that follows may be one that was done before.
-        if saved is not None:  # else the state is what the last update left
-            self.state.seal(step)
-        self.replicas.rewound(step)
-        self.replays.rewound(step)
-        self.gradients.rewound()

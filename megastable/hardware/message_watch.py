@@ -8,25 +8,28 @@ from collections.abc import Sequence
 from megastable.base.collectives import gathered
 from megastable.base.text import ranks_on
 from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
+from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import HardwareFault
 from megastable.run.events.stability_events import MessagesDiffer
 from megastable.run.log import RunLog
 
 
-class MessageWatch:
+class MessageWatch(Watch):
     """Of one process. Without pipeline parallelism it does nothing."""
+
+    name = "messages"
 
     def __init__(self, engine: Engine, log: RunLog) -> None:
         self.engine, self.log, self.messages = engine, log, engine.zero.messages
-        self.columns = int(self.messages is not None)  # of the votes
 
-    def votes(self) -> tuple[float, ...]:
-        """For the sum of a step, before its update: what was sent less what has arrived."""
+    def ballot(self, step: int) -> Sequence[float]:
+        """What was sent less what has arrived."""
         return () if self.messages is None else (self.messages.left,)
 
-    def judge(self, votes: Sequence[float]) -> bool:
-        """Whether the summed votes show that a message was changed on its way."""
-        return any(votes)
+    def judge(self, measured: Measured) -> bool:
+        """Whether a message was changed on its way."""
+        return any(measured.ballot.get(self.name, ()))
 
     def prove(self, step: int) -> HardwareFault:
         """Which one. Collective."""

@@ -4,7 +4,8 @@ and lets every device compute products with known answers. Finds chips that lie 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from megastable.data.loader import Loader, MicroBatch, Step
 from megastable.engine.engine import Engine
 from megastable.engine.gradient_digest import GradientDigest, gradient_digest
 from megastable.engine.self_test import wrong_product
+from megastable.engine.watch import Watch
 from megastable.hardware.gradient_proof import Digest, alike, prove
 from megastable.hardware.hardware_fault import FaultCounts, HardwareFault
 from megastable.model.kernels import DTYPES
@@ -36,8 +38,10 @@ Told = tuple[str, list[int], list[str], str]
 """Transient or persistent, ranks, the hosts of all ranks, and a sentence."""
 
 
-class ReplayCheck:
+class ReplayCheck(Watch):
     """Of one process, which resumes after `step` steps. counts: of what earlier replays found."""
+
+    name = "replays"
 
     def __init__(
         self, config: RunConfig, engine: Engine, loader: Loader, step: int, log: RunLog, counts: FaultCounts
@@ -55,8 +59,7 @@ class ReplayCheck:
     def due(self, step: int) -> bool:
         return bool(self.every) and (step % self.every == 0 or step <= self._again)
 
-    def rewound(self, step: int) -> None:
-        """The run is back at an earlier step."""
+    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         self._right = min(self._right, step)
 
     def check(self, batch: Step, step: int) -> HardwareFault | None:

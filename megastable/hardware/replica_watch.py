@@ -4,8 +4,8 @@ which tensor differs on which rank. Collective."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,12 @@ from megastable.base.fingerprint import Marks
 from megastable.base.text import ranks_on
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
 from megastable.engine.replicas import COPIES, Replicas
+from megastable.engine.watch import Watch
 from megastable.hardware.equality import COLUMNS, columns, equal, odd_ones
 from megastable.hardware.hardware_fault import HardwareFault
+from megastable.hardware.state_watch import StateWatch
 from megastable.run.events.stability_events import ReplicasDiffer, WrongCopy
 from megastable.run.log import RunLog
 
@@ -31,21 +34,24 @@ class Open(NamedTuple):
     held: dict[tuple[str, str, tuple[int, ...]], dict[int, int]]
 
 
-class ReplicaWatch:
+class ReplicaWatch(Watch):
     """Of one process, which resumes after `step` steps. A checkpoint of copies that differ is never committed, so all
-    is equal then."""
+    is equal then. state: knows the fingerprints of the weights, where it has looked at them before."""
 
-    def __init__(self, config: HardwareConfig, engine: Engine, step: int, log: RunLog) -> None:
+    name = "replicas"
+
+    def __init__(
+        self, config: HardwareConfig, engine: Engine, step: int, log: RunLog, state: StateWatch
+    ) -> None:
         self.every, self.replicas, self.log = config.fingerprint_interval, Replicas(engine), log
+        self._state = state
         self._equal = dict.fromkeys(self.replicas.kinds, step)  # after which step they were, by kind
         self._step, self._asked = step, tuple[str, ...]()
         self._open: Open | None = None
 
-    def votes(self, step: int, weights: Marks | None = None) -> tuple[float, ...]:
-        """For the sum of the step after `step`, the last ones of all; () if nothing is due. The same number on every
-        rank. weights: of those in compute precision, if they are known already."""
+    def ballot(self, step: int) -> Sequence[float]:
         self._step, self._asked = step, tuple(kind for kind in self.replicas.kinds if self._due(kind, step))
-        return self._row(weights)
+        return self._row(self._state.weights)
 
     def check(self, step: int) -> HardwareFault | None:
         """Compare all now, after `step` steps. Collective."""
@@ -54,7 +60,7 @@ class ReplicaWatch:
             return None
         row = torch.tensor(self._row(), dtype=torch.float64, device=self.replicas.engine.device)
         dist.all_reduce(row)
-        return self.judge(row.tolist())
+        return self._judge(row.tolist())
 
     def _row(self, weights: Marks | None = None) -> tuple[float, ...]:
         """This rank's columns of what is asked for."""
@@ -72,11 +78,13 @@ class ReplicaWatch:
     def _due(self, kind: str, step: int) -> bool:
         return bool(self.every) and (kind == COPIES or step % self.every == 0)
 
-    def judge(self, votes: Sequence[float]) -> HardwareFault | None:
-        """What the summed votes of a step show, before its update. Collective if anything differs."""
+    def judge(self, measured: Measured) -> HardwareFault | None:
+        """Collective if anything differs."""
+        return self._judge(measured.ballot.get(self.name, ()))
+
+    def _judge(self, sums: Sequence[float]) -> HardwareFault | None:
         asked, self._asked = self._asked, ()
         groups = [(kind, ranks) for kind in asked for ranks in self.replicas.kinds[kind]]
-        sums = votes[len(votes) - COLUMNS * len(groups) :]
         parts = (sums[i : i + COLUMNS] for i in range(0, len(sums), COLUMNS))
         unequal = [of for of, part in zip(groups, parts, strict=True) if not equal(part, len(of[1]))]
         if unequal:
@@ -126,8 +134,7 @@ class ReplicaWatch:
                 suspects.update(ranks)
         return sorted(suspects)
 
-    def rewound(self, step: int) -> None:
-        """The run is back at an earlier step."""
+    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         self._equal, self._asked = {kind: min(at, step) for kind, at in self._equal.items()}, ()
 
     def _named(self, step: int, unequal: Sequence[tuple[str, list[int]]]) -> HardwareFault:

@@ -4,13 +4,16 @@ may change them. Collective."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from megastable.base.collectives import gathered
 from megastable.base.fingerprint import Marks, mark_of, marks_of, unlike
 from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
+from megastable.engine.watch import Watch
 from megastable.hardware.hardware_fault import HardwareFault
 from megastable.run.events.stability_events import StateChanged
 from megastable.run.log import RunLog
@@ -19,15 +22,15 @@ KINDS = {"weight": "fp32 masters", "exp_avg": "first moments", "exp_avg_sq": "se
 TOLD = 3  # things named in a sentence
 
 
-class StateWatch:
+class StateWatch(Watch):
     """Of this rank. A GPU reads what an update left beside the next forward pass, on a stream of its own, and once more
-    behind the backward pass."""
+    behind the backward pass. on: whether it looks from the next `seal` on."""
+
+    name = "state"
 
     def __init__(self, on: bool, engine: Engine, step: int, log: RunLog) -> None:
-        self.engine, self.log, self._on = engine, log, on
+        self.engine, self.log, self.on = engine, log, on
         self._beside = torch.cuda.Stream() if on and engine.device.type == "cuda" else None
-        self.columns = int(on)  # of the votes
-        self.weights: Marks | None = None  # as they are before an update, None if they are not looked at
         self.seal(step)
 
     def seal(self, step: int) -> None:
@@ -35,7 +38,8 @@ class StateWatch:
         self._step = step
         self._marks: Marks | None = None
         self._weights: Marks = {}
-        if not self._on:
+        self.weights: Marks | None = None  # as they are before an update, None if they are not looked at
+        if not self.on:
             return
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream())
@@ -57,17 +61,24 @@ class StateWatch:
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
 
-    def votes(self) -> tuple[float, ...]:
-        """For the sum of a step, before its update: whether the state is not what was sealed."""
-        return (float(bool(self._odd())),) if self._on else ()
+    def ballot(self, step: int) -> Sequence[float]:
+        """Whether the state is not what was sealed."""
+        return (float(bool(self._odd())),) if self.on else ()
 
-    def judge(self, votes: Sequence[float]) -> HardwareFault | None:
-        """What the summed votes show. Collective if anything changed."""
-        return self._named() if any(votes) else None
+    def judge(self, measured: Measured) -> HardwareFault | None:
+        """Collective if anything changed."""
+        return self._named() if any(measured.ballot.get(self.name, ())) else None
+
+    def after_update(self, measured: Measured, step: int, rate: float) -> None:
+        self.seal(step)
+
+    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
+        if saved is not None:  # else the state is what the last update left
+            self.seal(step)
 
     def check(self) -> HardwareFault | None:
         """Compare now. Collective."""
-        return self._named() if self._on and any(gathered(bool(self._odd()))) else None
+        return self._named() if self.on and any(gathered(bool(self._odd()))) else None
 
     def _odd(self) -> list[str]:
         """What is not as it was, by names of optimizer_state(), or "weights/..."."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -12,31 +13,34 @@ from megastable.base.collectives import gathered
 from megastable.base.fingerprint import mark_of
 from megastable.base.text import ranks_on
 from megastable.engine.measured import Measured
-from megastable.hardware.equality import COLUMNS, columns, equal, odd_ones
+from megastable.engine.watch import Watch
+from megastable.hardware.equality import columns, equal, odd_ones
 from megastable.hardware.hardware_fault import HardwareFault
 from megastable.run.events.stability_events import ReplicasDiffer
 from megastable.run.log import RunLog
 
 
-class SumWatch:
+class SumWatch(Watch):
     """Of one process. A rank that clips by another norm than the others is seen nowhere else: what it updates is
     gathered by all."""
 
+    name = "sums"
+
     def __init__(self, on: bool, log: RunLog) -> None:
         self._world = dist.get_world_size()
-        self.columns = COLUMNS if on and self._world > 1 else 0  # of the votes
+        self._on = on and self._world > 1
         self._log, self._step, self._mark = log, 0, 0
 
-    def votes(self) -> tuple[float, ...]:
-        """For the sum of the next step."""
-        return tuple(columns(self._mark)) if self.columns else ()
+    def ballot(self, step: int) -> Sequence[float]:
+        return columns(self._mark) if self._on else ()
 
-    def judge(self, votes: Sequence[float], measured: Measured, step: int) -> HardwareFault | None:
-        """Of the step that was judged before this one, what the summed votes show. Collective if that differs."""
-        if not self.columns:
+    def judge(self, measured: Measured, step: int) -> HardwareFault | None:
+        """What the ballot of `step` shows of the step that was judged before. Collective if that differs."""
+        if not self._on:
             return None
         mark, before, self._mark, self._step = self._mark, self._step, _mark(measured), step
-        return None if equal(votes, self._world) else self._named(mark, before)
+        same = equal(measured.ballot.get(self.name, ()), self._world)
+        return None if same else self._named(mark, before)
 
     def _named(self, mark: int, step: int) -> HardwareFault:
         everyone = gathered((socket.gethostname(), mark))
@@ -57,7 +61,8 @@ class SumWatch:
 
 
 def _mark(measured: Measured) -> int:
-    numbers = (measured.grad_norm, *measured.votes, *measured.gradients)
+    ballot = chain.from_iterable(measured.ballot.values())
+    numbers = (measured.grad_norm, *ballot, *measured.gradients)
     return int(
         mark_of(
             torch.cat((measured.losses, measured.squares, torch.tensor(numbers, dtype=torch.float64)))

@@ -31,7 +31,7 @@ from megastable.plan.links import crossing, latency
 from megastable.plan.work import Operation
 
 DAY = 86_400.0
-VOTES = 8  # numbers that piggyback on the gate's all-reduce in training, but for fingerprints and messages
+BALLOT = 8  # numbers that piggyback on the gate's all-reduce in training, but for fingerprints and messages
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ class _Prediction:
     def _terms(self, stage: int) -> list[volume.Term]:
         if stage not in self._said:
             self._said[stage] = volume.step(
-                self.config, self.layout.data, stage, self.cut, self.loss, votes=VOTES, zero=self.zero
+                self.config, self.layout.data, stage, self.cut, self.loss, ballot=BALLOT, zero=self.zero
             )
         return self._said[stage]
 

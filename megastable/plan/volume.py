@@ -175,7 +175,7 @@ def step(
     loss: str,
     *,
     elements: int = GPU_ELEMENTS,
-    votes: int = 0,
+    ballot: int = 0,
     zero: Mapping[str, Any] | None = None,
     data_rank: int = 0,
     tensor_rank: int | None = None,
@@ -183,9 +183,10 @@ def step(
     """All communication of a rank of pipeline stage `stage` in one training step that updates the weights.
 
     config: model.vocab_size must be known. data: data-parallel ranks. cut: of `bounds`. loss: "reference" or
-    "chunked", in chunks of about `elements` logits. votes: of `Engine.train_step`. zero: the section zero_optimization
-    of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding depends on it, and the
-    first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's matrices; None: its mean.
+    "chunked", in chunks of about `elements` logits. ballot: numbers in that of `Engine.train_step`. zero: the section
+    zero_optimization of DeepSpeed's configuration. data_rank: of the rank; only the traffic of a tied embedding depends
+    on it, and the first rank sends most. tensor_rank: of the rank, for the exact exchange of Muon's matrices; None: its
+    mean.
 
     Calls are counted as if gradients (ZeRO 1 in fp32 and fp16, ZeRO 2 and 3) and Muon's matrices fitted into one
     bucket, and as if ZeRO 3 prefetched everything that it keeps, and nothing else: other bucket sizes send the same
@@ -203,8 +204,8 @@ def step(
             Term("QK-clip", "world", "all-reduce", FP32 * config.model.layers * config.model.heads, 1)
         )
     # The gate's one sum: gradients of all data ranks, losses and squares of all samples, the norm and its validity,
-    # votes.
-    numbers = GRADIENT_COLUMNS * _watched(config, data) + 2 * config.train.global_batch + 2 + votes
+    # the ballot.
+    numbers = GRADIENT_COLUMNS * _watched(config, data) + 2 * config.train.global_batch + 2 + ballot
     terms.append(Term("the gate", "world", "all-reduce", FP64 * numbers, 1))
     terms += _clipping(config, data, held)
     terms += _update_sums(config, data, held, zero or {})

@@ -294,7 +294,7 @@ class Recovery:
             if self.points.ring.capacity:  # nothing else needs to be repeated
                 self.points.take(before, self.guard.detector.state, self.watches.state_dicts(), counters)
             return self._undo(done, fault)
-        self.hardware.rewound(before.step, None)
+        self.watches.repeated(before.step)
         self.engine.restore_counters(counters)
         back = before.model_copy(update={"seconds": done.state.seconds})
         self.loader.go_to(back.cursor, self.loader.skips)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -30,7 +30,12 @@ class Watches:
     tensors: TensorWatch
 
     def __iter__(self) -> Iterator[Watch]:
-        return (getattr(self, field.name) for field in fields(self))
+        yield from self.hardware.watches
+        yield from (self.samples, self.trends, self.signs, self.probe, self.tensors)
+
+    def ballot(self, step: int) -> dict[str, Sequence[float]]:
+        """As `Watch.ballot`, by name."""
+        return {watch.name: watch.ballot(step) for watch in self}
 
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
         for watch in self:
@@ -44,6 +49,11 @@ class Watches:
         """The run is back on the snapshot of `step`, which has `state_dicts`."""
         for watch in self:
             watch.rewound(step, saved.get(watch.name, {}))
+
+    def repeated(self, step: int) -> None:
+        """The step after `step` is done again, from the state that its refused update has left alone."""
+        for watch in self:
+            watch.rewound(step, None)
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
         """By name."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -388,15 +388,15 @@ class Checkpoints:
         self.phase("checkpoint")
         self._stands(self.saver.finish())
 
-    def stepped(self, step: int, calm: bool, written: float, settled: float) -> None:
-        """After every step: has a save been committed, has one proved healthy? calm: the step was on trend; written,
-        settled: the sums of `saver.votes`. Afterwards `ill` says whether a state was not finite."""
-        self.heard(written, settled)
+    def stepped(self, step: int, calm: bool, sums: Sequence[float]) -> None:
+        """After every step: has a save been committed, has one proved healthy? calm: the step was on trend;
+        sums: of `saver.ballot`. Afterwards `ill` says whether a state was not finite."""
+        self.heard(sums)
         self._mark(self.trend.step(step, calm), step)
 
-    def heard(self, written: float, settled: float) -> None:
-        """After a step that is repeated: the sums of `saver.votes`."""
-        self._stands(self.saver.heard(written, settled))
+    def heard(self, sums: Sequence[float]) -> None:
+        """After a step that is repeated: the sums of `saver.ballot`."""
+        self._stands(self.saver.heard(sums))
 
     def back_to(self, state: RunState) -> None:
         """The run was rewound: later ones no longer count; if there are no others, the current state is saved first."""

@@ -1,8 +1,8 @@
 """Exchanges files between a rank and the supervisor: progress, stop requests, stacks, last words.
 
 Rank 0 writes progress.json, and watches the skip ledger for new lines. Every rank reads control.json: asked to stop, it
-votes for a checkpoint; asked for its stacks, it dumps them in logs/; and a rank of an earlier attempt ends itself, on
-any host. A rank that ends by an error writes it down as its last words.
+says so in the next step's ballot; asked for its stacks, it dumps them in logs/; and a rank of an earlier attempt ends
+itself, on any host. A rank that ends by an error writes it down as its last words.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps the newest snapshot in the memories of two hosts: writes and sends it in the background of the steps.
 
     copies.begin(state, records)           # right after the ring took a calm point, if all ranks are idle
-    ... steps; in each: copies.votes() into its reduction, copies.heard(votes) after it
+    ... steps; in each: copies.ballot() into its reduction, copies.heard(sums) after it
 
 A thread of every rank writes its part, in the format of checkpoints, to its host's memory, then sends these files to
 its partner. That all ranks are done is heard in the sum that every step makes anyway; only then the point before is
@@ -128,8 +128,8 @@ class MemoryCopies:
         self._counted, self._idle = False, False
         threading.Thread(target=self._copy, args=(self._job,), name="memory-copy", daemon=True).start()
 
-    def votes(self) -> tuple[float, ...]:
-        """Votes for the step's sum over the ranks: this one is idle; its copy is complete; has failed."""
+    def ballot(self) -> tuple[float, ...]:
+        """For the step's sum over the ranks: this one is idle; its copy is complete; has failed."""
         job = self._job
         if job is None:
             return 1.0, 0.0, 0.0
@@ -139,9 +139,9 @@ class MemoryCopies:
             float(bool(job.finished and job.problem)),
         )
 
-    def heard(self, votes: Sequence[float], step: int) -> None:
-        """After every step, with the sums of `votes`."""
-        idle, done, failed = votes
+    def heard(self, sums: Sequence[float], step: int) -> None:
+        """After every step, with the sums of `ballot`."""
+        idle, done, failed = sums
         self._idle = idle == self._world
         job = self._job
         if job is None or self._counted or self.hosts is None:

@@ -306,11 +306,11 @@ def paired(config: RunConfig) -> tuple[list[Speed], int, list[bool]]:
 
 
 def in_turns(config: RunConfig) -> tuple[Speed, int, list[int]]:
-    """What was measured, engines built, and the votes of each step."""
+    """What was measured, engines built, and the numbers of each step's ballot."""
     from benchmarks import train_speed
     from megastable.engine.engine import Engine
 
-    built, votes, begin, train_step = [], list[int](), Engine.__init__, Engine.train_step
+    built, numbers, begin, train_step = [], list[int](), Engine.__init__, Engine.train_step
 
     def init(self: Engine, *args: Any) -> None:
         built.append(self)
@@ -318,21 +318,21 @@ def in_turns(config: RunConfig) -> tuple[Speed, int, list[int]]:
 
     def step(self: Engine, *args: Any, **kwargs: Any) -> Any:
         measured, applied = train_step(self, *args, **kwargs)
-        votes.append(len(measured.votes))
+        numbers.append(sum(map(len, measured.ballot.values())))
         return measured, applied
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "__init__", init)
         patch.setattr(Engine, "train_step", step)
         found = train_speed.measure(config, [OURS, "megastable-unwatched"], 3, False)
-    return found, len(built), votes
+    return found, len(built), numbers
 
 
 @pytest.mark.slow
 def test_the_price_of_the_watch_over_hardware_is_a_ratio_of_one_run() -> None:
-    """Ours votes as in a run, also right after the same engine was trained without."""
-    found, built, votes = run_ranks(1, in_turns, config_of("bf16"))[0]
-    assert built == 1 and set(votes) == {0, 8}  # 7 of the loop, one of the watch over memory
+    """Ours sends a run's ballot, also right after the same engine was trained without."""
+    found, built, numbers = run_ranks(1, in_turns, config_of("bf16"))[0]
+    assert built == 1 and set(numbers) == {0, 8}  # 7 of the loop, one of the watch over memory
     row = found.row("megastable-unwatched")
     assert row.ratio is not None and len(row.samples_ms) == 3 and found.row(OURS).problem is None
 

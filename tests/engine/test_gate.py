@@ -78,7 +78,7 @@ def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, A
 
     real = engine.train_step
 
-    def train_step(micro_batches: Any, lr: float, judge: Any, votes: Any = tuple) -> Any:
+    def train_step(micro_batches: Any, lr: float, judge: Any, ballot: Any = dict) -> Any:
         step = trainer.state.step + 1
         handle = None
         if step in bad:
@@ -91,7 +91,7 @@ def train_poisoned(config: RunConfig, bad: list[int], where: str) -> dict[str, A
                 original = type(engine.loss).__call__
                 type(engine.loss).__call__ = lambda self, *a: original(self, *a) * math.nan  # type: ignore[method-assign]
         try:
-            result = real(micro_batches, lr, judge, votes)
+            result = real(micro_batches, lr, judge, ballot)
         finally:
             if handle is not None:
                 handle.remove()
@@ -369,7 +369,7 @@ def save_slowly(config: RunConfig) -> tuple[bool, float]:
         wait()
 
     engine._wait_for_copies = wait_for_copies
-    _, applied = engine.train_step(batch, 1e-3, lambda _: True, saver.votes)
+    _, applied = engine.train_step(batch, 1e-3, lambda _: True, lambda: {"checkpoint": saver.ballot()})
     assert applied
     outcome = saver.finish()
     assert outcome is not None and outcome.path is not None, outcome

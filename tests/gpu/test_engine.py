@@ -198,7 +198,7 @@ def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step(noisy_syncs: None)
             return read(*args)
 
         engine._collect = collect  # type: ignore[method-assign, assignment]
-        engine.train_step(batches(9), 1e-3, lambda m: m.finite, votes=lambda: (0.0, 1.0))
+        engine.train_step(batches(9), 1e-3, lambda m: m.finite, ballot=lambda: {"some": (0.0, 1.0)})
         total = sum("synchroniz" in str(w.message) for w in caught)
     assert seen == [0], f"{seen[0]} synchronisations before the gate's one read"
     assert total <= 8, f"{total} synchronisations in a step"

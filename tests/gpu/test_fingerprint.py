@@ -61,6 +61,7 @@ def test_a_large_tensor_takes_one_kernel_and_no_wait(gpu: torch.device) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "bf16-zero2", "fp32"])
 def test_the_watch_over_memory_sees_a_bit_and_nothing_else(kind: str, tmp_path: Path) -> None:
     """What is read on a stream of its own is what the update left, also if the next one comes at once."""
+    from megastable.engine.watch import Ballot
     from megastable.hardware.state_watch import StateWatch
     from megastable.run.directory import RunDirectory
     from megastable.run.log import RunLog
@@ -70,17 +71,21 @@ def test_the_watch_over_memory_sees_a_bit_and_nothing_else(kind: str, tmp_path: 
     log = RunLog(RunDirectory(tmp_path), lambda _: None)
     engine.train_step(batches(0), 1e-3, lambda m: m.finite)
     watch = StateWatch(True, engine, 1, log)
+
+    def ballot() -> Ballot:
+        return {watch.name: watch.ballot(0)}
+
     for step in range(2, 8):
-        measured, applied = engine.train_step(batches(step), 1e-3, lambda m: m.finite, watch.votes)
-        assert applied and measured.votes == (0.0,)
+        measured, applied = engine.train_step(batches(step), 1e-3, lambda m: m.finite, ballot)
+        assert applied and measured.ballot == {"state": (0.0,)}
         watch.seal(step)
     for place, changed in enumerate((engine.optimizer_state()["0/exp_avg"], engine.zero.flat_weights[0]), 8):
         word = changed.view(-1)[5:6].view(torch.int32 if changed.element_size() == 4 else torch.int16)
         watch.current()  # the seal is read before its state changes
         word.bitwise_xor_(1)
-        measured, _ = engine.train_step(batches(place), 1e-3, lambda m: False, watch.votes)
-        assert measured.votes == (1.0,)
-        fault = watch.judge(measured.votes)
+        measured, _ = engine.train_step(batches(place), 1e-3, lambda m: False, ballot)
+        assert measured.ballot == {"state": (1.0,)}
+        fault = watch.judge(measured)
         assert fault is not None and fault.ranks == [0]
         word.bitwise_xor_(1)
 

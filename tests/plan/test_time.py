@@ -19,7 +19,7 @@ from megastable.parallel.layout import Layout
 from megastable.plan import published, volume, work
 from megastable.plan.cluster import ClusterConfig, load
 from megastable.plan.links import crossing
-from megastable.plan.time import COMPUTING, KINDS, VOTES, Others, StepTime, step_time
+from megastable.plan.time import BALLOT, COMPUTING, KINDS, Others, StepTime, step_time
 
 H100 = load("launch/clusters/h100.yaml")
 
@@ -185,7 +185,7 @@ def test_bytes_are_those_of_the_formulas(parallel: dict[str, Any], data: int) ->
     sums = []
     for stage in range(c.parallel.pipeline):
         each = dict.fromkeys(members, 0.0)
-        for term in volume.step(c, data, stage, cut, "chunked", votes=VOTES):
+        for term in volume.step(c, data, stage, cut, "chunked", ballot=BALLOT):
             if members[term.group] > 1:
                 each[term.group] += volume.sent(term, members[term.group])
         sums.append({group: sent for group, sent in each.items() if sent})

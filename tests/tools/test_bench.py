@@ -105,7 +105,7 @@ SECONDS = {
     "norm": 0.001, "collect": 0.002,
     "finite": 0.0, "losses": 0.0, "counters": 0.0, "rest": 0.001, "judge": 0.003, "settle": 0.001, "take": 0.05,
     "samples": 0.001, "signs": 0.001, "statistics": 0.2, "look": 0.5, "tell": 0.1, "write": 0.01,
-    "votes": 0.002, "seal": 0.001, "tensors": 0.01, "probe": 0.02,
+    "ballot": 0.002, "seal": 0.001, "tensors": 0.01, "probe": 0.02,
 }  # fmt: skip
 INTERVALS = {"snapshot": 10, "norms": 0, "layers": 100, "trends": 0, "tensors": 25, "probe": 0, "records": 10}
 

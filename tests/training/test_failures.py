@@ -116,7 +116,7 @@ def test_sigterm_to_one_rank_ends_all_in_a_checkpoint(corpus: Path, tmp_path: Pa
     answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()), terminate, 7, 1)
     assert [code for code, _ in answers] == [errors.STOPPED, errors.STOPPED]
     (event,) = events(stopped, "stopped")
-    assert event["step"] in (7, 8)  # the vote of the step in which the signal came, or of the next one
+    assert event["step"] in (7, 8)  # the ballot of the step in which the signal came, or of the next one
     assert (stopped / "checkpoints" / store.LATEST).read_text() == f"step-{event['step']}"
     answers = run_ranks(2, train, tiny(corpus, stopped, train=batch()))
     assert [code for code, _ in answers] == [0, 0]

@@ -207,7 +207,7 @@ def wrong_sum(config: RunConfig, rank: int, step: int) -> int:
     def collected(self: Engine, micro_batches: int, extra: Any) -> Any:
         losses, squares, summed = collect(self, micro_batches, extra)
         if first_time.now:
-            place = len(extra) - len(self._votes()) - 2  # the squared norm
+            place = len(extra) - sum(map(len, self._ballot().values())) - 2  # the squared norm
             summed = [*summed[:place], 64.0 * summed[place], *summed[place + 1 :]]
         return losses, squares, summed
 

@@ -41,11 +41,11 @@ def train(config: RunConfig, hosts: Sequence[str], dies: bool, action: str = "")
     heard, begun = memory_copies.MemoryCopies.heard, list[int]()
     begin = memory_copies.MemoryCopies.begin
 
-    def dying(self: Any, votes: Any, step: int) -> None:
+    def dying(self: Any, sums: Any, step: int) -> None:
         kept[:] = [self]
-        heard(self, votes, step)
+        heard(self, sums, step)
         while self._job is not None and not self._job.finished:
-            time.sleep(0.005)  # however slow this machine is: the next vote says that it is done
+            time.sleep(0.005)  # however slow this machine is: the next ballot says that it is done
         if dies and step == DIES:
             if action == "rewound":
                 self.rewound(POINT - 2)
