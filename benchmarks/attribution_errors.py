@@ -83,7 +83,7 @@ PLANTS = {
 class Found:
     """Results for the windows of one kind on one text: their number, the number with a wrong conviction, and the number
     of wrongly convicted samples; the mean share of innocent ones among the convicted; bad samples, and convicted ones
-    among them. reasons: of wrong convictions, with their log10 odds."""
+    among them. reasons: of wrong convictions."""
 
     text: str
     kind: str
@@ -299,4 +299,4 @@ class Bench:
         if self.source.instead:
             self.laboratory.forget()
         found = self.found.setdefault(kind, Found(self.text, kind))
-        found.add(told.convicted, set(self.source.instead), window.size, f"{told.odds:.1f}: {told.reason}")
+        found.add(told.convicted, set(self.source.instead), window.size, told.reason)

@@ -31,7 +31,6 @@ from megastable.guard.robust import Trend
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
-SURE = 12.0  # log10 of odds: larger values are not meaningful
 WORSE = 0.05  # nats: a healthy state only improves on what it was trained on
 LIKE = 0.8  # times the deviation of a sample convicted by its gradient: similar samples beyond it are bad
 TELLING = 2.0  # ... if that deviation is at least this: an ordinary loss says nothing
@@ -68,10 +67,10 @@ class Result(NamedTuple):
 class Conclusion:
     """The cause, the guilty positions (ascending), the worst suspects with their numbers, and a sentence.
 
-    region: the extent of the bad data, None if no sample is guilty. odds: log10 of the odds between the samples and the
-    state, in favour of the named cause (data, or not data), at most `SURE`; 0 = unknown. later: positions that are
-    suspected, but not guilty: they are deferred. alone: the guilty ones convicted individually by their own loss, not
-    as part of a crowd or by a gradient. kernels: the names of those without which the step is harmless.
+    region: the extent of the bad data, None if no sample is guilty. later: positions that are suspected, but not
+    guilty: they are deferred. alone: the guilty ones convicted individually by their own loss, not as part of a crowd
+    or by a gradient. kernels: the names of those without which the step is harmless. proven: a trial has clearly shown
+    that the samples do harm, or their step was not finite.
     """
 
     cause: Cause
@@ -79,10 +78,10 @@ class Conclusion:
     suspects: list[Suspect]
     reason: str
     region: Region | None = None
-    odds: float = 0.0
     later: list[int] = field(default_factory=list)
     alone: list[int] = field(default_factory=list)
     kernels: tuple[str, ...] = ()
+    proven: bool = False
 
     @property
     def convicted(self) -> list[int]:
@@ -261,33 +260,3 @@ def conclude(
     if unknown := sum(math.isnan(s.z) for s in suspects):
         harmless += f" ({unknown} of them cannot be judged: too few earlier samples of their corpora)"
     return Conclusion(Cause.STATE, [], worst, harmless)
-
-
-def weighed(found: Conclusion, crowd: float, of_data: float) -> Conclusion:
-    """Add the odds. crowd: as in `conclude`; of_data: `odds_of_data`. Individuals are convicted with a false discovery
-    rate, odds of 30 to 1 at least. Without a guilty sample the losses decide: they say nothing if they never stood
-    out."""
-    if found.cause is Cause.DATA:
-        odds = max(of_data, -math.log10(crowd), 1.5)
-    else:
-        odds = max(0.0, -of_data)
-    return replace(found, odds=min(SURE, odds))
-
-
-def odds_of_data(measured: Floats, tripped: Floats, expected: Floats) -> float:
-    """log10 of the odds that a window's high losses are due to its samples, against that they came from the state.
-
-    measured: on the good state, tripped: when the window was met, expected: of harmless samples; [n], nats. Bad samples
-    are as far out on the good state as on the tripped one, harmless ones are not: a ratio of two normal likelihoods of
-    their mean, whose error is that of the paired differences: a few bad samples among good ones scatter widely, but
-    equally on both states. 0 if the losses did not stand out.
-    """
-    both = np.isfinite(measured) & np.isfinite(tripped) & np.isfinite(expected)
-    if both.sum() < 2:
-        return 0.0
-    now, then = (measured - expected)[both], float((tripped - expected)[both].mean())
-    error = float((measured - tripped)[both].std()) / math.sqrt(now.size) + WORSE
-    if then <= 2 * error:
-        return 0.0
-    ratio = (float(now.mean()) - then / 2) * then / error**2 / math.log(10)
-    return max(-SURE, min(SURE, ratio))

@@ -149,7 +149,7 @@ RemedyName = Literal[
     "cap_lr", "rewarm", "reset_moments", "clip", "z_loss", "beta2", "leave_fp8", "cut_lr"
 ]  # fmt: skip
 # Keys of earlier versions, which the recorded recipes of their runs have: they decide nothing any more.
-RETIRED = "odds_fall_back", "odds_cap", "odds_cut", "odds_handover"
+RETIRED = "odds_fall_back", "odds_cap", "odds_cut", "odds_handover", "odds_swap"
 RETIRED_OF_SAMPLES = "false_alarms", "known", "measured", "ahead", "ahead_every"
 
 
@@ -182,9 +182,7 @@ class PolicyConfig(Section):
     rewinds: NonNegativeInt = 8
     """Budget of rewinds."""
     data_rewinds: NonNegativeInt = 32
-    """Budget of rewinds that convicted samples at `odds_swap`: many, for corpora with some per cent of bad ones."""
-    odds_swap: float = 2.0
-    """To leave a corpus out: of its bad samples against the state, all incidents together. [log10 odds]"""
+    """Budget of rewinds for samples that a trial clearly found bad: many, for corpora with some per cent of them."""
     remedies: tuple[RemedyName, ...] = get_args(RemedyName)
     """What is tried where other data does not help, each in a branch from the same state: no more than the rate of the
     good state, if the rate jumped, or the limit that was lifted last; a warm-up from a tenth of the rate; the same and

@@ -67,8 +67,8 @@ class Decision:
 class Remedy:
     """The action on an incident or a failure, and why. cause: its diagnosis.
 
-    skip: for a failure, the samples of its step are skipped first. release: positions of samples that were convicted
-    earlier in this chain of incidents, by weak evidence, and have turned out to be innocent.
+    skip: for a failure, the samples of its step are skipped first. release: positions of samples that were taken away
+    lately without a clear trial, and have turned out to be harmless.
     """
 
     action: Action

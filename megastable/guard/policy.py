@@ -124,19 +124,20 @@ class Policy:
         if alone:
             s.watching, s.recurrences, s.good, s.alert = False, 0, 0, None
 
-    def explained(self) -> None:
-        """Samples were convicted while an action was being verified: the data explains the incident."""
+    def skipped(self, positions: Sequence[int], proven: bool) -> None:
+        """Bad samples were skipped without a rewind. If an action was being verified, they explain its incident.
+        proven: as in `remedy`."""
         s = self.state
         last = next((t for t in reversed(s.taken) if t.action is Action.REWIND), None)
         if s.watching and last is not None:
-            last.cause, last.odds = Cause.DATA, self.config.odds_swap
+            last.cause, last.proven = Cause.DATA, last.proven or proven
+        self._take(Action.SKIP, s.clock, Cause.DATA)
+        self._found_bad(positions, proven)
 
-    def skipped(self, positions: Sequence[int], odds: float) -> None:
-        """Samples were convicted without a rewind. odds: log10; weak convictions may be withdrawn."""
-        self._take(Action.SKIP, self.state.clock, Cause.DATA)
+    def _found_bad(self, positions: Sequence[int], proven: bool) -> None:
+        """What the action that was taken last takes away."""
         last = self.state.taken[-1]
-        last.odds = odds
-        last.weak = () if self._strong(last) else tuple(positions)
+        last.proven, last.unproven = proven, () if proven else tuple(positions)
 
     def may_take_untried(self, count: int) -> bool:
         """Whether so many samples more may be taken away without a clear win in a trial."""
@@ -300,10 +301,10 @@ class Policy:
         c = self.config
         if action is Action.REWIND:
             # Proven bad data are no sign that rewinding does not help, nor is a chip that lied: each has a budget.
-            strong = sum(self._strong(t) for t in self.state.taken if t.action is Action.REWIND)
+            proven = sum(t.proven for t in self.state.taken if t.action is Action.REWIND)
             hardware = self._count(action, Cause.HARDWARE)
-            others = self._count(action) - strong - hardware
-            return others >= c.rewinds or strong >= c.data_rewinds or hardware >= c.rewinds
+            others = self._count(action) - proven - hardware
+            return others >= c.rewinds or proven >= c.data_rewinds or hardware >= c.rewinds
         return self._count(action) >= (c.swaps if action is Action.SWAP_CORPUS else c.handovers)
 
     def _forbids_rewind(self, finding: Finding) -> str:
@@ -328,9 +329,6 @@ class Policy:
         s = self.state
         return s.redone + steps < max(REDONE, REDONE_SHARE * s.clock)
 
-    def _strong(self, taken: Taken) -> bool:
-        return taken.cause is Cause.DATA and taken.odds >= self.config.odds_swap
-
     def _budget(self, action: Action) -> str:
         c = self.config
         limit = {Action.REWIND: c.rewinds, Action.SWAP_CORPUS: c.swaps}.get(action, c.handovers)
@@ -347,19 +345,21 @@ class Policy:
 
     def remedy(
         self, cause: Cause, updates: int, culprit: str | None = None, may_swap: bool = False,
-        odds: float = 0.0, bad: Sequence[int] = (), kernels: Sequence[str] = (),
+        proven: bool = False, bad: Sequence[int] = (), kernels: Sequence[str] = (),
     ) -> Remedy:  # fmt: skip
         """The further action on the rewound state, and why; REWIND: skipping or deferring is enough.
 
         cause: of the experiments. updates: of that state. culprit: the corpus of most bad samples; may_swap: enough of
-        the blend is left without it. odds: log10, of the cause. bad: positions of the bad samples. kernels: names of
+        the blend is left without it. bad: positions of the bad samples; proven: a trial has clearly shown that they do
+        harm, or they were not finite; else they are released if the rate soon proves to be the cause. kernels: names of
         those without which the step is harmless.
         """
         s = self.state
         learning_rate_limits.moved_back(s.limits, updates)
         last = s.taken[-1]
-        last.cause, last.corpus, last.odds = cause, culprit, odds
-        last.weak = tuple(bad) if cause is Cause.DATA and not self._strong(last) else ()
+        last.cause, last.corpus = cause, culprit
+        if cause is Cause.DATA:
+            self._found_bad(bad, proven)
         match cause:
             case Cause.DATA:
                 given = self._against_data(culprit, may_swap)
@@ -377,13 +377,9 @@ class Policy:
         s, c = self.state, self.config
         incidents = [
             t for t in s.taken
-            if t.action is Action.REWIND and t.cause is Cause.DATA and t.corpus == culprit
+            if t.action is Action.REWIND and t.proven and t.corpus == culprit
         ]  # fmt: skip
-        # Each was tested separately, and healed ones have closed their accounts: the evidence against the corpus is
-        # their sum.
-        odds = sum(t.odds for t in incidents)
-        enough = len(incidents) >= c.swap_after and odds >= c.odds_swap
-        if enough and may_swap and not self._spent(Action.SWAP_CORPUS):
+        if len(incidents) >= c.swap_after and may_swap and not self._spent(Action.SWAP_CORPUS):
             self._take(Action.SWAP_CORPUS, s.tripped, Cause.DATA, culprit)
             reason = f"{len(incidents)} incidents with data of {culprit} within {c.budget_window} steps"
             return Remedy(Action.SWAP_CORPUS, Cause.DATA, reason)
@@ -483,8 +479,8 @@ class Policy:
         tried, self.state = self.state.tried, offer.policy.state
         self.state.tried = tried
         last = self.state.taken[-1]
-        last.cause, last.odds, last.weak = offer.remedy.cause, self.config.odds_swap, ()
-        release = self._weakly_convicted() if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR) else ()
+        last.cause, last.proven, last.unproven = offer.remedy.cause, False, ()
+        release = self._unproven_lately() if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR) else ()
         self._take(offer.remedy.action, self.state.tripped, offer.remedy.cause)
         self.state.taken[-1].remedy, self.state.alert = offer.name, None
         return replace(offer.remedy, reason=f"{offer.remedy.reason}: {reason}", release=release)
@@ -504,10 +500,10 @@ class Policy:
         lifted.updates, lifted.clock = updates, s.clock
         return lifted
 
-    def _weakly_convicted(self) -> tuple[int, ...]:
-        """The samples that were found bad lately, by weak evidence."""
+    def _unproven_lately(self) -> tuple[int, ...]:
+        """The samples that were taken away lately without a clear trial."""
         s, since = self.state, self.state.clock - self.config.recur_steps
-        return tuple(position for t in s.taken if t.clock >= since for position in t.weak)
+        return tuple(position for t in s.taken if t.clock >= since for position in t.unproven)
 
     # Numerics
 

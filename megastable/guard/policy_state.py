@@ -12,8 +12,8 @@ from megastable.guard.learning_rate_limits import Limit
 
 class Taken(BaseModel):
     """A past action. clock: the farthest step reached by then: steps repeated after a rewind are no new ground, and
-    restore no budget. corpus: the guilty one. odds: log10, of the cause. weak: positions of samples that were convicted
-    by weak evidence. remedy: the name of the one that was tried, and won."""
+    restore no budget. corpus: of most of the bad samples. proven: a trial has clearly shown that they do harm, or they
+    were not finite; else unproven: their positions. remedy: the name of the one that was tried, and won."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -22,8 +22,8 @@ class Taken(BaseModel):
     action: Action
     cause: Cause = Cause.UNKNOWN
     corpus: str | None = None
-    odds: float = 0.0
-    weak: tuple[int, ...] = ()
+    proven: bool = False
+    unproven: tuple[int, ...] = ()
     remedy: str = ""
 
 

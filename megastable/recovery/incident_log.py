@@ -44,7 +44,6 @@ Int64s = npt.NDArray[np.int64]
 SHOWN = 16  # suspects per incident whose numbers are kept, besides the convicted
 NAMED = 1000  # documents and suspects named per incident: a swapped corpus would fill the journal
 NEXT = 2  # global batches after skipped samples: trouble that begins there is of the same region
-TWICE = 1.0  # log10 odds of samples that came with trouble twice: two coincidences are 10 to 1, and no more
 NOBODY = Deferral([], *(np.empty(0, np.int64) for _ in range(3)))
 
 
@@ -185,8 +184,7 @@ class IncidentLog:
 
     def returned_again(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
         """Convict samples that trouble came with twice, on two good states: nothing else was the same. A conclusion
-        that names samples, or a cause other than data, stays. Its odds spoke for the state: those of the samples are
-        `TWICE`, too little for a strong conviction, so that it can be withdrawn."""
+        that names samples, or a cause other than data, stays."""
         if found.guilty or found.cause not in (Cause.STATE, Cause.LEARNING_RATE):
             return found
         again, rest = self.returned(window)
@@ -196,7 +194,7 @@ class IncidentLog:
             f"{plural(len(again), 'sample')} came with trouble before and were deferred; now they are read again, on "
             f"another good state, and it begins with them. (Each alone is ordinary: {found.reason})"
         )
-        return replace(found, cause=Cause.DATA, guilty=again, later=rest, reason=reason, odds=TWICE)
+        return replace(found, cause=Cause.DATA, guilty=again, later=rest, reason=reason)
 
     def attribute(
         self,
@@ -239,7 +237,7 @@ class IncidentLog:
         incident.seconds = round(incident.seconds + seconds, 3)
         event = IncidentEvent(
             what="attributed", cause=found.cause, positions=skipped, reason=found.reason, action=action,
-            remedy=remedy, suspects=[asdict(s) for s in told], odds=round(found.odds, 2),
+            remedy=remedy, suspects=[asdict(s) for s in told],
             region=None if found.region is None else asdict(found.region),
             deferred=ranges_of(deferred.positions), returns=ranges_of(deferred.returns), lost=deferred.lost.size,
             **self._story(),

@@ -320,8 +320,7 @@ class Recovery:
         quiet, points = clear and done.applied and self.calm, self.points
         choose_skips = self.rewinding.choose_skips
         for found in self.samples.act(state, points.trained, points.laboratory, quiet, choose_skips):
-            self.guard.policy.explained()
-            self.guard.policy.skipped(found.convicted, found.odds)
+            self.guard.policy.skipped(found.convicted, found.proven)
         return None
 
     def _look_at_tensors(self, done: StepResult) -> RunState | None:

@@ -182,7 +182,8 @@ class Rewinding:
         found = found.keep_first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
         deferred = replace(found, guilty=[], later=found.convicted)
         if trial is not None and is_clear(trial):
-            return deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
+            kept = deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
+            return replace(kept, proven=True)
         if not self.guard.policy.may_take_untried(len(found.convicted)):
             return deferred
         self.guard.policy.take_untried(len(found.convicted))
@@ -280,8 +281,7 @@ class Rewinding:
             seconds = time.perf_counter() - begin
             if few.guilty:
                 self.watches.samples.skip(case, few, window, state, seconds)
-                policy.explained()
-                policy.skipped(few.convicted, few.odds)
+                policy.skipped(few.convicted, few.proven)
             else:
                 self.watches.samples.nobody(case, found, state.step, seconds)
             return None
@@ -364,7 +364,7 @@ class Rewinding:
                 found = Conclusion(offer.remedy.cause, [], found.suspects, reason)
                 return Tried(found, offer=offer, blameless=True)
         if not finite:
-            return Tried(found)
+            return Tried(replace(found, proven=True))
         few = found.few and self.guard.policy.may_take_untried(len(found.convicted))
         if trial is None or not is_harmless(trial, few):
             return Tried(self._bounded(found, trial, t.done.state.cursor))
@@ -420,7 +420,7 @@ class Rewinding:
             snapshot.extra.state.updates,
             culprit,
             may_swap,
-            found.odds,
+            found.proven,
             found.convicted,
             found.kernels,
         )
@@ -524,8 +524,7 @@ class Rewinding:
 
 
 def _of_state(found: Conclusion, trial: HarmTrial) -> Conclusion:
-    """The state was worse than the samples can explain, which are harmless. A cause other than data stays, with its
-    odds."""
+    """The state was worse than the samples can explain, which are harmless. A cause other than data stays."""
     reason = f"the state was damaged, but not by the data: {trial.reason}"
     if found.convicted:
         return Conclusion(Cause.STATE, [], found.suspects, reason)

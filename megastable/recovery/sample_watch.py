@@ -232,6 +232,8 @@ class SampleWatch(Watch):
             self._kept = self._kept.after(state.step)
             self.nobody(case, replace(found, reason=why), state.step, seconds)
             return None
+        if case.verdict is Verdict.NON_FINITE:
+            found = replace(found, proven=True)
         self._kept = Rest(until=self._kept.until)
         self.skip(case, found, window, state, seconds)
         return found

@@ -15,7 +15,6 @@ from megastable.attribution.conclusion import (
     GRADIENT_RATIO,
     SAME,
     WORSE,
-    Conclusion,
     Replay,
     Result,
     Suspect,
@@ -24,11 +23,9 @@ from megastable.attribution.conclusion import (
     halvings,
     is_worse,
     narrow,
-    odds_of_data,
     replay,
     reproduced,
     usual_norm,
-    weighed,
 )
 from megastable.attribution.groups import ENOUGH, SCALE_FLOOR, TAIL_KNOWN, compare, guilty_by_loss
 from megastable.guard.actions import Cause
@@ -458,29 +455,3 @@ def test_what_goes_on_without_an_end_is_the_state_and_the_reason_says_so() -> No
 def test_it_is_said_of_how_many_nothing_is_known() -> None:
     found = conclude(suspects(0.5, NAN, NAN), [], compared_with=64, steps="the 1 steps")
     assert "2 of them cannot be judged: too few earlier samples" in found.reason
-
-
-@pytest.mark.parametrize("bad", [4, 16])
-def test_bad_samples_among_good_ones_are_data_by_far(bad: int) -> None:
-    """What scatters between good and bad samples says nothing against it: the same do so on both states."""
-    rng = np.random.default_rng(bad)
-    expected = np.full(16, 2.2)
-    measured = expected + rng.normal(0, 0.3, 16) + np.where(np.arange(16) < bad, 6.0, 0.0)
-    tripped = measured + rng.normal(0, 0.1, 16)
-    assert odds_of_data(measured, tripped, expected) > 4
-
-
-def test_hard_samples_in_a_window_that_the_state_spoilt_are_not_the_cause() -> None:
-    rng = np.random.default_rng(0)
-    expected = np.full(16, 2.2)
-    measured = expected + rng.normal(0, 0.3, 16) + np.where(np.arange(16) < 2, 4.0, 0.0)
-    tripped = measured + 3.0 + rng.normal(0, 0.3, 16)
-    assert odds_of_data(measured, tripped, expected) < -4
-
-
-def test_nobody_guilty_says_as_much_as_the_losses_do() -> None:
-    nobody = Conclusion(Cause.STATE, [], [], "")
-    assert weighed(nobody, 1.0, -3.0).odds == 3.0
-    assert weighed(nobody, 1.0, 0.0).odds == 0.0  # a gradient alone stood out
-    assert weighed(nobody, 1.0, 2.0).odds == 0.0
-    assert weighed(Conclusion(Cause.DATA, [1], [], ""), 1e-3, -2.0).odds == pytest.approx(3.0)

@@ -232,12 +232,3 @@ def test_a_state_that_is_worse_convicts_hardly_anybody(lift: float, steps: int) 
         assert missed == 0
         innocent += wrong
     assert innocent <= 6  # 46 to 570 if what lies ahead is no reference
-
-
-def test_what_all_samples_share_is_no_evidence_of_data() -> None:
-    odds = []
-    for lift in (0.0, 1.0):
-        laboratory = Laboratory(FIRST + np.array([5]), alike=False, out=12.0, seed=200)
-        laboratory._losses[FIRST:] += lift * 0.3
-        odds.append(laboratory.concluded(steps=8).odds)
-    assert odds[1] <= odds[0] + 0.5

@@ -76,7 +76,7 @@ def test_every_key_at_its_ends_is_refused_or_begins() -> None:
     [
         ("train.steps", 10**15 + 1, "a whole number of at most 10^15 in size"),
         ("optimizer.lr", 1.1e30, "a number of at most 1e+30 in size"),
-        ("stability.policy.odds_swap", -1.1e30, "a number of at most 1e+30 in size"),
+        ("stability.detector.calm", 1.1e30, "a number of at most 1e+30 in size"),
         ("optimizer.eps", 0.9e-30, "a number of at least 1e-30 in size"),
         ("stability.signs.norms", [1, 10**16], "a whole number of at most 10^15 in size"),
     ],

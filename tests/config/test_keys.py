@@ -82,7 +82,6 @@ def test_every_section_and_key_says_what_it_means(path: str) -> None:
         ("precision.fp8.history", "whole number from 1 to 1024"),
         ("supervise.metrics_port", "whole number from 0 to 65535"),
         ("stability.policy.cut_factor", "number above 0 and below 1"),
-        ("stability.policy.odds_swap", "number"),
         ("stability.detector.window", "whole number at least 30"),
         ("stability.signs.looks", "[whole number above 0, ...]"),
         ("data.skip", "[[whole number at least 0, whole number at least 0], ...]"),

@@ -13,7 +13,6 @@ from megastable.guard.signals import Finding, Verdict
 
 CONFIG = PolicyConfig()
 VERDICTS = st.sampled_from(list(Verdict))
-SURE = {Cause.DATA: 3.0, Cause.STATE: 2.0, Cause.LEARNING_RATE: 2.0}  # of a test with power
 
 
 def seen(step: int, verdict: Verdict = Verdict.HEALTHY, severity: float = 2.0, **more: object) -> Finding:
@@ -32,15 +31,14 @@ def trip(
     cause: Cause,
     corpus: str = "a",
     may_swap: bool = False,
-    odds: float | None = None,
+    proven: bool = True,
     bad: Sequence[int] = (),
 ) -> Action:
-    """A spike, and the remedy for its cause as it was found out; by default by a test with power."""
+    """A spike, and the remedy for its cause as it was found out; by default by a clear trial."""
     decision = policy.decide(seen(step, Verdict.SPIKE), 0)
     if decision.action is not Action.REWIND:
         return decision.action
-    odds = SURE.get(cause, 0.0) if odds is None else odds
-    return policy.remedy(cause, step, corpus, may_swap, odds, bad).action
+    return policy.remedy(cause, step, corpus, may_swap, proven, bad).action
 
 
 def trip_and_try(

@@ -192,7 +192,7 @@ class Fallbacks(RuleBasedStateMachine):
             action = policy.decide(finding, 0).action
             if action is not Action.REWIND:
                 return action
-            return policy.remedy(cause, finding.step, "a", False, 2.0).action
+            return policy.remedy(cause, finding.step, "a", False, True).action
 
         before = self.policy.fp8
         action: Action = self.both(decide)

@@ -70,7 +70,7 @@ def test_spent_rewinds_lead_to_an_alert_or_where_a_person_wants_it_to_a_stop(
     last_resort: str, end: Action
 ) -> None:
     policy = Policy(PolicyConfig.model_validate({"rewinds": 2, "last_resort": last_resort}))
-    actions = [trip(policy, 100 * i, Cause.STATE, odds=0.0) for i in range(1, 4)]
+    actions = [trip(policy, 100 * i, Cause.STATE) for i in range(1, 4)]
     assert actions == [Action.REWIND, Action.REWIND, end]
     assert "the 2 rewinds per 2000 steps (stability.policy) are spent" in (
         policy.state.alert.reason if policy.state.alert else policy.decide(seen(999, Verdict.SPIKE), 0).reason
@@ -110,11 +110,11 @@ def test_an_alert_is_over_when_it_is_calm_again_or_a_remedy_resumes() -> None:
     assert healed == [100 + CONFIG.verify_steps // 2] and policy.state.alert is None
 
     policy = Policy(PolicyConfig(rewinds=1, budget_window=50))
-    assert trip(policy, 10, Cause.STATE, odds=0.0) is Action.REWIND
-    assert trip(policy, 12, Cause.STATE, odds=0.0) is Action.ALERT
+    assert trip(policy, 10, Cause.STATE) is Action.REWIND
+    assert trip(policy, 12, Cause.STATE) is Action.ALERT
     run(policy, [seen(s, Verdict.SPIKE) for s in range(13, 59)])
     assert policy.state.alert is not None
-    assert trip(policy, 61, Cause.STATE, odds=0.0) is Action.REWIND and policy.state.alert is None
+    assert trip(policy, 61, Cause.STATE) is Action.REWIND and policy.state.alert is None
 
 
 def test_an_update_that_is_not_finite_is_never_applied_in_an_alert() -> None:
@@ -207,7 +207,7 @@ def test_rewinds_for_data_that_were_proven_do_not_use_the_budget_up() -> None:
     assert actions == [Action.REWIND] * CONFIG.data_rewinds + [Action.ALERT] * (40 - CONFIG.data_rewinds)
     weak = Policy(CONFIG)
     steps = range(100, 100 + 20 * 9, 20)
-    assert [trip(weak, s, Cause.DATA, odds=0.5) for s in steps][-1] is Action.ALERT
+    assert [trip(weak, s, Cause.DATA, proven=False) for s in steps][-1] is Action.ALERT
 
 
 # Bounds that nothing passes
@@ -216,10 +216,10 @@ def test_rewinds_for_data_that_were_proven_do_not_use_the_budget_up() -> None:
 @pytest.mark.parametrize("cause", [Cause.DATA, Cause.STATE])
 def test_the_same_place_is_not_rewound_to_again_and_again(cause: Cause) -> None:
     policy = Policy(CONFIG)
-    actions = [trip(policy, 100 + i % 2, cause, odds=0.0) for i in range(6)]
+    actions = [trip(policy, 100 + i % 2, cause, proven=False) for i in range(6)]
     assert actions[:SAME_PLACE] == [Action.REWIND] * SAME_PLACE
     assert actions[SAME_PLACE:] == [Action.ALERT, *[Action.APPLY] * (5 - SAME_PLACE)]
-    assert trip(policy, 101 + SUSPICION, cause, odds=0.0) is Action.REWIND  # another place
+    assert trip(policy, 101 + SUSPICION, cause, proven=False) is Action.REWIND  # another place
 
 
 def test_a_run_does_only_some_of_its_steps_again() -> None:
@@ -370,18 +370,18 @@ def test_moments_that_began_again_are_gone_with_an_older_state() -> None:
     assert "reset_moments" in names(policy) and policy.state.rewarm == 60
 
 
-def test_weak_convictions_are_withdrawn_when_it_was_the_rate() -> None:
+def test_what_no_trial_has_shown_is_released_when_it_was_the_rate() -> None:
     policy = Policy(CONFIG)
-    assert trip(policy, 100, Cause.DATA, odds=0.5, bad=(7, 9)) is Action.REWIND
+    assert trip(policy, 100, Cause.DATA, proven=False, bad=(7, 9)) is Action.REWIND
     policy = Policy(CONFIG, PolicyState.model_validate_json(policy.state.model_dump_json()))
-    policy.skipped([20, 21], odds=0.0)
-    policy.skipped([30], odds=4.0)
+    policy.skipped([20, 21], proven=False)
+    policy.skipped([30], proven=True)
     assert trip_and_try(policy, 120, "cap_lr", 1e-3, 1e-2).release == (7, 9, 20, 21)
     sure = Policy(CONFIG)
-    trip(sure, 100, Cause.DATA, odds=2.0, bad=(7, 9))
+    trip(sure, 100, Cause.DATA, bad=(7, 9))
     assert trip_and_try(sure, 120, "cut_lr").release == ()
     other = Policy(CONFIG)
-    trip(other, 100, Cause.DATA, odds=0.5, bad=(7, 9))
+    trip(other, 100, Cause.DATA, proven=False, bad=(7, 9))
     assert trip_and_try(other, 120, "rewarm").release == ()
 
 
@@ -397,13 +397,13 @@ def test_a_handover_cuts_no_rate(cause: Cause) -> None:
 
 
 def test_a_corpus_that_is_guilty_again_and_again_is_swapped_out_if_enough_is_left() -> None:
-    for may_swap, odds, last in (
-        (False, 3.0, Action.REWIND),
-        (True, 3.0, Action.SWAP_CORPUS),
-        (True, 0.5, Action.REWIND),
+    for may_swap, proven, last in (
+        (False, True, Action.REWIND),
+        (True, True, Action.SWAP_CORPUS),
+        (True, False, Action.REWIND),
     ):
         policy = Policy(PolicyConfig(swap_after=3))
-        actions = [trip(policy, 100 * i, Cause.DATA, may_swap=may_swap, odds=odds) for i in range(1, 4)]
+        actions = [trip(policy, 100 * i, Cause.DATA, may_swap=may_swap, proven=proven) for i in range(1, 4)]
         assert actions == [Action.REWIND, Action.REWIND, last]
 
 
@@ -454,7 +454,7 @@ def test_what_is_done_again_is_no_new_ground() -> None:
     policy = Policy(PolicyConfig(rewinds=SAME_PLACE, budget_window=50))
     actions = []
     for _ in range(SAME_PLACE + 2):  # 200 steps for every attempt, always back to the same place
-        actions.append(trip(policy, 300, Cause.STATE, odds=0.0))
+        actions.append(trip(policy, 300, Cause.STATE))
         run(policy, [seen(s) for s in range(100, 300)])
     assert actions == [Action.REWIND] * SAME_PLACE + [Action.ALERT, Action.APPLY]
 
@@ -482,10 +482,10 @@ def test_a_memory_of_before_cuts_could_be_lifted_can_be_read() -> None:
     st.lists(st.tuples(VERDICTS, st.floats(0, 9), st.booleans()), max_size=120),
     st.integers(0, 119),
     st.lists(st.sampled_from(list(Cause)), min_size=120, max_size=120),
-    st.lists(st.floats(0, 4), min_size=120, max_size=120),
+    st.lists(st.booleans(), min_size=120, max_size=120),
 )
 def test_saved_and_restored_it_decides_the_same_and_stays_within_budgets(
-    steps: list[tuple[Verdict, float, bool]], cut: int, causes: list[Cause], odds: list[float]
+    steps: list[tuple[Verdict, float, bool]], cut: int, causes: list[Cause], proven: list[bool]
 ) -> None:
     config = PolicyConfig(rewinds=4, data_rewinds=3, cuts=2, swaps=1, handovers=2, budget_window=1000)
     straight, saved = Policy(config), Policy(config)
@@ -501,7 +501,7 @@ def test_saved_and_restored_it_decides_the_same_and_stays_within_budgets(
                 return decision, None
             if causes[i] is Cause.LEARNING_RATE:
                 return decision, policy.adopt(policy.offer_remedies(i, 1e-3, 1e-2)[i % 3], "it won")
-            return decision, policy.remedy(causes[i], i, "a", True, odds[i])
+            return decision, policy.remedy(causes[i], i, "a", True, proven[i])
 
         one, other = decide(straight), decide(saved)
         assert one == other and straight.state == saved.state

@@ -17,7 +17,6 @@ from tests.tiers import examples
 
 BY_EXAMINATION = Cause.STATE, Cause.DATA, Cause.HARDWARE, Cause.NUMERICS
 RATES = st.sampled_from([1e-3, 1.5e-3, 1e-2])
-ODDS = st.sampled_from([0.0, 0.5, 2.0, 4.0])
 
 
 class Ladder(RuleBasedStateMachine):
@@ -44,13 +43,13 @@ class Ladder(RuleBasedStateMachine):
         verdict=VERDICTS,
         oldest=st.none() | st.just(0),
         cause=st.sampled_from([*BY_EXAMINATION, Cause.LEARNING_RATE]),
-        odds=ODDS,
+        proven=st.booleans(),
         good_rate=st.none() | RATES,
         rate=st.none() | RATES,
         checkpoint=st.booleans(),
     )
     def steps(
-        self, count: int, on_trend: bool, verdict: Verdict, oldest: int | None, cause: Cause, odds: float,
+        self, count: int, on_trend: bool, verdict: Verdict, oldest: int | None, cause: Cause, proven: bool,
         good_rate: float | None, rate: float | None, checkpoint: bool,
     ) -> None:  # fmt: skip
         """Healthy ones, then one that is not, and what follows."""
@@ -59,11 +58,11 @@ class Ladder(RuleBasedStateMachine):
             decision = self.both(lambda p: p.decide(seen(self.step, on_trend=on_trend), oldest))
             if decision.applies:
                 self.relax(decision, 1e-3)
-            if self.acted(decision, cause, (odds, good_rate, rate), checkpoint):
+            if self.acted(decision, cause, (proven, good_rate, rate), checkpoint):
                 return
         self.step += 1
         decision = self.both(lambda p: p.decide(seen(self.step, verdict), oldest))
-        self.acted(decision, cause, (odds, good_rate, rate), checkpoint)
+        self.acted(decision, cause, (proven, good_rate, rate), checkpoint)
 
     def relax(self, decision: Decision, scheduled: float) -> None:
         self.both(lambda p: p.relax(decision.finding, self.step, scheduled))
@@ -72,7 +71,7 @@ class Ladder(RuleBasedStateMachine):
         self,
         decision: Decision,
         cause: Cause,
-        found: tuple[float, float | None, float | None],
+        found: tuple[bool, float | None, float | None],
         checkpoint: bool,
     ) -> bool:
         """Carry out a decision as recovery does; whether the run went back."""
@@ -85,7 +84,7 @@ class Ladder(RuleBasedStateMachine):
             self.refused.append(self.step)
             assert len(self.refused) < self.config.discards + self.config.non_finite
         if decision.action is Action.REWIND:
-            limits, (odds, *rates) = sum(limit.times for limit in p.state.limits), found
+            limits, (proven, *rates) = sum(limit.times for limit in p.state.limits), found
             offered = [offer.name for offer in p.offer_remedies(self.step, *rates)]
             if cause is Cause.LEARNING_RATE and offered:
                 name = offered[self.step % len(offered)]
@@ -96,13 +95,11 @@ class Ladder(RuleBasedStateMachine):
                 )
                 assert p.state.taken[-1].remedy == name
             else:
-                remedy = self.both(lambda p: p.remedy(cause, self.step, "a", True, odds))
+                remedy = self.both(lambda p: p.remedy(cause, self.step, "a", True, proven))
             assert remedy.action is not Action.STOP
             if remedy.action is Action.SWAP_CORPUS:
-                guilty = [
-                    t.odds for t in p.state.taken if t.action is Action.REWIND and t.cause is Cause.DATA
-                ]
-                assert sum(guilty) >= self.config.odds_swap and len(guilty) >= self.config.swap_after
+                bad = [t for t in p.state.taken if t.action is Action.REWIND and t.cause is Cause.DATA]
+                assert sum(t.proven for t in bad) >= self.config.swap_after
             if remedy.action not in (Action.CUT_LR, Action.CAP_LR):
                 assert sum(limit.times for limit in p.state.limits) == limits
             if remedy.action is Action.HANDOVER:

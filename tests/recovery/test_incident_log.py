@@ -252,20 +252,18 @@ def test_samples_that_come_back_with_trouble_are_convicted(book: Book) -> None:
     assert book.source.order.locate(places).sequence.tolist() == put_off
 
 
-def test_samples_that_come_back_with_trouble_are_convicted_by_weak_evidence(book: Book) -> None:
-    """The examination's odds, that it was not the data, are none of theirs."""
+def test_samples_that_come_back_with_trouble_may_be_released(book: Book) -> None:
     book.open()
     book.attribute(Cause.STATE, [])
     returns = book.source.order.deferred(0, 10**6)
     step = int(returns[0]) // 8
     found = book.book.returned_again(
-        Conclusion(Cause.STATE, [], [], "all are harmless", odds=9.0), steps_of(step, step + 1)
+        Conclusion(Cause.STATE, [], [], "all are harmless"), steps_of(step, step + 1)
     )
     policy = Policy(PolicyConfig())
     policy.decide(Finding(step, Verdict.SPIKE, 1.5, step, "up"), oldest=0)
-    assert policy.remedy(found.cause, 0, "text", True, found.odds, found.guilty).cause is Cause.DATA
-    assert 0 < found.odds < policy.config.odds_swap
-    assert found.guilty and policy.state.taken[-1].weak == tuple(found.guilty)
+    assert policy.remedy(found.cause, 0, "text", True, found.proven, found.guilty).cause is Cause.DATA
+    assert found.guilty and policy.state.taken[-1].unproven == tuple(found.guilty)
 
 
 def test_a_conviction_is_withdrawn_and_may_be_made_again(book: Book) -> None:

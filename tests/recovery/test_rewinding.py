@@ -39,7 +39,7 @@ from tests.checkpoint.states import state_of
 from tests.guard.policies import seen
 from tests.journal import KeptLog
 
-FOUND = Conclusion(Cause.DATA, [7, 8, 9, 20], [], "bad", region=MagicMock(spec=Region), odds=0.5, later=[30])
+FOUND = Conclusion(Cause.DATA, [7, 8, 9, 20], [], "bad", region=MagicMock(spec=Region), later=[30])
 
 
 def shell(policy: Policy) -> Any:
@@ -66,7 +66,11 @@ def shell(policy: Policy) -> Any:
 
 
 def go_back(
-    found: Conclusion, chosen: str = "", harms_anyway: bool = False, verdict: Verdict = Verdict.SPIKE
+    found: Conclusion,
+    chosen: str = "",
+    harms_anyway: bool = False,
+    verdict: Verdict = Verdict.SPIKE,
+    tried: TrialVerdict | None = TrialVerdict.BAD,
 ) -> tuple[Any, Conclusion]:
     """The shell after trouble at step 40, when the rate was ten times that of the good state, and what is written down.
     found: by the examination. chosen: the remedy whose branch wins; harms_anyway: other data does not help."""
@@ -82,17 +86,22 @@ def go_back(
     points = rewinding.points
     points.rate_before.return_value, points.highest_rate_since.return_value = 1e-3, 1e-2
     rewinding.config.train.steps = 1000
-    rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.BAD), harms_anyway)
+    suspects = None if tried is None else trial(tried)
+    rewinding.trials.try_suspects.return_value = SuspectsTrial(suspects, harms_anyway)
     if chosen:
         rewinding.trials.try_remedies.return_value = RemedyTrial(chosen, 0.3, 0.01, 26)
     rewinding.go_back(tripped)
     return rewinding, rewinding.incident_log.attribute.call_args.args[0]
 
 
-def test_all_that_is_taken_can_be_withdrawn() -> None:
-    made, told = go_back(FOUND)
-    assert told.convicted == FOUND.convicted and told.cause is Cause.DATA
-    assert made.guard.policy.state.taken[-1].weak == (7, 8, 9, 20)
+@pytest.mark.parametrize(
+    ("verdict", "proven"), [(TrialVerdict.BAD, True), (TrialVerdict.NOISE, False), (None, False)]
+)
+def test_what_no_trial_has_clearly_shown_can_be_withdrawn(verdict: TrialVerdict | None, proven: bool) -> None:
+    made, told = go_back(replace(FOUND, alone=FOUND.guilty), tried=verdict)
+    assert told.convicted == FOUND.convicted and told.cause is Cause.DATA and told.proven is proven
+    (taken,) = made.guard.policy.state.taken
+    assert (taken.proven, taken.unproven) == (proven, () if proven else (7, 8, 9, 20))
     made.trials.try_remedies.assert_not_called()  # other data helps
 
 
@@ -116,7 +125,7 @@ def test_a_remedy_that_won_takes_the_blame_off_the_samples(
     assert made.incident_log.attribute.call_args.args[1] == []  # nothing is deferred
     assert [type(call.args[0]) for call in made.log.emit.call_args_list] == emitted
     assert made.engine.reset_moments.called == (chosen == "reset_moments")
-    assert not policy.state.taken[0].weak
+    assert not policy.state.taken[0].proven and not policy.state.taken[0].unproven
 
 
 def test_without_a_remedy_that_is_better_the_samples_are_judged() -> None:
@@ -127,7 +136,7 @@ def test_without_a_remedy_that_is_better_the_samples_are_judged() -> None:
 
 def test_what_is_not_finite_is_bad_without_a_trial_and_remedies_wait_until_it_comes_back() -> None:
     made, told = go_back(FOUND, "cut_lr", verdict=Verdict.NON_FINITE)
-    assert told.convicted == FOUND.convicted
+    assert told.convicted == FOUND.convicted and made.guard.policy.state.taken[-1].proven
     made.trials.try_suspects.assert_not_called()
     made.trials.try_remedies.assert_not_called()
 
@@ -147,13 +156,13 @@ def look_back(found: Conclusion, good: bool = True, last: int = 39) -> tuple[Any
 
 
 def test_a_crowd_that_is_guilty_is_undone() -> None:
-    found = Conclusion(Cause.DATA, list(range(CROWD)), [], "bad", odds=3.0)
+    found = Conclusion(Cause.DATA, list(range(CROWD)), [], "bad")
     stands, made = look_back(found)
     assert stands is not None
     window = made.points.examine.call_args.args[0]
     assert [t.step for t in window] == [37, 38, 39]
     (taken,) = made.guard.policy.state.taken
-    assert (taken.action, taken.cause, taken.odds) == (Action.REWIND, Cause.DATA, 3.0)
+    assert (taken.action, taken.cause, taken.unproven) == (Action.REWIND, Cause.DATA, tuple(range(CROWD)))
     assert made.guard.policy.state.rewound == 30
     assert made.log.emit.call_args.args == (RateWarmup(step=30, begin=0.1, updates=8),)
     assert made.guard.policy.state.watching and made.incident_log.attribute.call_args.args[0] == found
@@ -165,7 +174,7 @@ def test_a_crowd_that_is_guilty_is_undone() -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        Conclusion(Cause.DATA, list(range(CROWD - 1)), [], "bad", odds=3.0),
+        Conclusion(Cause.DATA, list(range(CROWD - 1)), [], "bad"),
         Conclusion(Cause.STATE, [], [], "harmless"),
     ],
 )
@@ -190,15 +199,15 @@ def test_steps_that_are_not_known_are_not_looked_back_on() -> None:
 
 def test_a_few_that_are_guilty_by_themselves_are_skipped_on_the_present_state() -> None:
     """So is whoever outside of the window is like them, but not who is accused in a crowd or by a gradient."""
-    found = Conclusion(Cause.DATA, [7, 8, 20, 30], [], "bad", odds=3.0, alone=[7])
+    found = Conclusion(Cause.DATA, [7, 8, 20, 30], [], "bad", alone=[7])
     stands, made = look_back(found)
     assert stands is None
     made.points.restore.assert_called_once_with(made.points.ring.aside.return_value)
     assert made.guard.policy.state.rewound is None
     case, few = made.watches.samples.skip.call_args.args[:2]
-    assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20, 30], [], "bad", odds=3.0, alone=[7])
+    assert case.first == 37 and few == Conclusion(Cause.DATA, [7, 20, 30], [], "bad", alone=[7])
     (taken,) = made.guard.policy.state.taken
-    assert (taken.action, taken.cause, taken.odds) == (Action.SKIP, Cause.DATA, 3.0)
+    assert (taken.action, taken.cause, taken.unproven) == (Action.SKIP, Cause.DATA, (7, 20, 30))
     for undone in (made.watches.samples.nobody, made.incident_log.open, made.points.forget_after):
         undone.assert_not_called()
 

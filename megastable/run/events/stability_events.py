@@ -171,7 +171,7 @@ class IncidentEvent(Event):
     number, summary: of the incident, as it is now (guard/incident.py); policy, left_out: state of the policy and
     the incident log, absent from the supervisor's. suspects: measured samples; deferred, returns: old and new positions
     of deferred samples; lost: those without room; positions: skipped, or released; next_epoch: released, but already
-    passed. region: of bad data. odds: log10 of guilt to innocence.
+    passed. region: of bad data.
     """
 
     NAME = "incident"
@@ -186,7 +186,6 @@ class IncidentEvent(Event):
     positions: Ranges = ()
     next_epoch: Ranges = ()
     suspects: Items = ()
-    odds: Real = None
     region: MaybeTree = None
     deferred: Ranges = ()
     returns: Ranges = ()
