@@ -350,8 +350,6 @@ class Bench:
             cursor=batch.next, tokens=samples * self.config.model.sequence_length, seconds=1.0, loss=measured.loss,
             applied=applied, mix={}, batch=samples, piece=batch.piece,
         )  # fmt: skip
-        if found is not None:
-            self.recovery.indicators = found.indicators
         self.recovery.watches.signs.after(s, found)
         done = StepResult(batch, measured, applied, before, s, RATE, 1.0, 0.0)
         self.observer.step(done, found)

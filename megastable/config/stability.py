@@ -138,11 +138,6 @@ class DetectorConfig(Section):
     drop_memory: PositiveInt = 300
     """How long a return to the level before such a fall is no spike. [observations]"""
 
-    indicator_window: int = Field(default=24, ge=9)
-    """Measurements over which indicators, such as norms of weights, are watched for growth. [measurements]"""
-    indicator_growth: PositiveFloat = 2.0
-    """Growth from the first to the last third of them that is a warning, a factor."""
-
 
 # In the order of their intrusiveness.
 RemedyName = Literal[
@@ -399,6 +394,8 @@ class TrendsConfig(Section):
     straightness: PositiveFloat = 1.1
     """Growth of a norm, relative to the sum of all updates. The optimizer alone gives at most 1, if every update points
     straight outwards: more means that something else changes the weights."""
+    gradient_growth: PositiveFloat = 2.0
+    """Gradient norm before clipping, relative to its lowest level."""
     update_change: PositiveFloat = 0.5
     """Change of a layer's output by one update, relative to itself."""
     update_least: PositiveFloat = 0.01

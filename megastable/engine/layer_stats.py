@@ -33,9 +33,6 @@ from megastable.model.gpt import Block, open_stream
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel, Topology
 
-INDICATORS = (
-    "second_moment_norm", "second_moment_max", "attention_logit", "update_ratio", "fp8_saturation", "fp8_underflow",
-)  # fmt: skip
 SHARES = tuple(
     f"{slot}_{fate}" for slot in SLOTS for fate in ("saturation", "underflow")
 )  # of tensors that FP8 quantizes
@@ -58,11 +55,6 @@ class LayerStatistics:
 
     overall: dict[str, float]
     layers: dict[str, dict[str, float]]
-
-    @property
-    def indicators(self) -> dict[str, float]:
-        """The detector's input, for `Signals.indicators`."""
-        return {name: self.overall[name] for name in INDICATORS if name in self.overall}
 
 
 class LayerTally:

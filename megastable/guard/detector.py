@@ -33,7 +33,6 @@ from typing import Any
 
 from megastable.config.stability import DetectorConfig
 from megastable.guard.detector_state import Channel, DetectorState, Drop, Excursion, Sums
-from megastable.guard.indicators import warnings
 from megastable.guard.opening import Opening
 from megastable.guard.robust import Sum, Trend, median, trend
 from megastable.guard.signals import Finding, Signals, Verdict
@@ -122,10 +121,9 @@ class Detector:
         if wrong := _no_number(signals):
             return Finding(step, Verdict.NON_FINITE, 1.0, step, wrong, on_trend=False)
         s.seen += 1
-        said = warnings(signals, s, c)
         norm = None if signals.grad_norm is None else math.log(max(signals.grad_norm, 1e-30))
         if s.opening is not None:
-            return self._open(s.opening, step, signals.loss, norm, said)
+            return self._open(s.opening, step, signals.loss, norm)
 
         self._forget()
         line = self._trend(s.loss, c.loss_floor)
@@ -146,7 +144,7 @@ class Detector:
             if raised.verdict is not Verdict.SHIFT:
                 s.sums = Sums()
         if outlier >= 1.0 and self._beyond_shift(r):
-            return Finding(step, Verdict.OUTLIER, outlier, step, why, said, on_trend=False)
+            return Finding(step, Verdict.OUTLIER, outlier, step, why, on_trend=False)
         if s.excursion is not None:
             e = s.excursion
             e.severity = max(e.severity, outlier)
@@ -157,13 +155,13 @@ class Detector:
                     f"the loss has had a new level since step {e.onset}, with an ordinary gradient norm: "
                     f"baseline reset"
                 )
-            found = Finding(step, e.verdict, e.severity, e.onset, e.reason, said, on_trend=False)
+            found = Finding(step, e.verdict, e.severity, e.onset, e.reason, on_trend=False)
             reset = self._follow(e, r)
             return replace(found, reset=reset and found.verdict is Verdict.SHIFT)
         self._learn(r, signals, norm, line)
         on_trend = r.rise < _JUMP / 2 and (r.norm is None or r.norm < _JUMP / 2)
         verdict = Verdict.OUTLIER if outlier > 0.0 else Verdict.HEALTHY
-        return Finding(step, verdict, outlier, step, why if outlier > 0.0 else "", said, on_trend)
+        return Finding(step, verdict, outlier, step, why if outlier > 0.0 else "", on_trend)
 
     def _beyond_shift(self, r: _Residuals) -> bool:
         """Whether a step stands out, in loss and norm, also from the new level attributed to other data."""
@@ -172,13 +170,13 @@ class Detector:
             return False
         return r.norm >= c.outlier_norm and r.rise - median(e.loss) >= c.outlier_loss
 
-    def _open(self, o: Opening, step: int, loss: float, norm: float | None, said: tuple[str, ...]) -> Finding:
+    def _open(self, o: Opening, step: int, loss: float, norm: float | None) -> Finding:
         """The start: fill the windows; only a rise that does not turn counts."""
         s, c = self._state, self.config
         verdict, reason = o.judge(loss, step, c)
         if verdict is Verdict.OUTLIER:
             severity = o.rise(loss) / c.explosion
-            return Finding(step, verdict, severity, step, reason, said, on_trend=False)
+            return Finding(step, verdict, severity, step, reason, on_trend=False)
         self._accept(s.loss, loss)
         _keep(s.loss.raw, loss, c.relearn)
         if norm is not None:
@@ -187,12 +185,12 @@ class Detector:
         onset = step if o.onset is None else o.onset
         if verdict is not Verdict.HEALTHY:
             s.opening = Opening()  # a person or the policy has acted on it: start again
-            return Finding(step, verdict, 1.0, onset, reason, said, on_trend=False)
+            return Finding(step, verdict, 1.0, onset, reason, on_trend=False)
         if len(s.loss.values) >= c.min_values and step >= c.warmup_steps and o.over(c):
             s.opening = None
             if o.longest:
                 self._relearn(c.relearn)
-        return Finding(step, Verdict.HEALTHY, 0.0, step, "", said, on_trend=o.onset is None)
+        return Finding(step, Verdict.HEALTHY, 0.0, step, "", on_trend=o.onset is None)
 
     # Comparison with the trend.
 

@@ -79,4 +79,3 @@ class DetectorState(_DetectorState):
     scatter: Scatter = Field(default_factory=Scatter)
     mixed: int | None = None  # the observation at which the data changed, if known
     doubted: int = 0  # until this observation an ordinary norm proves nothing: it was learnt in an excursion
-    indicators: dict[str, list[float]] = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -13,15 +12,13 @@ class Signals:
 
     loss: mean cross-entropy of the global batch, nats per token. grad_norm: global L2 norm before clipping, inf if a
     gradient is not finite, None if a trace has none. lr: rate of the coming update, None if unknown.
-    indicators: slow ones by name, only at the steps at which they are measured (Adam's second moment norm, the
-    largest attention logit, ...). mixed: the data mix changes on purpose from this step on.
+    mixed: the data mix changes on purpose from this step on.
     """
 
     step: int
     loss: float
     grad_norm: float | None = None
     lr: float | None = None
-    indicators: Mapping[str, float] = field(default_factory=dict)
     mixed: bool = False
 
 
@@ -46,9 +43,8 @@ class Finding:
     """A verdict with its evidence.
 
     severity: of the strongest test relative to its threshold: 1 = just beyond, 0 = healthy. onset: the first step
-    that belongs to it (`step` itself for an outlier). reason: a sentence with the numbers. warnings: leading indicators
-    that move, without an action. on_trend: whether loss and norm are at their trend. reset: the detector's baseline is
-    reset here.
+    that belongs to it (`step` itself for an outlier). reason: a sentence with the numbers. on_trend: whether loss
+    and norm are at their trend. reset: the detector's baseline is reset here.
     """
 
     step: int
@@ -56,6 +52,5 @@ class Finding:
     severity: float
     onset: int
     reason: str = ""
-    warnings: tuple[str, ...] = ()
     on_trend: bool = True
     reset: bool = False

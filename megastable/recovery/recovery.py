@@ -53,8 +53,6 @@ from megastable.warnings.start_signs import StartSigns
 from megastable.warnings.trend_watch import TrendWatch
 from megastable.warnings.trends import TrendsState
 
-QUIET = 500  # steps between two warnings: indicators keep moving for long
-
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -88,9 +86,7 @@ class Recovery:
         self.engine, self.loader, self.run, self.log = parts.engine, parts.loader, parts.run, parts.log
         self.acts = parts.acts
         self.decision: Decision | None = None
-        self.indicators: dict[str, float] = {}
         self._mixed = False  # whether the next step is the first of another data mix
-        self._quiet_until = 0
         self._scheduled: float | None = None  # rate of the coming update, before cuts and caps
         self._located = ""  # result of replaying this step, refused as it is not finite
         c, events = self.settings, parts.run.events
@@ -195,8 +191,8 @@ class Recovery:
             return measured.finite
         if self.acts and hardware.reason:
             return False
-        signals = Signals(step, measured.loss, measured.grad_norm, lr, self.indicators, self._mixed)
-        self.indicators, self._mixed = {}, False
+        signals = Signals(step, measured.loss, measured.grad_norm, lr, self._mixed)
+        self._mixed = False
         oldest = 0 if self.settings.dry_run else self.points.oldest
         self._before = self.guard.detector.state
         self.decision = self.guard.judge(signals, oldest)
@@ -315,7 +311,6 @@ class Recovery:
         if case is not None:
             back = self.rewinding.look_back(case, done.measured, state)
             if back is not None:
-                self.indicators = {}  # of the state that is undone
                 return back
         quiet, points = clear and done.applied and self.calm, self.points
         choose_skips = self.rewinding.choose_skips
@@ -367,7 +362,6 @@ class Recovery:
         if self.settings.dry_run:
             self._rehearse(decision, state)
             return None
-        self._warn(decision, state)
         if decision.finding.reset:
             reason = decision.finding.reason
             self.log.emit(BaselineReset(step=state.step, reason=reason), say=f"step {state.step}: {reason}")
@@ -377,7 +371,6 @@ class Recovery:
             tripped = Tripped(decision, done, self._before, damage)
             back = self.rewinding.leave_kernels(tripped, lambda: self._take_before(done))
             if back is not None:
-                self.indicators = {}  # of the state that is undone
                 return back
         if decision.action.rewinds:
             back = self._rewind(decision, done, damage)
@@ -463,13 +456,6 @@ class Recovery:
         self.replays.finite_again = state.step if not found.reproduced else None
         return found.sentence if found.kind == "state" else ""
 
-    def _warn(self, decision: Decision, state: RunState) -> None:
-        """Journal leading indicators that begin to move; nothing acts on them."""
-        if decision.finding.warnings and state.step >= self._quiet_until:
-            self._quiet_until = state.step + QUIET
-            for text in decision.finding.warnings:
-                self.log.emit(Warned(step=state.step, text=text), say=True)
-
     def _rehearse(self, decision: Decision, state: RunState) -> None:
         if decision.action is not Action.APPLY:
             self.log.emit(Would(step=state.step, action=decision.action, reason=decision.reason), say=True)
@@ -477,7 +463,6 @@ class Recovery:
     # Rewinding
 
     def _rewind(self, decision: Decision, done: StepResult, damage: str) -> RunState | None:
-        self.indicators = {}  # of the state that is undone
         return self.rewinding.go_back(Tripped(decision, done, self._before, damage))
 
     def _relax(self, finding: Finding, state: RunState) -> None:

@@ -55,11 +55,8 @@ class StepRecorder:
         """Measure, judge and record a finished step."""
         state, measured, batch = done.state, done.measured, done.batch
         signs, statistics = self.recovery.watches.signs, None
-        regular = self._look or due(self.config.norms_interval, state.step)
-        if regular or signs.measures(state.step):
+        if self._look or due(self.config.norms_interval, state.step) or signs.measures(state.step):
             statistics = self.engine.statistics()
-            if regular and done.applied:
-                self.recovery.indicators = statistics.indicators
         incident = self.recovery.incident_log.incident is not None
         signs.after(state, statistics, incident)
         self.recovery.watches.trends.after(state, done.lr, done.applied, incident)

@@ -3,6 +3,7 @@
     entropy   attention of a block collapses (Zhai et al., arXiv:2303.06296)
     logits    the largest attention logit grows towards divergence (Dehghani et al., arXiv:2302.05442, section 2;
               Wortsman et al., arXiv:2309.14322, section 3.1: about 1e4)
+    gradients the norm of the gradient grows, which second moments, averages of its square, follow
     weights   the norm of a kind of parameter grows by more than the sum of its updates: something else changes it
     updates   updates too large for the weights (Yang, Simon & Bernstein, arXiv:2310.17813), or, of optimizers with
               updates like Adam's, far smaller than the learning rate: eps outweighs the second moment
@@ -132,6 +133,18 @@ def logits(step: int, rate: float | None, rows: Rows, history: LookHistory, widt
         yield Reading(block, severe, text, {"logit": level, "growth": grows, "steps": steps})
 
 
+def gradients(
+    step: int, rate: float | None, rows: Rows, history: LookHistory, width: int
+) -> Iterable[Reading]:
+    """It falls at the start of a run, and then hardly changes: the lowest level is what it is compared with."""
+    norm = math.hypot(*(row["gradient"] for _, row in _with(rows, "gradient")))
+    level, best = history.fallen("gradient", step, 1 / norm if norm > 0 else math.nan)
+    if best > 0:
+        text = f"the gradient norm has grown from {1 / best:.3g} to {1 / level:.3g}"
+        numbers = {"norm": 1 / level, "lowest": 1 / best}
+        yield Reading("", best / level / history.config.gradient_growth, text, numbers)
+
+
 def weights(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
     """Straightness: growth of the norm, relative to the summed norms of the updates of all steps: about 0 if their
     directions are random, 1 if all point straight outwards. More than 1 cannot come from the optimizer alone."""
@@ -230,6 +243,10 @@ SIGNALS: dict[str, Signal] = {
     "logits": Signal(
         logits,
         "model.qk_norm=true (in a new run), optimizer.qk_clip or model.attention_softcap; a lower optimizer.lr",
+    ),
+    "gradients": Signal(
+        gradients,
+        "a lower optimizer.lr; a smaller optimizer.clip keeps single updates small",
     ),
     "weights": Signal(
         weights,

@@ -92,11 +92,13 @@ class Trends:
         self._state.evaluations += later
 
     def changed(self) -> None:
-        """The coming step is the first of another data mix or sequence length: losses and attention have other levels
-        from here on."""
+        """The coming step is the first of another data mix or sequence length: losses, gradients and attention have
+        other levels from here on."""
         self._state.evaluations = []
         self._state.series = {
-            name: held for name, held in self._state.series.items() if not name.startswith("entropy ")
+            name: held
+            for name, held in self._state.series.items()
+            if not name.startswith(("entropy ", "gradient"))
         }
 
     @property

@@ -229,7 +229,7 @@ def refusing(c: RunConfig) -> None:
         assert all(0 <= row[kind] <= 1 for row in rows.values() for kind in kinds)
         assert found.overall["fp8_saturation"] == max(row[k] for row in rows.values() for k in kinds[::2])
         assert found.overall["fp8_underflow"] == max(row[k] for row in rows.values() for k in kinds[1::2])
-        told = found.indicators["fp8_saturation"], found.indicators["fp8_underflow"]
+        told = found.overall["fp8_saturation"], found.overall["fp8_underflow"]
         assert max(told) < 0.2 if seen == 1.0 else min(told) > 0.7
     assert not any(product.observe for product in engine.fp8.products)
     # While it is off nothing is remembered, wherever the run goes back to.

@@ -68,6 +68,12 @@ def logits(rows: Rows, n: int) -> None:
     rows["blocks.1"]["logit"] *= 1.3**n
 
 
+def steep(rows: Rows, n: int) -> None:
+    for row in rows.values():
+        if "gradient" in row:
+            row["gradient"] *= 1.15**n
+
+
 def straight(rows: Rows, n: int) -> None:
     """Something adds as much again as the updates: the norm grows by 1.3 times their sum."""
     for part in ("attention.qkv", "attention.out"):
@@ -104,6 +110,7 @@ def nothing_added(rows: Rows, n: int) -> None:
 FAULTS: dict[str, tuple[Change, str, str]] = {
     "collapse": (collapse, "entropy", "blocks.1 has fallen"),
     "logits": (logits, "logits", "blocks.1 is"),
+    "steep": (steep, "gradients", "the gradient norm has grown from"),
     "straight": (straight, "weights", "the attention weights"),
     "large": (large, "updates", "changes the mlp weights by"),
     "small": (small, "updates", "eps outweighs"),
@@ -132,7 +139,7 @@ def test_a_single_look_says_nothing(name: str) -> None:
     assert run(lambda rows, n: change(rows, 12) if n == 1 else None) == []
 
 
-@pytest.mark.parametrize("name", ["collapse", "logits", "large", "stale", "dying"])
+@pytest.mark.parametrize("name", ["collapse", "logits", "steep", "large", "stale", "dying"])
 def test_it_is_over_when_it_has_recovered_and_told_again_when_it_comes_back(name: str) -> None:
     change, signal, _ = FAULTS[name]
     judge = Trends(CONFIG, WIDTH)
@@ -152,6 +159,20 @@ def test_a_lasting_collapse_never_becomes_usual() -> None:
 def test_a_slow_fall_is_no_collapse() -> None:
     """Attention of healthy runs sharpens over thousands of steps."""
     assert run(lambda rows, n: rows["blocks.1"].update(entropy=3 * 0.998**n), looks=600) == []
+
+
+def test_a_gradient_that_doubles_within_thousands_of_steps_is_no_trend() -> None:
+    """As it does in healthy runs, whose loss no longer falls; within a thousand steps it is one."""
+
+    def doubles(looks: int) -> list[tuple[int, TrendNotice]]:
+        def grow(rows: Rows, n: int) -> None:
+            for row in rows.values():
+                if "gradient" in row:
+                    row["gradient"] = 0.1 * 2 ** (n / looks)
+
+        return run(grow, looks=400, fault=1)
+
+    assert doubles(160) == [] and names(doubles(40))[:1] == ["gradients"]
 
 
 def test_a_low_entropy_is_no_fall() -> None:
@@ -288,7 +309,12 @@ def test_other_data_have_levels_of_their_own() -> None:
     evaluated(judge, [(3.0, 3.0), (2.0, 2.5)])
     saved, passed = judge.state, "passed blocks.0"
     judge.changed()
-    assert run(lambda rows, n: rows["blocks.1"].update(entropy=0.5), fault=1, trends=judge) == []
+
+    def another_level(rows: Rows, n: int) -> None:
+        rows["blocks.1"]["entropy"] = 0.5
+        steep(rows, 10)
+
+    assert run(another_level, fault=1, trends=judge) == []
     assert evaluated(judge, [(2.2, 2.4), (2.3, 2.3), (2.1, 2.2)], first=3) == []
     assert len(judge.state.evaluations) == 3 and len(judge.state.series[passed].steps) == CONFIG.window
     judge.rewind(saved, 350)
