@@ -173,7 +173,7 @@ class Bench:
             "snapshot": c.stability.snapshots.interval if self.recovery.points.ring.steps else 0,
             "norms": c.logging.norms_interval,
             "layers": c.logging.layers_interval,
-            "trends": c.stability.trends.interval if self.recovery.watches.trends.enabled else 0,
+            "trends": c.stability.trends.interval if self.recovery.watches.trends.config.enabled else 0,
             "tensors": EVERY,
             "probe": EVERY,
             "records": c.logging.flush_steps,

@@ -48,10 +48,8 @@ from megastable.run.events.stability_events import (
     Would,
 )
 from megastable.run.events.training_events import Unstable, Warned
-from megastable.warnings.signs import SignsState
-from megastable.warnings.start_signs import StartSigns
-from megastable.warnings.trend_watch import TrendWatch
-from megastable.warnings.trends import TrendsState
+from megastable.warnings.signs import StartSigns
+from megastable.warnings.trends import TrendWatch
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -96,8 +94,8 @@ class Recovery:
         self.numerics = NumericsChoice(parts, self.guard)
         self._before = self.guard.detector.state
         self.replays = Replays(parts.engine, self.config.run.deterministic)
-        trends = TrendWatch(self.config, parts.engine, TrendsState(), parts.log)
-        self.incident_log = IncidentLog(parts, self.guard, lambda: trends.trends.standing)
+        trends = TrendWatch(self.config, parts.engine, parts.log)
+        self.incident_log = IncidentLog(parts, self.guard, lambda: trends.standing)
         self.incident_log.restore(memory.incident, memory.incidents, state, memory.left_out)
         self.watches = Watches(
             HardwareWatch(
@@ -105,7 +103,7 @@ class Recovery:
             ),
             SampleWatch(parts, self.incident_log),
             trends,
-            StartSigns(self.config, parts.source, SignsState(), parts.log),
+            StartSigns(self.config, parts.source, parts.log),
             ProbeWatch(parts.engine, parts.loader, held_out, parts.log),
             TensorWatch(parts.engine),
         )

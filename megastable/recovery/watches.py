@@ -14,8 +14,8 @@ from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.recovery.damage_watch import ProbeWatch, TensorWatch
 from megastable.recovery.persisted_state import describe_invalid
 from megastable.recovery.sample_watch import SampleWatch
-from megastable.warnings.start_signs import StartSigns
-from megastable.warnings.trend_watch import TrendWatch
+from megastable.warnings.signs import StartSigns
+from megastable.warnings.trends import TrendWatch
 
 
 @dataclass(frozen=True)

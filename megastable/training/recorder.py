@@ -73,7 +73,7 @@ class StepRecorder:
     def validation(self, state: RunState, found: Evaluated) -> None:
         """An evaluation at `state`."""
         assert found.loss is not None
-        self.recovery.watches.trends.evaluated(state, found.loss)
+        self.recovery.watches.trends.after_evaluation(state, found.loss)
         if self.observer is not None:
             self.observer.validation(state, found)
 

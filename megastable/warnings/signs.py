@@ -1,4 +1,4 @@
-"""Early signs of a learning rate that is too high, in the first steps of a run. Pure: numbers in, warnings out.
+"""Early signs of a learning rate that is too high, in the first steps of a run: `StartSigns` measures, `Signs` judges.
 
 A rate that is too high from the start causes no jump for the detector: the loss falls, but to a worse level and for
 good. Inside the model it shows within a few steps:
@@ -20,24 +20,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from statistics import median
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from megastable.base import collectives
+from megastable.checkpoint.store import RunState
 from megastable.config.stability import SignsConfig
+from megastable.config.tree import RunConfig
+from megastable.data.source import Source
+from megastable.data.statistics import sample_entropy
+from megastable.engine.layer_stats import LayerStatistics
+from megastable.engine.watch import Watch
+from megastable.optim.schedule import rates
+from megastable.run.events.training_events import Warned
+from megastable.run.log import RunLog
 
+START = 20_000  # updates: reaching the sum of rates later says nothing about the start
 RECENT = 10  # losses whose median is compared with the unigram entropy
 ADVICE = "a lower optimizer.lr, or a longer warm-up (schedule.warmup_steps or warmup_tokens), is likely to end lower"
-
-
-@dataclass(frozen=True)
-class Sign:
-    """One warning: its sign, a sentence with reason and remedy, and its numbers."""
-
-    name: str
-    text: str
-    numbers: dict[str, float]
 
 
 class SignsState(BaseModel):
@@ -52,30 +55,29 @@ class SignsState(BaseModel):
     compared: bool = False
 
 
-class Signs:
-    """The start of one run. width: of the residual stream. The same numbers give the same signs on every rank."""
+class Signs(Watch):
+    """Judges the start of one run. width: of the residual stream. Pure: the same numbers give the same signs on every
+    rank."""
 
-    def __init__(self, config: SignsConfig, width: int, state: SignsState | None = None) -> None:
+    name = "signs"
+
+    def __init__(self, config: SignsConfig, width: int) -> None:
         self.config, self.width = config, width
-        self._state = (state or SignsState()).model_copy(deep=True)
+        self.state = SignsState()
 
-    @property
-    def state(self) -> SignsState:
-        """A copy, for a checkpoint."""
-        return self._state.model_copy(deep=True)
+    def state_dict(self) -> dict[str, Any]:
+        return self.state.model_dump()
 
-    @property
-    def compared(self) -> bool:
-        """Whether the loss was compared with the unigram entropy already."""
-        return self._state.compared
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.state = SignsState.model_validate(state)
 
     def measures(self, step: int) -> bool:
-        """Whether the norms of weights and update are needed at this step."""
-        return step in self.config.norms or self.looks(step)
+        """Whether the norms of weights and update are needed after this step: `engine.statistics`."""
+        return self.config.enabled and step in (*self.config.norms, *self.config.looks)
 
     def looks(self, step: int) -> bool:
-        """Whether activations and attention of every block are needed as well."""
-        return step in self.config.looks
+        """Whether activations and attention of every block are needed as well: `probe.watch` before this step."""
+        return self.config.enabled and step in self.config.looks
 
     def measured(
         self,
@@ -83,7 +85,7 @@ class Signs:
         overall: Mapping[str, float],
         layers: Mapping[str, Mapping[str, float]],
         undisturbed: bool = True,
-    ) -> list[Sign]:
+    ) -> list[Warned]:
         """The signs in a step's statistics (`LayerStatistics`); only at the configured steps.
 
         undisturbed: the update was applied, and none was refused recently. During an incident no sign is reported, but
@@ -96,10 +98,10 @@ class Signs:
             found += [self._activations(step, layers), self._attention(step, layers)]
         return self._new(found) if undisturbed else []
 
-    def unigram(self, losses: Sequence[float], entropy: float, rates: float) -> list[Sign]:
+    def unigram(self, step: int, losses: Sequence[float], entropy: float, rates: float) -> list[Warned]:
         """Called once, after the update given by `due`. losses: the latest, nats per token; entropy: of the corpus's
         tokens, nan if unknown; rates: the sum of those of all updates so far."""
-        self._state.compared = True
+        self.state.compared = True
         latest = [loss for loss in losses[-RECENT:] if math.isfinite(loss)]
         level = median(latest) if latest else math.nan
         if not entropy - level < self.config.below_unigram:  # nan gives no sign
@@ -108,15 +110,16 @@ class Signs:
             f"the loss is {level:.3f}, and the unigram entropy {entropy:.3f}, though the learning rates add up to "
             f"{rates:.2g} already: the run has learnt little more than token frequencies; {ADVICE}"
         )
-        return self._new([Sign("unigram", text, {"loss": level, "unigram_entropy": entropy, "rates": rates})])
+        numbers = {"loss": level, "unigram_entropy": entropy, "rates": rates}
+        return self._new([Warned(step=step, text=text, sign="unigram", numbers=numbers)])
 
-    def _new(self, found: Iterable[Sign | None]) -> list[Sign]:
-        told = self._state.told
-        new = [sign for sign in found if sign is not None and sign.name not in told]
-        told += [sign.name for sign in new]
+    def _new(self, found: Iterable[Warned | None]) -> list[Warned]:
+        told = self.state.told
+        new = [sign for sign in found if sign is not None and sign["sign"] not in told]
+        told += [sign["sign"] for sign in new]
         return new
 
-    def _update(self, step: int, overall: Mapping[str, float]) -> Sign | None:
+    def _update(self, step: int, overall: Mapping[str, float]) -> Warned | None:
         ratio = overall.get("update_ratio", math.nan)
         change = ratio * math.sqrt(self.width) / 2
         if not change >= self.config.change:  # nan gives no sign
@@ -126,41 +129,43 @@ class Signs:
             f"width {self.width} may change by {change:.2f} times itself (limit {self.config.change:g}): such "
             f"updates are too large; {ADVICE}"
         )
-        return Sign("update", text, {"update_ratio": ratio, "change": change})
+        numbers = {"update_ratio": ratio, "change": change}
+        return Warned(step=step, text=text, sign="update", numbers=numbers)
 
-    def _activations(self, step: int, layers: Mapping[str, Mapping[str, float]]) -> Sign | None:
+    def _activations(self, step: int, layers: Mapping[str, Mapping[str, float]]) -> Warned | None:
         now = _column(layers, "activation_rms")
-        if not self._state.activation:
-            self._state.activation = now
+        if not self.state.activation:
+            self.state.activation = now
             return None
         large = {block: rms for block, rms in now.items() if rms >= self.config.rms}
-        growth, block = max(_over(large, self._state.activation), default=(0.0, ""))
+        growth, block = max(_over(large, self.state.activation), default=(0.0, ""))
         if growth < self.config.growth or self.width < self.config.narrowest:
             return None
-        first = self._state.activation[block]
+        first = self.state.activation[block]
         text = (
             f"the residual stream after {block} has grown {growth:.0f} times since the start of the run (limit "
             f"{self.config.growth:g}), from an RMS of {first:.2g} to {now[block]:.2g} at step {step} (limit "
             f"{self.config.rms:g}): later updates hardly have an effect; {ADVICE}"
         )
-        return Sign("activations", text, {"growth": growth, "rms": now[block], "first_rms": first})
+        numbers = {"growth": growth, "rms": now[block], "first_rms": first}
+        return Warned(step=step, text=text, sign="activations", numbers=numbers)
 
-    def _attention(self, step: int, layers: Mapping[str, Mapping[str, float]]) -> Sign | None:
+    def _attention(self, step: int, layers: Mapping[str, Mapping[str, float]]) -> Warned | None:
         now = _column(layers, "attention_entropy")
-        if not self._state.entropy:
-            self._state.entropy = now
+        if not self.state.entropy:
+            self.state.entropy = now
             return None
-        share, block = max(_over(self._state.entropy, now), default=(0.0, ""))
+        share, block = max(_over(self.state.entropy, now), default=(0.0, ""))
         if share * self.config.collapse < 1.0:
             return None
-        first, logit = self._state.entropy[block], layers[block].get("attention_logit", math.nan)
+        first, logit = self.state.entropy[block], layers[block].get("attention_logit", math.nan)
         text = (
             f"attention of {block} has collapsed: its mean entropy was {first:.2f} nats, and is {now[block]:.2f} at "
             f"step {step}, with logits up to {logit:.0f}: QK-norm (model.qk_norm=true, in a new run) keeps them small; "
             f"{ADVICE}"
         )
         numbers = {"entropy": now[block], "first_entropy": first, "attention_logit": logit}
-        return Sign("attention", text, numbers)
+        return Warned(step=step, text=text, sign="attention", numbers=numbers)
 
 
 def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
@@ -185,3 +190,38 @@ def _column(layers: Mapping[str, Mapping[str, float]], key: str) -> dict[str, fl
 def _over(one: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[float, str]]:
     """Ratios of the common keys."""
     return [(one[name] / other[name], name) for name in one if name in other]
+
+
+class StartSigns(Signs):
+    """Measures and journals as well, in one training process. All methods are collective: every rank gets the same
+    numbers."""
+
+    def __init__(self, config: RunConfig, source: Source, log: RunLog) -> None:
+        c = config.stability
+        enabled = c.enabled and c.signs.enabled
+        super().__init__(c.signs.model_copy(update={"enabled": enabled}), config.model.hidden)
+        self.source, self.log, self.vocabulary = source, log, config.model.vocab_size
+        self._due, self._rates = due(islice(rates(config), START), c.signs) if enabled else (0, 0.0)
+        self._refused = -START  # last step with a refused update
+        self._calm = c.policy.discards  # steps after it whose numbers say nothing
+
+    def after(self, state: RunState, statistics: LayerStatistics | None, incident: bool = False) -> None:
+        """Judge the step that ended at `state`; call after every step. incident: one is open."""
+        if not self.config.enabled:
+            return
+        if state.discards_in_a_row:
+            self._refused = state.step
+        undisturbed, found = not incident and state.step >= self._refused + self._calm, list[Warned]()
+        if statistics is not None:
+            found += self.measured(state.step, statistics.overall, statistics.layers, undisturbed)
+        due = 0 < self._due <= state.updates < self._due + RECENT
+        if undisturbed and due and not self.state.compared:
+            found += self.unigram(state.step, state.recent_losses, self._unigram_entropy(), self._rates)
+        for sign in found:
+            self.log.emit(sign, say=f"step {state.step}: WARNING: {sign.text}")
+
+    def _unigram_entropy(self) -> float:
+        """Unigram entropy of the run's first samples, a mix as blended; nats."""
+        size = self.vocabulary
+        assert size is not None, "the vocabulary size is taken from the corpus first"
+        return collectives.first(lambda: sample_entropy(self.source, self.config.sample, size))

@@ -1,26 +1,15 @@
 """Slow signals, each judged against its own history: how far the numbers of a look are from its limit. Pure.
 
-    entropy   attention of a block collapses (Zhai et al., arXiv:2303.06296)
-    logits    the largest attention logit grows towards divergence (Dehghani et al., arXiv:2302.05442, section 2;
-              Wortsman et al., arXiv:2309.14322, section 3.1: about 1e4)
-    gradients the norm of the gradient grows, which second moments, averages of its square, follow
-    weights   the norm of a kind of parameter grows by more than the sum of its updates: something else changes it
-    updates   updates too large for the weights (Yang, Simon & Bernstein, arXiv:2310.17813), or, of optimizers with
-              updates like Adam's, far smaller than the learning rate: eps outweighs the second moment
-              (arXiv:2309.14322, section 3.4)
-    tokens    rows of embedding or head whose second moment has not kept up with fresh gradients (Wortsman et al.,
-              arXiv:2304.13013, section 3): rare tokens that have become frequent
-    layers    a block that adds less and less to the residual stream
-
-A signal is the worst of its places; its severity is 1 at the limit. `SIGNALS` has what each is about, and its remedy.
+A signal is a function from a look to its readings, one for each place (a block, a kind of parameter); it extends its
+history. Its severity is 1 at the limit. `SIGNALS` has all of them by name, each with its remedy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 
 from pydantic import BaseModel, ConfigDict
@@ -61,33 +50,32 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Signal:
-    """read: of (step, rate, rows, history, width); it extends the history. remedy: for people."""
+class TrendLook:
+    """A measured step whose update was applied. rate: its learning rate; None of an optimizer whose update of an
+    element is not about as large as it. rows: see `TrendProbe.collect`. series: of all places, by name; a signal
+    extends each of its own once. width: of the residual stream."""
 
-    read: Callable[..., Iterable[Reading]]
-    remedy: str
+    step: int
+    rate: float | None
+    rows: Rows
+    series: dict[str, Series]
+    config: TrendsConfig
+    width: int
 
-
-class LookHistory:
-    """The series of all places, by name. Adds a value at most once a look."""
-
-    def __init__(self, series: dict[str, Series], config: TrendsConfig) -> None:
-        self.series, self.config = series, config
-
-    def add(self, name: str, step: int, value: float) -> Series:
-        """Append a value; of a finite one only."""
+    def add(self, name: str, value: float) -> Series:
+        """The series, with this value at its end if it is finite."""
         held = self.series.setdefault(name, Series())
         if math.isfinite(value):
-            held.steps.append(step)
+            held.steps.append(self.step)
             held.values.append(value)
             del held.steps[: -self.config.window], held.values[: -self.config.window]
         return held
 
-    def fallen(self, name: str, step: int, value: float) -> tuple[float, float]:
+    def fallen(self, name: str, value: float) -> tuple[float, float]:
         """(the present level of a positive number, the best one that it is compared with), nan before there are
         enough. The best is forgotten slowly, but not while the level is below half of it: it would be taken for usual.
         """
-        held = self.add(name, step, value)
+        held = self.add(name, value)
         if len(held.values) < LATEST:
             return math.nan, math.nan
         level = held.level
@@ -97,23 +85,60 @@ class LookHistory:
             held.best = max(level, held.best * (1 - self.config.forget))
         return level, held.best
 
-
-def entropy(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
-    allowed = 1 - history.config.entropy_left
-    for block, row in _with(rows, "entropy"):
-        level, best = history.fallen(f"entropy {block}", step, row["entropy"])
-        if not best > 0:
-            continue
-        text = f"the attention entropy of {block} has fallen from {best:.2f} to {level:.2f} nats"
-        yield Reading(block, (1 - level / best) / allowed, text, {"entropy": level, "best": best})
+    def having(self, key: str) -> list[tuple[str, Mapping[str, float]]]:
+        """The rows with a finite number of that name."""
+        return [(name, row) for name, row in self.rows.items() if math.isfinite(row.get(key, math.nan))]
 
 
-def logits(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
-    """Growth of the logarithm over the window and over its newer half, extrapolated. If it slows down so fast that it
-    would end before, it is no warning, nor the end of one: two halves of a window are noisy."""
-    c = history.config
-    for block, row in _with(rows, "logit"):
-        held = history.add(f"logit {block}", step, row["logit"])
+Read = Callable[[TrendLook], Iterator[Reading]]
+
+
+@dataclass(frozen=True)
+class Signal:
+    """read: the readings of a look. remedy: for people."""
+
+    read: Read
+    remedy: str
+
+
+SIGNALS: dict[str, Signal] = {}
+
+
+def signal(remedy: str) -> Callable[[Read], Read]:
+    """Make a function the signal of its name."""
+
+    def register(read: Read) -> Read:
+        SIGNALS[read.__name__] = Signal(read, remedy)
+        return read
+
+    return register
+
+
+@signal(
+    "a lower optimizer.lr or a longer warm-up; model.qk_norm=true (in a new run) or optimizer.qk_clip keep attention "
+    "logits small"
+)
+def entropy(look: TrendLook) -> Iterator[Reading]:
+    """Attention of a block collapses (Zhai et al., arXiv:2303.06296)."""
+    allowed = 1 - look.config.entropy_left
+    for block, row in look.having("entropy"):
+        level, best = look.fallen(f"entropy {block}", row["entropy"])
+        if best > 0:
+            text = f"the attention entropy of {block} has fallen from {best:.2f} to {level:.2f} nats"
+            yield Reading(block, (1 - level / best) / allowed, text, {"entropy": level, "best": best})
+
+
+@signal(
+    "model.qk_norm=true (in a new run), optimizer.qk_clip or model.attention_softcap; a lower optimizer.lr"
+)
+def logits(look: TrendLook) -> Iterator[Reading]:
+    """The largest attention logit grows towards divergence, at about 1e4 (Dehghani et al., arXiv:2302.05442, section 2;
+    Wortsman et al., arXiv:2309.14322, section 3.1): growth of the logarithm over the window and over its newer half,
+    extrapolated. If it slows down so fast that it would end before, it is no warning, nor the end of one: two halves of
+    a window are noisy."""
+    c = look.config
+    for block, row in look.having("logit"):
+        held = look.add(f"logit {block}", row["logit"])
         level = held.level
         if not level >= c.logit_floor:
             yield Reading(block, 0.0, "", {})
@@ -133,24 +158,25 @@ def logits(step: int, rate: float | None, rows: Rows, history: LookHistory, widt
         yield Reading(block, severe, text, {"logit": level, "growth": grows, "steps": steps})
 
 
-def gradients(
-    step: int, rate: float | None, rows: Rows, history: LookHistory, width: int
-) -> Iterable[Reading]:
-    """It falls at the start of a run, and then hardly changes: the lowest level is what it is compared with."""
-    norm = math.hypot(*(row["gradient"] for _, row in _with(rows, "gradient")))
-    level, best = history.fallen("gradient", step, 1 / norm if norm > 0 else math.nan)
+@signal("a lower optimizer.lr; a smaller optimizer.clip keeps single updates small")
+def gradients(look: TrendLook) -> Iterator[Reading]:
+    """The norm of the gradient grows, and second moments with it, as they are averages of its square. It falls at the
+    start of a run, and then hardly changes: the lowest level is what it is compared with."""
+    norm = math.hypot(*(row["gradient"] for _, row in look.having("gradient")))
+    level, best = look.fallen("gradient", 1 / norm if norm > 0 else math.nan)
     if best > 0:
         text = f"the gradient norm has grown from {1 / best:.3g} to {1 / level:.3g}"
         numbers = {"norm": 1 / level, "lowest": 1 / best}
-        yield Reading("", best / level / history.config.gradient_growth, text, numbers)
+        yield Reading("", best / level / look.config.gradient_growth, text, numbers)
 
 
-def weights(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
-    """Straightness: growth of the norm, relative to the summed norms of the updates of all steps: about 0 if their
-    directions are random, 1 if all point straight outwards. More than 1 cannot come from the optimizer alone."""
-    c = history.config
-    for kind, (norm, update, _) in kinds(rows).items():
-        norms, updates = history.add(f"norm {kind}", step, norm), history.add(f"update {kind}", step, update)
+@signal("find what else changes the weights: other code, or memory that is damaged")
+def weights(look: TrendLook) -> Iterator[Reading]:
+    """The norm of a kind of parameter grows by more than the sum of its updates. Straightness is that growth, relative
+    to the summed norms of the updates of all steps: about 0 if their directions are random, 1 if all point straight
+    outwards. More than 1 cannot come from the optimizer alone."""
+    for kind, (norm, update, _) in kinds(look.rows).items():
+        norms, updates = look.add(f"norm {kind}", norm), look.add(f"update {kind}", update)
         n = min(len(norms.values), LATEST + 1)
         if n <= LATEST or norms.steps != updates.steps:
             continue
@@ -166,43 +192,48 @@ def weights(step: int, rate: float | None, rows: Rows, history: LookHistory, wid
             f"{straight:.2g} times what all updates of these steps add up to: "
             "something besides the optimizer changes them"
         )
-        severe = straight / c.straightness if grown > LEAST_GROWTH else 0.0
+        severe = straight / look.config.straightness if grown > LEAST_GROWTH else 0.0
         yield Reading(kind, severe, text, {"straightness": straight, "growth": grown, "norm": now})
 
 
-def updates(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
-    c = history.config
-    for kind, (norm, update, numel) in kinds(rows).items():
+@signal("too large: a lower optimizer.lr or a longer warm-up; too small: a smaller optimizer.eps")
+def updates(look: TrendLook) -> Iterator[Reading]:
+    """Updates are too large for the weights (Yang, Simon & Bernstein, arXiv:2310.17813), or, of optimizers with updates
+    like Adam's, far smaller than the learning rate: eps outweighs the second moment (arXiv:2309.14322, section 3.4)."""
+    c = look.config
+    for kind, (norm, update, numel) in kinds(look.rows).items():
         if kind not in ("attention", "mlp") or not norm > 0:
             continue
-        change = update / norm * math.sqrt(width) / 2
-        small = update / math.sqrt(numel) / rate if rate else math.inf
-        if change / c.update_change >= c.update_least / max(small, TINY):
+        change = update / norm * math.sqrt(look.width) / 2
+        small = update / math.sqrt(numel) / look.rate if look.rate else math.inf
+        large, least = change / c.update_change, c.update_least / max(small, TINY)
+        if large >= least:
             text = (
                 f"an update changes the {kind} weights by {update / norm:.1%} of their norm: the output of a layer may "
                 f"change by {change:.2f} times itself"
             )
-            yield Reading(
-                kind, change / c.update_change, text, {"update_ratio": update / norm, "change": change}
-            )
+            yield Reading(kind, large, text, {"update_ratio": update / norm, "change": change})
         else:
             text = (
                 f"an update changes the {kind} weights by only {small:.1e} times the learning rate: Adam's eps "
                 "outweighs their second moments"
             )
-            yield Reading(kind, c.update_least / max(small, TINY), text, {"update_by_rate": small})
+            yield Reading(kind, least, text, {"update_by_rate": small})
 
 
-def tokens(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
-    c = history.config
-    for table, row in _with(rows, "stale"):
+@signal("optimizer.betas=[0.9, 0.95], or optimizer.name=stable_adamw; new text mixed in slowly")
+def tokens(look: TrendLook) -> Iterator[Reading]:
+    """Second moments of rows of embedding or head have not kept up with fresh gradients (Wortsman et al.,
+    arXiv:2304.13013, section 3): rare tokens have become frequent."""
+    c = look.config
+    for table, row in look.having("stale"):
         name = table.removesuffix(".weight")
-        share = history.add(f"stale {name}", step, row["stale"]).level
-        usually = history.series.setdefault(f"usually stale {name}", Series())
+        share = look.add(f"stale {name}", row["stale"]).level
+        usually = look.series.setdefault(f"usually stale {name}", Series())
         usual = median(usually.values) if usually.values else 0.0
         known, limit = len(usually.values) >= 2 * LATEST, max(c.stale_share, c.stale_factor * usual)
         if share < limit or not known:  # what is beyond it is not to become usual
-            history.add(f"usually stale {name}", step, row["stale"])
+            look.add(f"usually stale {name}", row["stale"])
         text = (
             f"{share:.1%} of the {name}'s rows with a gradient (usually {usual:.1%}) have a second moment that has not "
             "kept up with it: tokens that were rare until now are frequent, and each moves its row by more than a "
@@ -211,16 +242,19 @@ def tokens(step: int, rate: float | None, rows: Rows, history: LookHistory, widt
         yield Reading(name, share / limit if known else 0.0, text, {"stale": share, "usual": usual})
 
 
-def layers(step: int, rate: float | None, rows: Rows, history: LookHistory, width: int) -> Iterable[Reading]:
-    """Gradients reach a block's input weights (q, k, v, gate, up) through its output weights, which get theirs
-    directly: the ratio of both falls with the scale of what the block passes on, whatever the loss, the other blocks
-    and the noise of the batch do. Or the block adds next to nothing to the stream."""
-    c = history.config
-    for block, row in _with(rows, "added"):
-        outer = _gradient(rows, block, "attention.out", "mlp.down")
-        ratio = _gradient(rows, block, "attention.qkv", "mlp.gate_up") / outer if outer > 0 else math.nan
-        level, best = history.fallen(f"passed {block}", step, ratio)
-        added = history.add(f"added {block}", step, row["added"]).level
+@signal(
+    "a look at the block's learning rate, weight decay and precision; a lower optimizer.lr if others follow"
+)
+def layers(look: TrendLook) -> Iterator[Reading]:
+    """A block adds less and less to the residual stream. Gradients reach its input weights (q, k, v, gate, up) through
+    its output weights, which get theirs directly: the ratio of both falls with the scale of what the block passes on,
+    whatever the loss, the other blocks and the noise of the batch do. Or the block adds next to nothing."""
+    c = look.config
+    for block, row in look.having("added"):
+        outer = _gradient(look.rows, block, "attention.out", "mlp.down")
+        ratio = _gradient(look.rows, block, "attention.qkv", "mlp.gate_up") / outer if outer > 0 else math.nan
+        level, best = look.fallen(f"passed {block}", ratio)
+        added = look.add(f"added {block}", row["added"]).level
         left = level / best if best > 0 else math.nan
         if added <= c.layer_added:
             text = f"{block} adds no more than {added:.1e} times the residual stream's RMS to it"
@@ -234,58 +268,21 @@ def layers(step: int, rate: float | None, rows: Rows, history: LookHistory, widt
         yield Reading(block, severe, text, {"passed": level, "before": best, "added": added})
 
 
-SIGNALS: dict[str, Signal] = {
-    "entropy": Signal(
-        entropy,
-        "a lower optimizer.lr or a longer warm-up; model.qk_norm=true (in a new run) or optimizer.qk_clip keep "
-        "attention logits small",
-    ),
-    "logits": Signal(
-        logits,
-        "model.qk_norm=true (in a new run), optimizer.qk_clip or model.attention_softcap; a lower optimizer.lr",
-    ),
-    "gradients": Signal(
-        gradients,
-        "a lower optimizer.lr; a smaller optimizer.clip keeps single updates small",
-    ),
-    "weights": Signal(
-        weights,
-        "find what else changes the weights: other code, or memory that is damaged",
-    ),
-    "updates": Signal(
-        updates,
-        "too large: a lower optimizer.lr or a longer warm-up; too small: a smaller optimizer.eps",
-    ),
-    "tokens": Signal(
-        tokens,
-        "optimizer.betas=[0.9, 0.95], or optimizer.name=stable_adamw; new text mixed in slowly",
-    ),
-    "layers": Signal(
-        layers,
-        "a look at the block's learning rate, weight decay and precision; a lower optimizer.lr if others follow",
-    ),
-}
-
-
 def kinds(rows: Rows) -> dict[str, tuple[float, float, float]]:
     """By kind of parameter: norm, norm of the update, number of elements."""
     found: dict[str, tuple[float, float, float]] = {}
     for name, row in rows.items():
-        if "weight" not in row or "update" not in row:
-            continue
-        kind = kind_of(name)
-        norm, update, numel = found.get(kind, (0.0, 0.0, 0.0))
-        found[kind] = (
-            math.hypot(norm, row["weight"]), math.hypot(update, row["update"]), numel + row["numel"],
-        )  # fmt: skip
+        if "weight" in row and "update" in row:
+            kind = kind_of(name)
+            norm, update, numel = found.get(kind, (0.0, 0.0, 0.0))
+            norm, update = math.hypot(norm, row["weight"]), math.hypot(update, row["update"])
+            found[kind] = norm, update, numel + row["numel"]
     return found
 
 
 def kind_of(name: str) -> str:
     """embedding, head, norm, attention or mlp."""
-    if not name.startswith("blocks."):
-        return "norm" if "norm" in name else name.partition(".")[0]
-    part = name.split(".", 2)[2]
+    part = name.split(".", 2)[2] if name.startswith("blocks.") else name
     return "norm" if "norm" in part else part.partition(".")[0]
 
 
@@ -310,17 +307,9 @@ def still(steps: list[int], values: list[float]) -> float:
 
 
 def _slope(steps: list[int], values: list[float]) -> float:
-    pairs = [
-        (values[j] - values[i]) / (steps[j] - steps[i])
-        for i in range(len(values))
-        for j in range(i + 1, len(values))
-    ]
-    return median(pairs)
+    pairs = combinations(zip(steps, values, strict=True), 2)
+    return median((late - early) / (after - before) for (before, early), (after, late) in pairs)
 
 
 def _gradient(rows: Rows, block: str, *parts: str) -> float:
     return math.hypot(*(rows.get(f"{block}.{part}.weight", {}).get("gradient", math.nan) for part in parts))
-
-
-def _with(rows: Rows, key: str) -> list[tuple[str, Mapping[str, float]]]:
-    return [(name, row) for name, row in rows.items() if math.isfinite(row.get(key, math.nan))]

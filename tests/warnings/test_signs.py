@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.config.stability import SignsConfig
-from megastable.warnings.signs import Sign, Signs, SignsState, due
+from megastable.run.events.training_events import Warned
+from megastable.warnings.signs import Signs, SignsState, due
 
 CONFIG = SignsConfig()
 WIDTH = 256  # sqrt(width) / 2 is 8
@@ -23,8 +25,14 @@ def look(rms: float = 0.02, entropy: float = 3.4, block: str = "blocks.1") -> di
     return {"blocks.0": other, block: mine, "head.weight": {"weight_rms": 0.02}}
 
 
-def names(found: list[Sign]) -> list[str]:
-    return [sign.name for sign in found]
+def restored(saved: dict[str, Any]) -> Signs:
+    signs = Signs(CONFIG, WIDTH)
+    signs.load_state_dict(saved)
+    return signs
+
+
+def names(found: list[Warned]) -> list[str]:
+    return [sign["sign"] for sign in found]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +170,8 @@ def test_a_first_look_at_an_update_that_overflowed_is_one() -> None:
 
 def test_the_loss_is_compared_once() -> None:
     signs = Signs(CONFIG, WIDTH)
-    assert not signs.compared and signs.unigram([2.0] * 20, 6.0, 0.26) == []
-    assert signs.compared and Signs(CONFIG, WIDTH, signs.state).compared
+    assert not signs.state.compared and signs.unigram(20, [2.0] * 20, 6.0, 0.26) == []
+    assert signs.state.compared and restored(signs.state_dict()).state.compared
 
 
 @pytest.mark.parametrize(
@@ -178,10 +186,10 @@ def test_the_loss_is_compared_once() -> None:
     ],
 )
 def test_a_loss_near_the_unigram_entropy(losses: list[float], told: list[str]) -> None:
-    found = Signs(CONFIG, WIDTH).unigram(losses, 6.0, 0.26)
+    found = Signs(CONFIG, WIDTH).unigram(20, losses, 6.0, 0.26)
     assert names(found) == told
     assert all("unigram entropy 6.000" in sign.text for sign in found)
-    assert Signs(CONFIG, WIDTH).unigram(losses, math.nan, 0.26) == []
+    assert Signs(CONFIG, WIDTH).unigram(20, losses, math.nan, 0.26) == []
 
 
 def test_when_the_loss_is_compared() -> None:
@@ -210,19 +218,21 @@ def test_each_is_told_once_whatever_comes_and_whenever_the_process_is_another(
     one, other = [], []
     for number, call in enumerate(calls):
         if number == cut:  # by way of a checkpoint
-            kept = parted.state.model_dump_json()
-            parted = Signs(CONFIG, WIDTH, SignsState.model_validate_json(kept))
+            parted = restored(json.loads(json.dumps(parted.state_dict())))
         one += names(whole.measured(*call))
         other += names(parted.measured(*call))
     assert one == other and len(one) == len(set(one))
 
 
-def test_state_is_a_copy() -> None:
-    given = SignsState()
-    signs = Signs(CONFIG, WIDTH, given)
-    kept = signs.state
+def test_what_was_saved_is_a_copy() -> None:
+    signs = Signs(CONFIG, WIDTH)
+    saved = signs.state_dict()
     signs.measured(1, {"update_ratio": 1.0}, look())
-    assert given == kept == SignsState() != signs.state
+    assert (
+        saved == SignsState().model_dump() != signs.state_dict() == restored(signs.state_dict()).state_dict()
+    )
+    with pytest.raises(ValueError, match="told"):
+        signs.load_state_dict({"told": None})
 
 
 def test_no_looks_and_no_norms_are_asked_for_where_there_are_none() -> None:

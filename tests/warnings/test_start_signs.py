@@ -39,7 +39,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     """What the run remembers of its signs at the end, on this rank."""
     trainer = trainer_of(config)
     assert trainer.train() in (0, 75)
-    return trainer.recovery.watches.signs.signs.state.model_dump()
+    return trainer.recovery.watches.signs.state_dict()
 
 
 def told(run: Path) -> list[tuple[int, str]]:

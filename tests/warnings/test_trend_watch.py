@@ -55,7 +55,7 @@ def train(config: RunConfig, gain: float) -> dict[str, Any]:
 
     engine.train_step = train_step
     assert trainer.train() == 0
-    return trainer.recovery.watches.trends.trends.state.model_dump()
+    return trainer.recovery.watches.trends.state_dict()
 
 
 def told(run: Path) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def rewound(config: RunConfig, spoilt: int) -> dict[str, Any]:
     import torch
 
     trainer = trainer_of(config)
-    engine, real, judge = trainer.engine, trainer.engine.train_step, trainer.recovery.watches.trends.trends
+    engine, real, judge = trainer.engine, trainer.engine.train_step, trainer.recovery.watches.trends
     measured, looks, done = judge.measured, list[int](), list[int]()
 
     def train_step(*args: Any, **options: Any) -> Any:
@@ -162,7 +162,7 @@ def overfit(config: RunConfig) -> list[str]:
 
     trainer.evaluation = SimpleNamespace(measure=measure)  # type: ignore[assignment]
     assert trainer.train() == 0
-    return list(trainer.recovery.watches.trends.trends.state.standing)
+    return list(trainer.recovery.watches.trends.state_dict()["standing"])
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_an_evaluation_is_judged(tmp_path: Path) -> None:
 def looked(config: RunConfig) -> dict[str, Any]:
     """Steps that are looked at, and the state in the end."""
     trainer, looks = trainer_of(config), list[int]()
-    judge = trainer.recovery.watches.trends.trends
+    judge = trainer.recovery.watches.trends
     measured = judge.measured
 
     def look(step: int, rate: float | None, rows: Any) -> Any:

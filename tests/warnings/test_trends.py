@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +15,9 @@ from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from megastable.config.stability import TrendsConfig
+from megastable.run.events.stability_events import TrendEvent
 from megastable.warnings.trend_signals import SIGNALS, kind_of, slope
-from megastable.warnings.trends import VALIDATION, TrendNotice, Trends, TrendsState
+from megastable.warnings.trends import VALIDATION, Trends, TrendsState
 from tests.tiers import examples
 
 CONFIG = TrendsConfig()
@@ -43,9 +45,9 @@ def weight(gradient: float) -> dict[str, float]:
 
 def run(
     *changes: Change, looks: int = 40, fault: int = 20, trends: Trends | None = None
-) -> list[tuple[int, TrendNotice]]:
+) -> list[tuple[int, TrendEvent]]:
     """What is told at which look; `changes` from look `fault` on."""
-    judge, found = trends or Trends(CONFIG, WIDTH), list[tuple[int, TrendNotice]]()
+    judge, found = trends or Trends(CONFIG, WIDTH), list[tuple[int, TrendEvent]]()
     for look in range(1, looks + 1):
         rows = healthy(look)
         for change in changes:
@@ -56,7 +58,13 @@ def run(
     return found
 
 
-def names(found: list[tuple[int, TrendNotice]]) -> list[str]:
+def restored(saved: dict[str, Any]) -> Trends:
+    judge = Trends(CONFIG, WIDTH)
+    judge.load_state_dict(saved)
+    return judge
+
+
+def names(found: list[tuple[int, TrendEvent]]) -> list[str]:
     return [trend.signal for _, trend in found]
 
 
@@ -128,7 +136,7 @@ def test_a_healthy_run_is_silent() -> None:
 def test_each_fault_is_told_once_with_its_remedy(name: str) -> None:
     change, signal, text = FAULTS[name]
     ((look, trend),) = run(change)
-    assert (trend.signal, trend.over) == (signal, False) and text in trend.text and trend.remedy
+    assert (trend.signal, trend.what) == (signal, "warned") and text in trend.text and trend.remedy
     assert 20 + CONFIG.confirm - 1 <= look <= 30
     assert trend.numbers and all(math.isfinite(value) for value in trend.numbers.values())
 
@@ -144,7 +152,7 @@ def test_it_is_over_when_it_has_recovered_and_told_again_when_it_comes_back(name
     change, signal, _ = FAULTS[name]
     judge = Trends(CONFIG, WIDTH)
     first = run(lambda rows, n: change(rows, n) if n <= 10 else None, looks=60, trends=judge)
-    assert [(t.signal, t.over) for _, t in first] == [(signal, False), (signal, True)]
+    assert [(t.signal, t.what) for _, t in first] == [(signal, "warned"), (signal, "over")]
     assert judge.standing == []
     assert names(run(change, looks=30, fault=1, trends=judge)) == [signal]
     (told,) = judge.standing
@@ -164,7 +172,7 @@ def test_a_slow_fall_is_no_collapse() -> None:
 def test_a_gradient_that_doubles_within_thousands_of_steps_is_no_trend() -> None:
     """As it does in healthy runs, whose loss no longer falls; within a thousand steps it is one."""
 
-    def doubles(looks: int) -> list[tuple[int, TrendNotice]]:
+    def doubles(looks: int) -> list[tuple[int, TrendEvent]]:
         def grow(rows: Rows, n: int) -> None:
             for row in rows.values():
                 if "gradient" in row:
@@ -211,9 +219,9 @@ def test_the_usual_share_of_rare_tokens_is_no_trend() -> None:
     usual = 0.9 * CONFIG.stale_share
     judge = Trends(CONFIG, WIDTH)
     assert run(lambda rows, n: rows["head.weight"].update(stale=usual), fault=1, trends=judge) == []
-    saved = judge.state
+    saved = judge.state_dict()
     for times, told in ((3.9, []), (4.1, ["tokens"])):
-        judge, share = Trends(CONFIG, WIDTH, saved), times * usual
+        judge, share = restored(saved), times * usual
         found = run(
             lambda rows, n, s=share: rows["head.weight"].update(stale=s), fault=1, looks=6, trends=judge
         )
@@ -223,7 +231,7 @@ def test_the_usual_share_of_rare_tokens_is_no_trend() -> None:
 @pytest.mark.parametrize("optimizer", ["of Adam's size", "another"])
 def test_small_updates_are_a_warning_of_optimizers_with_updates_like_adams_only(optimizer: str) -> None:
     """LAMB changes a weight by the rate times its norm: far less than the rate per element."""
-    judge, found = Trends(CONFIG, WIDTH), list[TrendNotice]()
+    judge, found = Trends(CONFIG, WIDTH), list[TrendEvent]()
     for look in range(1, 20):
         rows = healthy(look)
         small(rows, look)
@@ -251,11 +259,11 @@ def test_a_place_that_stands_hides_no_other_and_the_last_ends_the_signal() -> No
     judge = Trends(CONFIG, WIDTH)
     (first, second) = run(one_by_one, looks=45, trends=judge)
     assert "blocks.0 has fallen" in first[1].text and "blocks.1 has fallen" in second[1].text
-    assert not first[1].over and not second[1].over and first[0] < 29 < second[0] < 35
+    assert first[1].what == second[1].what == "warned" and first[0] < 29 < second[0] < 35
     (standing,) = judge.standing
     assert "blocks.0" in standing and "other" not in standing
     ((_, over),) = run(lambda rows, n: None, looks=10, trends=judge)
-    assert over.over and judge.standing == [] and judge.state.streaks == {}
+    assert over.what == "over" and judge.standing == [] and judge.state.streaks == {}
 
 
 def test_looks_in_a_row_are_those_of_one_place() -> None:
@@ -270,9 +278,9 @@ def test_looks_in_a_row_are_those_of_one_place() -> None:
     assert run(turns) == []
 
 
-def of_logits(value: Callable[[int], float], noise: float, seed: int) -> list[tuple[int, TrendNotice]]:
+def of_logits(value: Callable[[int], float], noise: float, seed: int) -> list[tuple[int, TrendEvent]]:
     """What is told of a logit, a function of the step, up to 10,000."""
-    judge, random, found = Trends(CONFIG, WIDTH), Random(seed), list[tuple[int, TrendNotice]]()
+    judge, random, found = Trends(CONFIG, WIDTH), Random(seed), list[tuple[int, TrendEvent]]()
     for step in range(125, 2025, 25):
         if value(step) < 1e4:
             logit = value(step) * math.exp(noise * random.gauss(0, 1))
@@ -295,7 +303,7 @@ def test_a_logit_that_grows_on_is_told_once_and_early(rate: float, within: int) 
     """Exponential from step 200 on; single samples scatter by 5 %."""
     for seed in range(10):
         ((step, trend),) = of_logits(lambda s: 10 * math.exp(rate * max(0, s - 200)), 0.05, seed)
-        assert not trend.over and step <= 200 + within
+        assert trend.what == "warned" and step <= 200 + within
         assert trend.numbers["logit"] < 100
     ((step, trend),) = of_logits(lambda s: 10 * math.exp(rate * max(0, s - 200)), 0.0, 0)
     # The level is the median of three looks.
@@ -307,8 +315,8 @@ def test_other_data_have_levels_of_their_own() -> None:
     judge = Trends(CONFIG, WIDTH)
     assert run(trends=judge) == []
     evaluated(judge, [(3.0, 3.0), (2.0, 2.5)])
-    saved, passed = judge.state, "passed blocks.0"
-    judge.changed()
+    saved, passed = judge.state_dict(), "passed blocks.0"
+    judge.begin_again()
 
     def another_level(rows: Rows, n: int) -> None:
         rows["blocks.1"]["entropy"] = 0.5
@@ -317,7 +325,7 @@ def test_other_data_have_levels_of_their_own() -> None:
     assert run(another_level, fault=1, trends=judge) == []
     assert evaluated(judge, [(2.2, 2.4), (2.3, 2.3), (2.1, 2.2)], first=3) == []
     assert len(judge.state.evaluations) == 3 and len(judge.state.series[passed].steps) == CONFIG.window
-    judge.rewind(saved, 350)
+    judge.rewound(350, saved)
     # Back before the change, with what was evaluated up to there.
     assert [e.step for e in judge.state.evaluations] == [100, 200, 300]
     assert max(judge.state.series["entropy blocks.1"].values) > 1
@@ -357,13 +365,13 @@ def test_a_resume_or_a_rewind_gives_the_same_warnings_bit_for_bit(at: int, name:
         told += whole.measured(100 + 25 * look, RATE, rows)
     for look in range(1, at + 1):
         again += judge.measured(100 + 25 * look, RATE, rows_at[look - 1])
-    saved = judge.state.model_dump_json()
+    saved = json.dumps(judge.state_dict())
     if rewound:  # after steps that are undone
         for look in range(at + 1, 41):
             judge.measured(100 + 25 * look, RATE, rows_at[0])
-        judge.rewind(TrendsState.model_validate_json(saved), 100 + 25 * at)
+        judge.rewound(100 + 25 * at, json.loads(saved))
     else:
-        judge = Trends(CONFIG, WIDTH, TrendsState.model_validate_json(saved))
+        judge = restored(json.loads(saved))
     for look in range(at + 1, 41):
         again += judge.measured(100 + 25 * look, RATE, rows_at[look - 1])
     assert again == told and judge.state == whole.state
@@ -372,7 +380,7 @@ def test_a_resume_or_a_rewind_gives_the_same_warnings_bit_for_bit(at: int, name:
 # Evaluations
 
 
-def evaluated(judge: Trends, losses: list[tuple[float, float]], first: int = 1) -> list[TrendNotice]:
+def evaluated(judge: Trends, losses: list[tuple[float, float]], first: int = 1) -> list[TrendEvent]:
     return [
         trend
         for n, (validation, training) in enumerate(losses, first)
@@ -395,17 +403,31 @@ def test_a_validation_loss_that_rises_while_the_training_loss_falls(
     losses: list[tuple[float, float]], told: list[bool]
 ) -> None:
     found = evaluated(Trends(CONFIG, WIDTH), losses)
-    assert [trend.over for trend in found] == told and all(trend.signal == VALIDATION for trend in found)
+    assert [trend.what == "over" for trend in found] == told and all(
+        trend.signal == VALIDATION for trend in found
+    )
 
 
 def test_a_rewind_keeps_the_evaluation_of_its_step() -> None:
     """It came after the snapshot was taken, and is not repeated."""
     judge = Trends(CONFIG, WIDTH)
     evaluated(judge, [(3.0, 3.0)])
-    saved = judge.state
+    saved = judge.state_dict()
     evaluated(judge, [(2.9, 2.8), (2.95, 2.7)], first=2)
-    judge.rewind(saved, 200)
+    judge.rewound(200, saved)
     assert [e.step for e in judge.state.evaluations] == [100, 200]
+
+
+def test_a_step_that_is_repeated_changes_nothing_and_what_was_saved_is_a_copy() -> None:
+    judge = Trends(CONFIG, WIDTH)
+    run(collapse, trends=judge)
+    saved = judge.state_dict()
+    judge.rewound(1100, None)
+    assert judge.state_dict() == saved == TrendsState.model_validate(saved).model_dump()
+    run(looks=3, trends=judge)
+    assert judge.state_dict() != saved == restored(saved).state_dict()
+    with pytest.raises(ValueError, match="streaks"):
+        judge.load_state_dict({**saved, "streaks": None})
 
 
 def test_what_is_judged_when() -> None:
