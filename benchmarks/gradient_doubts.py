@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from megastable.guard.gradient_consistency import Consistency, Kind, RankGradient
+from megastable.engine.local_gradients import RankGradient
+from megastable.hardware.gradient_consistency import Consistency, Kind
 
 LENGTH, IDS, HIDDEN, HEADS, LAYERS = 32, 256, 32, 4, 2
 BETAS, DECAY = (0.9, 0.95), 0.1
@@ -89,13 +90,13 @@ def main(arguments: list[str] | None = None) -> None:
             w, samples(random, args.ranks * args.samples, args.corpora).unflatten(0, (args.ranks, -1))
         )
         flat = torch.cat([g.flatten(1) for g in found.values()], 1)
-        doubts += len(judge.doubts(seen(flat)))
+        doubts += len(judge.find_doubts(seen(flat)))
         wrong = step % args.ranks
         if step > 30:
             judged += 1
             for kind, times in ((Kind.SCALED, 3.0), (Kind.NEGATED, -1.0)):
                 flat[wrong] *= times
-                hits[kind] += any(d.kind is kind for d in judge.doubts(seen(flat)))
+                hits[kind] += any(d.kind is kind for d in judge.find_doubts(seen(flat)))
                 flat[wrong] /= times
         judge.accept(seen(flat))
         if args.resume and step % args.resume == 0:

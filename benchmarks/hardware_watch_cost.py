@@ -46,7 +46,7 @@ def measure(config: RunConfig) -> list[Row]:
     from megastable.engine.engine import Engine
     from megastable.engine.local_gradients import LocalGradients
     from megastable.hardware.gradient_watch import GradientWatch
-    from megastable.hardware.replay_check import ReplayCheck
+    from megastable.hardware.recomputation import ReplayCheck
     from megastable.hardware.replica_watch import ReplicaWatch
     from megastable.hardware.state_watch import StateWatch
     from megastable.train import train

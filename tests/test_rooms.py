@@ -24,10 +24,10 @@ TRAINING = {
     "data": "base config run",
     "guard": "base config",
     "fp8": "base config parallel model",
-    "engine": "base config run parallel optim model data guard fp8",
+    "engine": "base config run parallel optim model data fp8",
     "checkpoint": "base config run parallel optim model data guard fp8 engine",
     "attribution": "base config run parallel optim model data guard fp8 engine",
-    "hardware": "base config run parallel optim model data guard fp8 engine",
+    "hardware": "base config run parallel optim model data fp8 engine",
     "warnings": "base config run parallel optim model data guard fp8 engine checkpoint",
     "recovery": "base config run parallel optim model data guard fp8 engine checkpoint attribution hardware warnings",
     "training": "base config run parallel optim model data guard fp8 engine checkpoint attribution hardware warnings "

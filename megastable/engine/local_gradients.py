@@ -5,25 +5,69 @@ Abraham, IEEE Trans. Computers C-33, 1984). That of a slice is sum_ij w_i s_j g_
 signs s, and random weights w, so that rows that were swapped show as well; the same on all data ranks. A product with s
 in fp32, then fp64: the checksum's own rounding stays at that of one row.
 
-The numbers travel in the sum that every step makes for its gate, in columns that guard/gradient_consistency.py
-reads. A step reads the gradient once more (GPUs: twice), and a rank's part of the sum once. BF16_Optimizer sums once in
-a step; ZeRO 2 and 3 sum every bucket of every micro-batch, and what is measured then is added up.
+The numbers, a `RankGradient` of every data rank, travel in the sum that every step makes for its gate, and
+hardware/gradient_consistency.py judges them. A step reads the gradient once more (GPUs: twice), and a rank's part of
+the sum once. BF16_Optimizer sums once in a step; ZeRO 2 and 3 sum every bucket of every micro-batch, and what is
+measured then is added up.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megastable.guard.gradient_consistency import COLUMNS
 from megastable.parallel.topology import Topology
 
 ROW = 2048  # elements
 CACHED = 128  # rows that a CPU's cache holds: they are read once for two purposes
 BLOCK = 1024  # elements
 BLOCKS = 64  # of a rank's part of a flat buffer, on which directions are compared
+ROUNDING = 2.0**-24  # fp32's
+SLACK = 64.0
+
+
+class RankGradient(NamedTuple):
+    """Of data rank d, 64 bytes, each number summed over all ranks.
+
+    excess: what the checksums of slice d of every rank's gradient add up to, less that of the sum that rank d received.
+    slices: squared norms of slice d of every rank's gradient. square: squared norm of rank d's gradient. dot, own,
+    others: on a sample of slice d, dot product of rank d's gradient and the sum of the others', and both squared norms.
+    stale: number of ranks of d whose gradient is that of the step before, bit for bit. zero: whose gradient is zero.
+
+    Without other data ranks it is of a rank (own_gradients.py): dot, own and others compare its gradient with its first
+    moments, and there is no sum.
+    """
+
+    excess: float
+    slices: float
+    square: float
+    dot: float
+    own: float
+    others: float
+    stale: float
+    zero: float
+
+
+COLUMNS = len(RankGradient._fields)
+
+
+def read_columns(columns: Sequence[float]) -> list[RankGradient]:
+    """columns: summed over all ranks."""
+    return [RankGradient(*columns[i : i + COLUMNS]) for i in range(0, len(columns), COLUMNS)]
+
+
+def bound_rounding(squares: float, ranks: int) -> float:
+    """The most that rounding adds to the excess of a slice. squares: of its norms on all `ranks` data ranks.
+
+    A sum of n numbers rounds n - 1 times, each time by at most u of a partial sum, the norm of which is at most
+    sqrt(n * squares). Random signs turn the n errors of an element, and those of all elements, into a random walk:
+    u * n * sqrt(squares). SLACK is for its tail, and for the rounding of the checksum itself.
+    """
+    return SLACK * ROUNDING * ranks * math.sqrt(squares)
 
 
 class LocalGradients:

@@ -17,7 +17,7 @@ class Measured:
     step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not finite. ballot: of
     all ranks (`Engine.train_step`), summed, by name. overflow: gradients beyond fp16's range, which a smaller loss
     scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None if the recipe does not use
-    it. gradients: of every data rank (guard/gradient_consistency.py), () if they are not watched.
+    it. gradients: of every data rank (local_gradients.py), () if they are not watched.
     """
 
     losses: Tensor

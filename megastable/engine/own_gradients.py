@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megastable.engine.local_gradients import LocalGradients, products, sample
-from megastable.guard.gradient_consistency import COLUMNS
+from megastable.engine.local_gradients import COLUMNS, LocalGradients, products, sample
 from megastable.parallel.topology import Topology
 
 Pairs = Sequence[tuple[Tensor, Tensor | None]]

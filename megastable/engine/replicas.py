@@ -1,8 +1,14 @@
-"""What several ranks hold and must hold alike, bit for bit: named tensors by axis of the layout, their fingerprints."""
+"""What several ranks hold and must hold alike, bit for bit: named tensors by axis of the layout, their fingerprints;
+and whether these are equal, found out in one sum over all ranks.
+
+Every group of ranks has its own columns in the sum: of the four quarters x of a fingerprint, the sums of x and of x^2.
+By the inequality of Cauchy and Schwarz n * sum(x^2) = sum(x)^2 only if all x are equal; the sums are integers below
+2^53, so fp64 holds them exactly for up to 2^21 ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +22,22 @@ from megastable.parallel.sharding import placement_of
 
 Named = dict[str, Tensor]
 COPIES = "copies"
+QUARTERS = 4
+COLUMNS = 2 * QUARTERS  # of a group
+MOST = 1 << 21  # ranks of a group
+
+
+def split_fingerprint(fingerprint: int) -> list[float]:
+    """What a rank adds to the columns of its group. fingerprint: 64 bits, signed or not."""
+    quarters = [(fingerprint >> 16 * i) & 0xFFFF for i in range(QUARTERS)]
+    return [float(value) for q in quarters for value in (q, q * q)]
+
+
+def are_equal(sums: Sequence[float], ranks: int) -> bool:
+    """Whether all `ranks` fingerprints of a group are equal. sums: its columns, summed."""
+    pairs = zip(sums[::2], sums[1::2], strict=True)
+    # As integers: the products are beyond fp64.
+    return all(ranks * int(squares) == int(total) ** 2 for total, squares in pairs)
 
 
 class Replicas:
@@ -77,3 +99,20 @@ class Replicas:
         if self.group(kind) is None:
             return {}
         return {name: int(fingerprint([t])) for name, t in self._held[kind]().items()}
+
+    def columns(self, kinds: Iterable[str], weights: Marks | None = None) -> list[float]:
+        """What this rank adds to the sum that compares these kinds. weights: as of `fingerprint`."""
+        groups = {kind: self.group(kind) for kind in kinds}
+        held = [self.fingerprint(kind, weights) for kind, group in groups.items() if group is not None]
+        values = iter(torch.stack(held).tolist() if held else [])
+        columns: list[float] = []
+        for kind, own in groups.items():
+            for group in range(len(self.kinds[kind])):
+                columns += split_fingerprint(next(values)) if group == own else [0.0] * COLUMNS
+        return columns
+
+    def find_unequal(self, kinds: Iterable[str], sums: Sequence[float]) -> list[tuple[str, list[int]]]:
+        """The kinds and groups of ranks that do not all hold the same. sums: of the `columns` of all ranks."""
+        groups = [(kind, ranks) for kind in kinds for ranks in self.kinds[kind]]
+        parts = (sums[i : i + COLUMNS] for i in range(0, len(sums), COLUMNS))
+        return [of for of, part in zip(groups, parts, strict=True) if not are_equal(part, len(of[1]))]

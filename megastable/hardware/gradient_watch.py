@@ -1,59 +1,67 @@
-"""Checks at the gate that the sum of the gradients is right, and that no rank's gradient stands out; a doubt is proven,
-or removed, by repeating the step. Collective."""
+"""Checks at the gate that the sum of the gradients is right, that no rank's gradient stands out, and that pipeline
+stages received what was sent to them; a doubt is proven, or removed, by repeating the step. Collective."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from megastable.base.collectives import gathered
-from megastable.base.deterministic import exact
 from megastable.base.hardware import kind_of
-from megastable.base.text import ranks_on
-from megastable.config.tree import RunConfig
-from megastable.data.loader import Loader, Step
+from megastable.data.loader import Step
 from megastable.engine.engine import Engine
+from megastable.engine.gradient_digest import Digest
+from megastable.engine.local_gradients import bound_rounding, read_columns
 from megastable.engine.measured import Measured
-from megastable.engine.self_test import wrong_product
 from megastable.engine.watch import Watch
-from megastable.guard.gradient_consistency import (
-    Consistency,
-    Doubt,
-    bound,
-    rows,
-    wrong_sums,
-)
-from megastable.hardware.gradient_proof import Digest, GradientFault, causes, prove
-from megastable.hardware.hardware_fault import HardwareFault
-from megastable.model.kernels import DTYPES
-from megastable.run.events.stability_events import GradientsDoubted
-from megastable.run.log import RunLog
-
-TURNS = 2  # other ranks that compute the same samples: with a third result it is known which one is wrong
+from megastable.hardware.gradient_consistency import Consistency, Doubt, find_wrong_sums
+from megastable.hardware.hardware_fault import FaultLog, HardwareFault
+from megastable.hardware.recomputation import GradientFault, Recomputation, find_causes
+from megastable.run.events.stability_events import GradientsDoubted, MessagesDiffer
 
 
-@dataclass(frozen=True)
-class Suspicion:
-    """Why an update was refused. sums: data ranks that received a wrong sum; doubts: about gradients, of data ranks or
-    (`of`) of ranks; messages: whether one between stages was wrong."""
+class Suspicion(NamedTuple):
+    """Why an update was refused: a sentence. sums: data ranks that received a wrong sum; doubts: about gradients;
+    messages: whether one between stages was wrong."""
 
-    sums: list[int]
-    doubts: list[Doubt]
-    of: str = "data rank"
+    reason: str
+    sums: Sequence[int] = ()
+    doubts: Sequence[Doubt] = ()
     messages: bool = False
 
-    @property
-    def told(self) -> str:
-        """A sentence."""
-        messages = ["a message between stages did not arrive as it was sent"] if self.messages else []
-        sums = [f"data rank {d} received what is not the sum of the gradients" for d in self.sums]
-        doubts = [f"the gradient of {self.of} {doubt.rank} {doubt.reason}" for doubt in self.doubts]
-        return "; ".join([*messages, *sums, *doubts])
+
+class MessageWatch(Watch):
+    """Of one process. Without pipeline parallelism it does nothing."""
+
+    name = "messages"
+
+    def __init__(self, engine: Engine, faults: FaultLog) -> None:
+        self.engine, self._faults, self.messages = engine, faults, engine.zero.messages
+
+    def ballot(self, step: int) -> Sequence[float]:
+        """What was sent less what has arrived."""
+        return () if self.messages is None else (self.messages.left,)
+
+    def judge(self, measured: Measured) -> Suspicion | None:
+        """Whether a message was changed on its way."""
+        reason = "a message between stages did not arrive as it was sent"
+        return Suspicion(reason, messages=True) if any(measured.ballot.get(self.name, ())) else None
+
+    def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault:
+        """Which one. Collective."""
+        assert self.messages is not None
+        everyone, found = gathered(self.messages.by_stage()), dict[int, int]()  # sender, by receiver
+        for ranks in self.engine.topology.layout.groups("pipeline"):
+            for stage, rank in enumerate(ranks):
+                for other, arrived in everyone[rank][1].items():
+                    if everyone[ranks[other]][0].get(stage) != arrived:
+                        found[rank] = ranks[other]
+        name = self._faults.name_ranks
+        pairs = [f"{name([to])} received from {name([by])}" for to, by in found.items()]
+        what = ", and what ".join(pairs) or "a stage received from another one"
+        reason = f"what {what} is not what was sent: a link or a chip lies"
+        fault = self._faults.make_fault(step - 1, sorted(found), reason, link=True)
+        return self._faults.report(MessagesDiffer, step, fault)
 
 
 class GradientWatch(Watch):
@@ -62,22 +70,12 @@ class GradientWatch(Watch):
 
     name = "gradients"
 
-    def __init__(self, config: RunConfig, engine: Engine, loader: Loader, log: RunLog) -> None:
-        self.engine, self.loader, self.log = engine, loader, log
+    def __init__(self, engine: Engine, recomputation: Recomputation) -> None:
+        self.engine, self._recomputation, self._faults = engine, recomputation, recomputation.faults
         self.local = engine.zero.local
         mutual = engine.topology.layout.data > 1
-        self.usual, self._of = Consistency(mutual), "data rank" if mutual else "rank"
-        self._exact = exact(config.run.deterministic, engine.device)
-        self._micro_batch = config.train.micro_batch
-        self._maker = kind_of(engine.device)
+        self.baseline, self._of = Consistency(mutual), "data rank" if mutual else "rank"
         self._cleared = -1  # a step that a repetition has cleared
-        self._product = partial(
-            wrong_product,
-            config.model,
-            engine.topology.layout.tensor,
-            DTYPES[config.precision.kind],
-            engine.device,
-        )
 
     def judge(self, measured: Measured, step: int) -> Suspicion | None:
         """What the columns of a step show, before its update."""
@@ -85,14 +83,17 @@ class GradientWatch(Watch):
             return None
         self.local.keep()
         cleared, self._cleared = self._cleared == step, -1
-        found = rows(measured.gradients)
-        sums = [] if cleared else wrong_sums(found)
-        doubts = [] if cleared else self.usual.doubts(found)
-        return Suspicion(sums, doubts, self._of) if sums or doubts else None
+        if cleared:
+            return None
+        found = read_columns(measured.gradients)
+        sums, doubts = find_wrong_sums(found), self.baseline.find_doubts(found)
+        reasons = [f"data rank {d} received what is not the sum of the gradients" for d in sums]
+        reasons += [f"the gradient of {self._of} {doubt.rank} {doubt.reason}" for doubt in doubts]
+        return Suspicion("; ".join(reasons), sums, doubts) if reasons else None
 
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
         if self.local is not None and measured.finite:
-            self.usual.accept(rows(measured.gradients))
+            self.baseline.accept(read_columns(measured.gradients))
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         if self.local is not None:
@@ -101,108 +102,76 @@ class GradientWatch(Watch):
     def prove(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
         """Whether hardware is the cause of a refused update; if not, the same step is not refused again. The state must
         be that before the step."""
-        if suspicion.sums:
-            ranks, hosts, reason = self._receivers(suspicion.sums)
-            verdict = "sum" if ranks else "data"
-        else:
-            verdict, ranks, hosts, reason = self._repeated(suspicion.doubts, batch)
         kinds = sorted({str(doubt.kind) for doubt in suspicion.doubts})
-        theirs = [hosts[rank] for rank in ranks]
-        self.log.emit(
-            GradientsDoubted(
-                step=step, verdict=verdict, kinds=kinds, ranks=ranks, hosts=theirs, reason=reason
-            ),
-            say=True,
-        )
-        if verdict != "data":
-            lasting, link = verdict == "persistent", verdict == "sum"
-            return HardwareFault(step - 1, lasting, ranks, sorted(set(theirs)), reason, link)
+        look = self._find_receivers if suspicion.sums else self._repeat
+        fault = look(suspicion, batch, step)
+        if fault is not None:
+            return self._faults.report(GradientsDoubted, step, fault, verdict=fault.verdict, kinds=kinds)
+        cleared = self._faults.make_fault(step, (), self._explain_cleared(suspicion))
+        self._faults.report(GradientsDoubted, step, cleared, verdict="data", kinds=kinds)
         self._cleared = step
-        self.usual.clear(suspicion.doubts)
+        self.baseline.clear(suspicion.doubts)
         return None
 
-    def _receivers(self, slices: Sequence[int]) -> tuple[list[int], list[str], str]:
-        """The ranks that hold a wrong sum, the hosts of all, and a sentence."""
-        assert self.local is not None
-        everyone = gathered((socket.gethostname(), self._digest(), float(self.local.total)))
-        layout, found, hosts = self.engine.topology.layout, {}, [host for host, *_ in everyone]
-        for ranks in layout.groups("data"):
-            for d in slices:
-                sent = sum(everyone[rank][1][0][d] for rank in ranks)
-                squares = sum(everyone[rank][1][1][d] for rank in ranks)
-                excess = sent - everyone[ranks[d]][2]
-                if not abs(excess) <= bound(squares, len(ranks)):
-                    found[ranks[d]] = abs(excess), bound(squares, len(ranks))
-        texts = [
-            f"what {ranks_on([rank], hosts)} received is off by {excess:.3g}, where rounding explains {most:.2g}"
-            for rank, (excess, most) in sorted(found.items())
-        ]
-        if not texts:
-            return (
-                [],
-                hosts,
-                "the checksums of all groups together are off by more than rounding, those of none alone",
-            )
-        text = f"the sum of the gradients is not that of its parts, a link or a chip lies: {'; '.join(texts)}"
-        return sorted(found), hosts, text
+    def _explain_cleared(self, suspicion: Suspicion) -> str:
+        if suspicion.sums:
+            return "the checksums of all groups together are off by more than rounding, those of none alone"
+        why = "and on another rank, so it is the data, or chance"
+        if not self._recomputation.others:
+            why = "so it is the data, chance, or a chip that does so every time, which nobody else can tell"
+        return f"{suspicion.reason}: the same when repeated, {why}; the step is done again"
 
-    def _repeated(self, doubts: Sequence[Doubt], batch: Step) -> tuple[str, list[int], list[str], str]:
-        """Verdict, ranks, the hosts of all and a sentence, from repeating the step."""
+    def _find_receivers(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
+        """The ranks that hold a wrong sum."""
         assert self.local is not None
-        layout = self.engine.topology.layout
-        digests, sent = [self._digest()], [self._sent()]
-        for turn in range(1 + min(TURNS, layout.samples - 1)):
-            shape = -1, layout.samples, self._micro_batch
-            turned = np.roll(batch.positions.reshape(shape), -turn, 1).ravel()
-            self.engine.measure(self.loader.read(turned) if turn else batch.micro_batches)
-            digests.append(self._digest())
-            sent.append(self._sent())
-        moved = {stage for stage, mark in sent[0].items() if sent[1].get(stage) != mark}
-        everyone = gathered((socket.gethostname(), digests, moved, self._product()))
-        told = {rank: held for rank, (_, held, *_) in enumerate(everyone)}
-        proof = prove(told, layout.groups("data"), layout.context, self._exact)
-        why, hosts = Suspicion([], list(doubts), self._of).told, [host for host, *_ in everyone]
-        if odd := [rank for rank, (*_, wrong) in enumerate(everyone) if wrong]:
-            return "persistent", odd, hosts, f"{why}: {ranks_on(odd, hosts)}: {everyone[odd[0]][3]}"
+        everyone, found = gathered((self._digest(), float(self.local.total))), dict[int, str]()
+        for ranks in self.engine.topology.layout.groups("data"):
+            for d in suspicion.sums:
+                digests = [everyone[rank][0] for rank in ranks]
+                excess = abs(sum(digest.checks[d] for digest in digests) - everyone[ranks[d]][1])
+                most = bound_rounding(sum(digest.squares[d] for digest in digests), len(ranks))
+                if not excess <= most:
+                    who = self._faults.name_ranks([ranks[d]])
+                    off = f"off by {excess:.3g}, where rounding explains {most:.2g}"
+                    found[ranks[d]] = f"what {who} received is {off}"
+        if not found:
+            return None
+        texts = "; ".join(text for _, text in sorted(found.items()))
+        reason = f"the sum of the gradients is not that of its parts, a link or a chip lies: {texts}"
+        return self._faults.make_fault(step - 1, sorted(found), reason, link=True)
+
+    def _repeat(self, suspicion: Suspicion, batch: Step, step: int) -> HardwareFault | None:
+        """What repeating the step shows."""
+        recomputation, first, sent = self._recomputation, self._digest(), self._sent()
+        self.engine.measure(batch.micro_batches)
+        computed, again = [[first, self._digest()]], self._sent()
+        changed = {stage for stage, mark in sent.items() if again.get(stage) != mark}
+        for turn in range(1, 1 + recomputation.others):
+            self.engine.measure(recomputation.read_turned(batch.positions, turn))
+            computed.append([self._digest()])
+        proof, moved = recomputation.compare(computed, changed)
         if proof is None:
-            if layout.samples == 1:
-                reason = (
-                    "so it is the data, chance, or a chip that does so every time, which nobody else can tell"
-                )
-            else:
-                reason = "and on another rank, so it is the data, or chance"
-            return "data", [], hosts, f"{why}: the same when repeated, {reason}; the step is done again"
-        proof = self._traced(proof, [moved for *_, moved, _ in everyone])
-        who = ranks_on(proof.ranks, hosts)
-        if not proof.lasting:
-            return "transient", list(proof.ranks), hosts, f"{why}: {who} got {proof.what}, not when repeated"
-        if proof.proven:
-            return (
-                "persistent",
-                list(proof.ranks),
-                hosts,
-                f"{why}: {who} gets {proof.what} every time, other ranks do not",
-            )
-        return "persistent", [], hosts, f"{why}: {who} get different results for the same samples, every time"
+            return None
+        return recomputation.conclude(self._find_origin(proof, moved), step - 1, suspicion.reason)
 
     def _sent(self) -> dict[int, int]:
         """Fingerprints of what was sent in the last pass, by the stage that received it."""
         messages = self.engine.zero.messages
         return {} if messages is None else messages.by_stage()[0]
 
-    def _traced(self, proof: GradientFault, moved: Sequence[set[int]]) -> GradientFault:
+    def _find_origin(self, proof: GradientFault, moved: Sequence[set[int]]) -> GradientFault:
         """Those that may have caused it, in place of all whose gradient was another one. moved: by rank, stages to
         which it sent something else."""
         layout = self.engine.topology.layout
-        if proof.lasting or (layout.pipeline > 1 and self.engine.zero.messages is None):
-            return proof._replace(ranks=layout.replicas(proof.ranks))
-        if layout.pipeline == 1:
+        if proof.product or (layout.pipeline == 1 and not proof.lasting):
             return proof
+        if proof.lasting or self.engine.zero.messages is None:
+            return proof._replace(ranks=layout.replicas(proof.ranks))
         tied = self.engine.tied is not None
-        return proof._replace(ranks=causes(proof.ranks, layout.groups("pipeline"), moved, tied))
+        return proof._replace(ranks=find_causes(proof.ranks, layout.groups("pipeline"), moved, tied))
 
     def _digest(self) -> Digest:
         """Of the last backward pass."""
         assert self.local is not None
         checks, squares = self.local.digest.tolist()
-        return Digest(tuple(checks), tuple(squares), maker=self._maker)
+        return Digest(tuple(checks), tuple(squares), maker=kind_of(self.engine.device))

@@ -1,10 +1,15 @@
-"""What repeated computations have proven about a chip."""
+"""What was found of a device, a link or memory: how it is named, told to the journal, and counted."""
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from megastable.base.collectives import gathered
+from megastable.base.text import ranks_on
 from megastable.run.events.stability_events import (
     GradientsDoubted,
     HostFaulty,
@@ -12,10 +17,12 @@ from megastable.run.events.stability_events import (
     ReplayDiffers,
     StateChanged,
 )
+from megastable.run.log import RunLog
 
 # What is counted, and when it begins anew.
 FOUND = (StateChanged, GradientsDoubted, ReplayDiffers, HostFaulty)
 SEVERAL, WINDOW = 3, 2000  # so many faults of a rank within so many steps are no chance
+Seen = set[tuple[int, int]]  # steps, and ranks that were wrong
 
 
 @dataclass(frozen=True)
@@ -32,51 +39,75 @@ class HardwareFault:
     link: bool = False
 
     @property
-    def accused(self) -> bool:
+    def excludes_host(self) -> bool:
         """Whether it is known which host must leave: the next result may be wrong, too."""
         return self.lasting and bool(self.ranks) and len(self.hosts) == 1
 
+    @property
+    def verdict(self) -> str:
+        """As in the journal."""
+        return "sum" if self.link else "persistent" if self.lasting else "transient"
+
+
+class FaultLog:
+    """Names ranks and their hosts, and tells the journal what was found. Made by all ranks at once. hosts: of all."""
+
+    def __init__(self, log: RunLog) -> None:
+        self.hosts: list[str] = gathered(socket.gethostname())
+        self._log = log
+
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        return ranks_on(ranks, self.hosts)
+
+    def make_fault(
+        self, after: int, ranks: Sequence[int], reason: str, lasting: bool = False, link: bool = False
+    ) -> HardwareFault:
+        """As the fields of `HardwareFault`."""
+        hosts = sorted({self.hosts[rank] for rank in ranks})
+        return HardwareFault(after, lasting, list(ranks), hosts, reason, link)
+
+    def report(self, kind: type[OfHardware], step: int, fault: HardwareFault, **fields: Any) -> HardwareFault:
+        """Tell the journal and the console of a fault. fields: those that this kind has beside the usual ones."""
+        ranks = list(fault.ranks)
+        hosts = [self.hosts[rank] for rank in ranks]
+        self._log.emit(kind(step=step, ranks=ranks, hosts=hosts, reason=fault.reason, **fields), say=True)
+        return fault
+
 
 class FaultCounts:
-    """Counts faults that passed, by rank. hosts: of all ranks. seen: (step, rank) of what earlier processes found."""
+    """Counts faults that passed, by rank. seen: what earlier processes found."""
 
-    def __init__(self, hosts: Sequence[str], seen: Iterable[tuple[int, int]] = ()) -> None:
-        self._hosts, self._seen = hosts, list(seen)
+    def __init__(self, seen: Iterable[tuple[int, int]] = ()) -> None:
+        self._seen = set(seen)
 
-    def counted(self, fault: HardwareFault, step: int) -> HardwareFault:
+    def count(self, fault: HardwareFault, step: int) -> HardwareFault:
         """What comes by chance again and again on one rank is no chance. Only what is of one host for sure counts."""
         if fault.lasting or fault.link or len(fault.hosts) != 1:
             return fault
-        self._seen = [seen for seen in self._seen if step - seen[0] < WINDOW]
-        self._seen += [(step, rank) for rank in fault.ranks if (step, rank) not in self._seen]
-        ranks = [rank for _, rank in self._seen]
-        often = [rank for rank in fault.ranks if ranks.count(rank) >= SEVERAL]
+        recent = {seen for seen in self._seen if step - seen[0] < WINDOW}
+        self._seen = recent | {(step, rank) for rank in fault.ranks}
+        times = Counter(rank for _, rank in self._seen)
+        often = [rank for rank in fault.ranks if times[rank] >= SEVERAL]
         if not often:
             return fault
-        hosts = sorted({self._hosts[rank] for rank in often})
-        reason = f"{fault.reason}; {SEVERAL} times by now"
-        return replace(fault, lasting=True, ranks=often, hosts=hosts, reason=reason)
+        return replace(fault, lasting=True, ranks=often, reason=f"{fault.reason}; {SEVERAL} times by now")
 
 
-def passed(
-    events: Iterable[OfHardware], hosts: Sequence[str]
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def read_counts(events: Iterable[OfHardware], hosts: Sequence[str]) -> tuple[Seen, Seen]:
     """What `FaultCounts` of a new process begin with: of memory and gradients, and of replays.
 
     events: `FOUND` of the journal, in order. hosts: of the ranks now; what was found on a rank that was on another host
-    does not count. A host that was accused begins anew: it is another device, or nobody could do without it.
+    does not count. A host that had to leave begins anew: it is another device, or nobody could do without it.
     """
-    found, replayed = list[tuple[int, int]](), list[tuple[int, int]]()
+    found, replayed = Seen(), Seen()
+    here = list(enumerate(hosts))
     for event in events:
         if isinstance(event, HostFaulty):
-            found, replayed = [], []
-            continue
-        into = replayed if isinstance(event, ReplayDiffers) else found
-        counts = event.get("verdict", "transient") == "transient" and len(set(map(str, event.hosts))) == 1
-        if not counts or not isinstance(step := event.get("step"), int):
-            continue
-        for rank, host in zip(event.ranks, event.hosts, strict=False):
-            here = isinstance(rank, int) and 0 <= rank < len(hosts) and hosts[rank] == host
-            if here and (step, rank) not in into:
-                into.append((step, rank))
+            found, replayed = Seen(), Seen()
+        elif event.get("verdict", "transient") == "transient" and len(set(map(str, event.hosts))) == 1:
+            into = replayed if isinstance(event, ReplayDiffers) else found
+            of = zip(event.ranks, event.hosts, strict=False)
+            into |= {
+                (event.step, rank) for rank, host in of if event.step is not None and (rank, host) in here
+            }
     return found, replayed

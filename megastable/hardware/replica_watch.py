@@ -1,37 +1,94 @@
-"""Compares at an interval what several ranks must hold alike, in the sum that every step makes anyway, and finds out
-which tensor differs on which rank. Collective."""
+"""Compares, in the sum that every step makes anyway, what several ranks must hold alike, and finds out which rank holds
+something else: copies of tensors, at an interval, and the sum of the step before, which every rank decides by.
+Collective."""
 
 from __future__ import annotations
 
-import socket
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megastable.base.collectives import gathered
-from megastable.base.fingerprint import Marks
-from megastable.base.text import ranks_on
+from megastable.base.fingerprint import mark_of
 from megastable.config.stability import HardwareConfig
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
-from megastable.engine.replicas import COPIES, Replicas
+from megastable.engine.replicas import COPIES, Replicas, are_equal, split_fingerprint
 from megastable.engine.watch import Watch
-from megastable.hardware.equality import COLUMNS, columns, equal, odd_ones
-from megastable.hardware.hardware_fault import HardwareFault
+from megastable.hardware.hardware_fault import FaultLog, HardwareFault
 from megastable.hardware.state_watch import StateWatch
 from megastable.run.events.stability_events import ReplicasDiffer, WrongCopy
-from megastable.run.log import RunLog
 
-TOLD = 3  # tensors named in a sentence
+NAMED = 3  # tensors named in a sentence
 
 
-class Open(NamedTuple):
-    """Copies that differed after `step`. held: by kind, name and group, each rank's fingerprint."""
+class Minority(NamedTuple):
+    """Ranks whose copy differs from that of more than half of the group; proven: there is such a majority. Else all
+    ranks of the group, in the order of their numbers."""
 
-    step: int
-    held: dict[tuple[str, str, tuple[int, ...]], dict[int, int]]
+    ranks: tuple[int, ...]
+    proven: bool
+
+
+def find_minority(held: Mapping[int, int]) -> Minority:
+    """held: by rank, its fingerprint of the same thing; not all are equal."""
+    common, count = Counter(held.values()).most_common(1)[0]
+    if 2 * count <= len(held):
+        return Minority(tuple(sorted(held)), False)
+    return Minority(tuple(sorted(rank for rank, value in held.items() if value != common)), True)
+
+
+class SumWatch(Watch):
+    """Of one process. A rank that clips by another norm than the others is seen nowhere else: what it updates is
+    gathered by all."""
+
+    name = "sums"
+
+    def __init__(self, on: bool, faults: FaultLog) -> None:
+        self._world = dist.get_world_size()
+        self._on, self._faults = on and self._world > 1, faults
+        self._step = self._mark = 0
+
+    def ballot(self, step: int) -> Sequence[float]:
+        return split_fingerprint(self._mark) if self._on else ()
+
+    def judge(self, measured: Measured, step: int) -> HardwareFault | None:
+        """What the ballot of `step` shows of the step that was judged before. Collective if that differs."""
+        if not self._on:
+            return None
+        mark, before, self._mark, self._step = self._mark, self._step, _mark_sums(measured), step
+        same = are_equal(measured.ballot.get(self.name, ()), self._world)
+        return None if same else self._name_receivers(mark, before)
+
+    def _name_receivers(self, mark: int, step: int) -> HardwareFault:
+        ranks, proven = find_minority(dict(enumerate(gathered(mark))))
+        who = "whose is wrong is not known"
+        if proven:
+            who = f"{self._faults.name_ranks(ranks)} received something else than most"
+        reason = f"the sum of step {step} over all ranks was not the same on all of them: {who}"
+        fault = self._faults.make_fault(step - 1, ranks if proven else (), reason, link=True)
+        return self._faults.report(ReplicasDiffer, step, fault, proven=step - 1)
+
+
+def _mark_sums(measured: Measured) -> int:
+    ballot = chain.from_iterable(measured.ballot.values())
+    numbers = torch.tensor((measured.grad_norm, *ballot, *measured.gradients), dtype=torch.float64)
+    return int(mark_of(torch.cat((measured.losses, measured.squares, numbers))).value)
+
+
+class TensorCopies(NamedTuple):
+    """Of a tensor. held: by rank of a group, its fingerprint."""
+
+    kind: str
+    name: str
+    held: dict[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind})"
 
 
 class ReplicaWatch(Watch):
@@ -41,133 +98,106 @@ class ReplicaWatch(Watch):
     name = "replicas"
 
     def __init__(
-        self, config: HardwareConfig, engine: Engine, step: int, log: RunLog, state: StateWatch
+        self, config: HardwareConfig, engine: Engine, step: int, faults: FaultLog, state: StateWatch
     ) -> None:
-        self.every, self.replicas, self.log = config.fingerprint_interval, Replicas(engine), log
+        self.every, self.replicas, self._faults = config.fingerprint_interval, Replicas(engine), faults
         self._state = state
         self._equal = dict.fromkeys(self.replicas.kinds, step)  # after which step they were, by kind
-        self._step, self._asked = step, tuple[str, ...]()
-        self._open: Open | None = None
+        self._differing = 0, list[TensorCopies]()  # after which step, and which
 
     def ballot(self, step: int) -> Sequence[float]:
-        self._step, self._asked = step, tuple(kind for kind in self.replicas.kinds if self._due(kind, step))
-        return self._row(self._state.weights)
+        return self.replicas.columns(self._due(step), self._state.weights)
+
+    def _due(self, step: int) -> list[str]:
+        """The kinds that are compared after `step`, before the next update."""
+        kinds = self.replicas.kinds if self.every else ()
+        return [kind for kind in kinds if kind == COPIES or step % self.every == 0]
 
     def check(self, step: int) -> HardwareFault | None:
         """Compare all now, after `step` steps. Collective."""
-        self._step, self._asked = step, tuple(self.replicas.kinds)
-        if not self.every or not self._asked:
+        kinds, device = list(self.replicas.kinds), self.replicas.engine.device
+        if not self.every or not kinds:
             return None
-        row = torch.tensor(self._row(), dtype=torch.float64, device=self.replicas.engine.device)
-        dist.all_reduce(row)
-        return self._judge(row.tolist())
+        columns = torch.tensor(self.replicas.columns(kinds), dtype=torch.float64, device=device)
+        dist.all_reduce(columns)
+        return self._judge(kinds, columns.tolist(), step)
 
-    def _row(self, weights: Marks | None = None) -> tuple[float, ...]:
-        """This rank's columns of what is asked for."""
-        groups = {kind: self.replicas.group(kind) for kind in self._asked}
-        held = [
-            self.replicas.fingerprint(kind, weights) for kind, group in groups.items() if group is not None
-        ]
-        values = iter(torch.stack(held).tolist() if held else [])
-        row: list[float] = []
-        for kind, own in groups.items():
-            for group in range(len(self.replicas.kinds[kind])):
-                row += columns(next(values)) if group == own else [0.0] * COLUMNS
-        return tuple(row)
+    def judge(self, measured: Measured, step: int) -> HardwareFault | None:
+        """Before the update of `step`. Collective if anything differs."""
+        sums = measured.ballot.get(self.name, ())
+        return self._judge(self._due(step - 1), sums, step - 1) if sums else None
 
-    def _due(self, kind: str, step: int) -> bool:
-        return bool(self.every) and (kind == COPIES or step % self.every == 0)
-
-    def judge(self, measured: Measured) -> HardwareFault | None:
-        """Collective if anything differs."""
-        return self._judge(measured.ballot.get(self.name, ()))
-
-    def _judge(self, sums: Sequence[float]) -> HardwareFault | None:
-        asked, self._asked = self._asked, ()
-        groups = [(kind, ranks) for kind in asked for ranks in self.replicas.kinds[kind]]
-        parts = (sums[i : i + COLUMNS] for i in range(0, len(sums), COLUMNS))
-        unequal = [of for of, part in zip(groups, parts, strict=True) if not equal(part, len(of[1]))]
-        if unequal:
-            return self._named(self._step, unequal)
-        self._equal |= dict.fromkeys(asked, self._step)
+    def _judge(self, kinds: Sequence[str], sums: Sequence[float], step: int) -> HardwareFault | None:
+        if unequal := self.replicas.find_unequal(kinds, sums):
+            return self._name_differing(unequal, step)
+        self._equal |= dict.fromkeys(kinds, step)
         return None
+
+    def _name_differing(self, unequal: Sequence[tuple[str, list[int]]], step: int) -> HardwareFault:
+        kinds = sorted({kind for kind, _ in unequal})
+        everyone = gathered({kind: self.replicas.by_name(kind) for kind in kinds})
+        copies = [
+            TensorCopies(kind, name, {rank: everyone[rank][kind].get(name, 0) for rank in ranks})
+            for kind, ranks in unequal
+            for name in sorted(everyone[ranks[0]][kind])
+        ]
+        self._differing = step, [each for each in copies if len(set(each.held.values())) > 1]
+        found = defaultdict[Minority, list[str]](list)
+        for each in self._differing[1]:
+            found[find_minority(each.held)].append(str(each))
+        texts = []
+        for minority, names in found.items():
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            how = "differs from the other copies"
+            if not minority.proven:
+                how = "differ, which of them is wrong is not known"
+            who = self._faults.name_ranks(minority.ranks)
+            texts.append(f"{', '.join(names[:NAMED])}{more}: {who} {how}")
+        reason = f"copies that must be equal differ after step {step}: {'; '.join(texts)}"
+        wrong = sorted({rank for minority in found if minority.proven for rank in minority.ranks})
+        last = min(self._equal[kind] for kind in kinds)
+        fault = self._faults.make_fault(last, wrong, reason)
+        return self._faults.report(ReplicasDiffer, step, fault, proven=last)
 
     def explained(self) -> None:
         """It is known why copies differ."""
-        self._open = None
+        self._differing = 0, []
 
-    def look_again(self) -> None:
-        """Tell which copies were wrong, now that the same step has been done again: what it gives is right, and what a
-        rank held then, but for one bit in 2^64, is right only if it is that. Collective."""
-        found = self._open
-        if found is None or found.step != self._step:
+    def look_again(self, step: int) -> None:
+        """Before the update of `step`, tell which copies were wrong, now that the step before has been done again: what
+        it gives is right, and what a rank held then, but for one bit in 2^64, is right only if it is that. Collective.
+        """
+        after, differing = self._differing
+        if not differing or after != step - 1:
             return
-        self._open = None
+        self.explained()
+        now = {kind: self.replicas.by_name(kind) for kind in {each.kind for each in differing}}
         rank = self.replicas.engine.topology.rank
-        mine = [key for key, held in found.held.items() if rank in held]
-        now = {kind: self.replicas.by_name(kind) for kind in {kind for kind, *_ in mine}}
-        right = {key for key in mine if now[key[0]].get(key[1]) == found.held[key][rank]}
-        everyone = gathered((socket.gethostname(), right))
+        everyone = gathered([now[each.kind].get(each.name) == each.held.get(rank) for each in differing])
         wrong: dict[int, str] = {}
-        for (kind, name, ranks), held in found.held.items():
-            odd = [r for r in ranks if r in held and (kind, name, ranks) not in everyone[r][1]]
+        for number, each in enumerate(differing):
+            others = [r for r in each.held if not everyone[r][number]]
             # Where kernels sum in any order, or the fault has spread to all, nothing is as it was.
-            if len(odd) < len(held):
-                wrong |= {r: f"{name} ({kind})" for r in odd if r not in wrong}
+            if len(others) < len(each.held):
+                wrong |= {r: str(each) for r in others if r not in wrong}
         if wrong:
-            hosts, held_by = [host for host, _ in everyone], sorted(wrong)
-            what, who = wrong[held_by[0]], ranks_on(held_by, hosts)
-            reason = f"step {found.step} done again gives another {what} than {who} held"
-            told = self._suspects(held_by, found)
-            if told != held_by:
-                reason += f", made from gradients of {ranks_on(told, hosts)}"
-            where = [hosts[r] for r in told]
-            self.log.emit(WrongCopy(step=found.step, ranks=told, hosts=where, reason=reason), say=True)
+            holders = sorted(wrong)
+            sources = self._find_sources(holders, differing)
+            who = self._faults.name_ranks(holders)
+            reason = f"step {after} done again gives another {wrong[holders[0]]} than {who} held"
+            if sources != holders:
+                reason += f", made from gradients of {self._faults.name_ranks(sources)}"
+            self._faults.report(WrongCopy, after, self._faults.make_fault(after, sources, reason))
 
-    def _suspects(self, holders: Sequence[int], found: Open) -> list[int]:
+    def _find_sources(self, holders: Sequence[int], differing: Sequence[TensorCopies]) -> list[int]:
         """A rank whose copy alone is wrong; if its data ranks were not compared, as of replicas on tensor ranks, each
         of these may have sent the gradient that is wrong in it."""
-        suspects = set(holders)
+        sources = set(holders)
         for ranks in self.replicas.engine.topology.layout.groups("data"):
-            here = suspects.intersection(ranks)
-            if here and not any(set(ranks) <= set(group) for *_, group in found.held):
-                suspects.update(ranks)
-        return sorted(suspects)
+            here = sources.intersection(ranks)
+            if here and not any(each.held.keys() >= set(ranks) for each in differing):
+                sources.update(ranks)
+        return sorted(sources)
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
-        self._equal, self._asked = {kind: min(at, step) for kind, at in self._equal.items()}, ()
-
-    def _named(self, step: int, unequal: Sequence[tuple[str, list[int]]]) -> HardwareFault:
-        kinds = sorted({kind for kind, _ in unequal})
-        everyone = gathered((socket.gethostname(), {kind: self.replicas.by_name(kind) for kind in kinds}))
-        found: dict[tuple[tuple[int, ...], bool], list[str]] = {}
-        differing: dict[tuple[str, str, tuple[int, ...]], dict[int, int]] = {}
-        for kind, ranks in unequal:
-            for name in sorted(everyone[ranks[0]][1][kind]):
-                held = {rank: everyone[rank][1][kind].get(name, 0) for rank in ranks}
-                if len(set(held.values())) > 1:
-                    odd, proven = odd_ones(held)
-                    found.setdefault((odd, proven), []).append(f"{name} ({kind})")
-                    differing[kind, name, tuple(ranks)] = held
-        texts = []
-        for (ranks_, proven), names in found.items():
-            hosts = sorted({everyone[rank][0] for rank in ranks_})
-            told = ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
-            who = f"rank {ranks_[0]}" if len(ranks_) == 1 else f"ranks {', '.join(map(str, ranks_))}"
-            texts.append(
-                f"{told}: {who} on {', '.join(hosts)} "
-                + (
-                    "differs from the other copies"
-                    if proven
-                    else "differ, which of them is wrong is not known"
-                )
-            )
-        reason = f"copies that must be equal differ after step {step}: " + "; ".join(texts)
-        ranks = sorted({rank for odd, proven in found if proven for rank in odd})
-        self._open = Open(step, differing) if differing else None
-        last = min(self._equal[kind] for kind in kinds)
-        hosts = [everyone[rank][0] for rank in ranks]
-        self.log.emit(
-            ReplicasDiffer(step=step, proven=last, ranks=ranks, hosts=hosts, reason=reason), say=True
-        )
-        return HardwareFault(last, False, ranks, sorted(set(hosts)), reason)
+        self._equal = {kind: min(at, step) for kind, at in self._equal.items()}

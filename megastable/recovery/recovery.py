@@ -182,7 +182,7 @@ class Recovery:
         hardware = self.hardware
         hardware.judge(measured, step)
         if hardware.suspicion is not None and self.settings.dry_run:
-            self.log.emit(Would(step=step, action="repeat", reason=hardware.suspicion.told), say=True)
+            self.log.emit(Would(step=step, action="repeat", reason=hardware.suspicion.reason), say=True)
         if measured.overflow:
             return False  # normal in fp16: the loss scale is reduced
         if not self.settings.enabled:
@@ -265,7 +265,7 @@ class Recovery:
 
     def _undo(self, done: StepResult, fault: HardwareFault) -> StepOutcome:
         """Back to a state from before it."""
-        if fault.accused:
+        if fault.excludes_host:
             raise self._accuse(done, fault)
         return self.rescue(done, fault.reason, Verdict.CORRUPTED, self._onset(fault, done.state.step))
 
@@ -281,7 +281,7 @@ class Recovery:
         self.parts.phase("repeat")
         before, counters = done.before, self.engine.counters_before
         fault = self.hardware.prove(suspicion, done.batch, done.state.step)
-        if fault is not None and fault.accused:
+        if fault is not None and fault.excludes_host:
             raise self._accuse(done, fault)
         # Without snapshots, one fault that has passed is no reason to leave a state that it did not touch.
         if fault is not None and (self.points.ring.capacity or self.hardware.lasts):

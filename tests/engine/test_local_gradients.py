@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.engine.local_gradients import BLOCK, BLOCKS, ROW, LocalGradients
-from megastable.guard.gradient_consistency import COLUMNS, RankGradient, bound, rows, wrong_sums
+from megastable.engine.local_gradients import (
+    BLOCK,
+    BLOCKS,
+    COLUMNS,
+    ROW,
+    LocalGradients,
+    RankGradient,
+    bound_rounding,
+    read_columns,
+)
+from megastable.hardware.gradient_consistency import find_wrong_sums
 
 SLICES = [5 * ROW + 7, 3, 400 * ROW]  # of the buffers; the last one is read in several pieces, and sampled
 
@@ -53,7 +62,7 @@ def summed(
     fault(received)
     for local, parts in zip(watching, received, strict=True):
         local.after(parts)
-    return rows(torch.stack([local.columns() for local in watching]).sum(0).tolist())
+    return read_columns(torch.stack([local.columns() for local in watching]).sum(0).tolist())
 
 
 @pytest.mark.quick("2")
@@ -68,7 +77,7 @@ def test_the_columns_are_what_they_say(ranks: int) -> None:
         assert row.slices == pytest.approx(sum(float(w[:, d].square().sum()) for w in wide), rel=1e-3)
         assert row.square == pytest.approx(sum(float(w[d].square().sum()) for w in wide), rel=1e-3)
         assert row.stale == row.zero == 0
-        assert abs(row.excess) < bound(row.slices, ranks) / 2
+        assert abs(row.excess) < bound_rounding(row.slices, ranks) / 2
         own = torch.cat([sampled(w[d, d]) for w in wide])
         others = torch.cat([sampled(w[:, d].sum(0) - w[d, d]) for w in wide])
         for value, wanted in ((row.dot, own @ others), (row.own, own @ own), (row.others, others @ others)):
@@ -117,9 +126,9 @@ def negative_tail(received: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize("tensor", [0, 1])
 def test_a_wrong_sum_shows(fault: Callable[[list[list[Tensor]]], None], tensor: int) -> None:
     watching = [rank(d, 3, tensor) for d in range(3)]
-    assert wrong_sums(summed(watching, gradients(3))) == []
+    assert find_wrong_sums(summed(watching, gradients(3))) == []
     found = summed(watching, gradients(3), fault)
-    assert [d for d, row in enumerate(found) if not abs(row.excess) <= bound(row.slices, 3)] == [1]
+    assert [d for d, row in enumerate(found) if not abs(row.excess) <= bound_rounding(row.slices, 3)] == [1]
 
 
 def test_stale_and_zero_are_counted_and_forgotten() -> None:
@@ -162,8 +171,8 @@ def test_buckets_of_a_step_add_up(receiver: int | None, wrong: int | None) -> No
             if d == wrong and number == 4:
                 flipped(30)([[], [torch.empty(0), torch.empty(0), total]])
             watching[d].after([total])
-    found = rows(torch.stack([local.columns() for local in watching]).sum(0).tolist())
-    assert wrong_sums(found) == ([wrong] if wrong in owners else [])
+    found = read_columns(torch.stack([local.columns() for local in watching]).sum(0).tolist())
+    assert find_wrong_sums(found) == ([wrong] if wrong in owners else [])
     squares = [sum(float(b.double().square().sum()) for b in own) for own in sent]
     for d, row in enumerate(found):
         assert row.square == pytest.approx(squares[d], rel=1e-3)

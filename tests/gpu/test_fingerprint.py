@@ -62,6 +62,7 @@ def test_a_large_tensor_takes_one_kernel_and_no_wait(gpu: torch.device) -> None:
 def test_the_watch_over_memory_sees_a_bit_and_nothing_else(kind: str, tmp_path: Path) -> None:
     """What is read on a stream of its own is what the update left, also if the next one comes at once."""
     from megastable.engine.watch import Ballot
+    from megastable.hardware.hardware_fault import FaultLog
     from megastable.hardware.state_watch import StateWatch
     from megastable.run.directory import RunDirectory
     from megastable.run.log import RunLog
@@ -70,7 +71,7 @@ def test_the_watch_over_memory_sees_a_bit_and_nothing_else(kind: str, tmp_path: 
     engine = engine_of(config_of(**KINDS[kind]))
     log = RunLog(RunDirectory(tmp_path), lambda _: None)
     engine.train_step(batches(0), 1e-3, lambda m: m.finite)
-    watch = StateWatch(True, engine, 1, log)
+    watch = StateWatch(True, engine, 1, FaultLog(log))
 
     def ballot() -> Ballot:
         return {watch.name: watch.ballot(0)}

@@ -58,7 +58,7 @@ def wrong_at(config: RunConfig, rank: int, numbers: Container[int]) -> int:
 
     from megastable import train
     from megastable.engine import gradient_digest as module
-    from megastable.hardware import replay_check
+    from megastable.hardware import recomputation
 
     real, computed = module.gradient_digest, 0
 
@@ -73,7 +73,7 @@ def wrong_at(config: RunConfig, rank: int, numbers: Container[int]) -> int:
         finally:
             hook.remove()
 
-    replay_check.gradient_digest = digest  # type: ignore[attr-defined]
+    recomputation.gradient_digest = digest  # type: ignore[attr-defined]
     return train.train(config, Path("recipe.yaml"))
 
 

@@ -9,18 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.guard import gradient_consistency
-from megastable.guard.gradient_consistency import (
-    COLUMNS,
-    FEW,
-    WINDOW,
-    Consistency,
-    Kind,
-    RankGradient,
-    bound,
-    rows,
-    wrong_sums,
-)
+from megastable.engine.local_gradients import COLUMNS, RankGradient, bound_rounding, read_columns
+from megastable.hardware import gradient_consistency
+from megastable.hardware.gradient_consistency import FEW, WINDOW, Consistency, Kind, find_wrong_sums
 
 SIZE = 400  # of a slice
 
@@ -50,8 +41,8 @@ def usual(random: np.random.Generator, ranks: int, noise: float) -> list[np.ndar
 def learnt(random: np.random.Generator, ranks: int, noise: float) -> Consistency:
     judge = Consistency()
     for _ in range(30):
-        found = rows(columns_of(usual(random, ranks, noise)))
-        assert judge.doubts(found) == []
+        found = read_columns(columns_of(usual(random, ranks, noise)))
+        assert judge.find_doubts(found) == []
         judge.accept(found)
     return judge
 
@@ -65,7 +56,7 @@ def test_the_wrong_rank_is_doubted(ranks: int, wrong: int, seed: int, kind: Kind
     now[wrong] = {
         Kind.ZERO: 0 * own, Kind.STALE: before[wrong], Kind.SCALED: 3 * own, Kind.NEGATED: -own
     }[kind]  # fmt: skip
-    doubts = judge.doubts(rows(columns_of(now, before)))
+    doubts = judge.find_doubts(read_columns(columns_of(now, before)))
     # Of two ranks it cannot be said which one is the other way round.
     named = {wrong} if ranks > 2 or kind in (Kind.ZERO, Kind.STALE) else {0, 1}
     assert {doubt.rank for doubt in doubts} == named and {doubt.kind for doubt in doubts} == {kind}
@@ -77,15 +68,15 @@ def test_a_direction_that_is_noise_is_not_judged(ranks: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     judge, now = learnt(random, ranks, 100.0), usual(random, ranks, 100.0)
     now[0] = -now[0]
-    assert judge.doubts(rows(columns_of(now))) == []
+    assert judge.find_doubts(read_columns(columns_of(now))) == []
 
 
 def test_all_zero_is_nobodys_fault_and_not_finite_is_left_to_the_guard() -> None:
     nothing = [np.zeros(3 * SIZE)] * 3
-    assert Consistency().doubts(rows(columns_of(nothing, nothing))) == []
-    broken = rows(columns_of(usual(np.random.default_rng(0), 3, 1.0)))
+    assert Consistency().find_doubts(read_columns(columns_of(nothing, nothing))) == []
+    broken = read_columns(columns_of(usual(np.random.default_rng(0), 3, 1.0)))
     broken[1] = broken[1]._replace(square=math.inf)
-    assert Consistency().doubts(broken) == [] and wrong_sums(broken) == []
+    assert Consistency().find_doubts(broken) == [] and find_wrong_sums(broken) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -95,9 +86,9 @@ def test_accepted_steps_decide_what_is_usual(ranks: int) -> None:
     for _ in range(30):
         now = usual(random, ranks, 1.0)
         now[0] *= 1.9
-        judge.accept(rows(columns_of(now)))
-    assert judge.doubts(rows(columns_of([now[0], *usual(random, ranks, 1.0)[1:]]))) == []
-    assert 0 in {doubt.rank for doubt in judge.doubts(rows(columns_of([now[0] / 3, *now[1:]])))}
+        judge.accept(read_columns(columns_of(now)))
+    assert judge.find_doubts(read_columns(columns_of([now[0], *usual(random, ranks, 1.0)[1:]]))) == []
+    assert 0 in {doubt.rank for doubt in judge.find_doubts(read_columns(columns_of([now[0] / 3, *now[1:]])))}
 
 
 @given(
@@ -108,19 +99,19 @@ def test_a_sum_off_by_more_than_rounding_is_wrong(
     ranks: int, wrong: int, square: float, share: float, off: float
 ) -> None:
     wrong %= ranks
-    row = RankGradient(share * bound(square, ranks), square, 1, 1, 1, 1, 0, 0)
+    row = RankGradient(share * bound_rounding(square, ranks), square, 1, 1, 1, 1, 0, 0)
     found = [row] * ranks
-    assert wrong_sums(found) == []
-    found[wrong] = row._replace(excess=-off * bound(square, ranks))
-    assert wrong_sums(found) == [wrong]
+    assert find_wrong_sums(found) == []
+    found[wrong] = row._replace(excess=-off * bound_rounding(square, ranks))
+    assert find_wrong_sums(found) == [wrong]
 
 
 def test_the_same_batch_on_the_same_weights_is_no_fault_of_a_rank() -> None:
     random = np.random.default_rng(0)
     judge, now = learnt(random, 3, 1.0), usual(random, 3, 1.0)
-    assert judge.doubts(rows(columns_of(now, now))) == []
+    assert judge.find_doubts(read_columns(columns_of(now, now))) == []
     others = [usual(random, 3, 1.0)[0], *now[1:]]
-    assert [(d.rank, d.kind) for d in judge.doubts(rows(columns_of(now, others)))] == [
+    assert [(d.rank, d.kind) for d in judge.find_doubts(read_columns(columns_of(now, others)))] == [
         (1, Kind.STALE),
         (2, Kind.STALE),
     ]
@@ -158,7 +149,7 @@ def test_beside_its_own_moments_a_rank_stands_out(
     judge = Consistency(mutual=False)
     for step in range(40):
         found = own_rows(random, step, ranks)
-        assert judge.doubts(found) == []
+        assert judge.find_doubts(found) == []
         judge.accept(found)
     now = own_rows(random, 40, ranks)
     own = now[wrong]
@@ -168,7 +159,7 @@ def test_beside_its_own_moments_a_rank_stands_out(
         )
     elif kind is Kind.NEGATED:
         now[wrong] = own._replace(dot=-own.dot)
-    doubts = judge.doubts(now)
+    doubts = judge.find_doubts(now)
     assert {doubt.kind for doubt in doubts} == ({kind} if kind else set())
     # Of two ranks it cannot be said which one's norm is another multiple.
     named = {0, 1} if ranks == 2 and kind is Kind.SCALED else {wrong}
@@ -182,7 +173,7 @@ def test_without_moments_nothing_is_judged() -> None:
     row = RankGradient(0, 4.0, 4.0, 0.0, 4.0, 0.0, 0, 0)
     for _ in range(40):
         judge.accept([row, row])
-    assert judge.doubts([row, row._replace(square=400.0, own=400.0)]) == []
+    assert judge.find_doubts([row, row._replace(square=400.0, own=400.0)]) == []
 
 
 def test_what_was_cleared_is_doubted_again_only_if_it_is_further_away() -> None:
@@ -192,7 +183,7 @@ def test_what_was_cleared_is_doubted_again_only_if_it_is_further_away() -> None:
     def doubts(times: float, rank: int = 1) -> list[gradient_consistency.Doubt]:
         now = usual(random, 4, 0.3)
         now[rank] = times * now[rank]
-        return judge.doubts(rows(columns_of(now)))
+        return judge.find_doubts(read_columns(columns_of(now)))
 
     cleared = doubts(3.0)
     assert [doubt.rank for doubt in cleared] == [1] and cleared[0].size > gradient_consistency.FAR
@@ -201,7 +192,7 @@ def test_what_was_cleared_is_doubted_again_only_if_it_is_further_away() -> None:
     assert [doubt.rank for doubt in doubts(10.0, rank=2)] == [2]
     assert [doubt.kind for doubt in doubts(-1.0)] == [Kind.NEGATED]  # another kind
     for _ in range(gradient_consistency.LONGEST):
-        judge.accept(rows(columns_of(usual(random, 4, 0.3))))
+        judge.accept(read_columns(columns_of(usual(random, 4, 0.3))))
     assert [doubt.rank for doubt in doubts(2.5)] == [1]
 
 
@@ -212,15 +203,15 @@ def test_zero_or_stale_that_was_cleared_is_doubted_again_after_a_while() -> None
     def doubts(rank: int) -> list[int]:
         now = usual(random, 3, 0.3)
         now[rank] = 0 * now[rank]
-        return [doubt.rank for doubt in judge.doubts(rows(columns_of(now)))]
+        return [doubt.rank for doubt in judge.find_doubts(read_columns(columns_of(now)))]
 
     for quiet in (gradient_consistency.QUIET, 2 * gradient_consistency.QUIET):
         now = usual(random, 3, 0.3)
         now[1] = 0 * now[1]
-        judge.clear(judge.doubts(rows(columns_of(now))))
+        judge.clear(judge.find_doubts(read_columns(columns_of(now))))
         for _ in range(quiet):
             assert doubts(1) == [] and doubts(2) == [2]
-            judge.accept(rows(columns_of(usual(random, 3, 0.3))))
+            judge.accept(read_columns(columns_of(usual(random, 3, 0.3))))
         assert doubts(1) == [1]
 
 

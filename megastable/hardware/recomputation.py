@@ -1,0 +1,224 @@
+"""Computes samples again, and finds out from all results which ranks computed a wrong gradient, and how; at an interval
+of a micro-batch, with products whose answers are known. Finds chips that are wrong now and then, or always.
+
+Every rank has computed its own samples twice, then those of the data rank after it, and of the one after that. On sound
+hardware all results for the same samples are the same, whatever the samples are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.base.collectives import gathered
+from megastable.base.deterministic import exact
+from megastable.config.tree import RunConfig
+from megastable.data.loader import Loader, MicroBatch, Step
+from megastable.engine.engine import Engine
+from megastable.engine.gradient_digest import Digest, GradientDigest, gradient_digest
+from megastable.engine.self_test import wrong_product
+from megastable.engine.watch import Watch
+from megastable.hardware.hardware_fault import FaultCounts, FaultLog, HardwareFault
+from megastable.model.kernels import DTYPES
+from megastable.run.events.stability_events import ReplayDiffers
+
+TURNS = 2  # other ranks that compute the same samples: with a third result it is known which one is wrong
+WATCHED = 10  # steps after one, which are all checked
+WHAT = "a micro-batch computed again gives another gradient"
+
+
+class GradientFault(NamedTuple):
+    """Ranks whose gradient was wrong. proven: else it is one of them, and not known which; lasting: the first time and
+    when repeated, so not by chance; what: of the first of them, beside the right gradient: "negated"; product: it is
+    not a gradient but a product with a known answer."""
+
+    ranks: tuple[int, ...]
+    proven: bool
+    lasting: bool
+    what: str
+    product: bool = False
+
+
+def find_fault(
+    results: Mapping[int, Sequence[Sequence[Digest]]],
+    groups: Sequence[Sequence[int]],
+    shift: int,
+    exact: bool,
+) -> GradientFault | None:
+    """What the results of all ranks show; None if all are as they should be.
+
+    results: by rank, for its own samples, for those of the data rank `shift` further, of the one 2 * `shift` further,
+    and so on; of some it has computed several. groups: the ranks of each data group, in order.
+    """
+    turns = range(len(next(iter(results.values()))))
+    for turn in turns:
+        changed = {
+            rank: again
+            for rank, own in results.items()
+            for again in own[turn][1:]
+            if not own[turn][0].is_like(again, exact)
+        }
+        if changed:
+            rank = min(changed)
+            what = results[rank][turn][0].describe_difference(changed[rank])
+            return GradientFault(tuple(sorted(changed)), True, False, what)
+    wrong: dict[int, str] = {}
+    doubtful: set[int] = set()
+    for ranks in groups:
+        for place in range(len(ranks)):
+            computed_by = [ranks[(place - turn * shift) % len(ranks)] for turn in turns]
+            held = {rank: results[rank][turn][0] for turn, rank in enumerate(computed_by)}
+            agreeing = ({r for r in held if one.is_like(held[r], exact)} for one in held.values())
+            most = max(agreeing, key=len)
+            others = held.keys() - most
+            if others and 2 * len(most) > len(held):
+                right = held[min(most)]
+                wrong |= {r: held[r].describe_difference(right) for r in others if r not in wrong}
+            elif others:
+                doubtful |= held.keys()
+    if wrong:
+        return GradientFault(tuple(sorted(wrong)), True, True, wrong[min(wrong)])
+    return GradientFault(tuple(sorted(doubtful)), False, True, "") if doubtful else None
+
+
+def find_causes(
+    changed: Sequence[int], pipelines: Sequence[Sequence[int]], moved: Sequence[AbstractSet[int]], tied: bool
+) -> tuple[int, ...]:
+    """The ranks that may have computed wrong, of those of whose gradients the repetition gives another one.
+
+    A wrong result of one stage changes the gradients of others. What each has received is what was sent, so the first
+    stage that sent something else on has computed it; if none has, the last one that sent something else back, and
+    those after it whose gradient alone is another.
+
+    pipelines: ranks, in the order of their stages. moved: by rank, the stages to which it sent something else. tied:
+    whether the first and the last stage add up gradients.
+    """
+    found: set[int] = set()
+    for ranks in pipelines:
+        on = [s for s, rank in enumerate(ranks) if any(to > s for to in moved[rank])]
+        back = [s for s, rank in enumerate(ranks) if any(to < s for to in moved[rank])]
+        own = {s for s, rank in enumerate(ranks) if rank in changed}
+        if back and tied and 0 in own:
+            own.discard(len(ranks) - 1)  # its gradient has in it what that of the first stage is
+        if on:
+            stages = {min(on)}
+        elif back:
+            stages = {max(back)} | {s for s in own if s > max(back)}
+        else:
+            stages = own
+        found |= {ranks[s] for s in stages}
+    return tuple(sorted(found)) or tuple(changed)
+
+
+class Recomputation:
+    """Computes the samples of this rank and of others once more, and says what the results of all ranks show.
+
+    others: how many other ranks compute the samples of one.
+    """
+
+    def __init__(self, config: RunConfig, engine: Engine, loader: Loader, faults: FaultLog) -> None:
+        self.faults, self._loader = faults, loader
+        self._layout = engine.topology.layout
+        self._shape = -1, self._layout.samples, config.train.micro_batch
+        self.others = min(TURNS, self._layout.samples - 1)
+        self._exact = exact(config.run.deterministic, engine.device)
+        dtype, tensor = DTYPES[config.precision.kind], self._layout.tensor
+        self._find_wrong_product = partial(wrong_product, config.model, tensor, dtype, engine.device)
+
+    def read_turned(self, positions: npt.NDArray[np.int64], turn: int) -> Sequence[MicroBatch]:
+        """The micro-batches of the data rank `turn` further. positions: of one or more micro-batches of all of them."""
+        return self._loader.read(np.roll(positions.reshape(self._shape), -turn, 1).ravel())
+
+    def compare(
+        self, results: Sequence[Sequence[Digest]], note: Any = None
+    ) -> tuple[GradientFault | None, Sequence[Any]]:
+        """What the results of all ranks show, or their products with known answers; and the note of every rank.
+        Collective. results: this rank's, as of `find_fault`."""
+        everyone = gathered((results, self._find_wrong_product(), note))
+        of_ranks, products, notes = zip(*everyone, strict=True)
+        if ranks := tuple(rank for rank, product in enumerate(products) if product):
+            return GradientFault(ranks, True, True, products[ranks[0]], product=True), notes
+        layout, by_rank = self._layout, dict(enumerate(of_ranks))
+        return find_fault(by_rank, layout.groups("data"), layout.context, self._exact), notes
+
+    def conclude(self, proof: GradientFault, after: int, why: str = "") -> HardwareFault:
+        """What is proven, as a fault since the step after `after`. why: begins the reason."""
+        what = self.faults.name_ranks(proof.ranks)
+        if proof.product:
+            what += f": {proof.what}"
+        elif not proof.lasting:
+            what += f" got {proof.what}, not when repeated"
+        elif proof.proven:
+            what += f" gets {proof.what} every time, other ranks do not"
+        else:
+            what += " get different results for the same samples, every time"
+        ranks, reason = proof.ranks if proof.proven else (), f"{why}: {what}" if why else what
+        return self.faults.make_fault(after, ranks, reason, proof.lasting)
+
+
+class ReplayCheck(Watch):
+    """Of one process, which resumes after `step` steps. every: steps from one replay to the next, 0: none. counts: of
+    what earlier replays found."""
+
+    name = "replays"
+
+    def __init__(
+        self, every: int, engine: Engine, recomputation: Recomputation, step: int, counts: FaultCounts
+    ) -> None:
+        self.every, self.engine, self._recomputation, self._counts = every, engine, recomputation, counts
+        self._right = self._again = step  # after which all was right; until which it is due at every step
+
+    def due(self, step: int) -> bool:
+        return bool(self.every) and (step % self.every == 0 or step <= self._again)
+
+    def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
+        self._right = min(self._right, step)
+
+    def check(self, batch: Step, step: int) -> HardwareFault | None:
+        """Of the samples of `step`, on the current state."""
+        own, other = self._compute(batch, 0), self._compute(batch, 1)
+        recomputation, results = self._recomputation, [own.total, other.total]
+        proof, _ = recomputation.compare([[one] for one in results] if recomputation.others else [results])
+        if proof is None:
+            self._right = step
+            return None
+        fault = (
+            recomputation.conclude(proof, self._right) if proof.product else self._prove(batch, own, other)
+        )
+        fault = self._counts.count(fault, step)
+        self._again = step + WATCHED
+        return recomputation.faults.report(ReplayDiffers, step, fault, verdict=fault.verdict)
+
+    def _compute(self, batch: Step, turn: int) -> GradientDigest:
+        """Of the first micro-batch of the data rank that is `turn` further; of its own, if there is no other one."""
+        if not turn or not self._recomputation.others:
+            return gradient_digest(self.engine, batch.micro_batches[:1])
+        size = batch.positions.size // len(batch.micro_batches)
+        return gradient_digest(self.engine, self._recomputation.read_turned(batch.positions[:size], turn))
+
+    def _prove(self, batch: Step, own: GradientDigest, other: GradientDigest) -> HardwareFault:
+        """What computing both once more shows, and computing them on a third rank."""
+        recomputation, after = self._recomputation, self._right
+        further = [[self._compute(batch, turn).total] for turn in range(2, 1 + recomputation.others)]
+        again, other_again = self._compute(batch, 0), self._compute(batch, 1)
+        results = [[own.total, again.total], [other.total, other_again.total], *further]
+        proof, where = recomputation.compare(results, _name_unlike(own, again))
+        if proof is None:
+            reason = f"{WHAT}, not once more: which rank was wrong is not known"
+            return recomputation.faults.make_fault(after, (), reason)
+        if proof.product:
+            return recomputation.conclude(proof, after)
+        # What one of a replica computes wrong changes the gradients of others.
+        ranks = self.engine.topology.layout.replicas(proof.ranks)
+        return recomputation.conclude(proof._replace(ranks=ranks), after, WHAT + where[proof.ranks[0]])
+
+
+def _name_unlike(one: GradientDigest, two: GradientDigest) -> str:
+    """The last parameter, the first that the backward pass comes to, whose gradients differ: the end of a phrase."""
+    unlike = (one.bits != two.bits).nonzero().flatten().tolist()
+    return f" ({one.names[unlike[-1]]} and {len(unlike) - 1} more parameters)" if unlike else ""
