@@ -9,6 +9,9 @@ whatever it reads. Without that condition a lower rate would always win over a f
 The least intrusive branch wins that is not clearly worse than the best. A remedy must also be clearly better than both
 branches without one.
 
+A corpus of which samples were bad again and again is left out if that clearly helps the others: the branch without
+any of its samples against the one without the bad ones, on the data to come of the other corpora.
+
 Pure. `recovery/replay_trials.py` trains the branches.
 """
 
@@ -20,9 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megastable.attribution.harm import HARM, SURE, Floats, mean_difference
+from megastable.attribution.harm import GAIN, HARM, SURE, Floats, mean_difference
 
 NOTHING, OTHER_DATA = "nothing", "other data"
+WITHOUT_BAD, WITHOUT_CORPUS = "without the suspects", "without the corpus"
 TOLERANCE = 0.01  # nats: smaller differences are those of another choice of samples
 
 
@@ -49,6 +53,45 @@ class RemedyTrial:
             f"{self.steps} steps from the same state, with the same data: with this remedy the data to come is "
             f"{self.gain:.3f} ± {self.gain_error:.3f} nats easier than without any, and with other data"
         )
+
+
+@dataclass(frozen=True)
+class CorpusTrial:
+    """What branches without a corpus, and without its bad samples alone, have shown. gain: nats by which the data to
+    come of the other corpora is easier after the first, with its standard error. helps: clearly."""
+
+    corpus: str
+    helps: bool
+    gain: float
+    gain_error: float
+    steps: int
+
+    @property
+    def chosen(self) -> str:
+        """The name of a branch."""
+        return WITHOUT_CORPUS if self.helps else WITHOUT_BAD
+
+    @property
+    def reason(self) -> str:
+        """As a sentence."""
+        told = "it is left out" if self.helps else "it is kept"
+        return (
+            f"{self.steps} steps without corpus {self.corpus}, and the same steps without its bad samples alone, from "
+            f"the same state: without it the data to come of the other corpora is {self.gain:.3f} ± "
+            f"{self.gain_error:.3f} nats easier: {told}"
+        )
+
+
+def judge_corpus(corpus: str, without: Floats, control: Floats, steps: int) -> CorpusTrial:
+    """Whether a corpus is to be left out.
+
+    Args:
+        without, control: losses of the data to come of the other corpora, [n] nats: after `steps` steps without the
+            corpus, and after the same without its bad samples.
+    """
+    gain, error = mean_difference(control, without)
+    helps = bool(np.isfinite(without).all()) and gain > max(GAIN, SURE * error)
+    return CorpusTrial(corpus, helps, gain, error, steps)
 
 
 def harms_anyway(control: Floats, before: Floats) -> bool:

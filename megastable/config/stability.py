@@ -202,7 +202,7 @@ class PolicyConfig(Section):
     verify_steps: PositiveInt = 30
     """How soon the loss must be back on its trend after an action; spikes that heal do so in 10 to 30 steps. [steps]"""
     swap_after: PositiveInt = 4
-    """Data incidents of a corpus in a window before it is left out, if there is another. [incidents]"""
+    """Data incidents of a corpus, by clear trials, after which the next one tries the run without it. [incidents]"""
     swap_most: Fraction = 0.5
     """Largest share of the blend that may be left out."""
     hardware: PositiveInt = 3

@@ -77,7 +77,7 @@ class Guard:
         """The follow-up of a decision that is not carried out: nothing is examined, so the cause is unknown."""
         if decision.action is Action.REWIND:
             self.policy.rewound(decision.finding.step, decision.finding.step - decision.finding.onset)
-            remedy = self.policy.remedy(Cause.STATE, decision.finding.step, None, False)
+            remedy = self.policy.remedy(Cause.STATE, decision.finding.step)
             if remedy.action is not Action.REWIND:
                 reason = f"{decision.reason}; {remedy.reason}"
                 decision = replace(decision, action=remedy.action, reason=reason)

@@ -343,26 +343,36 @@ class Policy:
         soon = self._count(Action.REWIND, *BLAMELESS, within=self.config.recur_steps)
         return not adjacent and (soon > 0 or self._count(Action.REWIND, *BLAMELESS) > 1)
 
+    def may_swap(self, corpus: str) -> bool:
+        """Called before `remedy`: whether samples of a corpus were bad so often that the run is to be tried without."""
+        proven = [
+            t for t in self.state.taken if t.action is Action.REWIND and t.proven and t.corpus == corpus
+        ]
+        return len(proven) >= self.config.swap_after and not self._spent(Action.SWAP_CORPUS)
+
     def remedy(
-        self, cause: Cause, updates: int, culprit: str | None = None, may_swap: bool = False,
+        self, cause: Cause, updates: int, corpus: str | None = None, swap: str = "",
         proven: bool = False, bad: Sequence[int] = (), kernels: Sequence[str] = (),
     ) -> Remedy:  # fmt: skip
         """The further action on the rewound state, and why; REWIND: skipping or deferring is enough.
 
-        cause: of the experiments. updates: of that state. culprit: the corpus of most bad samples; may_swap: enough of
-        the blend is left without it. bad: positions of the bad samples; proven: a trial has clearly shown that they do
-        harm, or they were not finite; else they are released if the rate soon proves to be the cause. kernels: names of
-        those without which the step is harmless.
+        cause: of the experiments. updates: of that state. corpus: of most of the bad samples; swap: why it is left out,
+        if the branch without it has won. bad: positions of the bad samples; proven: a trial has clearly shown that they
+        do harm, or they were not finite; else they are released if the rate soon proves to be the cause. kernels: names
+        of those without which the step is harmless.
         """
         s = self.state
         learning_rate_limits.moved_back(s.limits, updates)
         last = s.taken[-1]
-        last.cause, last.corpus = cause, culprit
+        last.cause, last.corpus = cause, corpus
         if cause is Cause.DATA:
             self._found_bad(bad, proven)
         match cause:
             case Cause.DATA:
-                given = self._against_data(culprit, may_swap)
+                given = Remedy(Action.REWIND, cause, "the bad samples are skipped")
+                if swap:
+                    self._take(Action.SWAP_CORPUS, s.tripped, cause, corpus)
+                    given = Remedy(Action.SWAP_CORPUS, cause, swap)
             case Cause.NUMERICS:
                 given = self._against_numerics(kernels)
             case Cause.HARDWARE:
@@ -372,18 +382,6 @@ class Policy:
         if given.action is not Action.ALERT:
             s.alert = None
         return given
-
-    def _against_data(self, culprit: str | None, may_swap: bool) -> Remedy:
-        s, c = self.state, self.config
-        incidents = [
-            t for t in s.taken
-            if t.action is Action.REWIND and t.proven and t.corpus == culprit
-        ]  # fmt: skip
-        if len(incidents) >= c.swap_after and may_swap and not self._spent(Action.SWAP_CORPUS):
-            self._take(Action.SWAP_CORPUS, s.tripped, Cause.DATA, culprit)
-            reason = f"{len(incidents)} incidents with data of {culprit} within {c.budget_window} steps"
-            return Remedy(Action.SWAP_CORPUS, Cause.DATA, reason)
-        return Remedy(Action.REWIND, Cause.DATA, "the guilty samples are skipped")
 
     def _against_hardware(self) -> Remedy:
         c = self.config

@@ -209,7 +209,7 @@ class IncidentLog:
         """Record which samples were guilty, and skip them; or defer the window, if the state was damaged but no sample
         is convicted.
 
-        Innocent data is not skipped. swap: the corpus to leave out from the first guilty sample on. Raises SpaceError.
+        Innocent data is not skipped. swap: the corpus to leave out from the first bad sample on. Raises SpaceError.
         """
         incident = self._present()
         skipped, deferred = list[tuple[int, int]](), NOBODY
@@ -223,8 +223,8 @@ class IncidentLog:
         elif found.cause is Cause.STATE:
             deferred, skipped = self._defer(window, reason)
         if swap is not None:
-            because = f"corpus {swap} was guilty again and again"
-            self._skip_positions([(min(found.guilty), LAST_POSITION)], because, swap)
+            because = f"samples of corpus {swap} were bad again and again"
+            self._skip_positions([(min([*found.guilty, *found.later]), LAST_POSITION)], because, swap)
             self.log.say(f"  swapped out: corpus {swap}")
         convicted = set(found.convicted)
         told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in convicted][:NAMED]

@@ -1,5 +1,6 @@
 """Tries what may be done about an incident, in branches from the same good state: the suspects and others in their
-places, and remedies. Collective; leaves no trace. attribution/harm.py and attribution/remedies.py decide."""
+places, remedies, and the data without a corpus. Collective; leaves no trace. attribution/harm.py and
+attribution/remedies.py decide."""
 
 from __future__ import annotations
 
@@ -24,9 +25,13 @@ from megastable.attribution.harm import (
 from megastable.attribution.remedies import (
     NOTHING,
     OTHER_DATA,
+    WITHOUT_BAD,
+    WITHOUT_CORPUS,
+    CorpusTrial,
     RemedyTrial,
     choose_remedy,
     harms_anyway,
+    judge_corpus,
 )
 from megastable.attribution.repetition import MOST, find_repetition
 from megastable.attribution.sample_replay import Trained, harmless
@@ -44,6 +49,7 @@ from megastable.run.events.training_events import Warned
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 T = TypeVar("T")
 
 # Steps of a branch since the first one with a suspect; half of them if few are suspected, or near the end of a run.
@@ -167,6 +173,16 @@ class Trials:
             return None
         return self.unless_unreadable(start.step, lambda: self._try_remedies(offers, start, outlook))
 
+    def try_corpus(self, corpus: str, bad: Sequence[int], start: TrialStart) -> CorpusTrial | None:
+        """Try the data as it comes without a corpus, against the same without its bad samples alone. bad: their
+        positions. None: there is nothing to compare, or the run has tried enough."""
+        outlook, policy = start.outlook, self.guard.policy
+        if outlook is None or not policy.may_try_remedies(2 * outlook.steps, self.config.train.steps):
+            return None
+        return self.unless_unreadable(
+            start.step, lambda: self._try_corpus(corpus, np.array(bad, dtype=np.int64), start, outlook)
+        )
+
     def repeat(self, snapshot: Snapshot, state: RunState, measure: Callable[[], T]) -> T | None:
         """What `measure` finds after the same steps, with the same updates, from `snapshot`, which the engine holds
         before and after, to where the run stands. None: they are not known, too many, or cannot be read."""
@@ -233,7 +249,7 @@ class Trials:
                 coming, held, vocabulary, suspects.size, len(batches), find_repetition(*texts)
             )
         )
-        branches = {"with the suspects": with_them, "without the suspects": control}
+        branches = {"with the suspects": with_them, WITHOUT_BAD: control}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, trial.facts)
         return SuspectsTrial(trial, first(lambda: harms_anyway(coming.control, before)))
 
@@ -269,6 +285,36 @@ class Trials:
         branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
         trial = first(lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches)))
         facts = {"chosen": trial.chosen, "steps": len(batches)}
+        self._tell(start, branches, control, before, outlook, begin, trial.reason, facts)
+        return trial
+
+    def _try_corpus(
+        self, corpus: str, bad: Int64s, start: TrialStart, outlook: Outlook
+    ) -> CorpusTrial | None:
+        snapshot, begin = start.snapshot, time.perf_counter()
+        index = [known.name for known in self.loader.source.order.corpora].index(corpus)
+
+        def is_of(positions: Int64s) -> Bools:
+            return np.asarray(self.laboratory.corpora(positions) == index)
+
+        others = ~is_of(outlook.positions)
+        outlook = replace(outlook, positions=outlook.positions[others], losses=outlook.losses[others])
+        batches = self._next_batches(snapshot, bad, start.left_out, outlook.steps)
+        coming = np.concatenate(batches)
+        every = np.union1d(np.intersect1d(coming, bad), coming[is_of(coming)])
+        fillers = self._find_fillers(snapshot, start.left_out, bad.tolist())
+        fillers = fillers[~is_of(fillers)][-every.size :]
+        if not outlook.positions.size or not every.size or not fillers.size:
+            return None
+        before = self.laboratory.losses(outlook.positions)
+        self.guard.policy.state.tried += 2 * len(batches)
+        without, control = (
+            self._train_and_measure(snapshot, replace_samples(batches, replaced, fillers), outlook.positions)
+            for replaced in (every, bad)
+        )
+        trial = first(lambda: judge_corpus(corpus, without.measured, control.measured, len(batches)))
+        branches = {WITHOUT_BAD: control, WITHOUT_CORPUS: without}
+        facts = {"chosen": trial.chosen, "corpus": corpus, "steps": trial.steps}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, facts)
         return trial
 

@@ -16,7 +16,6 @@ from megastable.attribution.sample_replay import Trained
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
-from megastable.data.skips import Selection
 from megastable.engine.measured import Measured
 from megastable.guard import fallback
 from megastable.guard.actions import Action, Cause, Decision, Remedy
@@ -127,12 +126,12 @@ class Rewinding:
             why = f"the checkpoint of step {self.points.origin.step} is the suspect: {self.points.origin.suspect()}"
             decision = policy.abandon(t.decision, why, proven=False)
             raise self.last_resort.end(decision, t.done.state, Cause.STORAGE)
+        remedy = None
         if offer is not None:
             remedy = policy.adopt(offer, conclusion.reason)
             self._carry_out(offer, snapshot)
-        else:
-            remedy = self._remedy(conclusion, snapshot, left_out)
-        return self._undo(t.decision, t.done.state, conclusion, remedy, window, snapshot, begin)
+        start = TrialStart(window, snapshot, left_out, outlook)
+        return self._undo(t.decision, t.done.state, conclusion, start, begin, remedy)
 
     def _train_through(
         self,
@@ -300,8 +299,7 @@ class Rewinding:
         decision = policy.convicted(finding, case.reason)
         self.incident_log.open(decision, state, window, measured.grad_norm)
         self.watches.samples.convicted(case)
-        remedy = self._remedy(found, snapshot, left_out)
-        return self._undo(decision, state, found, remedy, window, snapshot, begin)
+        return self._undo(decision, state, found, TrialStart(window, snapshot, left_out, outlook), begin)
 
     def undo_jump(self, jump: TensorJump, done: StepResult) -> RunState | None:
         """Repeat the steps in which a tensor jumped, on a state from before them. If it does not jump again, something
@@ -328,9 +326,8 @@ class Rewinding:
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, jump.before + 1, reason, on_trend=False)
         decision = policy.convicted(finding, reason)
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
-        conclusion = Conclusion(Cause.STATE, [], [], reason)
-        remedy = self._remedy(conclusion, snapshot, left_out)
-        return self._undo(decision, state, conclusion, remedy, [], snapshot, begin)
+        start = TrialStart([], snapshot, left_out, None)
+        return self._undo(decision, state, Conclusion(Cause.STATE, [], [], reason), start, begin)
 
     def _replayed(self, t: Tripped) -> tuple[bool, str, Harmless | None]:
         """Whether all runs of the step differ; what is proven about the hardware, a sentence, or ""; how the step is
@@ -410,46 +407,47 @@ class Rewinding:
                 SettingsAdjusted(step=saved.step, settings=[offer.name], reason=offer.remedy.reason)
             )
 
-    def _remedy(self, found: Conclusion, snapshot: Snapshot, left_out: Selection) -> Remedy:
-        """The remedy for a conclusion."""
-        culprit = self._culprit(found)
-        most = self.config.stability.policy.swap_most
-        may_swap = culprit is not None and left_out.share_without(culprit) >= 1 - most
-        return self.guard.policy.remedy(
-            found.cause,
-            snapshot.extra.state.updates,
-            culprit,
-            may_swap,
-            found.proven,
-            found.convicted,
-            found.kernels,
-        )
+    def _remedy(self, found: Conclusion, start: TrialStart) -> Remedy:
+        """The remedy for a conclusion. A corpus of which samples were bad again and again is tried to be left out."""
+        policy, corpus, swap = self.guard.policy, self._corpus_of(found), ""
+        least = 1 - self.config.stability.policy.swap_most
+        if corpus is not None and found.proven and policy.may_swap(corpus):
+            bad = sorted([*found.convicted, *found.later])
+            enough = start.left_out.share_without(corpus) >= least
+            trial = self.trials.try_corpus(corpus, bad, start) if enough else None
+            swap = trial.reason if trial is not None and trial.helps else ""
+        updates = start.snapshot.extra.state.updates
+        return policy.remedy(found.cause, updates, corpus, swap, found.proven, found.convicted, found.kernels)
 
-    def _culprit(self, found: Conclusion) -> str | None:
-        """The corpus of most guilty samples."""
-        if not found.guilty:
+    def _corpus_of(self, found: Conclusion) -> str | None:
+        """The corpus that most of the bad samples are of, if more than half are."""
+        bad = [*found.convicted, *found.later]
+        if found.cause is not Cause.DATA or not bad:
             return None
         order = self.parts.source.order
-        return order.corpora[int(np.bincount(order.locate(np.array(found.guilty)).corpus).argmax())].name
+        counts = np.bincount(order.locate(np.array(bad)).corpus)
+        most = int(counts.argmax())
+        return order.corpora[most].name if 2 * counts[most] > len(bad) else None
 
     def _undo(
         self,
         decision: Decision,
         state: RunState,
         found: Conclusion,
-        remedy: Remedy,
-        window: Sequence[Trained],
-        snapshot: Snapshot,
+        start: TrialStart,
         begin: float,
+        remedy: Remedy | None = None,
     ) -> RunState:
         """Record a conclusion and its remedy in journal and ledgers, and go on from the snapshot. Raises HandoverError
         and UnstableError if the remedy ends the process."""
+        snapshot, window = start.snapshot, start.window
+        remedy = remedy or self._remedy(found, start)
         seconds = time.perf_counter() - begin
         if remedy.action is Action.HANDOVER:
             decision = replace(decision, reason=remedy.reason)
             given = self.last_resort.weigh(replace(decision, action=remedy.action))
             remedy = replace(remedy, action=given.action, reason=given.reason)
-        swap = self._culprit(found) if remedy.action is Action.SWAP_CORPUS else None
+        swap = self._corpus_of(found) if remedy.action is Action.SWAP_CORPUS else None
         lost = state.step - snapshot.step
         self.incident_log.attribute(found, window, remedy.action, remedy.reason, lost, seconds, swap)
         if remedy.release:

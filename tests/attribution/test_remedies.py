@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.attribution.harm import HARM
+from megastable.attribution.harm import GAIN, HARM
 from megastable.attribution.remedies import (
     NOTHING,
     OTHER_DATA,
     TOLERANCE,
+    WITHOUT_BAD,
+    WITHOUT_CORPUS,
     choose_remedy,
     harms_anyway,
+    judge_corpus,
 )
 
 BASE = np.random.default_rng(1).normal(4.0, 1.0, 64)
@@ -78,3 +81,26 @@ def test_other_data_that_does_no_harm_needs_no_remedy() -> None:
     assert not harms_anyway(at(-0.2), before) and not harms_anyway(at(0.9 * HARM), before)
     assert not harms_anyway(at(0.05, noise=1.0), before)
     assert harms_anyway(at(0.05), before) and harms_anyway(at(np.nan), before)
+
+
+@pytest.mark.parametrize(
+    ("without", "control", "helps"),
+    [
+        (at(0.0), at(0.9 * GAIN), False),
+        (at(0.0), at(1.1 * GAIN), True),
+        (at(0.0, noise=0.5), at(0.1), False),  # not clear
+        (at(0.0, noise=0.1), at(0.1), True),
+        (at(0.1), at(0.0), False),
+        (at(0.0), at(np.nan), True),
+        (at(np.inf), at(np.nan), False),
+        (at(0.0)[:1], at(1.0)[:1], False),  # one sample shows nothing
+        (at(0.0)[:0], at(0.0)[:0], False),
+    ],
+)
+def test_a_corpus_is_left_out_only_if_that_clearly_helps_the_others(
+    without: np.ndarray, control: np.ndarray, helps: bool
+) -> None:
+    trial = judge_corpus("web", without, control, 16)
+    assert trial.helps is helps and trial.chosen == (WITHOUT_CORPUS if helps else WITHOUT_BAD)
+    assert "16 steps without corpus web" in trial.reason
+    assert trial.reason.endswith("it is left out" if helps else "it is kept")

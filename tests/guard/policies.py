@@ -34,11 +34,13 @@ def trip(
     proven: bool = True,
     bad: Sequence[int] = (),
 ) -> Action:
-    """A spike, and the remedy for its cause as it was found out; by default by a clear trial."""
+    """A spike, and the remedy for its cause as it was found out; by default by a clear trial. may_swap: a
+    branch without the corpus would win."""
     decision = policy.decide(seen(step, Verdict.SPIKE), 0)
     if decision.action is not Action.REWIND:
         return decision.action
-    return policy.remedy(cause, step, corpus, may_swap, proven, bad).action
+    swap = "without it the others are easier" if may_swap and policy.may_swap(corpus) else ""
+    return policy.remedy(cause, step, corpus, swap, proven, bad).action
 
 
 def trip_and_try(

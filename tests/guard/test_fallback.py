@@ -73,7 +73,7 @@ def test_every_fall_back_rests_twice_as_long_and_the_last_one_for_good() -> None
 def test_how_long_it_is_left_is_said(config: dict[str, int], words: str) -> None:
     policy = with_fp8(**config)
     policy.decide(seen(100, Verdict.SPIKE), 0)
-    assert words in policy.remedy(Cause.NUMERICS, 99, None, False).reason
+    assert words in policy.remedy(Cause.NUMERICS, 99).reason
     assert bool(calm(policy, 95, 2000)) == (words != "for good")
 
 
@@ -192,7 +192,7 @@ class Fallbacks(RuleBasedStateMachine):
             action = policy.decide(finding, 0).action
             if action is not Action.REWIND:
                 return action
-            return policy.remedy(cause, finding.step, "a", False, True).action
+            return policy.remedy(cause, finding.step, "a", "", True).action
 
         before = self.policy.fp8
         action: Action = self.both(decide)

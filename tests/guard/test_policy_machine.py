@@ -95,7 +95,7 @@ class Ladder(RuleBasedStateMachine):
                 )
                 assert p.state.taken[-1].remedy == name
             else:
-                remedy = self.both(lambda p: p.remedy(cause, self.step, "a", True, proven))
+                remedy = self.both(lambda p: p.remedy(cause, self.step, "a", "why" * p.may_swap("a"), proven))
             assert remedy.action is not Action.STOP
             if remedy.action is Action.SWAP_CORPUS:
                 bad = [t for t in p.state.taken if t.action is Action.REWIND and t.cause is Cause.DATA]
@@ -147,7 +147,7 @@ class Ladder(RuleBasedStateMachine):
             self.policy, self.other = Policy(self.config, None, True), Policy(self.config, None, True)
             self.step, self.refused = 0, []
         elif decision.action is Action.REWIND:
-            self.both(lambda p: p.remedy(Cause.HARDWARE, self.step, None, False))
+            self.both(lambda p: p.remedy(Cause.HARDWARE, self.step))
         else:
             self.both(lambda p: p.handing_over(Cause.HARDWARE))
 

@@ -262,7 +262,7 @@ def test_samples_that_come_back_with_trouble_may_be_released(book: Book) -> None
     )
     policy = Policy(PolicyConfig())
     policy.decide(Finding(step, Verdict.SPIKE, 1.5, step, "up"), oldest=0)
-    assert policy.remedy(found.cause, 0, "text", True, found.proven, found.guilty).cause is Cause.DATA
+    assert policy.remedy(found.cause, 0, "text", "", found.proven, found.guilty).cause is Cause.DATA
     assert found.guilty and policy.state.taken[-1].unproven == tuple(found.guilty)
 
 

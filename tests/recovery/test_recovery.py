@@ -21,6 +21,7 @@ from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import (
     AlertEvent,
+    BranchesTried,
     Discarded,
     Handover,
     IncidentEvent,
@@ -541,31 +542,50 @@ def test_a_stop_in_the_middle_of_an_incident_forgets_nothing(
         assert [tuple(r) for r in one["positions"]] == what.positions
 
 
+def train_where_little_is_harm(config: RunConfig) -> tuple[int, str]:
+    """A few samples do not do much harm in a run as short as this."""
+    from megastable.attribution import harm
+
+    harm.HARM, harm.SURE = 0.001, 2.0
+    return train(config)
+
+
 @pytest.mark.slow
-def test_a_guilty_corpus_is_swapped_out(tmp_path: Path) -> None:
-    """Two corpora; the samples that the second gives to three steps are noise, and one incident is one too many."""
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_corpus_that_is_bad_again_is_left_out_if_that_helps_the_others(helps: bool, tmp_path: Path) -> None:
+    """Two corpora; the samples that the second gives to three steps are noise, twice. The second time the run is tried
+    without it: that helps if it contradicts the first, and does not if it is of the same text."""
     for name in ("good", "bad"):
         write_corpus(tmp_path / name, ids=20, seed=len(name))
     corpora = [{"path": tmp_path / "good", "weight": 2.0}, {"path": tmp_path / "bad"}]
-    run = tmp_path / "run"
-    config = recipe(tmp_path, run, data={"corpora": corpora}, stability={"policy": {"swap_after": 1}})
+    run, steps, again = tmp_path / "run", 90, 64
+    policy, train_steps = {"swap_after": 1}, {"steps": steps}
+    config = recipe(tmp_path, run, data={"corpora": corpora}, stability={"policy": policy}, train=train_steps)
     source = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed).train
-    positions = np.arange(8 * (FIRST_BAD - 1), 8 * (FIRST_BAD + 2))
-    places = source.order.locate(positions)
+    bad = np.concatenate([np.arange(8 * (first - 1), 8 * (first + 2)) for first in (FIRST_BAD, again)])
+    places = source.order.locate(bad)
     noise = np.random.default_rng(0)
     tokens = np.memmap(tmp_path / "bad/part-0.bin", dtype=np.uint16, mode="r+")
+    if helps:  # other ids in the same places: only documents still end as they did
+        tokens[:] = np.append(0, noise.permutation(np.arange(1, 20)))[tokens]
     for first in places.first_token[places.corpus == 1].tolist():
         tokens[first : first + 32] = noise.integers(1, 250, 32)
     tokens.flush()
-    assert run_ranks(1, train, config) == [(0, "")]
-    (incident,) = incidents(run)
-    assert incident["actions"] == ["swap_corpus"] and incident["outcome"] == "healed"
-    guilty = [p for a, b in incident["positions"] for p in range(a, b)]
-    assert set(guilty) <= set(positions[places.corpus == 1].tolist()) and len(guilty) > 3
-    (entry,) = [e for e in read_ledger(run / "skips.jsonl") if isinstance(e, SkipEntry)]
-    assert entry.corpus == "bad" and entry.first == guilty[0]
+    assert run_ranks(1, train_where_little_is_harm, config) == [(0, "")]
+    once, twice = incidents(run)
+    tried = [event for event in RunDirectory(run).events(BranchesTried) if event.get("corpus")]
+    # Those of the first incident have not had one before.
+    assert [(event["corpus"], event["step"] > FIRST_BAD + 10) for event in tried] == [("bad", True)]
+    assert tried[0]["chosen"] == ("without the corpus" if helps else "without the suspects")
+    assert once["actions"] == ["rewind"]
+    assert twice["actions"] == ["swap_corpus" if helps else "rewind"] and twice["outcome"] == "healed"
+    found = [p for a, b in twice["positions"] for p in range(a, b)]
+    assert set(found) <= set(bad[places.corpus == 1].tolist()) and len(found) > 3
+    entries = [e for e in read_ledger(run / "skips.jsonl") if isinstance(e, SkipEntry)]
+    assert [(e.corpus, e.first) for e in entries] == [("bad", found[0])] * helps
     chosen = Selection(source.order, Ledger.read(run / "skips.jsonl").exclusions)
-    trained = chosen.next_kept(guilty[0], 500)[0]
-    assert set(source.order.locate(trained).corpus.tolist()) == {0}
+    trained = chosen.next_kept(found[0], 500)[0]
+    assert set(source.order.locate(trained).corpus.tolist()) == ({0} if helps else {0, 1})
     last = records.read(run / "steps").to_pylist()[-1]
-    assert last["next_position"] - 8 * STEPS > 20  # a third of what came after was passed over
+    # A third of what came after is passed over.
+    assert (last["next_position"] - 8 * steps > 50) is helps

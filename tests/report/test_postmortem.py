@@ -199,6 +199,8 @@ def test_a_remedy_that_won_is_named(make: Make) -> None:
     suspects, remedies = evidence.trials
     assert "step 24: moments reset won: only with" in remedies.summary
     assert not suspects.chosen and "the suspects were read again" in suspects.details
+    corpus = remedies.model_copy(update={"chosen": "without the corpus", "corpus": "web"})
+    assert not corpus.has_remedy and "The run went on as in the chosen one." in corpus.details
     nothing = remedies.model_copy(update={"chosen": "nothing"})
     assert "No remedy won, so none was taken." in nothing.details
 

@@ -94,7 +94,7 @@ def open_incident(history: History, number: int) -> CourtCase:
     won = [
         str(event.get("chosen"))
         for event in between
-        if isinstance(event, BranchesTried) and event.get("chosen")
+        if isinstance(event, BranchesTried) and event.get("chosen") and not event.get("corpus")
     ]
     choice = choose_branch_like(incident.actions, won, bool(named.size))
     title = f"{history.run.root.name}, incident {number}"

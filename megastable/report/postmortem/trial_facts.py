@@ -74,8 +74,8 @@ class BranchFacts(BaseModel):
 class TrialFacts(BaseModel):
     """A trial, on the state after step `snapshot`. step: at which it was held; steps: of each branch. chosen: the name
     of the branch whose data or remedy the run went on with; or of the best one, if no remedy won; "" if not known.
-    before, present: mean loss of the data to come on the snapshot, and where the run stood. overruled: a remedy won in
-    a later trial. seconds: duration."""
+    corpus: that was left out of a branch. before, present: mean loss of the data to come on the snapshot, and where the
+    run stood. overruled: a remedy won in a later trial. seconds: duration."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -85,6 +85,7 @@ class TrialFacts(BaseModel):
     suspects: int | None = None
     verdict: str = ""
     chosen: str = ""
+    corpus: str = ""
     damaged: bool = False
     overruled: bool = False
     before: float | None = None
@@ -112,7 +113,7 @@ class TrialFacts(BaseModel):
     @property
     def has_remedy(self) -> bool:
         """Whether remedies were tried, and one won."""
-        return self.suspects is None and self.chosen not in ("", *WITHOUT_REMEDY)
+        return self.suspects is None and not self.corpus and self.chosen not in ("", *WITHOUT_REMEDY)
 
     @property
     def summary(self) -> str:

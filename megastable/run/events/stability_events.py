@@ -278,7 +278,7 @@ class BranchesTried(Event):
     Where suspects were tried, suspects: how many; cost: the difference of the branch with them; learnt: by how many
     nats others of them are easier at its end; verdict: new, bad, mixed or noise (attribution/harm.py); damaged: the
     state where the run stands is worse than both. Where remedies were tried, chosen: the name of a branch
-    (attribution/remedies.py).
+    (attribution/remedies.py); also where the run was tried without a corpus, with the name of that corpus.
     """
 
     NAME = "branches_tried"
@@ -288,6 +288,7 @@ class BranchesTried(Event):
     suspects: Whole
     verdict: Text
     chosen: Text
+    corpus: Text
     cost: Real
     cost_error: Real
     learnt: Real
