@@ -189,11 +189,9 @@ class Trials:
         steps = [t for t in self.points.trained if snapshot.step < t.step <= state.step]
         if not 0 < len(steps) == state.step - snapshot.step <= LONGEST:
             return None
+        batches, applied = [t.positions for t in steps], [t.applied for t in steps]
         return self.unless_unreadable(
-            state.step,
-            lambda: self._train(
-                snapshot, [t.positions for t in steps], measure, applied=[t.applied for t in steps]
-            ),
+            state.step, lambda: self._train(snapshot, batches, measure, applied=applied)[1]
         )
 
     def may_try(self, state: RunState) -> bool:
@@ -214,13 +212,8 @@ class Trials:
             return None
 
     def _try_suspects(self, found: Conclusion, start: TrialStart, outlook: Outlook) -> SuspectsTrial | None:
-        snapshot, begin, suspects = (
-            start.snapshot,
-            time.perf_counter(),
-            np.array(found.convicted, dtype=np.int64),
-        )
-        if not suspects.size:
-            suspects = start.positions
+        snapshot, begin = start.snapshot, time.perf_counter()
+        suspects = np.array(found.convicted, dtype=np.int64) if found.convicted else start.positions
         steps = min(outlook.steps, STEPS // 2 if found.few else STEPS)
         batches = self._next_batches(snapshot, suspects, start.left_out, steps)
         if not any(np.isin(batch, suspects).any() for batch in batches[-steps:]):
@@ -322,9 +315,8 @@ class Trials:
         """Harmless samples that were trained on before a snapshot."""
         applied = [t for t in self.points.trained if t.applied and t.step <= snapshot.step]
         found = harmless(applied, left_out)[0]
-        if (
-            not found.size
-        ):  # right after a start nothing is known of them, but the checkpoint was trained on them
+        # Right after a start nothing is known of them, but the checkpoint was trained on them.
+        if not found.size:
             cursor = snapshot.extra.state.cursor
             found = np.arange(max(0, cursor - LONGEST * self.loader.batch), cursor)
             found = found[~left_out.mask(found)]
@@ -346,8 +338,9 @@ class Trials:
         self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s, offer: Offer | None = None
     ) -> MeasuredBranch:
         """A branch, and the losses of the measured samples at its end."""
-        losses = self._train(snapshot, batches, lambda: self.laboratory.losses(measured), offer)
-        return MeasuredBranch(self._trained, losses)
+        return MeasuredBranch(
+            *self._train(snapshot, batches, lambda: self.laboratory.losses(measured), offer)
+        )
 
     def _train(
         self,
@@ -356,9 +349,9 @@ class Trials:
         measure: Callable[[], T],
         offer: Offer | None = None,
         applied: Sequence[bool] | None = None,
-    ) -> T:
-        """What `measure` finds at the end of a branch; the engine holds the snapshot again. The branch itself is in
-        `_trained`. applied: which updates are; None: all that are finite."""
+    ) -> tuple[TrainedBranch, T]:
+        """A branch, and what `measure` finds at its end; the engine holds the snapshot again. applied: which updates
+        are; None: all that are finite."""
         saved: RunState = snapshot.extra.state
         start, engine = BranchStart(saved.updates, saved.trained_tokens), self.engine
         policy, numerics = self.guard.policy, engine.numerics.now
@@ -369,10 +362,10 @@ class Trials:
                 engine.numerics.switch(replace(numerics, fp8=offer.policy.fp8))
                 if offer.name == "reset_moments":
                     engine.reset_moments()
-            self._trained = train_branch(
+            trained = train_branch(
                 self.config, engine, self.loader, start, batches, limit_rate, self._tell_progress, applied
             )
-            return measure()
+            return trained, measure()
         finally:
             engine.adjustments.switch(policy.state.adjusted)
             engine.numerics.switch(numerics)
