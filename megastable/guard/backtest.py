@@ -37,8 +37,7 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class BacktestDecision:
-    """The action that would have been taken at a step, and why. reset: the detector's baseline would have been
-    reset."""
+    """What would have been done at a step, and why. reset: the detector's baseline would have been reset."""
 
     step: int
     verdict: Verdict
@@ -53,20 +52,19 @@ def simulate(
     """The guard's answer to every step, in order. fp8: whether the run computed in FP8; without measurements FP8 cannot
     be identified as the cause, and is left only where the rate would be cut."""
     guard = Guard(config, simulated=True, fp8=fp8)
-    points: list[int] = []
+    snapshots: list[int] = []
     data: str | None = None
     c = config.snapshots
     for row in rows:
-        if not points:
-            points = [row.step - 1]  # a run takes its first snapshot when it starts
+        if not snapshots:
+            snapshots = [row.step - 1]  # a run takes its first snapshot when it starts
         mixed = data is not None and row.data is not None and row.data != data
         data = row.data or data
-        signals = Signals(row.step, row.loss, row.grad_norm, row.lr, mixed=mixed)
-        decision = guard.judge(signals, points[0] if c.interval else None)
-        healthy = decision.finding.verdict is Verdict.HEALTHY
-        if c.interval and healthy and row.step >= points[-1] + c.interval:
-            points = thin([*points, row.step], c.keep, c.interval)
+        signals = Signals(row.step, row.loss, row.grad_norm, row.lr, mixed)
+        decision = guard.judge(signals, snapshots[0] if c.interval else None)
         found = decision.finding
+        if c.interval and found.verdict is Verdict.HEALTHY and row.step >= snapshots[-1] + c.interval:
+            snapshots = thin([*snapshots, row.step], c.keep, c.interval)
         yield BacktestDecision(row.step, found.verdict, decision.action, decision.reason, found.reset)
 
 
@@ -78,17 +76,14 @@ def read_trace(path: Path, say: Callable[[str], None] = lambda _: None) -> list[
     rate; any other missing loss is a nan, as many tools write it. An empty grad_norm, lr or data was not recorded.
     Raises DataError with the line for anything else.
     """
-    lines: list[_Line] = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, skipinitialspace=True)
             missing = {"step", "loss"} - set(reader.fieldnames or ())
             if missing:
-                raise DataError(
-                    f"{path}: no column {' and '.join(sorted(missing))}: a trace is step,loss,grad_norm[,lr]"
-                )
-            for row in reader:
-                lines.append(_parse(path, reader.line_num, row))
+                named = " and ".join(sorted(missing))
+                raise DataError(f"{path}: no column {named}: a trace is step,loss,grad_norm[,lr]")
+            lines = [_parse(path, reader.line_num, row) for row in reader]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -112,27 +107,20 @@ class _Line(NamedTuple):
     logged: bool
 
 
-class _Gap(NamedTuple):
-    """Consecutive lines without a loss; then: the next line, which has one, or None if the run ends or restarts
-    first."""
-
-    lines: list[_Line]
-    then: _Line | None
-
-
-def _gaps(lines: list[_Line]) -> Iterator[_Gap]:
-    """All lines, cut after each one that has a loss: most gaps are empty."""
+def _gaps(lines: list[_Line]) -> Iterator[tuple[list[_Line], _Line | None]]:
+    """All lines, cut after each one that has a loss: the lines without one before it, mostly none, and that line; None
+    where the run ends or restarts first."""
     gap: list[_Line] = []
     for line in lines:
         if gap and line.row.step <= gap[-1].row.step:
-            yield _Gap(gap, None)
+            yield gap, None
             gap = []
         if line.logged:
-            yield _Gap(gap, line)
+            yield gap, line
             gap = []
         else:
             gap.append(line)
-    yield _Gap(gap, None)
+    yield gap, None
 
 
 def _logged(lines: list[_Line]) -> list[_Line]:
@@ -140,7 +128,7 @@ def _logged(lines: list[_Line]) -> list[_Line]:
     before the run ends or restarts, and in a gap twice as long, on a line that has a norm or a rate."""
     gaps, kept = list(_gaps(lines)), list[_Line]()
     for at, (gap, then) in enumerate(gaps):
-        around = [len(g.lines) for g in gaps[max(0, at - AROUND) : at + AROUND + 1] if g.then is not None]
+        around = [len(g) for g, after in gaps[max(0, at - AROUND) : at + AROUND + 1] if after is not None]
         usual = statistics.median_low(around) if around else 0
         due = gap[usual :: usual + 1]
         if then is None:

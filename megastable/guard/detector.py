@@ -10,7 +10,7 @@ excursion never enter it. These tests run on the residuals, in sigma:
     oscillation  two cumulative sums, of wide residuals on either side
 
 Terms are clipped, and the largest of a sum does not count: no single step, however hard its batch, raises a sequential
-alarm. The autocorrelation of the residuals is measured, and their weight is reduced by it (scatter.py).
+alarm. The autocorrelation of the residuals is measured, and their weight is reduced by it (robust.py).
 
 An alarm by the loss alone is a training anomaly only if the gradient norm is up as well, or the loss has jumped by more
 than any harmless data of this run, keeps climbing, or oscillates. Otherwise the data has changed (`shift`): if the new
@@ -18,7 +18,7 @@ level stays for `settle` observations, the baseline is reset, and nothing else i
 (`Signals.mixed`), only the norm can raise an alarm.
 
 During an excursion the trend is frozen; after `adapt` observations the new level is learnt. Before there is a trend,
-opening.py judges.
+`Opening` judges.
 
 Time is counted in observations: a trace logged every tenth step is judged alike. Plain Python on floats: every rank
 reaches the same verdict from the same numbers.
@@ -32,9 +32,8 @@ from itertools import pairwise
 from typing import Any
 
 from megastable.config.stability import DetectorConfig
-from megastable.guard.detector_state import Channel, DetectorState, Drop, Excursion, Sums
-from megastable.guard.opening import Opening
-from megastable.guard.robust import Sum, Trend, median, trend
+from megastable.guard.detector_state import Channel, DetectorState, Drop, Excursion, Opening, Sums
+from megastable.guard.robust import MAD_TO_SIGMA, Sum, Trend, median, neighbour_difference, trend
 from megastable.guard.signals import Finding, Signals, Verdict
 
 _FARTHEST = 1e6  # sigma; residuals are clipped here so that no sum overflows
@@ -42,9 +41,7 @@ _JUMP = 4.0  # sigma beyond which a value stands out: not accepted, and remember
 _SLOW = 15  # observations; an alarm that took longer to build up is a drift, not a spike
 _ABSURD = 1e6  # nats; no cross-entropy is that large, and sums of such numbers overflow
 _CLIMB = 2.5  # rise between the outer thirds of some steps, in neighbour scatters, that counts as a climb
-_HALFWAY = (
-    0.2  # minimum share of it from either outer third to the middle one: a single step up is a level shift
-)
+_HALFWAY = 0.2  # share of it, at least, from either outer third to the middle one: else it is a level shift
 _WIDER = 3.0  # scatters of the latest neighbours: also a spike if the noise has grown
 _DEEPER = 1.5  # deepest recent falls: the same, as noise reaches equally far down and up
 _HELD = 3  # observations of a spike by the loss alone, of which the newest is still half as high
@@ -68,18 +65,6 @@ class _Residuals:
     wider: float
 
 
-@dataclass(frozen=True)
-class AlarmLimits:
-    """Limits of the cumulative sums for the desired rate of false alarms: its logarithm falls with 2 * limit *
-    allowance over the variance of a term (Siegmund, Sequential Analysis, 1985, chapter 2), which is 1, and 2 for loss +
-    norm."""
-
-    spike: float
-    joint: float
-    drift: float
-    oscillation: float
-
-
 class Detector:
     """One `observe` per step, before its update. The same numbers give the same findings on every rank."""
 
@@ -87,11 +72,13 @@ class Detector:
         self.config = config
         self._state = DetectorState() if state is None else state.model_copy(deep=True)
         c, rarer = config, -math.log(config.false_alarms) / 2
-        self._limits = AlarmLimits(
-            spike=max(c.spike_limit / 2, c.spike_limit + rarer / c.spike_allowance),
-            joint=max(c.joint_limit / 2, c.joint_limit + 2 * rarer / c.joint_allowance),
-            drift=max(c.drift_limit / 2, c.drift_limit + rarer / c.drift_allowance),
-            oscillation=max(c.oscillation_limit / 2, c.oscillation_limit + rarer / c.oscillation_allowance),
+        # The logarithm of the rate of false alarms falls with 2 * limit * allowance over the variance of a term
+        # (Siegmund, Sequential Analysis, 1985, chapter 2), which is 1, and 2 for loss + norm.
+        self._spike_limit = max(c.spike_limit / 2, c.spike_limit + rarer / c.spike_allowance)
+        self._joint_limit = max(c.joint_limit / 2, c.joint_limit + 2 * rarer / c.joint_allowance)
+        self._drift_limit = max(c.drift_limit / 2, c.drift_limit + rarer / c.drift_allowance)
+        self._swing_limit = max(
+            c.oscillation_limit / 2, c.oscillation_limit + rarer / c.oscillation_allowance
         )
 
     @property
@@ -125,7 +112,8 @@ class Detector:
         if s.opening is not None:
             return self._open(s.opening, step, signals.loss, norm)
 
-        self._forget()
+        for channel in (s.loss, s.norm):
+            channel.record *= 0.5 ** (1 / c.record_half_life)
         line = self._trend(s.loss, c.loss_floor)
         assert line is not None
         norm_line = self._trend(s.norm, c.norm_floor)
@@ -151,17 +139,15 @@ class Detector:
             if e.verdict is not Verdict.SHIFT:
                 self._renew(e, step)
             elif s.seen - e.since >= c.settle:
-                e.reason = (
-                    f"the loss has had a new level since step {e.onset}, with an ordinary gradient norm: "
-                    f"baseline reset"
-                )
+                level = f"the loss has had a new level since step {e.onset}"
+                e.reason = f"{level}, with an ordinary gradient norm: baseline reset"
             found = Finding(step, e.verdict, e.severity, e.onset, e.reason, on_trend=False)
             reset = self._follow(e, r)
             return replace(found, reset=reset and found.verdict is Verdict.SHIFT)
         self._learn(r, signals, norm, line)
         on_trend = r.rise < _JUMP / 2 and (r.norm is None or r.norm < _JUMP / 2)
         verdict = Verdict.OUTLIER if outlier > 0.0 else Verdict.HEALTHY
-        return Finding(step, verdict, outlier, step, why if outlier > 0.0 else "", on_trend)
+        return Finding(step, verdict, outlier, step, why, on_trend)
 
     def _beyond_shift(self, r: _Residuals) -> bool:
         """Whether a step stands out, in loss and norm, also from the new level attributed to other data."""
@@ -175,13 +161,11 @@ class Detector:
         s, c = self._state, self.config
         verdict, reason = o.judge(loss, step, c)
         if verdict is Verdict.OUTLIER:
-            severity = o.rise(loss) / c.explosion
-            return Finding(step, verdict, severity, step, reason, on_trend=False)
-        self._accept(s.loss, loss)
-        _keep(s.loss.raw, loss, c.relearn)
-        if norm is not None:
-            self._accept(s.norm, norm)
-            _keep(s.norm.raw, norm, c.relearn)
+            return Finding(step, verdict, o.rise(loss) / c.explosion, step, reason, on_trend=False)
+        for channel, value in ((s.loss, loss), (s.norm, norm)):
+            if value is not None:
+                self._accept(channel, value)
+                _keep(channel.raw, value, c.relearn)
         onset = step if o.onset is None else o.onset
         if verdict is not Verdict.HEALTHY:
             s.opening = Opening()  # a person or the policy has acted on it: start again
@@ -212,9 +196,8 @@ class Detector:
             rise, above = min(rise, back), min(above, back)
         zn = None if norm is None or norm_line is None else _bound((norm - norm_line.level) / norm_line.scale)
         wider = line.scale / s.width if s.width is not None else 1.0
-        return _Residuals(
-            _bound(rise / line.scale), _bound(fall / line.scale), _bound(above / line.noise), zn, wider
-        )
+        z, down, over = _bound(rise / line.scale), _bound(fall / line.scale), _bound(above / line.noise)
+        return _Residuals(z, down, over, zn, wider)
 
     # The tests.
 
@@ -234,14 +217,13 @@ class Detector:
 
     def _sequential(self, step: int, r: _Residuals, line: Trend, norm_line: Trend | None) -> Excursion | None:
         """Add this step to the running sums; an excursion if one reaches its limit."""
-        c, s, now, limits = self.config, self._state.sums, self._state.seen, self._limits
+        c, s, now = self.config, self._state.sums, self._state.seen
         wide = self._state.scatter.factor(c.scatter_usual, c.scatter_most)
         s.spike.add(min(r.rise / wide, c.spike_clip) - c.spike_allowance, now, step)
         if r.norm is not None:
             # In a run with harmless norm jumps of 20 sigma the norm gets half the weight.
             norm = r.norm / max(1.0, self._state.norm.record / c.tame)
-            both = max(min(r.rise, c.joint_loss_clip), -_JUMP) + max(min(norm, c.joint_norm_clip), -_JUMP)
-            s.joint.add(both - c.joint_allowance, now, step)
+            s.joint.add(self._both(r.rise, norm) - c.joint_allowance, now, step)
         s.drift.add(min(r.above_best / wide, c.drift_clip) - c.drift_allowance, now, step)
         most = c.oscillation_clip
         s.wide_up.add(min(max(r.rise * r.wider / wide, 0.0), most) - c.oscillation_allowance, now, step)
@@ -250,35 +232,34 @@ class Detector:
         swing = min(s.wide_up.value, s.wide_down.value)
         first = min(s.wide_up, s.wide_down, key=lambda side: side.since)
         tests = (
-            (Verdict.SPIKE, s.spike, s.spike.value / limits.spike, "the loss stays above its trend"),
-            (Verdict.SPIKE, s.joint, s.joint.value / limits.joint, "loss and gradient norm rise together"),
-            (
-                Verdict.DRIFT,
-                s.drift,
-                s.drift.value / limits.drift,
-                "the loss has left the best level it held",
-            ),
-            (Verdict.OSCILLATION, first, swing / limits.oscillation, "the loss swings up and down"),
-        )
+            (Verdict.SPIKE, s.spike, s.spike.value / self._spike_limit, "the loss stays above its trend"),
+            (Verdict.SPIKE, s.joint, s.joint.value / self._joint_limit, "loss and gradient norm rise together"),
+            (Verdict.DRIFT, s.drift, s.drift.value / self._drift_limit, "the loss has left the best level it held"),
+            (Verdict.OSCILLATION, first, swing / self._swing_limit, "the loss swings up and down"),
+        )  # fmt: skip
         alarms = [test for test in tests if test[2] >= 1.0]
         for verdict, by, severity, what in alarms:
-            steps = now - by.since + 1
             if not self._confirmed(verdict, by, line, norm_line):
                 continue
+            steps = now - by.since + 1
             if verdict is Verdict.SPIKE and steps > _SLOW:
                 verdict = Verdict.DRIFT
             elif verdict is Verdict.DRIFT and not self._rises():
                 verdict = Verdict.PLATEAU
-            reason = (
-                f"{what} since step {by.onset}: {steps} observations, {r.above_best:.1f} sigma above the best"
-            )
+            seen = f"{steps} observations, {r.above_best:.1f} sigma above the best"
+            reason = f"{what} since step {by.onset}: {seen}"
             return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
-        for _, by, severity, what in alarms[:1]:
+        if alarms:
+            _, by, severity, what = alarms[0]
             reason = f"{what} since step {by.onset}, with an ordinary gradient norm: other data?"
-            return Excursion(
-                verdict=Verdict.SHIFT, onset=by.onset, since=now, severity=severity, reason=reason
-            )
+            verdict = Verdict.SHIFT
+            return Excursion(verdict=verdict, onset=by.onset, since=now, severity=severity, reason=reason)
         return None
+
+    def _both(self, rise: float, norm: float) -> float:
+        """What loss and log gradient norm, in sigma, add to the sum of both."""
+        c = self.config
+        return max(min(rise, c.joint_loss_clip), -_JUMP) + max(min(norm, c.joint_norm_clip), -_JUMP)
 
     def _confirmed(self, verdict: Verdict, by: Sum, line: Trend, norm_line: Trend | None) -> bool:
         """Whether an alarm is a training anomaly: the norm is up as well, or the loss alone suffices. Other data show
@@ -300,7 +281,8 @@ class Detector:
             # Noise that has grown reaches equally far down and up; the median of the jumps is not moved by those of a
             # spike.
             latest = s.loss.raw[-2 * _SLOW :]
-            least = max(_JUMP * line.scale, _WIDER * _scatter(latest), _DEEPER * (line.level - min(latest)))
+            noise = MAD_TO_SIGMA / math.sqrt(2.0) * neighbour_difference(latest)
+            least = max(_JUMP * line.scale, _WIDER * noise, _DEEPER * (line.level - min(latest)))
             held = steps >= _HELD and latest[-1] - line.level >= least / 2
             if held and median(rises) >= least:
                 return True
@@ -334,7 +316,7 @@ class Detector:
             return False
         newest = s.loss.raw[-3 * third :]
         now = median(newest[-third:])
-        scatter = median([abs(after - before) for before, after in pairwise(newest)])
+        scatter = neighbour_difference(newest)
         least = _CLIMB * scatter * s.scatter.factor(_PLAIN, c.scatter_most)
         first, middle = median(newest[:third]), median(newest[third : 2 * third])
         if min(middle - first, now - middle) < _HALFWAY * least:
@@ -349,11 +331,9 @@ class Detector:
             return
         up = _above(s.loss.raw, c.loss_floor)
         e.loss_again.add(min(up, c.spike_clip) - c.spike_allowance, s.seen, step)
-        both = max(min(up, c.joint_loss_clip), -_JUMP) + max(
-            min(_above(s.norm.raw, c.norm_floor), c.joint_norm_clip), -_JUMP
-        )
+        both = self._both(up, _above(s.norm.raw, c.norm_floor))
         e.joint_again.add(both - c.joint_allowance, s.seen, step)
-        for by, limit in ((e.loss_again, self._limits.spike), (e.joint_again, self._limits.joint)):
+        for by, limit in ((e.loss_again, self._spike_limit), (e.joint_again, self._joint_limit)):
             if by.value >= c.renewal * limit:
                 e.onset, e.verdict = by.onset, Verdict.SPIKE
                 e.reason = f"a further jump since step {by.onset}, on top of an excursion"
@@ -363,8 +343,7 @@ class Detector:
     def _rises(self) -> bool:
         """Whether the latest observations rise by more than half of the scatter between neighbours."""
         latest = self._state.loss.raw[-2 * _SLOW :]
-        scatter = median([abs(after - before) for before, after in pairwise(latest)])
-        return median(latest[-_SLOW:]) - median(latest[:_SLOW]) > scatter / 2
+        return median(latest[-_SLOW:]) - median(latest[:_SLOW]) > neighbour_difference(latest) / 2
 
     # State updates.
 
@@ -372,14 +351,12 @@ class Detector:
         """During an excursion: is it over, or a plateau? True: its level is the new normal from now on."""
         c, s = self.config, self._state
         slow = e.verdict in (Verdict.DRIFT, Verdict.PLATEAU, Verdict.SHIFT)
-        if e.verdict is Verdict.OSCILLATION:
-            _keep(e.loss, max(r.rise, r.fall), 2 * c.recovery)
-        else:
-            _keep(e.loss, r.above_best if slow else r.rise, 2 * c.recovery)
+        swings = e.verdict is Verdict.OSCILLATION
+        _keep(e.loss, max(r.rise, r.fall) if swings else r.above_best if slow else r.rise, 2 * c.recovery)
         if r.norm is not None:
             _keep(e.norm, r.norm, 2 * c.recovery)
         lasted = s.seen - e.since
-        if e.verdict is Verdict.OSCILLATION:
+        if swings:
             over = lasted >= 2 * c.recovery and median(e.loss) < c.calm
         else:
             calm = [median(z[-c.recovery :]) < c.calm for z in (e.loss, e.norm) if z]
@@ -454,11 +431,6 @@ class Detector:
         _keep(channel.times, self._state.seen, self.config.window)
         _keep(channel.values, value, self.config.window)
 
-    def _forget(self) -> None:
-        s, c = self._state, self.config
-        for channel in (s.loss, s.norm):
-            channel.record *= 0.5 ** (1 / c.record_half_life)
-
 
 def _no_number(signals: Signals) -> str:
     if not abs(signals.loss) < _ABSURD:
@@ -468,18 +440,13 @@ def _no_number(signals: Signals) -> str:
     return ""
 
 
-def _scatter(values: list[float]) -> float:
-    """Sigma from the differences between neighbours."""
-    return 1.4826 / math.sqrt(2.0) * median([abs(after - before) for before, after in pairwise(values)])
-
-
 def _above(newest: list[float], floor: float) -> float:
     """The last value relative to those before it, in sigma; 0 if there are too few."""
     before = newest[-2 * _SLOW : -1]
     if len(before) < _SLOW:
         return 0.0
     level = median(before)
-    return _bound((newest[-1] - level) / max(1.4826 * median([abs(x - level) for x in before]), floor))
+    return _bound((newest[-1] - level) / max(MAD_TO_SIGMA * median([abs(x - level) for x in before]), floor))
 
 
 def _bound(z: float) -> float:

@@ -101,11 +101,7 @@ class Guard:
     @property
     def state(self) -> GuardState:
         """A copy, for a checkpoint."""
-        policy = self.policy.state.model_copy(deep=True)
         return GuardState(
-            detector=self.detector.state,
-            policy=policy,
-            simulated=self.simulated,
-            acted=self._acted,
-            broken=self._broken,
-        )
+            detector=self.detector.state, policy=self.policy.state.model_copy(deep=True), simulated=self.simulated,
+            acted=self._acted, broken=self._broken,
+        )  # fmt: skip

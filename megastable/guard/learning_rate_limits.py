@@ -52,13 +52,13 @@ class Limit(BaseModel):
 
 
 def limited(
-    limits: Sequence[Limit], updates: int, scheduled: float, rewarm: int, after_rewind: float = 1.0
+    limits: Sequence[Limit], updates: int, scheduled: float, rewarm: int, share: float = 1.0
 ) -> float:
     """The rate of the update after `updates` applied ones, with the schedule at `scheduled`.
 
     After a cut the rate warms up from a tenth of the cut rate over `rewarm` updates; a cap needs no warm-up, as the
-    good state was trained at that rate. after_rewind: share of the rate that the warm-up after a rewind allows; of two
-    warm-ups the lower one holds.
+    good state was trained at that rate. share: of the rate, that the warm-up after a rewind allows; of two warm-ups
+    the lower one holds.
     """
     rate = scheduled
     newest = max((limit.updates for limit in limits if limit.holds and limit.kind == "cut"), default=None)
@@ -68,9 +68,7 @@ def limited(
             rate = full
         elif rewarm > (since := max(0, updates - limit.lifted_updates)):
             rate = full + (rate - full) * since / rewarm
-    if newest is not None and rewarm > (since := max(0, updates - newest)):
-        after_rewind = min(after_rewind, 0.1 + 0.9 * since / rewarm)
-    return rate * after_rewind
+    return rate * min(share, after_rewind(newest, updates, rewarm, 0.1))
 
 
 def after_rewind(rewound: int | None, updates: int, length: int, begin: float) -> float:
@@ -112,7 +110,7 @@ def outgrown(limits: Sequence[Limit], step: int, scheduled: float, settled: int)
         if limit.kind == "cap"
         and limit.holds
         and step > limit.clock
-        and step >= (limit.jumped or 0) + settled * (limit.jumped is not None)
+        and (limit.jumped is None or step >= limit.jumped + settled)
         and scheduled <= limit.highest(scheduled)
     ]
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megastable.guard.robust import MAD_TO_SIGMA
+
 Floats = npt.NDArray[np.float64]
 
 LEAST = 0.03  # nats by which the mean loss must lie above what was to be expected
@@ -21,8 +23,21 @@ LEAST = 0.03  # nats by which the mean loss must lie above what was to be expect
 SURE, ERRORS = 4.0, 3.0
 KNOWN, NEWEST = 3, 16  # differences that tell their scatter: at least, and at most
 APART = 5  # steps between looks that tell how fast the loss falls, at least
-# Steps without a judgement after a rise that was no damage, twice as many each time it happens again.
-REST = 25
+REST = 25  # steps
+
+
+class JudgementPause:
+    """No judgement for a while after a find that was the run's own work, twice as long each time that happens soon."""
+
+    def __init__(self) -> None:
+        self._end, self._times = 0, 0
+
+    def begin(self, step: int) -> None:
+        self._times = self._times + 1 if step <= self._end + REST * 2**self._times else 1
+        self._end = step + REST * 2**self._times
+
+    def is_over(self, step: int) -> bool:
+        return step >= self._end
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class ProbeTrend:
         self.looks: list[tuple[int, Floats]] = []  # the newest ones
         # Changes less the expected ones, in units of these: while a run learns fast, its surprises are larger.
         self._surprises: deque[float] = deque(maxlen=NEWEST)
-        self._rest, self._vain = 0, 0
+        self._pause = JudgementPause()
 
     def judge(self, step: int, losses: Floats) -> Rise | None:
         """A look after `step`: losses of the samples, [n] nats. A rise is no part of the trend until it is accepted."""
@@ -67,7 +82,7 @@ class ProbeTrend:
         if expected is not None:
             unit = LEAST / SURE + abs(expected)
             limit = max(LEAST, ERRORS * error, unit * self._usual())
-            if mean - expected > limit and step >= self._rest:
+            if mean - expected > limit and self._pause.is_over(step):
                 return Rise(before, step, mean, mean - expected, limit)
             if math.isfinite(mean):
                 self._surprises.append((mean - expected) / unit)
@@ -94,8 +109,7 @@ class ProbeTrend:
         """A rise was no damage: it is the level from now on."""
         if not np.isfinite(losses).all():
             return
-        self._vain = self._vain + 1 if step <= self._rest + REST * 2**self._vain else 1
-        self._rest = step + REST * 2**self._vain
+        self._pause.begin(step)
         # At another level the loss falls as fast as before, for want of anything better.
         shift = losses - self.looks[-1][1]
         self.looks = [*((at, known + shift) for at, known in self.looks[:-1]), (step, losses)]
@@ -109,5 +123,5 @@ class ProbeTrend:
         if len(self._surprises) < KNOWN:
             return math.inf
         middle = float(np.median(self._surprises))
-        scatter = 1.4826 * float(np.median(np.abs(np.array(self._surprises) - middle)))
+        scatter = MAD_TO_SIGMA * float(np.median(np.abs(np.array(self._surprises) - middle)))
         return middle + SURE * scatter

@@ -1,4 +1,5 @@
-"""Robust statistics of short windows: a trend insensitive to outliers, a sequential sum that one step cannot raise.
+"""Robust statistics, short or online: a trend insensitive to outliers, a sequential sum that one step cannot raise, and
+how much wider than white noise a series scatters.
 
 Plain Python on purpose: sorting 100 floats takes less than one call into numpy.
 """
@@ -10,15 +11,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import sub
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
+LENGTH = 16  # observations that an average of `Scatter` is long: half of an excursion that recovers
 _NEWEST = 15  # values for the latest level
+_CLIP = 4.0  # sigma that count for `Scatter`; outliers are handled elsewhere
+_PRIOR = 100  # its prior: observations of white noise
+_GAIN = 2.0 / (LENGTH + 1)
+_WHITE = _GAIN / (2.0 - _GAIN)  # variance of its average of white noise
 
 
 def median(values: Iterable[float]) -> float:
     return _middle(sorted(values))
+
+
+def neighbour_difference(values: Sequence[float]) -> float:
+    """The median difference, without its sign, of values from those before them."""
+    return median(map(abs, map(sub, values[1:], values)))
 
 
 def _middle(ordered: Sequence[float]) -> float:
@@ -61,8 +73,8 @@ def trend(times: Sequence[int], values: Sequence[float], now: int, *, floor: flo
     slope = max(slopes)
     level_now = [value - slope * (time - now) for time, value in zip(times, values)] if slope else values
     level = median(level_now)
-    scale = _MAD_TO_SIGMA * median(map(abs, map(sub, level_now, repeat(level))))
-    noise = _MAD_TO_SIGMA * median(map(abs, map(sub, values[1:], values))) / math.sqrt(2.0)
+    scale = MAD_TO_SIGMA * median(map(abs, map(sub, level_now, repeat(level))))
+    noise = MAD_TO_SIGMA * neighbour_difference(values) / math.sqrt(2.0)
     low = level + (min(slopes) - slope) * (now - x1)
     return Trend(level, low, max(scale, floor), max(noise, floor), median(values[-_NEWEST:]))
 
@@ -89,3 +101,34 @@ class Sum(BaseModel):
     @property
     def value(self) -> float:
         return max(0.0, self.height - self.largest)
+
+
+class Scatter(BaseModel):
+    """How much wider than white noise a series scatters over many steps, in constant memory.
+
+    A sequential test sums residuals. If these are correlated (autocorrelation, slowly changing levels), their sum
+    scatters by more than the square root of their number: by the long-run variance, the sum of all autocovariances
+    (Newey and West, Econometrica 55, 1987). A residual divided by its root counts as one of white noise; Siegmund
+    (Sequential Analysis, 1985, chapter 2): the logarithm of the time between false alarms of a cumulative sum with
+    limit h and allowance k is 2kh / variance. The variance of an exponential average of white noise is known. The
+    measured variance of the averages over that is the long-run variance up to lags of about their length.
+
+    seen: residuals so far. average: of the newest ones. variance: of the averages.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    seen: int = 0
+    average: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    variance: Annotated[float, Field(allow_inf_nan=False)] = _WHITE
+
+    def add(self, residual: float, memory: int) -> None:
+        """residual: in sigma. memory: number of observations to remember."""
+        self.seen += 1
+        self.average += _GAIN * (max(-_CLIP, min(_CLIP, residual)) - self.average)
+        share = 1.0 / min(self.seen + _PRIOR, memory)
+        self.variance += share * (self.average**2 - self.variance)
+
+    def factor(self, usual: float, most: float) -> float:
+        """The divisor of a residual: the root of the long-run variance over the `usual` one, from 1 to `most`."""
+        return min(most, math.sqrt(max(1.0, self.variance / _WHITE / usual)))

@@ -35,7 +35,6 @@ class Verdict(StrEnum):
     SHIFT = "shift"  # another level or scatter of the loss, with an ordinary gradient norm: other data
     DAMAGE = "damage"  # the probe samples, which are never trained on, are harder than before
     CORRUPTED = "corrupted"  # copies of the state that must be equal differ, or a gradient is proven wrong
-    TRICKLE = "trickle"  # of earlier versions: single samples stood out more often than before
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megastable.guard.probe_trend import JudgementPause
+
 FASTER = 8.0  # times the fastest change of its norm that the tensor has shown
 CHANGED = 0.05  # of its norm, at least
-REST = 25  # steps without a judgement after a jump that was the run's own
 KNOWN, NEWEST = 2, 8  # looks that tell the pace of a tensor: at least, and at most
-FORGOTTEN = (
-    0.5  # of what is left of second moments when every gradient since was zero: below it they were changed
-)
+FORGOTTEN = 0.5  # of what is left of second moments if every gradient since was zero: less was changed
 
 
 class TensorNorms(NamedTuple):
@@ -65,7 +64,7 @@ class TensorPaces:
 
     def __init__(self, beta2: float | None) -> None:
         self.beta2 = beta2
-        self._rest, self._vain = 0, 0
+        self._pause = JudgementPause()
         self._last: tuple[int, float, int, dict[str, TensorNorms]] | None = None
         self._paces: dict[str, deque[float]] = {}
 
@@ -94,11 +93,9 @@ class TensorPaces:
             if self.beta2 is not None and then.second_moment and now.second_moment is not None:
                 least = FORGOTTEN * self.beta2 ** (updates - old_updates) * then.second_moment
                 if not now.second_moment >= least:
-                    jump = TensorJump(
-                        before, step, name, "second_moment", then.second_moment, now.second_moment
-                    )
-                    jumps.append((math.inf, jump))
-        if jumps and step >= self._rest:
+                    moments = then.second_moment, now.second_moment
+                    jumps.append((math.inf, TensorJump(before, step, name, "second_moment", *moments)))
+        if jumps and self._pause.is_over(step):
             return max(jumps, key=lambda found: found[0])[1]
         self._learn(step, rates, updates, norms)
         return None
@@ -113,10 +110,8 @@ class TensorPaces:
         self._last = step, rates, updates, dict(norms)
 
     def accept(self, step: int, rates: float, updates: int, norms: Mapping[str, TensorNorms]) -> None:
-        """The jump of the last look was the run's own work: it goes on from there, at this pace. The next one is judged
-        later, twice as long each time that happens soon."""
-        self._vain = self._vain + 1 if step <= self._rest + REST * 2**self._vain else 1
-        self._rest = step + REST * 2**self._vain
+        """The jump of the last look was the run's own work: it goes on from there, at this pace."""
+        self._pause.begin(step)
         self._learn(step, rates, updates, norms)
 
     def begin_again(self) -> None:

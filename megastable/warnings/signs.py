@@ -37,10 +37,13 @@ from megastable.engine.watch import Watch
 from megastable.optim.schedule import rates
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
+from megastable.warnings.trend_signals import Rows
 
 START = 20_000  # updates: reaching the sum of rates later says nothing about the start
 RECENT = 10  # losses whose median is compared with the unigram entropy
 ADVICE = "a lower optimizer.lr, or a longer warm-up (schedule.warmup_steps or warmup_tokens), is likely to end lower"
+
+Found = tuple[str, dict[str, float]] | None  # what was seen, as the begin of a sentence, and its numbers
 
 
 class SignsState(BaseModel):
@@ -80,11 +83,7 @@ class Signs(Watch):
         return self.config.enabled and step in self.config.looks
 
     def measured(
-        self,
-        step: int,
-        overall: Mapping[str, float],
-        layers: Mapping[str, Mapping[str, float]],
-        undisturbed: bool = True,
+        self, step: int, overall: Mapping[str, float], layers: Rows, undisturbed: bool = True
     ) -> list[Warned]:
         """The signs in a step's statistics (`LayerStatistics`); only at the configured steps.
 
@@ -93,10 +92,11 @@ class Signs(Watch):
         """
         if not self.measures(step):
             return []
-        found = [self._update(step, overall)]
+        found = {"update": self._update(step, overall)}
         if self.looks(step):
-            found += [self._activations(step, layers), self._attention(step, layers)]
-        return self._new(found) if undisturbed else []
+            found["activations"] = self._activations(step, layers)
+            found["attention"] = self._attention(step, layers)
+        return self._new(step, found) if undisturbed else []
 
     def unigram(self, step: int, losses: Sequence[float], entropy: float, rates: float) -> list[Warned]:
         """Called once, after the update given by `due`. losses: the latest, nats per token; entropy: of the corpus's
@@ -108,18 +108,21 @@ class Signs(Watch):
             return []
         text = (
             f"the loss is {level:.3f}, and the unigram entropy {entropy:.3f}, though the learning rates add up to "
-            f"{rates:.2g} already: the run has learnt little more than token frequencies; {ADVICE}"
+            f"{rates:.2g} already: the run has learnt little more than token frequencies"
         )
         numbers = {"loss": level, "unigram_entropy": entropy, "rates": rates}
-        return self._new([Warned(step=step, text=text, sign="unigram", numbers=numbers)])
+        return self._new(step, {"unigram": (text, numbers)})
 
-    def _new(self, found: Iterable[Warned | None]) -> list[Warned]:
-        told = self.state.told
-        new = [sign for sign in found if sign is not None and sign["sign"] not in told]
-        told += [sign["sign"] for sign in new]
-        return new
+    def _new(self, step: int, found: Mapping[str, Found]) -> list[Warned]:
+        """What was not told before."""
+        new = {name: sign for name, sign in found.items() if sign is not None and name not in self.state.told}
+        self.state.told += new
+        return [
+            Warned(step=step, text=f"{text}; {ADVICE}", sign=name, numbers=numbers)
+            for name, (text, numbers) in new.items()
+        ]
 
-    def _update(self, step: int, overall: Mapping[str, float]) -> Warned | None:
+    def _update(self, step: int, overall: Mapping[str, float]) -> Found:
         ratio = overall.get("update_ratio", math.nan)
         change = ratio * math.sqrt(self.width) / 2
         if not change >= self.config.change:  # nan gives no sign
@@ -127,12 +130,11 @@ class Signs(Watch):
         text = (
             f"the update of step {step} changed the weights by {ratio:.1%} of their norm: the output of a layer of "
             f"width {self.width} may change by {change:.2f} times itself (limit {self.config.change:g}): such "
-            f"updates are too large; {ADVICE}"
+            "updates are too large"
         )
-        numbers = {"update_ratio": ratio, "change": change}
-        return Warned(step=step, text=text, sign="update", numbers=numbers)
+        return text, {"update_ratio": ratio, "change": change}
 
-    def _activations(self, step: int, layers: Mapping[str, Mapping[str, float]]) -> Warned | None:
+    def _activations(self, step: int, layers: Rows) -> Found:
         now = _column(layers, "activation_rms")
         if not self.state.activation:
             self.state.activation = now
@@ -145,12 +147,11 @@ class Signs(Watch):
         text = (
             f"the residual stream after {block} has grown {growth:.0f} times since the start of the run (limit "
             f"{self.config.growth:g}), from an RMS of {first:.2g} to {now[block]:.2g} at step {step} (limit "
-            f"{self.config.rms:g}): later updates hardly have an effect; {ADVICE}"
+            f"{self.config.rms:g}): later updates hardly have an effect"
         )
-        numbers = {"growth": growth, "rms": now[block], "first_rms": first}
-        return Warned(step=step, text=text, sign="activations", numbers=numbers)
+        return text, {"growth": growth, "rms": now[block], "first_rms": first}
 
-    def _attention(self, step: int, layers: Mapping[str, Mapping[str, float]]) -> Warned | None:
+    def _attention(self, step: int, layers: Rows) -> Found:
         now = _column(layers, "attention_entropy")
         if not self.state.entropy:
             self.state.entropy = now
@@ -161,11 +162,9 @@ class Signs(Watch):
         first, logit = self.state.entropy[block], layers[block].get("attention_logit", math.nan)
         text = (
             f"attention of {block} has collapsed: its mean entropy was {first:.2f} nats, and is {now[block]:.2f} at "
-            f"step {step}, with logits up to {logit:.0f}: QK-norm (model.qk_norm=true, in a new run) keeps them small; "
-            f"{ADVICE}"
+            f"step {step}, with logits up to {logit:.0f}: QK-norm (model.qk_norm=true, in a new run) keeps them small"
         )
-        numbers = {"entropy": now[block], "first_entropy": first, "attention_logit": logit}
-        return Warned(step=step, text=text, sign="attention", numbers=numbers)
+        return text, {"entropy": now[block], "first_entropy": first, "attention_logit": logit}
 
 
 def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
@@ -182,7 +181,7 @@ def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
     return 0, total
 
 
-def _column(layers: Mapping[str, Mapping[str, float]], key: str) -> dict[str, float]:
+def _column(layers: Rows, key: str) -> dict[str, float]:
     """Values by block, without those that are zero or not finite."""
     return {name: row[key] for name, row in layers.items() if 0.0 < row.get(key, 0.0) < math.inf}
 

@@ -144,8 +144,10 @@ def logits(look: TrendLook) -> Iterator[Reading]:
             yield Reading(block, 0.0, "", {})
             continue
         logs = [math.log(max(value, 1.0)) for value in held.values]
-        spans = [(held.steps[-n:], logs[-n:]) for n in (len(logs), max(2 * LATEST, len(logs) // 2))]
-        grows, ahead = min(slope(*of) for of in spans), min(still(*of) for of in spans)
+        grows, ahead = 0.0, math.inf
+        if len(logs) >= 2 * LATEST:
+            spans = [(held.steps[-n:], logs[-n:]) for n in (len(logs), max(2 * LATEST, len(logs) // 2))]
+            grows, ahead = min(slope(*of) for of in spans), min(still(*of) for of in spans)
         left = math.log(DIVERGED / min(level, DIVERGED))
         steps = left / grows if grows > 0 else (0.0 if not left else math.inf)
         text = (
@@ -287,28 +289,22 @@ def kind_of(name: str) -> str:
 
 
 def slope(steps: list[int], values: list[float]) -> float:
-    """Median slope of all pairs (Theil and Sen), per step; 0 of fewer than six."""
-    return _slope(steps, values) if len(values) >= 2 * LATEST else 0.0
+    """Median slope of all pairs (Theil and Sen), per step."""
+    pairs = combinations(zip(steps, values, strict=True), 2)
+    return median((late - early) / (after - before) for (before, early), (after, late) in pairs)
 
 
 def still(steps: list[int], values: list[float]) -> float:
     """By how much values still grow if their slope goes on to shrink as it did from the older half to the newer one;
-    0 if they no longer grow, inf if they do not slow down or are fewer than six."""
-    if len(values) < 2 * LATEST:
-        return math.inf
+    0 if they no longer grow, inf if they do not slow down."""
     half = len(values) // 2
-    older, newer = _slope(steps[:half], values[:half]), _slope(steps[half:], values[half:])
+    older, newer = slope(steps[:half], values[:half]), slope(steps[half:], values[half:])
     if newer <= 0:
         return 0.0
     if newer >= older:
         return math.inf
     shrinks = newer / older  # in half of the time
     return newer * (steps[-1] - steps[0]) / 2 * shrinks / (1 - shrinks)
-
-
-def _slope(steps: list[int], values: list[float]) -> float:
-    pairs = combinations(zip(steps, values, strict=True), 2)
-    return median((late - early) / (after - before) for (before, early), (after, late) in pairs)
 
 
 def _gradient(rows: Rows, block: str, *parts: str) -> float:

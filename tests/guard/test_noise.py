@@ -15,7 +15,7 @@ from benchmarks.noise import FAULTS, KINDS, Delays, autoregressive, count, delay
 from megastable.config.stability import StabilityConfig
 from megastable.guard.actions import Action
 from megastable.guard.backtest import Recorded, simulate
-from megastable.guard.scatter import LENGTH, Scatter
+from megastable.guard.robust import LENGTH, Scatter
 from tests.guard import traces
 
 CONFIG = StabilityConfig()

@@ -100,7 +100,7 @@ def seen(i: IncidentFacts) -> str:
         return f"The checkpoint of step {i.step:,} was damaged, and passed over."
     if i.breakdown:
         return _sentence(i.failure) if i.failure else f"After step {i.step:,} {symptom(i)}."
-    lasting = i.verdict in ("drift", "plateau", "oscillation", "shift", "trickle")
+    lasting = i.verdict in ("drift", "plateau", "oscillation", "shift")
     return f"{f'From step {i.onset:,} on' if lasting else f'At step {i.onset:,}'} {symptom(i)}."
 
 
@@ -123,8 +123,6 @@ def symptom(i: IncidentFacts) -> str:
             return f"hardware was wrong: {i.reasons[0].rstrip('.')}" if i.reasons else "hardware was wrong"
         case "damage":
             return "the loss of samples that are never trained on rose"
-        case "trickle":
-            return "single samples stood out, more often than before"
         case "shift":
             return "the losses or the gradient norms of whole steps lay above what is usual"
         case "oscillation":
