@@ -86,7 +86,8 @@ def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
 
 
 def _read(source: Path) -> list[Recorded]:
-    from megastable.guard.backtest import Recorded, read_trace
+    from megastable.guard.backtest import Recorded
+    from megastable.report.traces import read_trace
     from megastable.run import records
 
     if not source.is_dir():
