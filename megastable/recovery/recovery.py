@@ -238,9 +238,7 @@ class Recovery:
             back = self._look_at_tensors(done) or self._look_at_probe(done)
         if back is not None:
             return StepOutcome(back, rewound=True)
-        if done.state.discards_in_a_row >= self.settings.max_discards:
-            raise self._refused_too_often(done)
-        return StepOutcome(done.state)
+        return self._stay(done)
 
     def inspect(self, done: StepResult, saves: bool) -> StepOutcome:
         """After a step: at an interval whether the hardware computes right, and, if the state is to be saved, whether
@@ -414,11 +412,15 @@ class Recovery:
         watches = self.watches.state_dicts() | {self.samples.name: self.samples.before}
         self.points.take(done.before, self._before, watches, self.engine.counters_before)
 
-    def _refused_too_often(self, done: StepResult) -> MegastableError:
-        state, (_, reason) = done.state, self.refusal(done.measured)
+    def _stay(self, done: StepResult) -> StepOutcome:
+        """Where the step led. Raises UnstableError if too many updates in a row were refused."""
+        state = done.state
+        if state.discards_in_a_row < self.settings.max_discards:
+            return StepOutcome(state)
+        _, reason = self.refusal(done.measured)
         self.log.emit(Unstable(step=state.step, discards=state.discards_in_a_row))
         fp16 = self.engine.config.precision.kind == "fp16"
-        return shared(
+        raise shared(
             UnstableError(
                 f"{state.discards_in_a_row} updates in a row were refused ({reason}), up to step {state.step}: "
                 f"{explain_refusals(self.run, state, done.measured, fp16)}"
@@ -443,7 +445,7 @@ class Recovery:
         self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
         self.last_resort.conclude(decision, state, Cause.HARDWARE, damaged)
         assert not damaged, "nothing is left but to end"
-        return StepOutcome(state)
+        return self._stay(done)
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """The origin of the first non-finite number; not empty if the state already had it."""
