@@ -23,6 +23,7 @@ import torch
 
 from drills import corrupt_texts
 from drills.stage import PER_TOKEN, RECIPE, VOCABULARY, documents
+from megastable.attribution.examination import examine
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.config import deepspeed_json
 from megastable.config.stability import AttributionConfig
@@ -295,7 +296,7 @@ class Bench:
             Trained(step + n, *part, False) for n, part in enumerate(zip(window, losses, strict=True), 1)
         ]
         skips = Skips.of([])
-        told = self.laboratory.examine(steps, self.history, self.cursor, skips, adjacent)
+        told = examine(self.laboratory, steps, self.history, self.cursor, skips, adjacent)
         if self.source.instead:
             self.laboratory.forget()
         found = self.found.setdefault(kind, Found(self.text, kind))

@@ -21,11 +21,11 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from megastable.attribution import groups
@@ -68,17 +68,17 @@ def _packed(kept: Floats) -> str:
     return base64.b64encode(kept.astype("<f8").tobytes()).decode()
 
 
-def _unpacked(given: Any) -> Floats:
-    """The inverse; also accepts a list, the format of older versions."""
-    if isinstance(given, str):
-        return np.frombuffer(base64.b64decode(given, validate=True), "<f8").astype(np.float64)
-    return np.array(given, np.float64)
+def _unpacked(given: str | Floats) -> Floats:
+    """The inverse."""
+    if not isinstance(given, str):
+        return given
+    return np.frombuffer(base64.b64decode(given, validate=True), "<f8").astype(np.float64)
 
 
 # Replaced, never changed, so that copies may share it; packed in all serialised forms.
 Latest = Annotated[
     Floats,
-    PlainValidator(_unpacked, json_schema_input_type=str | list[float]),
+    PlainValidator(_unpacked, json_schema_input_type=str),
     PlainSerializer(_packed, return_type=str),
 ]
 
@@ -104,6 +104,9 @@ class SumState:
     onset: int = 0
 
 
+Sums = Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)]
+
+
 class SampleState(_HistoryState):
     """The complete state of the test, from which it continues bit for bit. corpora: by name. means: of the latest
     batches. norms: logarithms of their gradient norms. batch: for each of `LIFTS`, norm likewise."""
@@ -111,12 +114,8 @@ class SampleState(_HistoryState):
     corpora: dict[str, CorpusState] = {}
     means: list[float] = []
     norms: list[float] = []
-    batch: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
-        SumState() for _ in range(LIFTS.size)
-    ]
-    norm: Annotated[list[SumState], Field(min_length=LIFTS.size, max_length=LIFTS.size)] = [
-        SumState() for _ in range(LIFTS.size)
-    ]
+    batch: Sums = [SumState() for _ in LIFTS]
+    norm: Sums = [SumState() for _ in LIFTS]
 
 
 class Waiting(_HistoryState):
@@ -146,45 +145,14 @@ class Rest(_HistoryState):
         return Rest(until=step + steps, steps=steps)
 
 
-# Of earlier versions, which also looked for a trickle of bad samples, for new kinds of text, and for easy ones.
-RETIRED = {"counts", "newest", "far", "trickle", "easy", "looked", "kinds"}
-
-
 class WatchState(_HistoryState):
     """The state of sample_watch.py in checkpoints and snapshots. quiet: steps on the trend, with nothing open. rest:
-    step until which no whole batches are suspected; rested: the length of that rest."""
+    in which no whole batches are suspected."""
 
     test: SampleState = SampleState()
     waiting: list[Waiting] = []
     quiet: int = 0
-    rest: int = 0
-    rested: int = 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_what_is_gone(cls, given: Any) -> Any:
-        """A checkpoint of an earlier version has more."""
-        if not isinstance(given, dict):
-            return given
-        found = {key: value for key, value in given.items() if key not in RETIRED}
-        if isinstance(test := found.get("test"), dict):
-            test = {key: value for key, value in test.items() if key not in RETIRED}
-            corpora = test.get("corpora")
-            if isinstance(corpora, dict):
-                test["corpora"] = {
-                    name: {k: v for k, v in state.items() if k not in RETIRED}
-                    if isinstance(state, dict)
-                    else state
-                    for name, state in corpora.items()
-                }
-            found["test"] = test
-        if isinstance(waiting := found.get("waiting"), list):
-            found["waiting"] = [
-                case
-                for case in waiting
-                if not isinstance(case, dict) or case.get("kind") in ("batch", "discard")
-            ]
-        return found
+    rest: Rest = Rest()
 
 
 class SampleTest:
@@ -249,16 +217,13 @@ class SampleTest:
         bets = [*_bets(lift), *_bets(up)]
         together = [_raise(by, term, step) for by, term in zip(sums, bets, strict=True)]
         highest = int(np.argmax(together))
-        if together[highest] >= self._limit:
-            onset, what = (
-                sums[highest].onset,
-                "all samples together lie above what is usual for their corpora",
-            )
-            if highest >= LIFTS.size:
-                what = "the gradient norms lie above what is usual"
-            s.batch, s.norm = [SumState() for _ in LIFTS], [SumState() for _ in LIFTS]
-            return Alarm(onset, f"since step {onset} {what}")
-        return None
+        if together[highest] < self._limit:
+            return None
+        onset, what = sums[highest].onset, "all samples together lie above what is usual for their corpora"
+        if highest >= LIFTS.size:
+            what = "the gradient norms lie above what is usual"
+        s.batch, s.norm = [SumState() for _ in LIFTS], [SumState() for _ in LIFTS]
+        return Alarm(onset, f"since step {onset} {what}")
 
 
 def _copied(state: SampleState) -> SampleState:

@@ -282,7 +282,7 @@ class HardwareConfig(Section):
 
 
 class AttributionConfig(Section):
-    """Finding the guilty samples (attribution/conclusion.py, groups.py, scores.py, region.py)."""
+    """Finding the guilty samples (attribution/examination.py, groups.py, scores.py)."""
 
     threshold: PositiveFloat = 6.0
     """Robust z of a sample's loss within its corpus from which it may be convicted individually. [sigma]"""
@@ -293,8 +293,7 @@ class AttributionConfig(Section):
     innocent: Fraction = 0.03
     """Share of innocent samples among the convicted of a crowd (false discovery rate)."""
     gradients: NonNegativeInt = 16
-    """Most gradients measured if no loss is bad; each costs a step. Exceeded only to halve one batch down to one
-    sample."""
+    """Most gradients measured; each costs a step. They find text that is too easy to show in the loss."""
     window: PositiveInt = 16
     """Steps since the onset whose samples are suspects; later ones follow from the first. [steps]"""
     reference: PositiveInt = 128

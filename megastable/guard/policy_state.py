@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from megastable.guard.actions import Action, Cause
 from megastable.guard.learning_rate_limits import Limit
@@ -70,25 +68,6 @@ class PolicyState(BaseModel):
     redone: int = 0
     untried: list[tuple[int, int]] = []
     alert: Alert | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _cuts_of_before(cls, given: Any) -> Any:
-        """Older versions stored a list of `cuts`, halving from these updates on: convert them to limits that start now.
-        Their factor was `cut_factor`, at its default."""
-        if not isinstance(given, dict):
-            return given
-        given = {
-            key: value for key, value in given.items() if key != "account"
-        }  # odds, which trials replaced
-        if "cuts" not in given:
-            return given
-        rest = {key: value for key, value in given.items() if key != "cuts"}
-        cuts = [
-            {"kind": "cut", "value": 0.5, "updates": at, "clock": given.get("clock", 0)}
-            for at in given["cuts"]
-        ]
-        return {**rest, "limits": [*cuts, *rest.get("limits", [])]}
 
     @property
     def resting(self) -> bool:

@@ -15,9 +15,11 @@ import numpy.typing as npt
 from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
 from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.harm import (
+    COMPRESSED,
     BranchLosses,
     HarmTrial,
     choose_held_out,
+    find_repetition,
     judge_trial,
     mean_difference,
     replace_samples,
@@ -33,7 +35,6 @@ from megastable.attribution.remedies import (
     harms_anyway,
     judge_corpus,
 )
-from megastable.attribution.repetition import MOST, find_repetition
 from megastable.attribution.sample_replay import Trained, harmless
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
@@ -236,7 +237,10 @@ class Trials:
         held = with_them.measured[n:], control.measured[n:]
         vocabulary = self.config.model.vocab_size
         assert vocabulary is not None
-        texts = [self.laboratory.tokens(p) for p in (suspects[:MOST], fillers[-MOST:], outlook.positions)]
+        texts = [
+            self.laboratory.tokens(p)
+            for p in (suspects[:COMPRESSED], fillers[-COMPRESSED:], outlook.positions)
+        ]
         trial = first(
             lambda: judge_trial(
                 coming, held, vocabulary, suspects.size, len(batches), find_repetition(*texts)

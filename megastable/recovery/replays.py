@@ -4,10 +4,14 @@ plain PyTorch in place of the run's kernels? Collective."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
 
-from megastable.attribution import conclusion
-from megastable.attribution.conclusion import Replay, Result
+import numpy as np
+import numpy.typing as npt
+
 from megastable.base.deterministic import exact
 from megastable.data.loader import Step
 from megastable.engine.engine import Engine
@@ -16,9 +20,22 @@ from megastable.engine.numerics import Numerics
 from megastable.guard.robust import Trend
 from megastable.guard.signals import Verdict
 
+SAME = 1e-3  # relative: replays agree far better, even with unordered sums on a GPU
+SAME_NORM = 0.05  # relative: norms agree far better, even with unordered sums of gradients
+EXCESS = 3.0  # sigma above its trend: a loss or gradient norm beyond it counts as elevated
+REMAINS = 0.5  # share of it that remains when computed otherwise: above this the numerics are not the cause
+OUTLIER = 6.0  # sigma, if the step was not finite: such a batch is bad by itself
 UNSTEADY = "the same data on the same state gives other numbers every time: hardware"
 
+Floats = npt.NDArray[np.float64]
 Expected = tuple[Trend | None, Trend | None]  # trends of loss and log gradient norm
+
+
+class Result(NamedTuple):
+    """Result of a step: losses, fp64 [global batch], nats; the norm of its gradient."""
+
+    losses: Floats
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,7 @@ class Replays:
         about the hardware: a sentence, or "" yet, as a bad state may magnify the last bits."""
         if verdict is Verdict.NON_FINITE and self.finite_again != step:
             return False, ""
-        found = conclusion.replay(_result(measured), self.again(batch), lambda: self.again(batch))
+        found = replay(_result(measured), self.again(batch), lambda: self.again(batch))
         if found is Replay.OTHER:
             return False, "the same data on the same state gave other numbers: hardware, or a race"
         unsteady = found is Replay.UNSTEADY
@@ -55,7 +72,7 @@ class Replays:
 
     def differ(self, batch: Step) -> bool:
         """Whether two runs of a step differ."""
-        return not conclusion.alike(self.again(batch), self.again(batch))
+        return not alike(self.again(batch), self.again(batch))
 
     def without_fp8(self, batch: Step, measured: Measured, expected: Expected) -> Harmless | None:
         """Repeat the step that tripped, on the state that refused it, without FP8: how, if it is then harmless."""
@@ -94,7 +111,7 @@ class Replays:
             switch.switch(now)
             engine.restore_counters(counters)  # the magnitude history, which switching FP8 forgets
         step, otherwise = ((m.loss, math.log(max(m.grad_norm, 1e-30))) for m in (measured, other))
-        if not conclusion.gone(step, otherwise, expected):
+        if not gone(step, otherwise, expected):
             return None
         reason = (
             f"the same step without {to.reason} is harmless: a loss of {other.loss:.4g} in place of "
@@ -105,3 +122,56 @@ class Replays:
 
 def _result(measured: Measured) -> Result:
     return Result(measured.losses.numpy(), measured.grad_norm)
+
+
+# Pure
+
+
+def reproduced(recorded: Floats, again: Floats, tolerance: float = SAME) -> bool:
+    """Whether a replay gave the same numbers, within a relative tolerance; non-finite numbers count as equal."""
+    same = np.isclose(recorded, again, rtol=tolerance, atol=0.0, equal_nan=True)
+    return bool(np.all(same | (~np.isfinite(recorded) & ~np.isfinite(again))))
+
+
+class Replay(StrEnum):
+    """Two replays of a step, compared with the step and with each other."""
+
+    SAME = "same"  # the first replay agrees with the original step
+    OTHER = "other"  # both replays agree, the original step differs
+    UNSTEADY = "unsteady"  # every run differs
+
+
+def replay(step: Result, again: Result, once_more: Callable[[], Result]) -> Replay:
+    """Compare a step with its replay; if they differ, run a second replay: GPUs may sum in any order, and some
+    states amplify it."""
+    if alike(step, again):
+        return Replay.SAME
+    return Replay.OTHER if alike(again, once_more()) else Replay.UNSTEADY
+
+
+def alike(one: Result, other: Result) -> bool:
+    """Whether two runs of a step agree, in every loss and in the norm of the gradient."""
+    norms = np.array([one.norm]), np.array([other.norm])
+    return reproduced(one.losses, other.losses) and reproduced(*norms, SAME_NORM)
+
+
+def gone(step: Sequence[float], otherwise: Sequence[float], expected: Sequence[Trend | None]) -> bool:
+    """Whether a step's anomaly vanishes when it is computed otherwise: without FP8, or by other kernels.
+
+    Each: loss (nats) and log gradient norm. A non-finite number must become finite and ordinary. Of the excess over the
+    trend more than half must vanish, for each of loss and norm that is elevated; the other one must not rise.
+    """
+    if not all(map(math.isfinite, otherwise)):
+        return False
+    broken = not all(map(math.isfinite, step))
+    trouble = broken
+    for now, then, usual in zip(step, otherwise, expected, strict=True):
+        if usual is None:
+            continue
+        level, bound = max(usual.level, usual.late), EXCESS * usual.scale
+        out = now - level > bound
+        most = OUTLIER * usual.scale if broken else REMAINS * (now - level) if out else bound
+        if then - level > most:
+            return False
+        trouble |= out
+    return trouble

@@ -14,6 +14,7 @@ import torch
 
 from megastable.attribution import conclusion
 from megastable.attribution.conclusion import Conclusion
+from megastable.attribution.examination import examine
 from megastable.attribution.sample_replay import Laboratory, Trained, harmless
 from megastable.base import free_memory
 from megastable.base.collectives import agree, gathered
@@ -195,7 +196,7 @@ class Points:
     ) -> Conclusion:
         """Find the guilty samples of `window`."""
         history = [t for t in self.trained if t.applied and t.step <= snapshot.step]
-        return self.laboratory.examine(window, history, snapshot.extra.state.cursor, left_out, adjacent)
+        return examine(self.laboratory, window, history, snapshot.extra.state.cursor, left_out, adjacent)
 
     def _reference(self, snapshot: Snapshot, left_out: Selection) -> tuple[Floats, Floats]:
         """Of harmless samples from before a snapshot: losses when trained on, losses on its state.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megastable.attribution.conclusion import Conclusion
+from megastable.attribution.examination import examine
 from megastable.attribution.sample_history import Alarm, Rest, SampleTest, Waiting, WatchState
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.errors import DataError
@@ -60,8 +61,7 @@ class SampleWatch(Watch):
             test=self._test.state,
             waiting=self._waiting,
             quiet=self._quiet,
-            rest=self._rest.until,
-            rested=self._rest.steps,
+            rest=self._rest,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class SampleWatch(Watch):
         self._test = SampleTest(self.config.samples, saved.test)
         self._waiting, self._quiet = saved.waiting, saved.quiet
         # Only from a checkpoint: time already spent on searches stays spent.
-        self._rest = max(self._rest, Rest(until=saved.rest, steps=saved.rested), key=_until)
+        self._rest = max(self._rest, saved.rest, key=lambda rest: rest.until)
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         if saved is not None:
@@ -83,9 +83,8 @@ class SampleWatch(Watch):
         if not self.config.enabled:
             return
         if not applied:
-            self.before = (
-                self.state_dict()
-            )  # of a step that may leave a snapshot; a copy costs as much as the test
+            # Of a step that may leave a snapshot; a copy costs as much as the test.
+            self.before = self.state_dict()
         corpora = self.parts.source.order.locate(batch.positions).corpus
         losses = measured.losses.numpy()
         alarm = self._test.observe(step, losses, corpora, self._names, applied, measured.grad_norm)
@@ -250,8 +249,4 @@ class SampleWatch(Watch):
         """The conclusion; None if no sample is left to be examined."""
         if not window or left_out.mask(window[-1].positions).all():
             return None
-        return laboratory.examine(window, history, state.cursor, left_out)
-
-
-def _until(rest: Rest) -> int:
-    return rest.until
+        return examine(laboratory, window, history, state.cursor, left_out)

@@ -12,24 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.attribution.conclusion import (
-    GRADIENT_RATIO,
-    SAME,
     WORSE,
-    Replay,
-    Result,
     Suspect,
-    conclude,
-    gone,
-    halvings,
+    blame_samples,
+    blame_state,
     is_worse,
-    narrow,
-    replay,
-    reproduced,
-    usual_norm,
 )
-from megastable.attribution.groups import ENOUGH, SCALE_FLOOR, TAIL_KNOWN, compare, guilty_by_loss
+from megastable.attribution.groups import ENOUGH, SCALE_FLOOR, TAIL_KNOWN, UsualLosses, bad_by_loss
 from megastable.guard.actions import Cause
 from megastable.guard.robust import Trend
+from megastable.recovery.replays import SAME, Replay, Result, gone, replay, reproduced
 
 NAN, INF = math.nan, math.inf
 THRESHOLD = 6.0
@@ -47,10 +39,17 @@ def normal(centre: float, sigma: float, count: int, seed: int = 0) -> np.ndarray
     return np.random.default_rng(seed).normal(centre, sigma, count)
 
 
+def compare(
+    losses: np.ndarray, corpora: np.ndarray, harmless: np.ndarray, of: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """z and p of losses, among harmless ones of these corpora."""
+    return UsualLosses(harmless, of).compare(losses, corpora)
+
+
 def judge(losses: np.ndarray, harmless: np.ndarray) -> np.ndarray:
     """Who is guilty, all being of one corpus."""
     z, p = compare(losses, zeros(losses.size), harmless, zeros(harmless.size))
-    return guilty_by_loss(z, p, THRESHOLD)
+    return bad_by_loss(z, p, THRESHOLD)
 
 
 # With and without FP8
@@ -137,7 +136,7 @@ def test_every_corpus_is_compared_with_its_own() -> None:
     prose, code = normal(3.0, 0.2, 200), normal(1.0, 0.1, 200, seed=1)
     harmless, kinds = np.concatenate([prose, code]), np.repeat([5, 2], 200)
     z, p = compare(floats(3.0, 3.0, 1.2, 1.2), np.array([5, 2, 5, 2]), harmless, kinds)
-    assert guilty_by_loss(z, p, THRESHOLD).tolist() == [False, True, False, False]
+    assert bad_by_loss(z, p, THRESHOLD).tolist() == [False, True, False, False]
     assert z[2] < -THRESHOLD
 
 
@@ -147,7 +146,7 @@ def test_of_a_corpus_of_which_little_is_known_nothing_is_said(known: int) -> Non
     harmless = np.concatenate([normal(1.0, 0.1, 300), normal(3.0, 0.2, known, seed=1)])
     z, p = compare(floats(3.0, NAN), np.array([1, 1]), harmless, np.repeat([0, 1], [300, known]))
     assert math.isnan(z[0]) == (known < ENOUGH)
-    assert guilty_by_loss(z, p, THRESHOLD).tolist() == [False, True]
+    assert bad_by_loss(z, p, THRESHOLD).tolist() == [False, True]
 
 
 def test_the_tail_of_a_small_corpus_is_that_of_all() -> None:
@@ -169,7 +168,7 @@ def test_a_scatter_of_nothing_is_not_believed() -> None:
 def test_a_loss_that_is_not_finite_is_infinitely_far(known: int) -> None:
     z, p = compare(floats(NAN, INF, -INF, 2.0), zeros(4), np.full(known, 2.0), zeros(known))
     assert z[:3].tolist() == [INF] * 3 and p[:3].tolist() == [0.0] * 3
-    assert guilty_by_loss(z, p, THRESHOLD).tolist() == [True, True, True, False]
+    assert bad_by_loss(z, p, THRESHOLD).tolist() == [True, True, True, False]
 
 
 def test_no_suspects() -> None:
@@ -229,7 +228,7 @@ def test_a_small_corpus_is_not_guilty_of_being_another(steps: int) -> None:
         of, kinds = random.random(16 * steps) < 0.1, random.random(16 * 3) < 0.1
         harmless, losses = (1.6 + k + 0.15 * random.standard_t(4, k.size) for k in (of, kinds))
         z, p = compare(losses, kinds.astype(np.int64), harmless, of.astype(np.int64))
-        found += int(guilty_by_loss(z, p, THRESHOLD).any())
+        found += int(bad_by_loss(z, p, THRESHOLD).any())
     assert found <= 5
 
 
@@ -274,57 +273,6 @@ def test_bad_samples_that_passed_as_harmless_do_not_hide_the_others() -> None:
 def test_what_is_not_far_out_is_harmless_however_many() -> None:
     losses = normal(3.0, 0.3, 64, seed=1) + 1.0
     assert not judge(losses, normal(3.0, 0.3, 2000)).any()
-
-
-# Gradients
-
-
-def test_a_norm_of_a_mean_lies_between_that_of_a_batch_and_that_of_one() -> None:
-    """Gradients of a common mean (1, 0, ...) and an own part: |g|^2 = 1 + variance / count."""
-    variance = 63.0
-    batch, alone = math.sqrt(1 + variance / 64), math.sqrt(1 + variance)
-    for count in (1, 2, 16, 64):
-        assert usual_norm(batch, alone, 64, count) == pytest.approx(math.sqrt(1 + variance / count))
-    assert usual_norm(2.0, 1.5, 64, 1) == 2.0 and usual_norm(2.0, 2.0, 1, 1) == 2.0
-
-
-def measuring(size: int, bad: dict[int, float], asked: list[int]) -> Callable[[np.ndarray], float]:
-    """Norms of means of gradients: each sample an axis of its own of length 1, or of what `bad` says."""
-    lengths = np.ones(size)
-    lengths[list(bad)] = list(bad.values())
-
-    def measure(group: np.ndarray) -> float:
-        asked.append(group.size)
-        with np.errstate(over="ignore"):
-            return float(np.sqrt(np.square(lengths[group]).sum()) / group.size)
-
-    return measure
-
-
-@given(st.integers(1, 300), st.data())
-def test_a_bad_gradient_is_halved_down_to(size: int, data: st.DataObject) -> None:
-    culprit = data.draw(st.integers(0, size - 1))
-    length = data.draw(st.sampled_from([100.0, INF]))
-    asked: list[int] = []
-    measure = measuring(size, {culprit: length}, asked)
-    everyone = np.arange(size)
-    group, norm = narrow(everyone, measure(everyone), measure, budget=halvings(size))
-    assert group.tolist() == [culprit] and norm == length
-    assert len(asked) <= 1 + halvings(size) and norm > GRADIENT_RATIO * usual_norm(size**-0.5, 1.0, size, 1)
-
-
-@pytest.mark.parametrize("budget", [0, 1, 2, 4])
-def test_where_time_runs_out_a_group_is_left(budget: int) -> None:
-    asked: list[int] = []
-    measure = measuring(64, {50: 1000.0}, asked)
-    group, norm = narrow(np.arange(64), 1000 / 64, measure, budget)
-    assert len(asked) <= budget and 50 in group and group.size == 64 // 2 ** max(0, budget - 1)
-    assert norm >= 1000 / 64
-
-
-def test_a_gradient_that_is_not_known_is_no_guilt() -> None:
-    group, norm = narrow(np.arange(8), 100.0, lambda _: NAN, budget=9)
-    assert math.isnan(norm) and group.size == 8
 
 
 # A replay
@@ -418,40 +366,40 @@ def suspects(*z: float) -> list[Suspect]:
 
 
 def test_bad_samples_mean_bad_data() -> None:
-    found = conclude(suspects(0.5, 30.0, -1.0, 50.0), [103, 101], compared_with=64, steps="all")
+    found = blame_samples(suspects(0.5, 30.0, -1.0, 50.0), [103, 101], compared_with=64)
     assert (found.cause, found.guilty) == (Cause.DATA, [101, 103])
     assert [s.position for s in found.suspects] == [103, 101, 100, 102]
     for part in ("2 of 4 samples", "loss of 8.00", "50 robust deviations", "64 harmless"):
         assert part in found.reason
 
 
-def test_guilt_by_gradient_is_told_with_its_gradient() -> None:
+def test_a_bad_sample_is_told_with_its_gradient() -> None:
     suspect = Suspect(7, 3.0, 0.4, gradient_norm=123.4)
-    found = conclude([Suspect(6, 3.1, 0.9, 1.5), suspect], [7], compared_with=64, steps="all")
+    found = blame_samples([Suspect(6, 3.1, 0.9, 1.5), suspect], [7], compared_with=64)
     assert found.cause is Cause.DATA and found.guilty == [7]
     assert "gradient norm of 123" in found.reason and "loss of 3.00" in found.reason
 
 
 def test_the_worst_come_first_also_where_nothing_is_known_of_some() -> None:
-    found = conclude(suspects(NAN, 2.0, INF, NAN, 5.0), [102], compared_with=0, steps="all")
+    found = blame_samples(suspects(NAN, 2.0, INF, NAN, 5.0), [102], compared_with=0)
     assert [s.position for s in found.suspects] == [102, 104, 101, 100, 103]
     assert "inf robust deviations" in found.reason
 
 
 def test_nobody_guilty() -> None:
     steps = "the first 16 of 40 steps since the onset"
-    found = conclude(suspects(0.5, 1.0), [], compared_with=64, steps=steps)
+    found = blame_state(suspects(0.5, 1.0), steps)
     assert (found.cause, found.guilty) == (Cause.STATE, [])
     assert [s.position for s in found.suspects] == [101, 100]
     assert f"none of the 2 samples of {steps} is bad" in found.reason and "too few" not in found.reason
 
 
 def test_what_goes_on_without_an_end_is_the_state_and_the_reason_says_so() -> None:
-    found = conclude(suspects(9.0, 8.0), [], compared_with=64, steps="the 2 steps", endless=120)
+    found = blame_state(suspects(9.0, 8.0), "the 2 steps", endless=120)
     assert (found.cause, found.guilty, found.region) == (Cause.STATE, [], None)
     assert "none of" not in found.reason and "the next 120 steps" in found.reason
 
 
 def test_it_is_said_of_how_many_nothing_is_known() -> None:
-    found = conclude(suspects(0.5, NAN, NAN), [], compared_with=64, steps="the 1 steps")
+    found = blame_state(suspects(0.5, NAN, NAN), "the 1 steps")
     assert "2 of them cannot be judged: too few earlier samples" in found.reason

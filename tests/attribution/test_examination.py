@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.attribution import groups, region, sample_replay
+from megastable.attribution import groups, sample_replay
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.examination import Examination
+from megastable.attribution.examination import CLEAN, FARTHEST, Examination
 from megastable.attribution.sample_replay import Known, Trained
 from megastable.config.stability import AttributionConfig
 from megastable.data.order import LAST_POSITION
@@ -58,7 +58,7 @@ class Laboratory:
         positions = np.concatenate([t.positions for t in history])
         return Known(positions, self._losses[positions], self.corpora(positions))
 
-    def batch_norms(self, *_: Any) -> None:
+    def find_extraordinary(self, *_: Any) -> None:
         return None
 
     def gradient_norm(self, positions: Int64s) -> float:
@@ -95,13 +95,13 @@ def test_a_region_is_followed_batch_by_batch_to_its_last_sample(count: int) -> N
     reach = max(
         0, -(-(count + 4) // BATCH) - 2 - (count == 29)
     )  # one sample in a batch is no part of a region
-    assert laboratory.forwards == reach + region.CLEAN == len(found.region.probes)
+    assert laboratory.forwards == reach + CLEAN == len(found.region.probes)
     assert found.region.steps == round(laboratory.forwards / 3, 1)
     assert (f"goes on for {reach} batches" if reach else "nothing is bad beyond") in found.region.how
     assert found.region.how in found.reason.replace("It goes", "it goes").replace("Nothing", "nothing")
 
 
-@pytest.mark.parametrize(("steps", "looked"), [(40, 120), (10, 30), (1000, region.FARTHEST)])
+@pytest.mark.parametrize(("steps", "looked"), [(40, 120), (10, 30), (1000, FARTHEST)])
 def test_what_goes_on_beyond_the_budget_makes_nobody_bad(steps: int, looked: int) -> None:
     laboratory = Laboratory(FIRST + 4 + np.arange(500 * BATCH), out=6.0)
     laboratory.config = AttributionConfig(region=steps)
@@ -123,9 +123,9 @@ def test_where_the_data_ends_before_the_region_nobody_is_bad(clean: int) -> None
     laboratory = Laboratory(FIRST + np.arange(5 * BATCH), out=6.0)
     laboratory.selection = Skips.of([(FIRST + (5 + clean) * BATCH, LAST_POSITION)])
     found = laboratory.concluded()
-    assert (found.cause is Cause.DATA) == (clean == region.CLEAN)
+    assert (found.cause is Cause.DATA) == (clean == CLEAN)
     missed, innocent = judged(laboratory, found)
-    assert (missed <= 3 if clean == region.CLEAN else missed == 5 * BATCH) and not innocent
+    assert (missed <= 3 if clean == CLEAN else missed == 5 * BATCH) and not innocent
 
 
 def test_strays_in_clean_batches_do_not_prolong_a_region_and_clean_batches_inside_do_not_end_it() -> None:
@@ -134,8 +134,8 @@ def test_strays_in_clean_batches_do_not_prolong_a_region_and_clean_batches_insid
     strays = FIRST + BATCH * np.array([10, 11, 12, 13]) + 7  # a single sample in each batch beyond
     laboratory = Laboratory(np.append(inside, strays), out=8.0)
     found = laboratory.concluded()
-    assert found.region is not None and [bad for *_, bad in found.region.probes][-region.CLEAN :] == [1, 1, 1]
-    assert len(found.region.probes) == 8 + region.CLEAN
+    assert found.region is not None and [bad for *_, bad in found.region.probes][-CLEAN:] == [1, 1, 1]
+    assert len(found.region.probes) == 8 + CLEAN
     assert found.region.end == strays[0] + 1, "the first one may be the region's last"
     assert set(found.convicted) <= {*inside.tolist(), int(strays[0])} and len(found.convicted) >= 105
 
@@ -146,7 +146,7 @@ def test_what_is_skipped_already_is_passed_over() -> None:
     found = laboratory.concluded()
     assert found.region is not None and found.region.end == FIRST + 4 + 20 * BATCH
     missed, innocent = judged(laboratory, found)
-    assert 160 <= missed <= 165 and not innocent and laboratory.forwards == 3 + 6 + region.CLEAN
+    assert 160 <= missed <= 165 and not innocent and laboratory.forwards == 3 + 6 + CLEAN
 
 
 def test_no_innocent_sample_inside_a_thin_region_is_named() -> None:

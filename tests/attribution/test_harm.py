@@ -15,13 +15,13 @@ from megastable.attribution.harm import (
     HarmTrial,
     TrialVerdict,
     choose_held_out,
+    find_repetition,
     is_clear,
     is_harmless,
     judge_trial,
     mean_difference,
     replace_samples,
 )
-from megastable.attribution.repetition import find_repetition
 from tests.tiers import examples
 
 VOCABULARY = 1000

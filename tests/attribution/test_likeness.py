@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megastable.attribution.likeness import Resemblance, Words
+from megastable.attribution.scores import Resemblance, Words
 
 LENGTH, VOCABULARY = 128, 1000
 
@@ -17,7 +17,7 @@ def zipf(random: np.random.Generator, count: int) -> np.ndarray:
 
 def test_rare_words_are_surprising() -> None:
     random = np.random.default_rng(0)
-    words = Words.of(zipf(random, 400))
+    words = Words(zipf(random, 400))
     usual, rare = (
         words.surprisal(zipf(random, 100)),
         words.surprisal(random.integers(0, VOCABULARY, (100, LENGTH + 1))),
@@ -31,14 +31,14 @@ def test_rare_words_are_surprising() -> None:
 def test_the_like_of_the_accused_are_told_from_harmless_samples_and_nobody_resembles_himself() -> None:
     random = np.random.default_rng(0)
     harmless, noise = zipf(random, 400), random.integers(0, VOCABULARY, (60, LENGTH + 1))
-    resemblance = Resemblance.to(noise[:20], harmless[:200])
+    resemblance = Resemblance(noise[:20], harmless[:200])
     other = resemblance.of(harmless[200:])
     assert resemblance.of(noise[20:]).min() > other.max()
     # Harmless samples that are accused are like any other, as long as each is left out of its own measure.
-    innocent = Resemblance.to(harmless[200:220], harmless[:200])
+    innocent = Resemblance(harmless[200:220], harmless[:200])
     every = np.ones(20, dtype=bool)
     own, others = innocent.of(harmless[200:220], every), innocent.of(harmless[220:])
     assert abs(own.mean() - others.mean()) < 0.5 * others.std()
     assert innocent.of(harmless[200:220]).mean() > others.max()  # what leaving them out is for
-    alone = Resemblance.to(harmless[200:201], harmless[:200])
+    alone = Resemblance(harmless[200:201], harmless[:200])
     assert alone.of(harmless[200:201], every[:1]).tolist() == [0.0]

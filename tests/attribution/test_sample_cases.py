@@ -24,6 +24,7 @@ from megastable.data.skips import Skips
 from megastable.guard.actions import Cause
 from megastable.guard.policy import Policy
 from megastable.guard.signals import Verdict
+from megastable.recovery import sample_watch
 from megastable.recovery.sample_watch import CASES, LEFT_OUT, UNKNOWN, SampleWatch
 from tests.guard.policies import seen
 from tests.journal import KeptLog
@@ -31,6 +32,11 @@ from tests.journal import KeptLog
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 KEPT = Skips.of([])
+
+
+@pytest.fixture(autouse=True)
+def _examined_by_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_watch, "examine", lambda laboratory, *given: laboratory.examine(*given))
 
 
 class Bench:
@@ -84,6 +90,7 @@ def test_tokens_are_read_by_batches_and_no_more_kept_than_is_looked_at(
 
     source = SimpleNamespace(samples=samples, order=SimpleNamespace(sequence_length=2048))
     laboratory: Any = SimpleNamespace(loader=SimpleNamespace(source=source), batch=16)
+    laboratory._tell = lambda *_: None
     laboratory._read_tokens = partial(Laboratory._read_tokens, laboratory)
     tokens = Laboratory.tokens(laboratory, np.arange(40))
     assert sizes == [16, 16, 8] and tokens.dtype == np.int32
@@ -148,14 +155,14 @@ def test_another_level_is_not_examined_again_and_again() -> None:
     made.watch.nobody(case(7), Conclusion(Cause.STATE, [], [], "harmless"), 8, 0.1)
     assert waits(9)
     made.watch.nobody(case(7, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), 9, 0.1)
-    assert not waits(10) and made.watch.state.rest == 73
+    assert not waits(10) and made.watch.state.rest.until == 73
     assert not waits(72) and waits(73)
 
 
 def fruitless(watch: SampleWatch, step: int) -> int:
     """Steps of rest after a look at `step` that convicted nobody."""
     watch.nobody(case(step, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), step, 0.1)
-    return watch.state.rest - step
+    return watch.state.rest.until - step
 
 
 def test_looks_for_nothing_cost_a_bounded_share_of_a_run() -> None:
@@ -175,15 +182,15 @@ def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody
     assert [fruitless(watch, step) for step in (10, 100)] == [64, 128]
     late = watch.state_dict()
     watch.rewound(5, early)
-    assert watch.state.rest == 228 and fruitless(watch, 228) == 256
+    assert watch.state.rest.until == 228 and fruitless(watch, 228) == 256
     again = Made().watch
     again.load_state_dict(json.loads(json.dumps(late)))
-    assert again.state.rest == 228 and fruitless(again, 228) == 256
+    assert again.state.rest.until == 228 and fruitless(again, 228) == 256
     watch.convicted(case(5, kind="discard"))
     assert fruitless(watch, 500) == 512
     watch.convicted(case(5, kind="batch"))
     watch.rewound(5, late)
-    assert watch.state.rest == 1012 and fruitless(watch, 1012) == 64
+    assert watch.state.rest.until == 1012 and fruitless(watch, 1012) == 64
 
 
 def test_a_sample_that_cannot_be_read_again_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

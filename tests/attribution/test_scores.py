@@ -40,7 +40,7 @@ def scale() -> Scale:
 
 def named(scale: Scale, suspects: ScoredSamples, error: float = 0.1) -> np.ndarray:
     alone = np.zeros(suspects.z.shape, dtype=bool)
-    return judge(scale, suspects, alone, error, SIGNIFICANCE, INNOCENT).guilty
+    return judge(scale, suspects, alone, error, SIGNIFICANCE, INNOCENT).bad
 
 
 @pytest.mark.quick("12-20-5.0")
@@ -68,7 +68,7 @@ def test_easy_text_that_is_alike_is_named_where_its_gradient_accuses_it(scale: S
         random = np.random.default_rng(seed)
         suspects = joined(other(random, 36, z), text(random, 28))
         judged = judge_alike(scale, suspects, np.arange(64) >= 12, INNOCENT)
-        assert judged.guilty[:36].sum() >= 34 and judged.guilty[36:].sum() <= 2
+        assert judged.bad[:36].sum() >= 34 and judged.bad[36:].sum() <= 2
         far = joined(other(random, 16, z), text(random, 200))
         assert judged.score is not None
         bad = judged.score.of(far) >= judged.bar
@@ -80,18 +80,18 @@ def test_what_is_not_alike_is_not_named_whatever_its_gradient_says(scale: Scale)
     found = 0
     for seed in range(100):
         suspects = text(np.random.default_rng(seed), (16, 32, 64)[seed % 3])
-        found += judge_alike(scale, suspects, np.ones(suspects.z.shape, bool), INNOCENT).guilty.any()
+        found += judge_alike(scale, suspects, np.ones(suspects.z.shape, bool), INNOCENT).bad.any()
     assert found <= 3
 
 
 def test_a_few_that_are_alike_are_no_crowd(scale: Scale) -> None:
     random = np.random.default_rng(0)
     suspects = joined(other(random, 4, 0.0), text(random, 28))
-    assert not judge_alike(scale, suspects, np.ones(32, bool), INNOCENT).guilty.any()
+    assert not judge_alike(scale, suspects, np.ones(32, bool), INNOCENT).bad.any()
     nobody = judge_alike(scale, suspects, np.zeros(32, bool), INNOCENT)
-    assert not nobody.guilty.any() and nobody.score is None
+    assert not nobody.bad.any() and nobody.score is None
     unknown = other(random, 32, 3.0, corpus=2)
-    assert not judge_alike(scale, unknown, np.ones(32, bool), INNOCENT).guilty.any()
+    assert not judge_alike(scale, unknown, np.ones(32, bool), INNOCENT).bad.any()
 
 
 @pytest.mark.slow

@@ -465,10 +465,9 @@ def test_the_refused_steps_before_belong_to_the_incident() -> None:
     assert decisions[-1].action is Action.REWIND and decisions[-1].finding.onset == 61
 
 
-def test_a_memory_of_before_cuts_could_be_lifted_can_be_read() -> None:
-    old: dict[str, Any] = {"clock": 400, "refused": [], "watching": False, "tripped": 0, "watch_until": 0}
-    old |= {"good": 0, "recurrences": 0, "fallbacks": [7], "returns": [9], "cuts": [20, 90]}
-    old |= {"account": {"since": 3, "clock": 9, "sums": [1.0, 0.0, 0.0], "clues": []}}  # odds, of later ones
+def test_a_memory_of_two_cuts_and_of_leaving_fp8_can_be_read() -> None:
+    cuts = [{"kind": "cut", "value": 0.5, "updates": at, "clock": 400} for at in (20, 90)]
+    old: dict[str, Any] = {"clock": 400, "fallbacks": [7], "returns": [9], "limits": cuts}
     old |= {"taken": [{"clock": 30, "step": 30, "action": "rewind", "cause": "data", "corpus": "a"}]}
     state = PolicyState.model_validate(old)
     policy = Policy(CONFIG, state, has_fp8=True)

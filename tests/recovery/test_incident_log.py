@@ -412,7 +412,7 @@ def test_killed_between_the_ledger_and_the_journal_the_next_process_tells_what_t
             book.book.release([250, 251], 240, "innocent")
         elif what == "skipped alone":
             found = Conclusion(Cause.DATA, guilty, [], "so it is")
-            book.book.skip(found, 31, WINDOW, Verdict.TRICKLE, "seen", state(), 0.1)
+            book.book.skip(found, 31, WINDOW, Verdict.SHIFT, "seen", state(), 0.1)
         else:
             book.attribute(Cause.DATA if what == "attributed" else Cause.STATE, guilty)
 

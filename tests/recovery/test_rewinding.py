@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -11,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from megastable.attribution.conclusion import Conclusion
+from megastable.attribution.conclusion import Conclusion, Region
 from megastable.attribution.groups import CROWD
 from megastable.attribution.harm import HarmTrial, TrialVerdict
-from megastable.attribution.region import Region
-from megastable.attribution.remedies import RemedyTrial
+from megastable.attribution.remedies import CorpusTrial, RemedyTrial
 from megastable.attribution.sample_history import Waiting
 from megastable.attribution.sample_replay import Trained
 from megastable.base.rng import rng_state
@@ -28,6 +29,7 @@ from megastable.config.warmups import Stages
 from megastable.guard.actions import Action, Cause
 from megastable.guard.detector_state import DetectorState
 from megastable.guard.policy import Policy
+from megastable.guard.policy_state import Taken
 from megastable.guard.signals import Verdict
 from megastable.recovery import rewind_points
 from megastable.recovery.replay_trials import SuspectsTrial
@@ -71,14 +73,24 @@ def go_back(
     harms_anyway: bool = False,
     verdict: Verdict = Verdict.SPIKE,
     tried: TrialVerdict | None = TrialVerdict.BAD,
+    corpora: Sequence[int] = (0,),
+    before: int = 0,
+    helps: bool = True,
 ) -> tuple[Any, Conclusion]:
     """The shell after trouble at step 40, when the rate was ten times that of the good state, and what is written down.
-    found: by the examination. chosen: the remedy whose branch wins; harms_anyway: other data does not help."""
-    policy = Policy(PolicyConfig())
+    found: by the examination. corpora: of what it names; before: proven incidents of the corpus 1; helps: to leave it
+    out. chosen: the remedy whose branch wins; harms_anyway: other data does not help."""
+    policy = Policy(PolicyConfig(swap_after=2, rewinds=9))
+    policy.decide(seen(20), 0)
+    earlier = Taken(clock=20, step=20, action=Action.REWIND, cause=Cause.DATA, corpus="1", proven=True)
+    policy.state.taken = [earlier.model_copy() for _ in range(before)]
     decision = policy.decide(seen(40, Verdict.SPIKE), 0)
     decision = replace(decision, finding=replace(decision.finding, verdict=verdict))
     tripped = Tripped(decision, MagicMock(state=MagicMock(step=40, seconds=1.0)), DetectorState(), "")
     rewinding = shell(policy)
+    rewinding.source.order.locate.return_value.corpus = list(corpora)
+    rewinding.source.order.corpora = [SimpleNamespace(name="0"), SimpleNamespace(name="1")]
+    rewinding.trials.try_corpus.return_value = CorpusTrial("1", helps, 0.3, 0.01, 16)
     rewinding.replays.compare.return_value = (False, "")
     rewinding.incident_log.adjacent.return_value = False
     rewinding.incident_log.returned_again.return_value = found
@@ -126,6 +138,32 @@ def test_a_remedy_that_won_takes_the_blame_off_the_samples(
     assert [type(call.args[0]) for call in made.log.emit.call_args_list] == emitted
     assert made.engine.reset_moments.called == (chosen == "reset_moments")
     assert not policy.state.taken[0].proven and not policy.state.taken[0].unproven
+
+
+@pytest.mark.parametrize(
+    ("corpora", "before", "verdict", "helps", "action"),
+    [
+        ([1, 1, 1, 0, 0], 2, TrialVerdict.BAD, True, Action.SWAP_CORPUS),
+        ([1, 1, 1, 0, 0], 2, TrialVerdict.MIXED, True, Action.SWAP_CORPUS),  # deferred is bad as well
+        ([1, 1, 1, 0, 0], 2, TrialVerdict.BAD, False, Action.REWIND),
+        ([1, 1, 1, 0, 0], 1, TrialVerdict.BAD, True, None),
+        ([0, 0, 0, 1, 1], 2, TrialVerdict.BAD, True, None),  # of another corpus
+        ([0, 0, 1, 1], 2, TrialVerdict.BAD, True, None),  # of none in particular
+        ([1, 1, 1, 0, 0], 2, None, True, None),  # not clear
+    ],
+)
+def test_a_corpus_of_bad_samples_is_tried_after_enough_clear_incidents(
+    corpora: list[int], before: int, verdict: TrialVerdict | None, helps: bool, action: Action | None
+) -> None:
+    found = replace(FOUND, later=[30] if len(corpora) == 5 else [])
+    made, _ = go_back(found, tried=verdict, corpora=corpora, before=before, helps=helps)
+    assert made.trials.try_corpus.called == (action is not None)
+    if action is not None:
+        bad = [7, 8, 9, 20] if verdict is TrialVerdict.MIXED else [7, 8, 9, 20, 30]
+        assert made.trials.try_corpus.call_args.args[:2] == ("1", bad)
+    assert made.guard.policy.state.taken[-1].action is (action or Action.REWIND)
+    *_, left_out = made.incident_log.attribute.call_args.args
+    assert left_out == ("1" if action is Action.SWAP_CORPUS else None)
 
 
 def test_without_a_remedy_that_is_better_the_samples_are_judged() -> None:

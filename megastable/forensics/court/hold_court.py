@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.harm import choose_held_out, replace_samples
+from megastable.attribution.harm import COMPRESSED, choose_held_out, find_repetition, replace_samples
 from megastable.attribution.remedies import NOTHING, OTHER_DATA
-from megastable.attribution.repetition import MOST, find_repetition
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.config.tree import RunConfig
@@ -98,7 +97,10 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
     vocabulary = config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
     read = case.library.source.samples
-    texts = [read(p).astype(np.int32) for p in (data.suspects[:MOST], data.fillers[-MOST:], data.coming)]
+    texts = [
+        read(p).astype(np.int32)
+        for p in (data.suspects[:COMPRESSED], data.fillers[-COMPRESSED:], data.coming)
+    ]
     repetition = find_repetition(*texts)
     verdict = judge_branches(outcomes, before, choice, vocabulary, data.suspects.size, repetition)
     differs = float(np.max(np.abs(replayed - case.losses), initial=0.0))

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megastable.attribution.harm import BranchLosses, HarmTrial, judge_trial
-from megastable.attribution.repetition import MOST, find_repetition
+from megastable.attribution.harm import COMPRESSED, BranchLosses, HarmTrial, find_repetition, judge_trial
 from megastable.base.errors import DataError
 from megastable.base.progress_bar import Bar
 from megastable.checkpoint.store import step_of
@@ -137,7 +136,7 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
             after = measure.branch(put_first(batches, tried[number].trained))
             losses = BranchLosses(after[0], control[0], before, before)
             held_out = after[1][number], control[1][number]
-            chosen = tried[number].trained[:MOST], np.concatenate(batches)[:MOST], coming
+            chosen = tried[number].trained[:COMPRESSED], np.concatenate(batches)[:COMPRESSED], coming
             texts = [library.source.samples(p).astype(np.int32) for p in chosen]
             repetition = find_repetition(*texts)
             trial = judge_trial(losses, held_out, vocabulary, tried[number].count, steps, repetition)
