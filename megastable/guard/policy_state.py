@@ -13,7 +13,7 @@ class Taken(BaseModel):
     restore no budget. corpus: of most of the bad samples. proven: a trial has clearly shown that they do harm, or they
     were not finite; else unproven: their positions. remedy: the name of the one that was tried, and won."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore")  # journals of earlier versions also have odds
 
     clock: int
     step: int
