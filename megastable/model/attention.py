@@ -138,7 +138,9 @@ class Attention(nn.Module):
     def between(self, qkv: Tensor, at: Places) -> Tensor:
         """From fused queries, keys and values [s, b, (q + 2 k) d] to the attention output [s, b, q d]."""
         q, k, v = self.rotated(qkv, at)
-        if self.highest is not None and torch.is_grad_enabled():
+        if (
+            torch.is_grad_enabled() and self.highest is not None
+        ):  # in this order, evaluation is not compiled anew
             raise_highest(self.highest, q, k, at.segments, self.scores)
         if self.recompute_core and torch.is_grad_enabled():
             # No random numbers in here: there is no state to save and restore.

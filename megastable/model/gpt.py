@@ -34,6 +34,7 @@ from megastable.parallel.layers import ColumnParallelLinear, VocabParallelEmbedd
 from megastable.parallel.mappings import enter
 from megastable.parallel.topology import WHOLE, ContextParallel, TensorParallel
 
+GRAPHS = 64  # most for one code object, where blocks are compiled
 # x, (x, segments) or (x, segments, keys); in the last one, segments of one dimension mean none.
 Stream = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 Make = Callable[[Callable[[], nn.Module]], nn.Module]
@@ -123,7 +124,9 @@ class Block(nn.Module):
         self._fast, self._kernels = self._block, kernels
         self._plain = False  # compiled blocks are not used; see `compute_plainly`
         if kernels.compile:
-            # All blocks share one code object: it is compiled once for training and once for evaluation.
+            # All blocks share one code object: it is compiled once for training and once for evaluation, and for every
+            # length and adjustment. Beyond torch's limit of 8 the run would end.
+            torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
             self._fast = torch.compile(self._block, fullgraph=kernels.whole_blocks, dynamic=False)
 
     def in_pieces(self) -> None:
