@@ -14,7 +14,8 @@ from torch import Tensor
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
-from megastable.checkpoint.whole import WholeState, run_of
+from megastable.checkpoint.whole import WholeState
+from megastable.config import recipe
 from megastable.config.model import ModelConfig
 from megastable.optim.build import interchangeable
 from megastable.parallel.fragments import Fragment
@@ -58,7 +59,7 @@ def check_model(checkpoint: Path, model: ModelConfig) -> None:
     """Raises CheckpointError, with the differences, if the weights are of another model."""
     if store.read_contents(checkpoint).fingerprints.get("model") == store.model_fingerprint(model):
         return
-    theirs = run_of(checkpoint).model.model_dump()
+    theirs = recipe.load(checkpoint / store.RECIPE).model.model_dump()
     differing = [
         f"model.{key}: {theirs[key]} in the checkpoint, {value} in this run"
         for key, value in model.model_dump().items()

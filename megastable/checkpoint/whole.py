@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError
@@ -22,7 +23,10 @@ from megastable.checkpoint.reader import Reader
 from megastable.config import recipe
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
+from megastable.engine.adjustments import SWIGLU_CLAMP
 from megastable.engine.flatstate import KINDS
+from megastable.guard.guard import GuardState
+from megastable.guard.policy_state import PolicyState
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
@@ -49,14 +53,26 @@ def parameters(config: ModelConfig) -> dict[str, Described]:
 
 
 def run_of(checkpoint: Path) -> RunConfig:
-    """The recipe of a checkpoint's run. Raises CheckpointError, ConfigError."""
+    """The recipe of a checkpoint's run, with the model that a remedy has made of it. Raises CheckpointError,
+    ConfigError."""
     path = checkpoint / store.RECIPE
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, which describes the model: the checkpoint is incomplete")
     run = recipe.load(path)
     if run.model.vocab_size is None:
         raise CheckpointError(f"{path}: model.vocab_size is missing: it is not the recipe of a started run")
+    adjusted = policy_of(store.read_state(checkpoint)).adjusted
+    if "swiglu_clamp" in adjusted and run.model.swiglu_clamp is None:
+        run = run.model_copy(update={"model": run.model.model_copy(update={"swiglu_clamp": SWIGLU_CLAMP})})
     return run
+
+
+def policy_of(state: store.RunState) -> PolicyState:
+    """What the policy remembered at a checkpoint; nothing if another version wrote it, as at a restart."""
+    try:
+        return GuardState.model_validate(state.stability.get("guard", {})).policy
+    except ValidationError:
+        return PolicyState()
 
 
 class WholeState:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
+from torch import nn
+
 from megastable.config.tree import RunConfig
+from megastable.engine.logit_clipping import LogitClipping
 from megastable.model.loss import LossFunction
+from megastable.model.mlp import MLP, gated, swiglu
 
 CLIP = 0.25  # of `optimizer.clip`
 Z_LOSS, LEAST_Z_LOSS = 10.0, 1e-4  # times `model.z_loss`, and at least so much (PaLM's, arXiv:2204.02311)
 # The second moment forgets twice as fast, and no slower than 0.95 does: arXiv:2304.13013, section 3, has lower ones
 # follow gradients that change.
 BETA2 = 0.95
+# Of the logits, as Kimi K2 was trained with from the start to 15.5T tokens (arXiv:2507.20534, section 2.1). Not
+# relative to the good state: what bf16 and softmax bear does not depend on it, and a name in a checkpoint is enough.
+QK_CLIP = 100.0
+# DeepSeek-V4's (`swiglu_limit`), taken up against spikes. gpt-oss has 7 (arXiv:2508.10925), but from the start: the
+# wider one takes less from weights that were trained without.
+SWIGLU_CLAMP = 10.0
+CLAMPED = partial(gated, gelu=False, clamp=SWIGLU_CLAMP)
 
 
 def lower_beta2(beta2: float) -> float:
@@ -20,18 +32,29 @@ def lower_beta2(beta2: float) -> float:
 
 
 class Adjustments:
-    """wrapper: DeepSpeed's, around the optimizer. clip: the norm that gradients are clipped to, 0: never."""
+    """wrapper: DeepSpeed's, around the optimizer. fp8: by what layers compute in it, see `Kernels`.
 
-    def __init__(self, config: RunConfig, wrapper: Any, loss: LossFunction) -> None:
+    clip: the norm that gradients are clipped to, 0: never.
+    """
+
+    def __init__(
+        self, config: RunConfig, wrapper: Any, loss: LossFunction, qk_clip: LogitClipping, module: nn.Module,
+        fp8: str,
+    ) -> None:  # fmt: skip
         self._wrapper, self._loss, self._z_loss = wrapper, loss, loss.z_loss
         self._groups = [group for group in wrapper.optimizer.param_groups if "betas" in group]
         self._betas = [group["betas"] for group in self._groups]
-        o = config.optimizer
+        self._qk_clip, o, m = qk_clip, config.optimizer, config.model
+        self._mlps = [part for part in module.modules() if isinstance(part, MLP)]
         self.clip = self._clip = o.clip
         possible = {
             "clip": o.clipping.kind == "norm" and o.clip > 0,
             "beta2": any(beta2 > 0.5 for _, beta2 in self._betas),
             "z_loss": True,
+            # Norms undo what is done to the weights, and a cap bounds the logits already.
+            "qk_clip": o.qk_clip is None and not m.qk_norm and m.attention_softcap is None,
+            # Transformer Engine may have fused the MLP.
+            "swiglu_clamp": m.activation == "silu" and m.swiglu_clamp is None and fp8 != "te",
             "reset_moments": True,
         }
         self.possible = frozenset(name for name, has in possible.items() if has)
@@ -44,3 +67,8 @@ class Adjustments:
         if "clip" in self.possible:
             self.clip = self._clip * (CLIP if "clip" in names else 1.0)
             self._wrapper.clip_grad = self.clip
+        if "qk_clip" in self.possible:
+            self._qk_clip.switch(QK_CLIP if "qk_clip" in names else None)
+        if "swiglu_clamp" in self.possible:
+            for mlp in self._mlps:
+                mlp.activation = CLAMPED if "swiglu_clamp" in names else swiglu

@@ -97,10 +97,11 @@ class Engine:
         if config.stability.enabled:
             self.zero.watch(config.stability.hardware)
         self.clipping = self._attach()
-        self.adjustments = Adjustments(config, self.optimizer, self.loss)
         self.kept = 1.0  # the share of the gradient's norm that clipping left in the last update
-        most = config.optimizer.qk_clip
-        self.qk_clip = LogitClipping(module, config.model, topology, most, self.device) if most else None
+        self.qk_clip = LogitClipping(module, m, topology, config.optimizer.qk_clip, self.device)
+        self.adjustments = Adjustments(
+            config, self.optimizer, self.loss, self.qk_clip, module, self.kernels.fp8
+        )
         self.tied = self._tie() if config.model.tied and layout.pipeline > 1 else None
         if layout.pipeline > 1:
             patches.untimed(self.ds)
@@ -176,8 +177,7 @@ class Engine:
         self._pass_on(micro_batches)
         self.loss.samples.clear()
         self.zero.begin()
-        if self.qk_clip is not None:
-            self.qk_clip.begin()
+        self.qk_clip.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         activity.enter(activity.FORWARD)
@@ -315,7 +315,7 @@ class Engine:
         self.kept = self._clip()
         with contextlib.ExitStack() as during:
             during.enter_context(self.zero.clipping_by(known))
-            if self.qk_clip is not None:
+            if self.qk_clip.threshold is not None:
                 step = self.qk_clip.after_update(self.qk_clip.measured(), inner, self._flat)
                 during.enter_context(patches.instead(inner, "step", step))
             self._update(lr_kwargs)

@@ -22,29 +22,37 @@ from megastable.parallel.topology import Topology
 
 
 class LogitClipping:
-    """QK-clip of a model on this rank. threshold: of the logits, q k / sqrt(d)."""
+    """QK-clip of a model on this rank. threshold: of the logits, q k / sqrt(d); None: none, and no measurement."""
 
     def __init__(
         self,
         module: nn.Module,
         model: ModelConfig,
         topology: Topology,
-        threshold: float,
+        threshold: float | None,
         device: torch.device,
     ) -> None:
-        self.model, self.topology, self.threshold = model, topology, threshold
+        self.model, self.topology = model, topology
         layout = topology.layout
         heads = model.heads // (layout.tensor * layout.context)
         first = (topology.tensor_rank * layout.context + topology.context_rank) * heads
         self._mine = slice(first, first + heads)
         # By layer. Tensors of their own: compiled blocks share one graph, which takes them as inputs.
-        self._highest: dict[int, Tensor] = {}
-        for block in module.modules():
-            if isinstance(block, Block):
-                block.attention.highest = torch.empty(heads, device=device)
-                self._highest[int(block.name.rpartition(".")[2])] = block.attention.highest
+        self._attentions = {
+            int(block.name.rpartition(".")[2]): block.attention
+            for block in module.modules()
+            if isinstance(block, Block)
+        }
+        self._highest = {layer: torch.empty(heads, device=device) for layer in self._attentions}
         self._table = torch.empty(model.layers, model.heads, device=device)
+        self.switch(threshold)
         self.begin()
+
+    def switch(self, threshold: float | None) -> None:
+        """Clip at another threshold from the next step on."""
+        self.threshold = threshold
+        for layer, attention in self._attentions.items():
+            attention.highest = None if threshold is None else self._highest[layer]
 
     def begin(self) -> None:
         """Before a step."""
@@ -65,22 +73,24 @@ class LogitClipping:
         self, highest: Tensor, inner: torch.optim.Optimizer, flat: FlatState
     ) -> Callable[..., Any]:
         """The optimizer's `step`, and then QK-clip of the buffers that it updates. highest: from `measured`."""
-        step = inner.step
-        if not over(highest, self.threshold).any():
+        step, threshold = inner.step, self.threshold
+        if threshold is None or not over(highest, threshold).any():
             return step
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             # DeepSpeed's ZeRO 3 hands the optimizer one buffer at a time.
-            self._clip(highest, flat, {id(p) for group in inner.param_groups for p in group["params"]})
+            self._clip(
+                threshold, highest, flat, {id(p) for group in inner.param_groups for p in group["params"]}
+            )
             return result
 
         return stepped
 
-    def _clip(self, highest: Tensor, flat: FlatState, buffers: set[int]) -> None:
+    def _clip(self, threshold: float, highest: Tensor, flat: FlatState, buffers: set[int]) -> None:
         """Scale the master weights in these buffers (by `id`)."""
         layout = self.topology.layout
-        queries, keys = clip_factors(highest, self.model.key_value_heads, self.threshold)
+        queries, keys = clip_factors(highest, self.model.key_value_heads, threshold)
         for f in flat.fragments:
             block, _, parameter = f.name.partition(".attention.qkv.")
             if parameter and id(flat.masters[f.group]) in buffers:

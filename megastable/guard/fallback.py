@@ -8,7 +8,7 @@ from megastable.config.stability import PolicyConfig
 from megastable.guard.policy_state import PolicyState
 
 WRONG_KERNELS = (
-    "a step went wrong that is harmless by plain PyTorch, which computes in its place for the rest of the run"
+    "steps went wrong that are harmless by plain PyTorch, which computes in its place for the rest of the run"
 )
 
 

@@ -38,8 +38,10 @@ REWARM_FROM = 0.1  # share of the rate at which it warms up again
 # Lasting changes, in words; engine/adjustments.py makes them.
 ADJUSTED = {
     "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",
+    "qk_clip": "attention logits are kept at 100 or less by QK-clip for the rest of the run",
     "z_loss": "the z-loss is ten times as large for the rest of the run",
     "beta2": "beta2 is lower for the rest of the run",
+    "swiglu_clamp": "the factors of SwiGLU are clamped at 10 for the rest of the run",
 }
 
 
@@ -416,19 +418,23 @@ class Policy:
 
     # Remedies that are tried
 
-    def offer_remedies(self, updates: int, good_rate: float | None, rate: float | None) -> list[Offer]:
+    def offer_remedies(
+        self, updates: int, good_rate: float | None, rate: float | None, kernels: Sequence[str] = ()
+    ) -> list[Offer]:
         """What may be tried on the rewound state, the least intrusive first, each with the policy that it would lead
         to: a copy of this one.
 
         Args:
             updates: applied ones of that state.
             good_rate, rate: scheduled, at that state and when it tripped; None if unknown.
+            kernels: names of those that the run uses, or has left.
         """
         s, c, offers = self.state, self.config, list[Offer]()
         failed = {t.remedy for t in s.taken if t.remedy and s.clock - t.clock <= c.recur_steps}
         lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
         jumped = good_rate is not None and rate is not None and rate > learning_rate_limits.JUMP * good_rate
         limits_left = not learning_rate_limits.spent(s.limits, c)
+        used = [kernel for kernel in kernels if kernel not in s.kernels]
         for name in get_args(RemedyName):
             again = name == "cap_lr" and lifted is not None
             if name not in c.remedies or (name in failed and name != "cut_lr" and not again):
@@ -446,13 +452,16 @@ class Policy:
             elif name == "leave_fp8" and self.may_fall_back:
                 reason = f"without FP8 from here on, {other._leave_fp8()}"
                 given = Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
+            elif name == "other_kernels" and used and self.may_leave_kernels:
+                reason = fallback.leave_kernels(other.state, used)
+                given = Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
             elif name in ("rewarm", "reset_moments"):
                 other.state.rewarm = updates
                 reason = f"the learning rate warms up again, over {c.rewarm_steps} updates"
                 if name == "reset_moments":
                     reason = f"the optimizer's moments begin again at zero, and {reason}"
                 given = Remedy(Action.ADJUST, Cause.STATE, reason)
-            elif name in ("clip", "z_loss", "beta2") and name not in s.adjusted:
+            elif name in ADJUSTED and name not in s.adjusted:
                 other.state.adjusted.append(name)
                 given = Remedy(Action.ADJUST, Cause.STATE, ADJUSTED[name])
             else:

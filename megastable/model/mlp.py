@@ -45,13 +45,15 @@ class MLP(nn.Module):
         f = config.ffn_width
         self.recompute_core = recompute_core
         self.activation = activation_of(config)
-        self.fast = self.activation  # or a compiled version; see `Block.in_pieces`
+        self.fast: Callable[[Tensor], Tensor] | None = None  # its compiled version; see `Block.in_pieces`
         self.plain = False  # whether the compiled version is left aside
         self.gate_up = ColumnParallelLinear(config.hidden, (f, f), tp, f"{name}.gate_up")
         self.down = RowParallelLinear(f, config.hidden, tp, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, activation = self.gate_up(x), self.activation if self.plain else self.fast
+        gate_up, activation = self.gate_up(x), self.activation
+        if self.fast is not None and not self.plain:
+            activation = self.fast
         if self.recompute_core and torch.is_grad_enabled():
             # No random numbers in here: there is no state to save and restore.
             return self.down(checkpoint(activation, gate_up, use_reentrant=False, preserve_rng_state=False))

@@ -42,7 +42,7 @@ from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.data.skips import Selection
 from megastable.guard.guard import Guard
-from megastable.guard.policy import Offer
+from megastable.guard.policy import ADJUSTED, Offer
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.stability_events import BranchesTried
@@ -57,7 +57,7 @@ T = TypeVar("T")
 STEPS, LEAST = 16, 4
 LONGEST = 256  # steps of a branch, with those before the first suspect
 PHASES = "try branches", "try branches, next step"
-ADJUSTMENTS = "reset_moments", "clip", "z_loss", "beta2"  # what not every recipe has
+ADJUSTMENTS = frozenset({"reset_moments", *ADJUSTED})  # what not every recipe has
 COMING = 64  # samples of the data to come that a trial is measured on
 FARTHEST = 256  # batches ahead from which they are taken
 
@@ -167,10 +167,13 @@ class Trials:
         offers = [
             o for o in offers if o.name not in ADJUSTMENTS or o.name in self.engine.adjustments.possible
         ]
-        if outlook is None or not offers:
+        if outlook is None:
             return None
         steps = self._count_steps(start, outlook)
-        if not policy.may_try_remedies((len(offers) + 3) * steps, self.config.train.steps):
+        # The least intrusive ones, if the run may not try all.
+        while offers and not policy.may_try_remedies((len(offers) + 3) * steps, self.config.train.steps):
+            offers = offers[:-1]
+        if not offers:
             return None
         return self.unless_unreadable(start.step, lambda: self._try_remedies(offers, start, outlook))
 
@@ -363,7 +366,8 @@ class Trials:
         try:
             if offer is not None:
                 engine.adjustments.switch(offer.policy.state.adjusted)
-                engine.numerics.switch(replace(numerics, fp8=offer.policy.fp8))
+                plain = numerics.plain | engine.numerics.kinds_of(offer.policy.state.kernels)
+                engine.numerics.switch(replace(numerics, fp8=offer.policy.fp8, plain=plain))
                 if offer.name == "reset_moments":
                     engine.reset_moments()
             trained = train_branch(

@@ -358,7 +358,8 @@ class Rewinding:
         if again or harms_anyway:
             offer, reason = self._try_remedies(t, start)
             if offer is not None:
-                found = Conclusion(offer.remedy.cause, [], found.suspects, reason)
+                left = tuple(offer.policy.state.kernels[len(self.guard.policy.state.kernels) :])
+                found = Conclusion(offer.remedy.cause, [], found.suspects, reason, kernels=left)
                 return Tried(found, offer=offer, blameless=True)
         if not finite:
             return Tried(replace(found, proven=True))
@@ -373,6 +374,7 @@ class Rewinding:
         """The remedy whose branch has won, and why; None: none has, or the run has tried enough."""
         policy, saved = self.guard.policy, start.snapshot.extra.state
         if gone := policy.take_back_failed():
+            self.engine.adjustments.switch(policy.state.adjusted)
             self.log.emit(
                 SettingsAdjusted(
                     step=saved.step,
@@ -383,7 +385,8 @@ class Rewinding:
             )
         good_rate = self.points.rate_before(saved.step)
         rate = self.points.highest_rate_since(t.decision.finding.onset)
-        offers = policy.offer_remedies(saved.updates, good_rate, rate)
+        kernels = list(self.engine.numerics.kernels.values())
+        offers = policy.offer_remedies(saved.updates, good_rate, rate, kernels)
         trial = self.trials.try_remedies(offers, start)
         if trial is None:
             return None, ""

@@ -20,7 +20,7 @@ from megastable.checkpoint import store
 from megastable.checkpoint.held_points import RECORDS, PointKey
 from megastable.checkpoint.memory_hosts import open_memory
 from megastable.checkpoint.vitals import Vitals
-from megastable.checkpoint.whole import run_of
+from megastable.checkpoint.whole import policy_of, run_of
 from megastable.config import deepspeed_json
 from megastable.config.lint import lint
 from megastable.config.tree import RunConfig
@@ -137,21 +137,23 @@ class Start:
             if (later := order.exchanged_since(saved)) is None:
                 order.accept_another(saved, found)
             checkpoints.load(found, saved, self.state.layout)
-            self._leave_kernels(saved)
+            self._compute_as_saved(saved)
             if checkpoints.proved(found, saved):
                 break
         if later:
             order.undo(later, saved, found)
         self._resumed(found, saved, "checkpoint", checkpoints.changes)
 
-    def _leave_kernels(self, saved: store.RunState) -> None:
-        """Compute without the kernels that the run has left, by which a good checkpoint would look bad."""
+    def _compute_as_saved(self, saved: store.RunState) -> None:
+        """Compute without the kernels that the run has left, and with the changes that the checkpoint was trained with:
+        otherwise a good one would look bad."""
         c, numerics = self.config.stability, self.engine.numerics
         if not c.enabled or c.dry_run:
             return
         memory, _ = first(lambda: recall(saved.stability, self.run.events(*TELLING)))
         left = numerics.kinds_of(memory.guard.policy.kernels)
         numerics.switch(replace(numerics.now, plain=left))
+        self.engine.adjustments.switch(policy_of(saved).adjusted)
 
     def _from_memory(self, memory: Restoring, newer_than: int, convicted: list[int]) -> bool:
         """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""

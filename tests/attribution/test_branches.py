@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +37,10 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
     from megastable.checkpoint.snapshot import Ring
     from megastable.config import deepspeed_json
     from megastable.config.tree import RunConfig
+    from megastable.engine import adjustments
     from megastable.engine.engine import Engine
+    from megastable.engine.numerics import Numerics
+    from megastable.model.mlp import gated
     from megastable.optim.schedule import scheduled_rate
     from megastable.parallel.layout import Layout
     from megastable.parallel.topology import Topology
@@ -46,7 +49,11 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
 
     given = dict(given)
     fp8 = given.pop("fp8", None)
-    c = trained.recipe(optimizer, **given)
+    adjustments.QK_CLIP, adjustments.CLAMPED = (
+        0.5,
+        partial(gated, gelu=False, clamp=0.1),
+    )  # so that they matter here
+    c = trained.recipe(optimizer, **given, model={"qk_norm": False})
     if fp8:
         tree = c.model_dump(exclude_unset=True)
         c = RunConfig.model_validate(tree | {"precision": {"kind": "bf16", "fp8": fp8}})
@@ -85,7 +92,7 @@ def branch_rank(given: dict[str, Any], optimizer: dict[str, Any], world: int, tr
             ring.restore(saved)
             engine.refresh_weights()
             numerics = engine.numerics.now  # and one with every remedy
-            engine.numerics.switch(replace(numerics, fp8=False))
+            engine.numerics.switch(Numerics(False, frozenset(engine.numerics.kernels)))
             engine.adjustments.switch(engine.adjustments.possible)
             engine.reset_moments()
             other = train_branch(c, engine, loader, start, steps[SAVED:REACHED], half)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from megastable.guard.policy import ADJUSTED
+from megastable.model.mlp import gated
 from tests.distributed import run_ranks
 from tests.optim import trained
 
@@ -15,9 +18,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO 1": (2, {"zero": 1, "precision": "bf16"}),
     "ZeRO 2": (2, {"zero": 2, "precision": "bf16"}),
     "ZeRO 3": (2, {"zero": 3, "precision": "bf16"}),
+    "TP 2": (2, {"tensor": 2, "precision": "bf16"}),
     "PP 2": (2, {"pipeline": 2, "precision": "bf16"}),
     "fp16": (1, {"precision": "fp16"}),
 }
+ALL = " ".join(ADJUSTED)
 
 
 def adjusted_rank(given: dict[str, Any], world: int, names: list[str], by_recipe: bool) -> dict[str, Any]:
@@ -26,6 +31,7 @@ def adjusted_rank(given: dict[str, Any], world: int, names: list[str], by_recipe
 
     from megastable.config import deepspeed_json
     from megastable.config.tree import RunConfig
+    from megastable.engine import adjustments
     from megastable.engine.adjustments import CLIP, LEAST_Z_LOSS, lower_beta2
     from megastable.engine.engine import Engine
     from megastable.optim.schedule import scheduled_rate
@@ -37,10 +43,15 @@ def adjusted_rank(given: dict[str, Any], world: int, names: list[str], by_recipe
     c = trained.recipe({}, **given)
     tree = c.model_dump(exclude_unset=True)
     tree["optimizer"] = {**tree.get("optimizer", {}), "clip": 0.5, "betas": [0.9, 0.99]}
-    tree["model"] = {**tree["model"], "z_loss": 0.0}
+    tree["model"] = {**tree["model"], "z_loss": 0.0, "qk_norm": False}
+    adjustments.QK_CLIP, adjustments.CLAMPED = (
+        0.5,
+        partial(gated, gelu=False, clamp=0.1),
+    )  # so that they matter here
     if by_recipe:
         wanted = {"clip": ("optimizer", "clip", 0.5 * CLIP), "z_loss": ("model", "z_loss", LEAST_Z_LOSS),
-                  "beta2": ("optimizer", "betas", [0.9, lower_beta2(0.99)])}  # fmt: skip
+                  "beta2": ("optimizer", "betas", [0.9, lower_beta2(0.99)]), "qk_clip": ("optimizer", "qk_clip", 0.5),
+                  "swiglu_clamp": ("model", "swiglu_clamp", 0.1)}  # fmt: skip
         for name in names:
             section, key, value = wanted[name]
             tree[section][key] = value
@@ -49,7 +60,8 @@ def adjusted_rank(given: dict[str, Any], world: int, names: list[str], by_recipe
     layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(c, world), p.context)
     topology = Topology(layout, dist.get_rank(), timeout=PATIENCE)
     engine = Engine(c, deepspeed_json.build(c, world), topology)
-    assert engine.adjustments.possible >= {"clip", "z_loss", "beta2", "reset_moments"}
+    taken = {"qk_clip", "swiglu_clamp"}.intersection(names if by_recipe else ())
+    assert engine.adjustments.possible == {"reset_moments", *ADJUSTED} - taken
     data, size, length = trained.batches(), trained.BATCH, c.model.sequence_length
     told = []
     for step in range(6):
@@ -62,18 +74,58 @@ def adjusted_rank(given: dict[str, Any], world: int, names: list[str], by_recipe
     return {"told": told, "state": trained._copied(engine.optimizer_state()) if by_recipe else None}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.quick("one")
-def test_an_adjusted_run_is_a_run_of_another_recipe(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "names"), [*((layout, ALL) for layout in LAYOUTS), ("one", "qk_clip"), ("one", "swiglu_clamp")]
+)
+@pytest.mark.quick(f"one-{ALL}")
+def test_an_adjusted_run_is_a_run_of_another_recipe(layout: str, names: str) -> None:
     world, given = LAYOUTS[layout]
-    names = ["clip", "z_loss", "beta2"]
     recipe, switched, plain = (
-        run_ranks(world, adjusted_rank, given, world, wanted, by_recipe)
-        for wanted, by_recipe in ((names, True), (names, False), ([], False))
+        run_ranks(world, adjusted_rank, given, world, wanted.split(), by_recipe)
+        for wanted, by_recipe in ((names, True), (names, False), ("", False))
     )
     for there, here, without in zip(recipe, switched, plain, strict=True):
         assert here["told"][:4] == there["told"][:4] != without["told"][:4]
         assert here["told"][4:] != there["told"][4:]  # taken back
+
+
+def compiled_rank(compiled: bool) -> tuple[list[float], list[int]]:
+    """Losses of steps and evaluations with changes that blocks are compiled anew for, twice; graphs after each time."""
+    from torch._dynamo.utils import counters
+
+    from megastable.config import deepspeed_json
+    from megastable.config.tree import RunConfig
+    from megastable.engine import adjustments
+    from megastable.engine.engine import Engine
+    from megastable.parallel.layout import Layout
+    from megastable.parallel.topology import Topology
+    from tests.parallel.compiling import without_kernels
+    from tests.parallel.test_layouts import mine
+    from tests.patience import PATIENCE
+
+    adjustments.QK_CLIP, adjustments.CLAMPED = 0.5, partial(gated, gelu=False, clamp=0.1)
+    torch._dynamo.config.recompile_limit = 2  # beyond which torch would end the run
+    tree = trained.recipe({}, model={"qk_norm": False}).model_dump(exclude_unset=True)
+    c = RunConfig.model_validate(tree | {"kernels": {"compile": compiled}})
+    with without_kernels():
+        engine = Engine(c, deepspeed_json.build(c, 1), Topology(Layout(1, 1, 1, 1), 0, timeout=PATIENCE))
+        told, graphs, batch = [], [], mine(trained.batches()[0], engine.topology, c.train.micro_batch)
+        for _ in range(2):
+            for names in ("qk_clip", "", "swiglu_clamp", "qk_clip swiglu_clamp"):
+                engine.adjustments.switch(names.split())
+                measured, _ = engine.train_step(batch, 1e-3, lambda m: m.finite)
+                told += [measured.loss, measured.grad_norm, float(engine.evaluate(batch).mean())]
+            graphs.append(counters["stats"]["unique_graphs"])
+    return told, graphs
+
+
+@pytest.mark.slow
+def test_compiled_blocks_follow_and_are_not_compiled_twice() -> None:
+    (written, _), (told, (first, second)) = (
+        run_ranks(1, compiled_rank, compiled)[0] for compiled in (False, True)
+    )
+    assert told == pytest.approx(written, rel=1e-5)
+    assert first == second > 2
 
 
 def reset_rank() -> dict[str, Any]:

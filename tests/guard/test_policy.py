@@ -18,6 +18,7 @@ from megastable.guard.policy import (
     TRIED,
     UNTRIED,
     UNTRIED_STEPS,
+    Offer,
     Policy,
 )
 from megastable.guard.policy_state import PolicyState
@@ -295,19 +296,38 @@ def names(policy: Policy, good_rate: float | None = None, rate: float | None = N
 
 
 def test_a_cap_is_offered_where_the_rate_jumped_and_fp8_where_it_is_on() -> None:
-    settings = ["rewarm", "reset_moments", "clip", "z_loss", "beta2"]
-    assert names(Policy(CONFIG)) == [*settings, "cut_lr"] == names(Policy(CONFIG), 1e-3, 1.9e-3)
-    assert names(Policy(CONFIG, None, True), 1e-3, 1e-2) == ["cap_lr", *settings, "leave_fp8", "cut_lr"]
+    settings = ["rewarm", "reset_moments", "clip", "qk_clip", "z_loss", "beta2"]
+    last = ["swiglu_clamp", "cut_lr"]
+    assert names(Policy(CONFIG)) == [*settings, *last] == names(Policy(CONFIG), 1e-3, 1.9e-3)
+    assert names(Policy(CONFIG, None, True), 1e-3, 1e-2) == ["cap_lr", *settings, "leave_fp8", *last]
     few = PolicyConfig(remedies=("clip", "cut_lr"))
     assert names(Policy(few), 1e-3, 1e-2) == ["clip", "cut_lr"]
-    assert names(Policy(PolicyConfig(cuts=0)), 1e-3, 1e-2) == settings
+    assert names(Policy(PolicyConfig(cuts=0)), 1e-3, 1e-2) == [*settings, "swiglu_clamp"]
+
+
+def test_plain_pytorch_is_offered_for_kernels_that_are_in_use_and_may_be_left() -> None:
+    policy = Policy(CONFIG, PolicyState(kernels=["loss"]))
+
+    def offers(policy: Policy) -> dict[str, Offer]:
+        return {offer.name: offer for offer in policy.offer_remedies(90, None, None, ["loss", "attention"])}
+
+    assert [*offers(policy)][-3:] == ["other_kernels", "swiglu_clamp", "cut_lr"]
+    assert "other_kernels" not in offers(Policy(PolicyConfig(fallbacks=0)))
+    policy.decide(seen(100, Verdict.SPIKE), 0)
+    remedy = policy.adopt(offers(policy)["other_kernels"], "it won")
+    assert (remedy.action, remedy.cause) == (Action.FALL_BACK, Cause.NUMERICS)
+    assert "without attention for the rest" in remedy.reason and policy.state.kernels == ["loss", "attention"]
+    policy = Policy(CONFIG, PolicyState.model_validate_json(policy.state.model_dump_json()))
+    policy.state.taken.clear()
+    assert policy.take_back_failed() == [] and "other_kernels" not in offers(policy)
 
 
 def test_an_offer_leaves_the_policy_as_it_is() -> None:
     policy = Policy(CONFIG, None, True)
     policy.decide(seen(100, Verdict.SPIKE), 0)
     before = policy.state.model_copy(deep=True)
-    offers = policy.offer_remedies(90, 1e-3, 1e-2)
+    offers = policy.offer_remedies(90, 1e-3, 1e-2, ["attention"])
+    assert [offer.name for offer in offers] == list(CONFIG.remedies)  # every one, the least intrusive first
     assert policy.state == before and all(offer.policy.state != before for offer in offers)
 
 

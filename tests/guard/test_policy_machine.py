@@ -15,6 +15,8 @@ from megastable.guard.signals import Verdict
 from tests.guard.policies import VERDICTS, seen
 from tests.tiers import examples
 
+KERNELS = ["attention", "loss"]
+
 BY_EXAMINATION = Cause.STATE, Cause.DATA, Cause.HARDWARE, Cause.NUMERICS
 RATES = st.sampled_from([1e-3, 1.5e-3, 1e-2])
 
@@ -85,12 +87,14 @@ class Ladder(RuleBasedStateMachine):
             assert len(self.refused) < self.config.discards + self.config.non_finite
         if decision.action is Action.REWIND:
             limits, (proven, *rates) = sum(limit.times for limit in p.state.limits), found
-            offered = [offer.name for offer in p.offer_remedies(self.step, *rates)]
+            offered = [offer.name for offer in p.offer_remedies(self.step, *rates, KERNELS)]
+            assert offered == [name for name in p.config.remedies if name in offered]
+            assert ("other_kernels" in offered) <= (p.state.kernels == [])
             if cause is Cause.LEARNING_RATE and offered:
                 name = offered[self.step % len(offered)]
                 remedy = self.both(
                     lambda p: p.adopt(
-                        {o.name: o for o in p.offer_remedies(self.step, *rates)}[name], "it won"
+                        {o.name: o for o in p.offer_remedies(self.step, *rates, KERNELS)}[name], "it won"
                     )
                 )
                 assert p.state.taken[-1].remedy == name

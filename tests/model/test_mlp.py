@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megastable.config.model import ModelConfig
+from megastable.engine.adjustments import CLAMPED, SWIGLU_CLAMP
 from megastable.model.mlp import MLP, swiglu
 from megastable.parallel.topology import TensorParallel
 
@@ -18,6 +19,19 @@ def test_swiglu_is_silu_of_the_first_half_times_the_second() -> None:
 def test_swiglu_gradients() -> None:
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(swiglu, (x,))
+
+
+def test_a_clamp_taken_up_later_is_its_definition_forward_and_backward() -> None:
+    gate, up = 8 * torch.randn(2, 500, 8, dtype=torch.float64)
+    x, c = torch.cat((gate, up), -1).requires_grad_(), SWIGLU_CLAMP
+    y = CLAMPED(x)
+    held, share = torch.where(gate > c, c, gate), up.abs().clamp(max=c) * up.sign()
+    sigmoid = 1 / (1 + (-held).exp())
+    torch.testing.assert_close(y, held * sigmoid * share)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    by_gate = share * sigmoid * (1 + held * (1 - sigmoid)) * (gate <= c)
+    torch.testing.assert_close(found, torch.cat((by_gate, held * sigmoid * (up.abs() <= c)), -1))
+    assert int((gate > c).sum()) > 100 and int((up.abs() > c).sum()) > 100
 
 
 def test_mlp_is_down_of_swiglu() -> None:

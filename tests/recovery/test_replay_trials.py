@@ -6,12 +6,16 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from megastable.config.stability import PolicyConfig
 from megastable.config.tree import RunConfig
 from megastable.data.plant import Planted
 from megastable.data.skip_ledger import read_ledger
+from megastable.guard.policy import Policy
+from megastable.recovery.replay_trials import Trials
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import BranchesTried
 from tests.distributed import run_ranks
@@ -24,8 +28,6 @@ __all__ = ["planted"]
 def killed(config: RunConfig, rank: int | None, at: int) -> Any:
     """Train, and SIGKILL this rank, or all (None), before step `at` of a branch."""
     import torch.distributed as dist
-
-    from megastable.recovery.replay_trials import Trials
 
     real = Trials._tell_progress
 
@@ -58,3 +60,21 @@ def test_a_death_in_a_trial_leaves_the_run_as_it_was(
     (healed,) = incidents(hit)
     assert healed["outcome"] == "healed" and [tuple(r) for r in healed["positions"]] == planted[1].positions
     assert identical(hit / f"checkpoints/step-{STEPS}", straight / f"checkpoints/step-{STEPS}") >= 3
+
+
+@pytest.mark.parametrize(
+    ("tried", "named"),
+    [(0, ["rewarm", "reset_moments", "clip", "cut_lr"]), (900, ["rewarm", "reset_moments"]), (980, [])],
+)
+def test_the_least_intrusive_remedies_are_tried_if_not_all_may_be(tried: int, named: list[str]) -> None:
+    """And of those alone that the run can make: this one neither has a z-loss nor kernels to leave."""
+    policy = Policy(PolicyConfig(remedies=("rewarm", "reset_moments", "clip", "z_loss", "cut_lr")))
+    policy.state.tried = tried
+    fields = ("config", "engine", "points", "log", "phase")
+    trials = Trials(**{name: MagicMock() for name in fields}, guard=MagicMock(policy=policy))
+    trials.config.train.steps, trials.engine.adjustments.possible = 60, {"clip", "reset_moments"}  # type: ignore[misc, assignment]
+    trials._try_remedies = MagicMock()  # type: ignore[method-assign]
+    start = MagicMock(step=38, snapshot=MagicMock(step=30), outlook=MagicMock(steps=16))
+    trials.try_remedies(policy.offer_remedies(30, None, None), start)
+    calls = [[offer.name for offer in call.args[0]] for call in trials._try_remedies.call_args_list]
+    assert calls == ([named] if named else [])

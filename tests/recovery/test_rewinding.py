@@ -55,6 +55,7 @@ def shell(policy: Policy) -> Any:
     rewinding.trials.try_remedies.return_value = None
     rewinding.config.stability.detector = DetectorConfig()
     rewinding.replays.without_kernels.return_value = None  # nor is a kernel to blame
+    rewinding.engine.numerics.kernels = {"attention": "sdpa"}
     rewinding.config.stability.policy.swap_most = 0.5
     rewinding.config.schedule = ScheduleConfig(warmup_steps=0)
     rewinding.parts.select_unskipped.return_value.share_without.return_value = 1.0
@@ -125,6 +126,8 @@ def test_what_no_trial_has_clearly_shown_can_be_withdrawn(verdict: TrialVerdict 
         ("rewarm", Action.ADJUST, Cause.STATE, [RateWarmup]),
         ("reset_moments", Action.ADJUST, Cause.STATE, [RateWarmup, SettingsAdjusted]),
         ("beta2", Action.ADJUST, Cause.STATE, [SettingsAdjusted]),
+        ("swiglu_clamp", Action.ADJUST, Cause.STATE, [SettingsAdjusted]),
+        ("other_kernels", Action.FALL_BACK, Cause.NUMERICS, []),
     ],
 )
 def test_a_remedy_that_won_takes_the_blame_off_the_samples(
@@ -134,6 +137,7 @@ def test_a_remedy_that_won_takes_the_blame_off_the_samples(
     policy = made.guard.policy
     assert (policy.state.taken[-1].action, policy.state.taken[-1].remedy) == (action, chosen)
     assert (told.cause, told.convicted, told.later) == (cause, [], [])
+    assert told.kernels == tuple(policy.state.kernels) == (("sdpa",) if chosen == "other_kernels" else ())
     assert made.incident_log.attribute.call_args.args[1] == []  # nothing is deferred
     assert [type(call.args[0]) for call in made.log.emit.call_args_list] == emitted
     assert made.engine.reset_moments.called == (chosen == "reset_moments")

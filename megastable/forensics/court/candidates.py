@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from megastable.attribution.remedies import NOTHING, OTHER_DATA
 from megastable.base.errors import ConfigError
+from megastable.config.stability import RemedyName
 from megastable.config.tree import RunConfig
 from megastable.guard.learning_rate_limits import after_rewind
 from megastable.guard.policy import ADJUSTED, REWARM_FROM
 
 CUT_TWICE = "cut_lr_twice"
-ADJUSTMENTS = frozenset({"reset_moments", *ADJUSTED})  # those that not every recipe has
+ADJUSTMENTS = frozenset({"reset_moments", "other_kernels", *ADJUSTED})  # those that not every recipe has
+ORDER = (NOTHING, OTHER_DATA, *get_args(RemedyName), CUT_TWICE)
 
 # The rate of an update: from the usual one, the updates of the branch so far, and the rate at its beginning.
 ChangeRate = Callable[[float, int, float], float]
@@ -39,6 +42,7 @@ class Candidate:
     adjustment: str = ""
     resets_moments: bool = False
     leaves_fp8: bool = False
+    leaves_kernels: bool = False
 
     @property
     def is_remedy(self) -> bool:
@@ -69,11 +73,15 @@ def list_candidates(config: RunConfig, adjustments: Collection[str]) -> list[Can
     ]
     if config.precision.fp8 is not None:
         found.append(Candidate("leave_fp8", f"without FP8, in {config.precision.kind}", leaves_fp8=True))
-    return [
-        *found,
+    if "other_kernels" in adjustments:
+        found.append(
+            Candidate("other_kernels", "by plain PyTorch in place of all kernels", leaves_kernels=True)
+        )
+    found += [
         Candidate("cut_lr", f"the rate x {cut:g}", lambda usual, *_: cut * usual),
         Candidate(CUT_TWICE, f"the rate x {cut**2:g}", lambda usual, *_: cut**2 * usual),
     ]
+    return sorted(found, key=lambda candidate: ORDER.index(candidate.name))
 
 
 def choose_candidates(every: Sequence[Candidate], only: Sequence[str], choice: str) -> list[Candidate]:

@@ -97,6 +97,7 @@ def open_incident(history: History, number: int) -> CourtCase:
         if isinstance(event, BranchesTried) and event.get("chosen") and not event.get("corpus")
     ]
     choice = choose_branch_like(incident.actions, won, bool(named.size))
+    won += ["other_kernels"] if incident.kernels else []
     title = f"{history.run.root.name}, incident {number}"
     return _rebuild(history, title, told_as, choice, incident.onset, incident.step, opened, named)
 

@@ -85,7 +85,7 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
         single_process(config),
         opened(case.checkpoint, config, case.library.source, case.selection) as run,
     ):
-        every = list_candidates(config, run.engine.adjustments.possible)
+        every = list_candidates(config, run.possible)
         choice = case.choice if case.choice in [candidate.name for candidate in every] else NOTHING
         candidates = choose_candidates(every, only, choice)
         bar.more(len(case.steps) + len(candidates) * steps)
@@ -149,7 +149,7 @@ def _try(
 ) -> BranchOutcome:
     """Train a branch, measure it, and go back."""
     bar.doing(candidate.name)
-    run.compute_as_usual(candidate.adjustment, candidate.leaves_fp8)
+    run.compute_as_usual(candidate.adjustment, candidate.leaves_fp8, candidate.leaves_kernels)
     if candidate.resets_moments:
         run.engine.reset_moments()
     first, began = run.first_rate(data.batches[0]), run.start.updates

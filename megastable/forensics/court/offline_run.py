@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
 from megastable.attribution.sample_replay import Laboratory
@@ -19,7 +18,7 @@ from megastable.base.errors import CheckpointError
 from megastable.checkpoint import loading, markers, store
 from megastable.checkpoint.snapshot import Ring, Snapshot
 from megastable.checkpoint.store import RunState
-from megastable.checkpoint.whole import run_of
+from megastable.checkpoint.whole import policy_of, run_of
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader
@@ -28,7 +27,6 @@ from megastable.data.source import Source
 from megastable.engine.distributed import start_distributed, stop_distributed
 from megastable.engine.engine import Engine
 from megastable.engine.numerics import Numerics
-from megastable.guard.guard import GuardState
 from megastable.guard.policy import Policy
 from megastable.guard.policy_state import PolicyState
 from megastable.optim.schedule import scheduled_rate
@@ -131,7 +129,7 @@ class OfflineRun:
         self.laboratory = Laboratory(config.stability.attribution, self.engine, self.loader)
         self._ring = Ring(self.engine, 0, 0)
         self.start = BranchStart(self.state.updates, self.state.trained_tokens)
-        policy = Policy(config.stability.policy, _policy_of(self.state), self.engine.fp8 is not None)
+        policy = Policy(config.stability.policy, policy_of(self.state), self.engine.fp8 is not None)
         self._acts = config.stability.enabled and not config.stability.dry_run
         self.limit_rate: LimitRate = policy.rate if self._acts else lambda updates, rate: rate
         self._policy = policy
@@ -142,13 +140,25 @@ class OfflineRun:
         self.engine.refresh_weights()
         self.compute_as_usual()
 
-    def compute_as_usual(self, adjustment: str = "", leave_fp8: bool = False) -> None:
+    @property
+    def possible(self) -> set[str]:
+        """Adjustments that this run can make, and whether it has kernels to leave."""
+        kept, kernels = (
+            self._policy.state.kernels if self._acts else [],
+            self.engine.numerics.kernels.values(),
+        )
+        return {*self.engine.adjustments.possible, *(["other_kernels"] if {*kernels} - {*kept} else [])}
+
+    def compute_as_usual(
+        self, adjustment: str = "", leave_fp8: bool = False, leave_kernels: bool = False
+    ) -> None:
         """Compute as the run did at the checkpoint: without the kernels that it had left, maybe without FP8, and with
-        its adjustments; but for one more of them, and FP8."""
+        its adjustments; but for one more of them, FP8, and all kernels."""
         engine, policy = self.engine, self._policy
         fp8 = engine.fp8 is not None and not leave_fp8 and (policy.fp8 or not self._acts)
         kept = policy.state if self._acts else PolicyState()
-        engine.numerics.switch(Numerics(fp8, engine.numerics.kinds_of(kept.kernels)))
+        left = engine.numerics.kernels.values() if leave_kernels else kept.kernels
+        engine.numerics.switch(Numerics(fp8, engine.numerics.kinds_of(left)))
         engine.adjustments.switch({*kept.adjusted, *filter(None, [adjustment])})
 
     def close(self) -> None:
@@ -209,11 +219,3 @@ def opened(checkpoint: Path, config: RunConfig, source: Source, selection: Selec
 def recall_rate(usual: float, recorded: float) -> float:
     """The rate of a step that was recorded, which is in fp32: the usual one, if that is what was recorded."""
     return usual if np.float32(usual) == np.float32(recorded) else recorded
-
-
-def _policy_of(state: RunState) -> PolicyState:
-    """What the policy remembered at a checkpoint; nothing if another version wrote it, as at a restart."""
-    try:
-        return GuardState.model_validate(state.stability.get("guard", {})).policy
-    except ValidationError:
-        return PolicyState()

@@ -35,7 +35,8 @@ WITHOUT_REMEDY = ("nothing", "other data")  # names of branches (attribution/rem
 LABELS = {
     "cap_lr": "rate capped", "cut_lr": "rate cut", "leave_fp8": "without FP8", "rewarm": "warm-up again",
     "reset_moments": "moments reset", "clip": "tighter clipping", "z_loss": "larger z-loss", "beta2": "lower beta2",
-    "cut_lr_twice": "rate cut twice",
+    "cut_lr_twice": "rate cut twice", "qk_clip": "QK-clip", "swiglu_clamp": "clamped SwiGLU",
+    "other_kernels": "plain PyTorch",
 }  # fmt: skip
 HARMLESS = ("new", "noise")  # verdicts after which suspects are trained on, if they are not few and gross
 
