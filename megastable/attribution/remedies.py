@@ -58,7 +58,8 @@ class RemedyTrial:
 @dataclass(frozen=True)
 class CorpusTrial:
     """What branches without a corpus, and without its bad samples alone, have shown. gain: nats by which the data to
-    come of the other corpora is easier after the first, with its standard error. helps: clearly."""
+    come of the other corpora is easier after the first than more of these explain, with its standard error. helps:
+    clearly."""
 
     corpus: str
     helps: bool
@@ -78,18 +79,24 @@ class CorpusTrial:
         return (
             f"{self.steps} steps without corpus {self.corpus}, and the same steps without its bad samples alone, from "
             f"the same state: without it the data to come of the other corpora is {self.gain:.3f} ± "
-            f"{self.gain_error:.3f} nats easier: {told}"
+            f"{self.gain_error:.3f} nats easier than reading more of them explains: {told}"
         )
 
 
-def judge_corpus(corpus: str, without: Floats, control: Floats, steps: int) -> CorpusTrial:
-    """Whether a corpus is to be left out.
+def judge_corpus(
+    corpus: str, without: Floats, control: Floats, before: Floats, more: float, steps: int
+) -> CorpusTrial:
+    """Whether a corpus is to be left out. Whatever it is, others are learnt faster without it, as more of them is read:
+    at most in proportion.
 
     Args:
-        without, control: losses of the data to come of the other corpora, [n] nats: after `steps` steps without the
-            corpus, and after the same without its bad samples.
+        without, control, before: losses of the data to come of the other corpora, [n] nats: after `steps` steps without
+            the corpus, after the same without its bad samples, and on the state that both began with.
+        more: samples of other corpora in the first branch, over those in the second.
     """
-    gain, error = mean_difference(control, without)
+    learnt, _ = mean_difference(before, control)
+    expected = before - more * (before - control) if learnt > 0 else control
+    gain, error = mean_difference(expected, without)
     helps = bool(np.isfinite(without).all()) and gain > max(GAIN, SURE * error)
     return CorpusTrial(corpus, helps, gain, error, steps)
 

@@ -312,7 +312,10 @@ class Trials:
             self._train_and_measure(snapshot, replace_samples(batches, replaced, fillers), outlook.positions)
             for replaced in (every, bad)
         )
-        trial = first(lambda: judge_corpus(corpus, without.measured, control.measured, len(batches)))
+        more = coming.size / max(1, int((~is_of(coming) | np.isin(coming, bad)).sum()))
+        trial = first(
+            lambda: judge_corpus(corpus, without.measured, control.measured, before, more, len(batches))
+        )
         branches = {WITHOUT_BAD: control, WITHOUT_CORPUS: without}
         facts = {"chosen": trial.chosen, "corpus": corpus, "steps": trial.steps}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, facts)

@@ -179,7 +179,7 @@ class Rewinding:
         if found.cause is not Cause.DATA or not found.convicted:
             return found
         found = found.keep_first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
-        deferred = replace(found, guilty=[], later=found.convicted)
+        deferred = replace(found, guilty=[], later=sorted({*found.convicted, *found.later}))
         if trial is not None and is_clear(trial):
             kept = deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
             return replace(kept, proven=True)

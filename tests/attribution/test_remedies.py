@@ -84,23 +84,25 @@ def test_other_data_that_does_no_harm_needs_no_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("without", "control", "helps"),
+    ("without", "control", "before", "helps"),
     [
-        (at(0.0), at(0.9 * GAIN), False),
-        (at(0.0), at(1.1 * GAIN), True),
-        (at(0.0, noise=0.5), at(0.1), False),  # not clear
-        (at(0.0, noise=0.1), at(0.1), True),
-        (at(0.1), at(0.0), False),
-        (at(0.0), at(np.nan), True),
-        (at(np.inf), at(np.nan), False),
-        (at(0.0)[:1], at(1.0)[:1], False),  # one sample shows nothing
-        (at(0.0)[:0], at(0.0)[:0], False),
+        (at(0.0), at(0.9 * GAIN), at(0.0), False),
+        (at(0.0), at(1.1 * GAIN), at(0.0), True),
+        (at(0.0, noise=0.5), at(0.1), at(0.0), False),  # not clear
+        (at(0.0, noise=0.1), at(0.1), at(0.0), True),
+        (at(0.1), at(0.0), at(0.0), False),
+        (at(0.0), at(np.nan), at(0.0), True),
+        (at(np.inf), at(np.nan), at(0.0), False),
+        (at(0.0)[:1], at(1.0)[:1], at(0.0)[:1], False),  # one sample shows nothing
+        (at(0.0)[:0], at(0.0)[:0], at(0.0)[:0], False),
+        (at(-0.29), at(-0.2), at(0.0), False),  # half as many again are read of them
+        (at(-0.32), at(-0.2), at(0.0), True),
     ],
 )
 def test_a_corpus_is_left_out_only_if_that_clearly_helps_the_others(
-    without: np.ndarray, control: np.ndarray, helps: bool
+    without: np.ndarray, control: np.ndarray, before: np.ndarray, helps: bool
 ) -> None:
-    trial = judge_corpus("web", without, control, 16)
+    trial = judge_corpus("web", without, control, before, 1.5, 16)
     assert trial.helps is helps and trial.chosen == (WITHOUT_CORPUS if helps else WITHOUT_BAD)
     assert "16 steps without corpus web" in trial.reason
     assert trial.reason.endswith("it is left out" if helps else "it is kept")
