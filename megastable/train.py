@@ -136,7 +136,7 @@ class Trainer:
             mix, tokens = feed.mix(batch), batch.positions.size * c.model.sequence_length
 
             # Forward, backward, gate, update
-            recovery.begin(before, mix, batch)
+            recovery.begin(before, feed.tell_changes(before, batch, mix))
             scheduled = scheduled_rate(c, before.updates, before.trained_tokens, tokens)
             lr = recovery.rate(before.updates, scheduled)
             recorder.begin(before)

@@ -74,7 +74,7 @@ class Policy:
             if s.watching and step >= s.watch_until and not finding.on_trend:
                 since = replace(finding, onset=min(finding.onset, s.tripped))
                 reason = f"not back on the trend {c.verify_steps} steps after the last action"
-                return self._climb(since, reason, oldest)
+                return self.escalate(since, reason, oldest)
             if finding.on_trend and fallback.is_over(s, c):
                 s.returns.append(s.clock)
             return Decision(Action.APPLY, finding, "", healed=healed)
@@ -89,8 +89,8 @@ class Policy:
                 return Decision(Action.DISCARD, finding, finding.reason)
             count = f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps"
             since = replace(finding, onset=min([finding.onset, *s.refused]))
-            return self._climb(since, f"{count}; {finding.reason}", oldest)
-        return self._climb(finding, finding.reason, oldest)
+            return self.escalate(since, f"{count}; {finding.reason}", oldest)
+        return self.escalate(finding, finding.reason, oldest)
 
     def _is_known_outlier(self, finding: Finding) -> str:
         """Why a single outlier is applied: the run has them now and then, and they stay alone. Else "", and it is
@@ -151,20 +151,15 @@ class Policy:
         """So many were taken away."""
         self.state.untried.append((self.state.clock, count))
 
-    def escalate(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = True) -> Decision:
-        """A discarded update that turned out to be worse: the state itself is not finite, or hardware lied. damaged:
-        the state cannot be trained on."""
-        return self._climb(finding, reason, oldest, damaged)
-
     def may_look_back(self, step: int, onset: int, oldest: int | None) -> bool:
         """Whether steps from `onset` up to `step` may be examined on an earlier state, and undone if samples are
         guilty. oldest: as in `decide`."""
         found = Finding(step, Verdict.SHIFT, 1.0, onset)
         return oldest is not None and oldest < onset and not self._forbids_rewind(found)
 
-    def convicted(self, finding: Finding, reason: str) -> Decision:
-        """Samples of steps without an alarm of their own were found guilty: rewind to before them."""
-        return self._climb(finding, reason, finding.onset - 1)
+    def undo(self, finding: Finding, reason: str) -> Decision:
+        """Rewind to before the onset of what has raised no alarm, but was looked at and may be undone."""
+        return self.escalate(finding, reason, finding.onset - 1)
 
     @property
     def may_suspect(self) -> bool:
@@ -180,44 +175,29 @@ class Policy:
             self._take(Action.HANDOVER, decision.finding.step, Cause.STORAGE)
         return replace(decision, action=Action.HANDOVER, reason=f"{decision.reason}; {reason}")
 
-    def leave(self, decision: Decision, reason: str, damaged: bool = False) -> Decision:
-        """Give up a rewind that cannot be carried out. damaged: the remaining state is not finite."""
-        whole = f"{decision.reason}; {reason}"
+    def hand_over(
+        self, finding: Finding, reason: str, damaged: bool = False, cause: Cause = Cause.UNKNOWN
+    ) -> Decision:
+        """Hand over to a restart from a checkpoint, if the budget allows. damaged: the state cannot be trained on."""
         if self._spent(Action.HANDOVER):
-            whole += f"; {self._budget(Action.HANDOVER)} are spent"
-            return self._train_on(decision.finding, whole, damaged)
-        self._take(Action.HANDOVER, decision.finding.step)
-        return replace(decision, action=Action.HANDOVER, reason=whole)
-
-    def accuse(self, finding: Finding, reason: str) -> Decision:
-        """Hand over because a chip is proven to compute wrong: the next process does without its host."""
-        if self._spent(Action.HANDOVER):
-            return self._train_on(
-                finding, f"{reason}; {self._budget(Action.HANDOVER)} are spent", damaged=True
-            )
-        self._take(Action.HANDOVER, finding.step, Cause.HARDWARE)
+            return self._train_on(finding, f"{reason}; {self._budget(Action.HANDOVER)} are spent", damaged)
+        self._take(Action.HANDOVER, finding.step, cause)
         return Decision(Action.HANDOVER, finding, reason)
 
-    def _climb(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
-        """The lowest available rung. A rewind's further remedy follows when its cause is known."""
-        s = self.state
+    def escalate(self, finding: Finding, reason: str, oldest: int | None, damaged: bool = False) -> Decision:
+        """The lowest available rung above a refused update. A rewind's further remedy follows when its cause is known.
+        oldest: as in `decide`. damaged: the state cannot be trained on."""
+        s, action = self.state, Action.REWIND
         untouched = oldest is not None and oldest < finding.onset
-        barred = not untouched
-        if barred:
+        if not untouched:
             have = "there is no snapshot" if oldest is None else f"the oldest snapshot is of step {oldest}"
-            reason = f"{reason}; {have}, and it began at step {finding.onset}"
+            reason, action = f"{reason}; {have}, and it began at step {finding.onset}", Action.HANDOVER
         elif forbidden := self._forbids_rewind(finding):
-            barred, reason = True, f"{reason}; {forbidden}"
-        if not barred:
-            action = Action.REWIND
-        else:
-            # Where memory still has a good state, an older one is no better.
-            older = damaged or not untouched
-            if self._spent(Action.HANDOVER) or not older:
-                if older:
-                    reason += f"; {self._budget(Action.HANDOVER)} are spent"
+            reason, action = f"{reason}; {forbidden}", Action.HANDOVER
+            if not damaged:  # where memory still has a good state, an older one is no better
                 return self._train_on(finding, reason, damaged)
-            action = Action.HANDOVER
+        if action is Action.HANDOVER and self._spent(action):
+            return self._train_on(finding, f"{reason}; {self._budget(action)} are spent", damaged)
         if s.watching:
             s.recurrences += 1
         s.outliers = [(at, severity) for at, severity in s.outliers if finding.onset - at >= SUSPICION]

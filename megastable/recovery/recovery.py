@@ -38,7 +38,6 @@ from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.recovery.sample_watch import SampleWatch
 from megastable.recovery.watches import Watches
-from megastable.run.events.data_events import BatchChanged, LengthChanged, MixChanged
 from megastable.run.events.stability_events import (
     BaselineReset,
     HostFaulty,
@@ -145,30 +144,14 @@ class Recovery:
 
     # Before a step
 
-    def begin(self, state: RunState, mix: dict[str, float], batch: Step) -> None:
-        """Prepare the step after `state`, with the samples of `batch`, of the corpora in `mix`."""
-        if state.mix and mix != state.mix:
-            # The data mix changed on purpose: the detector accepts a new level of the loss as its effect. Also while an
-            # incident is open, whose proof is then judged by the new level.
-            self._other_data()
-            if self.settings.enabled:
-                self.log.emit(MixChanged(step=state.step + 1, old=state.mix, new=mix), say=True)
-        if state.piece and batch.piece != state.piece:
-            # The same text in other pieces has another level of the loss.
-            self._other_data()
-            self.log.emit(
-                LengthChanged(step=state.step + 1, position=batch.first, old=state.piece, new=batch.piece),
-                say=True,
-            )
-        if state.batch and (size := batch.positions.size) != state.batch:
-            self.log.emit(
-                BatchChanged(step=state.step + 1, position=batch.first, old=state.batch, new=size), say=True
-            )
+    def begin(self, state: RunState, other_data: bool) -> None:
+        """Prepare the step after `state`. other_data: its data is of another mix or length on purpose: the detector
+        accepts a new level of the loss as its effect. Also while an incident is open, whose proof is then judged by the
+        new level."""
+        if other_data:
+            self._mixed = True
+            self.watches.trends.begin_again()
         self.numerics.choose(state)
-
-    def _other_data(self) -> None:
-        self._mixed = True
-        self.watches.trends.begin_again()
 
     # Before the update
 
@@ -257,7 +240,7 @@ class Recovery:
         )
         onset = self._onset(fault, state.step)
         finding = Finding(state.step, Verdict.CORRUPTED, 1.0, onset, fault.reason, on_trend=False)
-        decision = policy.accuse(finding, fault.reason)
+        decision = policy.hand_over(finding, fault.reason, True, Cause.HARDWARE)
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
         return self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
@@ -340,7 +323,7 @@ class Recovery:
             self.watches.probe.accept(state.step)
             return None
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, rise.before + 1, rise.reason, on_trend=False)
-        return self._rewind(policy.convicted(finding, rise.reason), done, "")
+        return self._rewind(policy.undo(finding, rise.reason), done, "")
 
     def _train_on(self, reason: str, state: RunState) -> None:
         text = f"{reason}; the run may not be rewound for it, and trains on"
@@ -354,7 +337,7 @@ class Recovery:
         if decision.finding.verdict is Verdict.NON_FINITE and not applied:
             damage = self._locate(done.batch, state)
             if damage and not decision.action.ends and not decision.action.rewinds and self.acts:
-                decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest)
+                decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest, True)
         if self.settings.dry_run:
             self._rehearse(decision, state)
             return None

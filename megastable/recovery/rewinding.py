@@ -245,7 +245,7 @@ class Rewinding:
         if not policy.may_look_back(finding.step, finding.step, self.points.oldest):
             fallback.leave_kernels(policy.state, wrong.kernels)
             return None
-        decision = policy.convicted(replace(finding, onset=finding.step), wrong.reason)
+        decision = policy.undo(replace(finding, onset=finding.step), wrong.reason)
         return self.go_back(replace(t, decision=decision, harmless=wrong))
 
     def _wrong_kernels(self, t: Tripped) -> Harmless | None:
@@ -296,7 +296,7 @@ class Rewinding:
         found = self._bounded(found, trial, state.cursor)
         snapshot = self.points.before_region(found, snapshot)
         finding = Finding(state.step, Verdict.SHIFT, 1.0, case.first, case.reason, on_trend=False)
-        decision = policy.convicted(finding, case.reason)
+        decision = policy.undo(finding, case.reason)
         self.incident_log.open(decision, state, window, measured.grad_norm)
         self.watches.samples.convicted(case)
         return self._undo(decision, state, found, TrialStart(window, snapshot, left_out, outlook), begin)
@@ -324,7 +324,7 @@ class Rewinding:
             return None
         reason = f"{jump.reason}; the same steps from step {snapshot.step} on do not make it again"
         finding = Finding(state.step, Verdict.DAMAGE, 1.0, jump.before + 1, reason, on_trend=False)
-        decision = policy.convicted(finding, reason)
+        decision = policy.undo(finding, reason)
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
         start = TrialStart([], snapshot, left_out, None)
         return self._undo(decision, state, Conclusion(Cause.STATE, [], [], reason), start, begin)
@@ -467,17 +467,14 @@ class Rewinding:
         """No snapshot is proven good: hand over; if impossible, alert, and resume from the newest finite one.
         Raises HandoverError and UnstableError."""
         policy, begin, snapshot = self.guard.policy, time.perf_counter(), self.points.finite
-        if self.points.origin.reason:
-            why = (
-                f"the checkpoint of step {self.points.origin.step} is convicted: {self.points.origin.reason}"
-            )
+        origin, finding = self.points.origin, t.decision.finding
+        if origin.reason:
+            why = f"the checkpoint of step {origin.step} is convicted: {origin.reason}"
             cause, decision = Cause.STORAGE, policy.abandon(t.decision, why, proven=True)
         else:
             cause = Cause.HARDWARE if damage else Cause.NUMERICS if harmless else Cause.UNKNOWN
-            why = "; ".join(
-                filter(None, ["no snapshot is good", damage, harmless.reason if harmless else ""])
-            )
-            decision = policy.leave(t.decision, why, damaged=snapshot is None)
+            told = [t.decision.reason, "no snapshot is good", damage, harmless.reason if harmless else ""]
+            decision = policy.hand_over(finding, "; ".join(filter(None, told)), snapshot is None)
         decision = self.last_resort.weigh(decision, damaged=snapshot is None)
         kernels = harmless.kernels if harmless else ()
         if decision.action.ends or snapshot is None:

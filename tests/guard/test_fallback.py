@@ -109,7 +109,9 @@ def test_a_second_handover_leaves_fp8() -> None:
 def test_fp8_is_left_with_a_handover_unless_it_was_the_hardware(cause: Cause) -> None:
     policy = with_fp8()
     for step in (100, 130):
-        decision = policy.leave(policy.decide(seen(step, Verdict.SPIKE), 0), "no snapshot is good")
+        decision = policy.hand_over(
+            policy.decide(seen(step, Verdict.SPIKE), 0).finding, "no snapshot is good"
+        )
         assert decision.action is Action.HANDOVER and policy.fp8 is (step == 100 or cause is Cause.HARDWARE)
         policy.handing_over(cause)
     assert policy.fp8 is (cause is Cause.HARDWARE)
@@ -117,7 +119,7 @@ def test_fp8_is_left_with_a_handover_unless_it_was_the_hardware(cause: Cause) ->
 
 def test_a_handover_that_cannot_be_leaves_fp8_as_it_was() -> None:
     policy = with_fp8()
-    decision = policy.leave(policy.decide(seen(100, Verdict.SPIKE), 0), "no snapshot is good")
+    decision = policy.hand_over(policy.decide(seen(100, Verdict.SPIKE), 0).finding, "no snapshot is good")
     assert policy.cannot_hand_over(decision, "no checkpoint").action is Action.ALERT and policy.fp8
 
 
@@ -137,7 +139,7 @@ def test_kernels_are_left_once_and_for_good_and_fp8_is_not_left_for_them() -> No
 @pytest.mark.parametrize("cause", [Cause.NUMERICS, Cause.STORAGE])
 def test_kernels_are_left_with_a_handover_whatever_the_checkpoint_is_worth(cause: Cause) -> None:
     policy = with_fp8()
-    policy.leave(policy.decide(seen(100, Verdict.SPIKE), 0), "no snapshot is good")
+    policy.hand_over(policy.decide(seen(100, Verdict.SPIKE), 0).finding, "no snapshot is good")
     assert "without attention" in policy.handing_over(cause, ("attention",))
     assert policy.state.kernels == ["attention"] and policy.fp8
 

@@ -129,7 +129,7 @@ def test_an_update_that_is_not_finite_is_never_applied_in_an_alert() -> None:
 def test_a_state_that_is_not_finite_goes_back_or_stops(oldest: int | None, end: Action) -> None:
     policy = Policy(PolicyConfig(handovers=1))
     broken = seen(100, Verdict.NON_FINITE)
-    first = policy.escalate(broken, "a weight is not finite", oldest)
+    first = policy.escalate(broken, "a weight is not finite", oldest, damaged=True)
     assert first.action is end
     if end is Action.HANDOVER:
         assert policy.cannot_hand_over(first, "no checkpoint", damaged=True).action is Action.STOP

@@ -143,7 +143,7 @@ class Ladder(RuleBasedStateMachine):
     def damage(self, oldest: int | None, checkpoint: bool) -> None:
         """The state itself is not finite: back, or at last a stop."""
         finding = seen(self.step, Verdict.NON_FINITE)
-        decision = self.both(lambda p: p.escalate(finding, "a weight is not finite", oldest))
+        decision = self.both(lambda p: p.escalate(finding, "a weight is not finite", oldest, damaged=True))
         if decision.action is Action.HANDOVER and not checkpoint:
             decision = self.both(lambda p: p.cannot_hand_over(decision, "no checkpoint", True))
         assert decision.action in (Action.REWIND, Action.HANDOVER, Action.STOP)
