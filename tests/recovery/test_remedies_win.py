@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,12 @@ from tests.training.test_resume import identical
 __all__ = ["easy"]
 
 FIRST, STEPS = 32, 60
+
+
+@pytest.fixture
+def named(easy: Path, tmp_path: Path) -> Path:
+    """The corpus in a folder of a name that stays: the order of samples depends on it."""
+    return shutil.copytree(easy, tmp_path / "easy0")
 
 
 def run_of_recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
@@ -111,9 +118,9 @@ def by_hand(config: RunConfig, left: int) -> tuple[int, str]:
 
 @pytest.mark.quick("swiglu_clamp")
 @pytest.mark.parametrize("remedy", ["swiglu_clamp", "qk_clip", "other_kernels"])
-def test_the_remedy_wins_and_the_run_goes_on_with_it(remedy: str, easy: Path, tmp_path: Path) -> None:
+def test_the_remedy_wins_and_the_run_goes_on_with_it(remedy: str, named: Path, tmp_path: Path) -> None:
     hit = tmp_path / "hit"
-    assert run_ranks(1, troubled, run_of_recipe(easy, hit), remedy) == [(0, "")]
+    assert run_ranks(1, troubled, run_of_recipe(named, hit), remedy) == [(0, "")]
     trial = next(e for e in RunDirectory(hit).events(BranchesTried) if e.get("chosen"))
     assert trial["chosen"] == remedy
     tried = [branch["name"] for branch in trial["branches"]]
@@ -132,7 +139,7 @@ def test_the_remedy_wins_and_the_run_goes_on_with_it(remedy: str, easy: Path, tm
     assert (incident["cause"], incident["actions"]) == ("numerics", ["fall_back"])
     assert incident["kernels"] == left["kernels"] == kept.kernels and len(kept.kernels) == 2
     same = tmp_path / "same"
-    assert run_ranks(1, by_hand, run_of_recipe(easy, same), left["step"]) == [(0, "")]
+    assert run_ranks(1, by_hand, run_of_recipe(named, same), left["step"]) == [(0, "")]
     assert identical(last, same / f"checkpoints/step-{STEPS}") >= 3
 
 
@@ -159,14 +166,14 @@ def clamped(config: RunConfig, by_remedy: bool) -> tuple[int, str]:
     return train(config)
 
 
-def test_a_clamped_run_resumes_and_is_one_with_the_key(easy: Path, tmp_path: Path) -> None:
+def test_a_clamped_run_resumes_and_is_one_with_the_key(named: Path, tmp_path: Path) -> None:
     """A start proves the checkpoint with the clamp, without which it computes other losses."""
     hit, same = tmp_path / "hit", tmp_path / "same"
     for steps in (20, 24):
-        config = run_of_recipe(easy, hit, train={"steps": steps})
+        config = run_of_recipe(named, hit, train={"steps": steps})
         assert run_ranks(1, clamped, config, True) == [(0, "")]
     assert list(RunDirectory(hit).events(Resumed)) and not list(RunDirectory(hit).events(CheckpointRejected))
     model = {"layers": 1, "qk_norm": False, "swiglu_clamp": CLAMP}
-    given = run_of_recipe(easy, same, train={"steps": 24}, model=model)
+    given = run_of_recipe(named, same, train={"steps": 24}, model=model)
     assert run_ranks(1, clamped, given, False) == [(0, "")]
     assert identical(hit / "checkpoints/step-24", same / "checkpoints/step-24") >= 3

@@ -70,8 +70,7 @@ def test_the_least_intrusive_remedies_are_tried_if_not_all_may_be(tried: int, na
     """And of those alone that the run can make: this one neither has a z-loss nor kernels to leave."""
     policy = Policy(PolicyConfig(remedies=("rewarm", "reset_moments", "clip", "z_loss", "cut_lr")))
     policy.state.tried = tried
-    fields = ("config", "engine", "points", "log", "phase")
-    trials = Trials(**{name: MagicMock() for name in fields}, guard=MagicMock(policy=policy))
+    trials = Trials(MagicMock(), MagicMock(policy=policy), MagicMock())
     trials.config.train.steps, trials.engine.adjustments.possible = 60, {"clip", "reset_moments"}  # type: ignore[misc, assignment]
     trials._try_remedies = MagicMock()  # type: ignore[method-assign]
     start = MagicMock(step=38, snapshot=MagicMock(step=30), outlook=MagicMock(steps=16))
