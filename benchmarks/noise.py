@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from megastable.config.stability import StabilityConfig
 from megastable.guard.actions import Action
-from megastable.guard.backtest import Recorded, simulate
-from megastable.guard.guard import Guard
+from megastable.guard.guard import Guard, Recorded, simulate
 from megastable.guard.signals import Signals, Verdict
 
 Series = npt.NDArray[np.float64]

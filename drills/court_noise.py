@@ -11,7 +11,7 @@ from benchmarks.noise import SIGMA, healthy
 from drills.court_scenarios import Row, Wish
 from megastable.config.stability import StabilityConfig
 from megastable.guard.actions import Action
-from megastable.guard.backtest import Recorded, simulate
+from megastable.guard.guard import Recorded, simulate
 
 STEPS = 20_000
 FEW = 5  # refusals in 10,000 steps

@@ -28,10 +28,12 @@ class BranchStart(NamedTuple):
 
 
 class TrainedBranch(NamedTuple):
-    """Mean loss (nats) and gradient norm of every step of a branch; [steps]."""
+    """Mean loss (nats) and gradient norm of every step of a branch; [steps]. measured: losses of some samples at its
+    end; [n], nats."""
 
     losses: Floats
     norms: Floats
+    measured: Floats = np.empty(0)
 
 
 def train_branch(

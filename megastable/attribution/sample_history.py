@@ -77,9 +77,7 @@ def _unpacked(given: str | Floats) -> Floats:
 
 # Replaced, never changed, so that copies may share it; packed in all serialised forms.
 Latest = Annotated[
-    Floats,
-    PlainValidator(_unpacked, json_schema_input_type=str),
-    PlainSerializer(_packed, return_type=str),
+    Floats, PlainValidator(_unpacked, json_schema_input_type=str), PlainSerializer(_packed, return_type=str)
 ]
 
 

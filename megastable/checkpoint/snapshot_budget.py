@@ -10,7 +10,6 @@ from megastable.base.errors import ConfigError
 from megastable.base.free_memory import GIB, Demand
 from megastable.base.host_memory import SHARE
 from megastable.config.stability import SnapshotConfig
-from megastable.guard.spacing import capacity
 
 
 @dataclass(frozen=True)
@@ -59,3 +58,8 @@ def plan(demands: Sequence[Demand], config: SnapshotConfig) -> SnapshotBudget:
         text += f"\nWARNING: that is more than the {least[host] / GIB:.3f} GiB that are free on {host}: "
         text += "lower stability.snapshots.memory_gib or .keep"
     return SnapshotBudget(points, size, room, text, aside)
+
+
+def capacity(keep: int, snapshot_bytes: int, budget_bytes: float) -> int:
+    """How many snapshots fit: at most `keep`, whole ones only."""
+    return min(keep, int(budget_bytes // max(1, snapshot_bytes)))

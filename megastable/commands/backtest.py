@@ -17,7 +17,7 @@ from megastable.commands.options import Json, JsonFile, Plot, put_json
 
 if TYPE_CHECKING:
     from megastable.config.stability import StabilityConfig
-    from megastable.guard.backtest import BacktestDecision, Recorded
+    from megastable.guard.guard import BacktestDecision, Recorded
 
 EVERY = 100  # steps between updates of the progress bar
 app = App()
@@ -46,7 +46,7 @@ def backtest(
     JSON: every step as {step, verdict, action, reason, reset}.
     """
     from megastable.base.progress_bar import bar
-    from megastable.guard.backtest import simulate
+    from megastable.guard.guard import simulate
 
     given = overrides or []
     if foreign := [item for item in given if not item.startswith("stability.")]:
@@ -86,7 +86,7 @@ def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
 
 
 def _read(source: Path) -> list[Recorded]:
-    from megastable.guard.backtest import Recorded
+    from megastable.guard.guard import Recorded
     from megastable.report.traces import read_trace
     from megastable.run import records
 
@@ -112,7 +112,7 @@ def _show(source: Path, judged: list[BacktestDecision]) -> None:
     from rich.table import Table
 
     from megastable.guard.actions import Action
-    from megastable.guard.backtest import episodes
+    from megastable.report.traces import episodes
 
     console = Console(markup=False, emoji=False, highlight=False)
     table = Table("steps", "verdict", "action", "reason", title=str(source), title_justify="left")

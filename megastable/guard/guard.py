@@ -2,11 +2,16 @@
 
 guard = Guard(config.stability)
 decision = guard.judge(Signals(step, loss, grad_norm, lr), oldest_snapshot)
+
+A recording does not react (`simulate`): a rewind does not take place. So the rest of an excursion that was acted on is
+marked and not acted on again, and the effect of the action is unknown.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,6 +22,7 @@ from megastable.guard.detector_state import DetectorState
 from megastable.guard.policy import Policy
 from megastable.guard.policy_state import PolicyState
 from megastable.guard.signals import Finding, Signals, Verdict
+from megastable.guard.spacing import thin
 
 
 class GuardState(BaseModel):
@@ -105,3 +111,46 @@ class Guard:
             detector=self.detector.state, policy=self.policy.state.model_copy(deep=True), simulated=self.simulated,
             acted=self._acted, broken=self._broken,
         )  # fmt: skip
+
+
+class Recorded(NamedTuple):
+    """A step of a recording; grad_norm, lr and data (a name for its training data) are None if not recorded."""
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    lr: float | None = None
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class BacktestDecision:
+    """What would have been done at a step, and why. reset: the detector's baseline would have been reset."""
+
+    step: int
+    verdict: Verdict
+    action: Action
+    reason: str
+    reset: bool = False
+
+
+def simulate(
+    rows: Iterable[Recorded], config: StabilityConfig, fp8: bool = False
+) -> Iterator[BacktestDecision]:
+    """The guard's answer to every step, in order. fp8: whether the run computed in FP8; without measurements FP8 cannot
+    be identified as the cause, and is left only where the rate would be cut."""
+    guard = Guard(config, simulated=True, fp8=fp8)
+    snapshots: list[int] = []
+    data: str | None = None
+    c = config.snapshots
+    for row in rows:
+        if not snapshots:
+            snapshots = [row.step - 1]  # a run takes its first snapshot when it starts
+        mixed = data is not None and row.data is not None and row.data != data
+        data = row.data or data
+        signals = Signals(row.step, row.loss, row.grad_norm, row.lr, mixed)
+        decision = guard.judge(signals, snapshots[0] if c.interval else None)
+        found = decision.finding
+        if c.interval and found.verdict is Verdict.HEALTHY and row.step >= snapshots[-1] + c.interval:
+            snapshots = thin([*snapshots, row.step], c.keep, c.interval)
+        yield BacktestDecision(row.step, found.verdict, decision.action, decision.reason, found.reset)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from megastable.config.stability import PolicyConfig, RemedyName
-from megastable.guard import fallback, learning_rate_limits
+from megastable.guard import learning_rate_limits, policy_state
 from megastable.guard.actions import Action, Cause, Decision, Remedy
 from megastable.guard.learning_rate_limits import Limit
 from megastable.guard.policy_state import Alert, PolicyState, Taken
@@ -75,7 +75,7 @@ class Policy:
                 since = replace(finding, onset=min(finding.onset, s.tripped))
                 reason = f"not back on the trend {c.verify_steps} steps after the last action"
                 return self.escalate(since, reason, oldest)
-            if finding.on_trend and fallback.is_over(s, c):
+            if finding.on_trend and policy_state.is_fallback_over(s, c):
                 s.returns.append(s.clock)
             return Decision(Action.APPLY, finding, "", healed=healed)
         if finding.verdict is Verdict.SHIFT or (finding.verdict is Verdict.OUTLIER and finding.severity < 1):
@@ -243,7 +243,7 @@ class Policy:
             s.rewound = s.clock  # `resumed` sets its update
         again = self._count(Action.HANDOVER) > 1
         if kernels:
-            return f"; {fallback.leave_kernels(s, kernels)}"
+            return f"; {policy_state.leave_kernels(s, kernels)}"
         if cause in (Cause.HARDWARE, Cause.STORAGE):
             return ""
         if self.may_fall_back and (again or cause is Cause.NUMERICS):
@@ -379,7 +379,7 @@ class Policy:
         s, c = self.state, self.config
         if kernels:
             self._take(Action.FALL_BACK, s.tripped, Cause.NUMERICS)
-            return Remedy(Action.FALL_BACK, Cause.NUMERICS, fallback.leave_kernels(s, kernels))
+            return Remedy(Action.FALL_BACK, Cause.NUMERICS, policy_state.leave_kernels(s, kernels))
         if not self.may_fall_back:
             reason = f"no fall-backs from FP8 are left (stability.policy.fallbacks={c.fallbacks})"
             return self._pause(Cause.NUMERICS, reason)
@@ -433,7 +433,7 @@ class Policy:
                 reason = f"without FP8 from here on, {other._leave_fp8()}"
                 given = Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
             elif name == "other_kernels" and used and self.may_leave_kernels:
-                reason = fallback.leave_kernels(other.state, used)
+                reason = policy_state.leave_kernels(other.state, used)
                 given = Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
             elif name in ("rewarm", "reset_moments"):
                 other.state.rewarm = updates
@@ -511,11 +511,11 @@ class Policy:
     @property
     def precision(self) -> str:
         """Why the coming step computes in FP8, or not: a sentence, after FP8 was left once."""
-        return fallback.reason(self.state, self.config)
+        return policy_state.explain_precision(self.state, self.config)
 
     def _leave_fp8(self) -> str:
         self.state.fallbacks.append(self.state.clock)
-        return fallback.lasting(self.state, self.config)
+        return policy_state.tell_fallback(self.state, self.config)
 
     # The learning rate
 

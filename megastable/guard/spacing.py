@@ -21,8 +21,3 @@ def thin(steps: Sequence[int], capacity: int, interval: int) -> list[int]:
         crowding = [(ages[i - 1] - ages[i + 1]) / ages[i - 1] for i in range(1, len(kept) - 1)]
         kept.pop(1 + crowding.index(min(crowding)))
     return kept
-
-
-def capacity(keep: int, snapshot_bytes: int, budget_bytes: float) -> int:
-    """How many snapshots fit: at most `keep`, whole ones only."""
-    return min(keep, int(budget_bytes // max(1, snapshot_bytes)))

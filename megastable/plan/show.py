@@ -13,8 +13,8 @@ from rich.text import Text
 
 from megastable.base.host_memory import SHARE
 from megastable.base.text import plural
+from megastable.checkpoint.snapshot_budget import capacity
 from megastable.config.tree import RunConfig
-from megastable.guard.spacing import capacity
 from megastable.plan.items import KINDS, Device, Kind
 from megastable.plan.memory import footprints
 from megastable.plan.search import GIB, HEADROOM, Choice, LayoutPlan, overrides, room

@@ -14,8 +14,7 @@ from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.engine.watch import Watch
-from megastable.guard.probe_trend import ProbeTrend, Rise
-from megastable.guard.tensor_jumps import TensorJump, TensorNorms, TensorPaces
+from megastable.guard.damage import ProbeTrend, Rise, TensorJump, TensorNorms, TensorPaces
 from megastable.run.events.stability_events import Probed
 from megastable.run.log import RunLog
 

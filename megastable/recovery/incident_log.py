@@ -119,22 +119,26 @@ class IncidentLog:
     ) -> Incident:
         """The incident that a decision belongs to: the open one, or a new one. window: the steps since its onset."""
         finding = decision.finding
-        if self.incident is None:
-            self._number()
-            self.incident = Incident(
-                number=self.count, step=state.step, onset=finding.onset, verdict=finding.verdict,
-                kind=kind_of(finding.verdict, 0), loss_before=_usual(state), warnings=self.list_warnings(),
-            )  # fmt: skip
-        incident = self.incident
+        incident = self._add(state, finding.onset, finding.verdict, window)
         incident.kind = kind_of(Verdict(incident.verdict), self.guard.policy.state.recurrences)
-        incident.batches_discarded += sum(not t.applied for t in window)
-        incident.loss_peak = _peak(incident.loss_peak, [float(t.losses.mean()) for t in window])
         incident.norm_peak = _peak(incident.norm_peak, [grad_norm])
         self._tell(
             "opened", f"step {state.step}: incident {incident.number}: {decision.reason}", step=state.step,
             verdict=finding.verdict, onset=finding.onset, action=decision.action, reason=decision.reason,
         )  # fmt: skip
         return incident
+
+    def _add(self, state: RunState, onset: int, verdict: Verdict, window: Sequence[Trained]) -> Incident:
+        """These steps to the open incident, or to a new one."""
+        if self.incident is None:
+            self._number()
+            self.incident = Incident(
+                number=self.count, step=state.step, onset=onset, verdict=verdict, kind=kind_of(verdict, 0),
+                loss_before=_usual(state), warnings=self.list_warnings(),
+            )  # fmt: skip
+        self.incident.batches_discarded += sum(not t.applied for t in window)
+        self.incident.loss_peak = _peak(self.incident.loss_peak, [float(t.losses.mean()) for t in window])
+        return self.incident
 
     def damaged(self, rejected: dict[str, str], step: int) -> None:
         """Checkpoints that could not be used, with the reason: the run resumed from an older one, after `step`."""
@@ -228,7 +232,8 @@ class IncidentLog:
             self.log.say(f"  swapped out: corpus {swap}")
         convicted = set(found.convicted)
         told = [s for n, s in enumerate(found.suspects) if n < SHOWN or s.position in convicted][:NAMED]
-        incident.cause = found.cause
+        if found.cause is not Cause.NEW_DATA or not self.has_acted:
+            incident.cause = found.cause
         incident.actions.append(action)
         incident.reasons.append(f"{found.reason}; {remedy}")
         incident.kernels += found.kernels
@@ -260,18 +265,9 @@ class IncidentLog:
         """The suspects of the last trip are new, or do no harm, and the run goes on with them: the incident is over,
         unless something else was done about it before, which is yet to be proven. lost: steps undone. Raises
         SpaceError."""
-        incident, alone = self._present(), not self.has_acted
-        incident.cause = Cause.NEW_DATA if alone else incident.cause
-        incident.actions.append(Action.APPLY)
-        incident.reasons.append(reason)
-        incident.steps_lost += lost
-        incident.seconds = round(incident.seconds + seconds, 3)
-        event = IncidentEvent(
-            what="attributed", cause=Cause.NEW_DATA, reason=reason, action=Action.APPLY,
-            remedy="nothing is taken away", suspects=[asdict(suspect) for suspect in found.suspects[:SHOWN]],
-            **self._story(),
-        )  # fmt: skip
-        self._commit(event, f"  cause: {Cause.NEW_DATA}: {reason}")
+        alone = not self.has_acted
+        new = Conclusion(Cause.NEW_DATA, [], found.suspects, reason)
+        self.attribute(new, [], Action.APPLY, "nothing is taken away", lost, seconds)
         if alone:
             self.close(state, "healed")
 
@@ -317,16 +313,11 @@ class IncidentLog:
         suspicious. Raises SpaceError."""
         alone = self.incident is None
         if alone:
-            self._number()
-            loss = _usual(state)
-            self.incident = Incident(
-                number=self.count, step=state.step, onset=onset, verdict=verdict, kind="recoverable",
-                loss_before=loss, loss_after=loss, batches_discarded=sum(not t.applied for t in window),
-                loss_peak=_peak(None, [float(t.losses.mean()) for t in window]),
-            )  # fmt: skip
+            incident = self._add(state, onset, verdict, window)
+            incident.loss_after = incident.loss_before
             # The ledger's lines name its number: the journal must know it first. Without an onset nothing is undone.
             self._tell("opened", step=state.step, verdict=verdict, action=Action.SKIP, reason=seen)
-            self.incident.outcome = "healed"  # so that no restart takes it for open once its samples are told
+            incident.outcome = "healed"  # so that no restart takes it for open once its samples are told
         self.log.say(f"step {state.step}: incident {self._present().number}: {seen}")
         self.attribute(
             found, window, Action.SKIP, "the guilty samples are skipped, nothing is undone", 0, seconds

@@ -30,9 +30,8 @@ from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.recovery.damage_watch import EVERY, ProbeWatch, TensorWatch
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort, explain_refusals
-from megastable.recovery.numerics_choice import NumericsChoice
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
-from megastable.recovery.replays import Replays
+from megastable.recovery.replays import NumericsChoice, Replays
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.rewinding import Rewinding, Tripped
 from megastable.recovery.run_parts import RunParts, StepResult

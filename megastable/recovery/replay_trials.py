@@ -101,13 +101,6 @@ class SuspectsTrial(NamedTuple):
     harms_anyway: bool
 
 
-class MeasuredBranch(NamedTuple):
-    """measured: losses of the measured samples at the end of a branch; [n], nats."""
-
-    trained: TrainedBranch
-    measured: Floats
-
-
 def mean_loss(losses: Floats) -> float:
     """As the journal has it."""
     return round(float(losses.mean()), 4)
@@ -265,7 +258,7 @@ class Trials:
         before, ahead = self.laboratory.losses(outlook.positions), outlook.positions
         tried = self.guard.policy.state
 
-        def train_on(other: Int64s) -> MeasuredBranch:
+        def train_on(other: Int64s) -> TrainedBranch:
             """A branch on other data throughout: what follows the window may be bad as well."""
             tried.tried += steps
             return self._train_and_measure(
@@ -346,11 +339,10 @@ class Trials:
 
     def _train_and_measure(
         self, snapshot: Snapshot, batches: Sequence[Int64s], measured: Int64s, offer: Offer | None = None
-    ) -> MeasuredBranch:
-        """A branch, and the losses of the measured samples at its end."""
-        return MeasuredBranch(
-            *self._train(snapshot, batches, lambda: self.laboratory.losses(measured), offer)
-        )
+    ) -> TrainedBranch:
+        """A branch, and the losses of some samples at its end."""
+        trained, losses = self._train(snapshot, batches, lambda: self.laboratory.losses(measured), offer)
+        return trained._replace(measured=losses)
 
     def _train(
         self,
@@ -385,8 +377,8 @@ class Trials:
     def _tell(
         self,
         start: TrialStart,
-        branches: Mapping[str, MeasuredBranch],
-        control: MeasuredBranch,
+        branches: Mapping[str, TrainedBranch],
+        control: TrainedBranch,
         before: Floats,
         outlook: Outlook,
         begin: float,
@@ -396,7 +388,7 @@ class Trials:
         """Write a trial down."""
         n = outlook.positions.size
         described = [
-            describe_branch(name, branch.trained, branch.measured[:n], control.measured[:n], cost)
+            describe_branch(name, branch, branch.measured[:n], control.measured[:n], cost)
             for cost, (name, branch) in enumerate(branches.items())
         ]
         event = BranchesTried(

@@ -188,11 +188,7 @@ class Points:
     # On the restored state
 
     def examine(
-        self,
-        window: list[Trained],
-        snapshot: Snapshot,
-        left_out: Selection,
-        adjacent: bool,
+        self, window: list[Trained], snapshot: Snapshot, left_out: Selection, adjacent: bool
     ) -> Conclusion:
         """Find the guilty samples of `window`."""
         history = [t for t in self.trained if t.applied and t.step <= snapshot.step]

@@ -17,15 +17,15 @@ from megastable.base.rng import set_rng_state
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
 from megastable.engine.measured import Measured
-from megastable.guard import fallback
+from megastable.guard import policy_state
 from megastable.guard.actions import Action, Cause, Decision, Remedy
+from megastable.guard.damage import TensorJump, TensorNorms
 from megastable.guard.detector import Detector
 from megastable.guard.detector_state import DetectorState
 from megastable.guard.guard import Guard
 from megastable.guard.policy import ADJUSTED, BLAMELESS, REWARM_FROM, Offer
 from megastable.guard.robust import Trend
 from megastable.guard.signals import Finding, Verdict
-from megastable.guard.tensor_jumps import TensorJump, TensorNorms
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.last_resort import LastResort
 from megastable.recovery.replay_trials import Trials, TrialStart
@@ -204,10 +204,7 @@ class Rewinding:
         # Nothing is undone: a sample behind the cursor cannot change places with one that is yet to be read.
         chosen = replace(chosen, later=[p for p in chosen.later if p >= state.cursor])
         if not chosen.convicted and not chosen.later:
-            return (
-                found,
-                f"{chosen.reason}; they are too many to skip, and were read already",
-            )
+            return (found, f"{chosen.reason}; they are too many to skip, and were read already")
         return chosen, ""
 
     def _try_aside(self, found: Conclusion, window: Sequence[Trained], state: RunState) -> HarmTrial | None:
@@ -243,7 +240,7 @@ class Rewinding:
             return None
         keep_before()
         if not policy.may_look_back(finding.step, finding.step, self.points.oldest):
-            fallback.leave_kernels(policy.state, wrong.kernels)
+            policy_state.leave_kernels(policy.state, wrong.kernels)
             return None
         decision = policy.undo(replace(finding, onset=finding.step), wrong.reason)
         return self.go_back(replace(t, decision=decision, harmless=wrong))
@@ -479,19 +476,14 @@ class Rewinding:
         kernels = harmless.kernels if harmless else ()
         if decision.action.ends or snapshot is None:
             raise self.last_resort.end(decision, t.done.state, cause, kernels)
-        fallback.leave_kernels(policy.state, kernels)
+        policy_state.leave_kernels(policy.state, kernels)
         if self.incident_log.incident is not None:
             self.incident_log.incident.cause = cause
         self.points.restore(snapshot)
         return self._go_on_from(snapshot, t.done.state, begin, "the newest that is finite")
 
     def _go_on_from(
-        self,
-        snapshot: Snapshot,
-        state: RunState,
-        begin: float,
-        reason: str,
-        told: float = 0.0,
+        self, snapshot: Snapshot, state: RunState, begin: float, reason: str, told: float = 0.0
     ) -> RunState:
         """Rewind everything but the engine to the snapshot that the engine has restored; where the run stands. told:
         the seconds since `begin` that the incident already counts."""

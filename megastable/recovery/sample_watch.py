@@ -21,7 +21,6 @@ from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.errors import DataError
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import Step
-from megastable.data.skips import Selection
 from megastable.engine.measured import Measured
 from megastable.engine.watch import Watch
 from megastable.guard.actions import Action, Cause, Decision
@@ -57,12 +56,7 @@ class SampleWatch(Watch):
 
     @property
     def state(self) -> WatchState:
-        return WatchState(
-            test=self._test.state,
-            waiting=self._waiting,
-            quiet=self._quiet,
-            rest=self._rest,
-        )
+        return WatchState(test=self._test.state, waiting=self._waiting, quiet=self._quiet, rest=self._rest)
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.model_dump()
@@ -134,10 +128,7 @@ class SampleWatch(Watch):
             self._rest = self._rest.after(step)
         examined = DiscardExamined if case.kind == "discard" else SamplesExamined
         reason = "; ".join(filter(None, [found.reason, case.located]))
-        event = examined(
-            step=step, first=case.first, last=case.last, suspected=case.reason,
-            positions=case.positions, reason=reason, seconds=round(seconds, 3),
-        )  # fmt: skip
+        event = examined(**describe(case, step, reason), seconds=round(seconds, 3))
         self.log.emit(event, say=f"step {step}: {case.reason}; examined: {reason}: nothing is skipped")
 
     def convicted(self, case: Waiting) -> None:
@@ -146,12 +137,7 @@ class SampleWatch(Watch):
             self._rest = Rest(until=self._rest.until)
 
     def skip(
-        self,
-        case: Waiting,
-        found: Conclusion,
-        window: Sequence[Trained],
-        state: RunState,
-        seconds: float,
+        self, case: Waiting, found: Conclusion, window: Sequence[Trained], state: RunState, seconds: float
     ) -> None:
         """Skip the guilty samples of a case; nothing is undone. Raises SpaceError."""
         self.convicted(case)
@@ -189,11 +175,10 @@ class SampleWatch(Watch):
 
     def drop(self, case: Waiting, step: int, reason: str) -> None:
         """Journal that a case is not examined, and why."""
-        event = SamplesDropped(
-            step=step, first=case.first, last=case.last, suspected=case.reason,
-            positions=case.positions, reason=reason,
-        )  # fmt: skip
-        self.log.emit(event, say=f"step {step}: {case.reason}; not examined: {reason}")
+        self.log.emit(
+            SamplesDropped(**describe(case, step, reason)),
+            say=f"step {step}: {case.reason}; not examined: {reason}",
+        )
 
     def _examine(
         self,
@@ -212,14 +197,14 @@ class SampleWatch(Watch):
             window = [Trained(case.first, positions, losses, applied=False)]
         else:
             window = [t for t in trained if case.first <= t.step <= case.last]
+        if not window or left_out.mask(window[-1].positions).all():
+            self.drop(case, state.step, LEFT_OUT if window else UNKNOWN)
+            return None
         try:
-            found = laboratory.led(lambda lab: self._concluded(case, window, history, state, lab, left_out))
+            found = examine(laboratory, window, history, state.cursor, left_out)
         except DataError as error:
             # On every rank. If it is yet to be trained on, training will report it.
             self.drop(case, state.step, str(error))
-            return None
-        if found is None:
-            self.drop(case, state.step, LEFT_OUT if window or case.positions else UNKNOWN)
             return None
         seconds = time.perf_counter() - begin
         if found.cause is not Cause.DATA or not found.guilty:
@@ -237,16 +222,8 @@ class SampleWatch(Watch):
         self.skip(case, found, window, state, seconds)
         return found
 
-    def _concluded(
-        self,
-        case: Waiting,
-        window: Sequence[Trained],
-        history: Sequence[Trained],
-        state: RunState,
-        laboratory: Laboratory,
-        left_out: Selection,
-    ) -> Conclusion | None:
-        """The conclusion; None if no sample is left to be examined."""
-        if not window or left_out.mask(window[-1].positions).all():
-            return None
-        return examine(laboratory, window, history, state.cursor, left_out)
+
+def describe(case: Waiting, step: int, reason: str) -> dict[str, Any]:
+    """For the journal: what became of a case at `step`, and why."""
+    place = {"first": case.first, "last": case.last, "positions": case.positions}
+    return {"step": step, "suspected": case.reason, "reason": reason, **place}

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megastable.guard.actions import Action
-from megastable.guard.backtest import BacktestDecision, Recorded
+from megastable.guard.guard import BacktestDecision, Recorded
 from megastable.guard.signals import Verdict
 from megastable.report.figures import save
 from megastable.report.scale import drawable

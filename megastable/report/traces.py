@@ -1,16 +1,19 @@
-"""Reads recorded runs of other stacks: traces, CSV files with a line for each logged step."""
+"""Reads runs of other stacks from traces, CSV files with a line for each logged step; and sums up their backtests."""
 
 from __future__ import annotations
 
 import csv
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from megastable.base.errors import DataError
-from megastable.guard.backtest import Recorded
+from megastable.guard.actions import Action
+from megastable.guard.guard import BacktestDecision, Recorded
+from megastable.guard.signals import Verdict
 
 AROUND = 4  # gaps to each side that show the logging cadence of the loss: it must hold for five
 
@@ -117,3 +120,21 @@ def _parse(path: Path, line: int, row: dict[str, str | None]) -> _Line:
         return _Line(line, Recorded(int(step), loss, number("grad_norm"), number("lr"), data), logged)
     except ValueError as error:
         raise DataError(f"{path} line {line}: {error}: a line is step,loss,grad_norm[,lr]") from None
+
+
+class Episode(NamedTuple):
+    """Consecutive steps with the same verdict and action; a reset of the baseline is an episode of its own."""
+
+    first: BacktestDecision
+    last: int
+    steps: int
+
+
+def episodes(judged: Iterable[BacktestDecision]) -> list[Episode]:
+    """The rows of a table: everything but healthy steps, repetitions merged."""
+    found = []
+    for kind, group in groupby(judged, key=lambda step: (step.verdict, step.action, step.reset)):
+        if kind[:2] != (Verdict.HEALTHY, Action.APPLY):
+            steps = list(group)
+            found.append(Episode(steps[0], steps[-1].step, len(steps)))
+    return found

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.checkpoint.snapshot import Ring
-from megastable.guard.spacing import capacity, thin
+from megastable.checkpoint.snapshot_budget import capacity
+from megastable.guard.spacing import thin
 
 
 @given(st.integers(1, 8), st.integers(1, 50), st.integers(1, 300))

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from megastable.base.errors import DataError
 from megastable.config.stability import StabilityConfig
 from megastable.guard.actions import Action
-from megastable.guard.backtest import BacktestDecision, Episode, Recorded, episodes, simulate
+from megastable.guard.guard import BacktestDecision, Recorded, simulate
 from megastable.guard.signals import Verdict
-from megastable.report.traces import read_trace
+from megastable.report.traces import Episode, episodes, read_trace
 from tests.guard.traces import Run, healthy, spike
 from tests.tiers import examples
 

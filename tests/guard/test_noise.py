@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.noise import FAULTS, KINDS, Delays, autoregressive, count, delays, healthy
 from megastable.config.stability import StabilityConfig
 from megastable.guard.actions import Action
-from megastable.guard.backtest import Recorded, simulate
+from megastable.guard.guard import Recorded, simulate
 from megastable.guard.robust import LENGTH, Scatter
 from tests.guard import traces
 

@@ -9,8 +9,8 @@ import pytest
 
 from megastable.config.stability import DetectorConfig, StabilityConfig
 from megastable.guard.actions import Action
-from megastable.guard.backtest import BacktestDecision, Recorded, simulate
 from megastable.guard.detector import Detector
+from megastable.guard.guard import BacktestDecision, Recorded, simulate
 from megastable.guard.signals import Verdict
 from tests.guard import traces
 from tests.guard.traces import Run

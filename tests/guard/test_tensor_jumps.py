@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megastable.guard.tensor_jumps import FASTER, KNOWN, TensorJump, TensorNorms, TensorPaces
+from megastable.guard.damage import FASTER, KNOWN, TensorJump, TensorNorms, TensorPaces
 
 BETA2, EVERY = 0.95, 25
 

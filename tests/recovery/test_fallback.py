@@ -59,7 +59,7 @@ def broken(config: RunConfig, steps: int, factor: float, end: int = 0) -> tuple[
 
 def by_hand(config: RunConfig, left: int, returned: int) -> tuple[int, str]:
     """Train without a fault, and without FP8 in the steps after `left`, up to `returned`."""
-    from megastable.recovery.numerics_choice import NumericsChoice
+    from megastable.recovery.replays import NumericsChoice
 
     def choose(self: NumericsChoice, state: Any) -> None:
         assert self.engine.fp8 is not None

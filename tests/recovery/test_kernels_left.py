@@ -48,7 +48,7 @@ def broken(config: RunConfig, factor: float, steps: int = ALL, end: int = 0) -> 
 def by_hand(config: RunConfig, left: int) -> tuple[int, str]:
     """Train without a fault, and by plain attention after step `left`."""
     from megastable.engine.numerics import Numerics
-    from megastable.recovery.numerics_choice import NumericsChoice
+    from megastable.recovery.replays import NumericsChoice
 
     def choose(self: NumericsChoice, state: Any) -> None:
         self.engine.numerics.switch(Numerics(False, frozenset(["attention"] if state.step >= left else [])))

@@ -106,7 +106,7 @@ def troubled(config: RunConfig, remedy: str) -> tuple[int, str]:
 def by_hand(config: RunConfig, left: int) -> tuple[int, str]:
     """Train with the wrong kernels, and by plain PyTorch after step `left`."""
     from megastable.engine.numerics import Numerics
-    from megastable.recovery.numerics_choice import NumericsChoice
+    from megastable.recovery.replays import NumericsChoice
 
     def choose(self: NumericsChoice, state: Any) -> None:
         kernels = self.engine.numerics.kernels if state.step >= left else ()
@@ -152,7 +152,7 @@ def clamped(config: RunConfig, by_remedy: bool) -> tuple[int, str]:
 
     from megastable.engine import adjustments
     from megastable.model.mlp import gated
-    from megastable.recovery.numerics_choice import NumericsChoice
+    from megastable.recovery.replays import NumericsChoice
 
     adjustments.CLAMPED = partial(gated, gelu=False, clamp=CLAMP)
     real = NumericsChoice.choose
