@@ -199,7 +199,7 @@ def test_a_sample_that_cannot_be_read_again_is_told_and_ends_nothing(monkeypatch
     def unreadable(*_: Any) -> Any:
         raise DataError("shard-7.bin: a read error")
 
-    monkeypatch.setattr(SampleWatch, "_concluded", unreadable)
+    monkeypatch.setattr(sample_watch, "examine", unreadable)
     made.watch._waiting.append(case(18, positions=[3]))
     made.watch._quiet = 3
     assert act(made, 20) == []

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megastable.guard.damage import FASTER, KNOWN, TensorJump, TensorNorms, TensorPaces
+from megastable.guard.damage import FASTER, KNOWN_PACES, TensorJump, TensorNorms, TensorPaces
 
 BETA2, EVERY = 0.95, 25
 
@@ -80,7 +80,7 @@ def test_second_moments_forget_no_faster_than_they_can() -> None:
 
 
 def test_nothing_is_judged_before_a_pace_is_known_nor_without_updates() -> None:
-    for looks, seen in ((KNOWN, False), (KNOWN + 1, True)):
+    for looks, seen in ((KNOWN_PACES, False), (KNOWN_PACES + 1, True)):
         paces, norms = looked_at(looks)
         spoilt = {name: n._replace(weight=10 * n.weight) for name, n in norms.items()}
         assert (judge(paces, looks, spoilt) is not None) == seen
