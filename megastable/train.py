@@ -44,6 +44,7 @@ from megastable.training.introduction import introduction
 from megastable.training.memory_copies import MemoryCopies
 from megastable.training.observer import Observer
 from megastable.training.recorder import StepRecorder, due
+from megastable.training.refusals import end_if_all_refused
 from megastable.training.resume import Start
 from megastable.training.startup import StopRequest, open_data, open_run
 from megastable.training.step_profiler import profiled, untraced
@@ -169,6 +170,7 @@ class Trainer:
                 self.checkpoints.heard(ballot["checkpoint"])
                 continue
             if not outcome.rewound:
+                end_if_all_refused(result, recovery)
                 outcome = recovery.inspect(result, self._saves(state))
             if not outcome.rewound:
                 self.checkpoints.stepped(state.step, applied and recovery.calm, ballot["checkpoint"])

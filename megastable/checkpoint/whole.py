@@ -25,7 +25,6 @@ from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.adjustments import SWIGLU_CLAMP
 from megastable.engine.flatstate import KINDS
-from megastable.guard.guard import GuardState
 from megastable.guard.policy_state import PolicyState
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
@@ -68,9 +67,10 @@ def run_of(checkpoint: Path) -> RunConfig:
 
 
 def policy_of(state: store.RunState) -> PolicyState:
-    """What the policy remembered at a checkpoint; nothing if another version wrote it, as at a restart."""
+    """What the policy remembered at a checkpoint; nothing if another version wrote it, as at a restart, which tells."""
+    guard = state.stability.get("guard")
     try:
-        return GuardState.model_validate(state.stability.get("guard", {})).policy
+        return PolicyState.model_validate(guard.get("policy", {}) if isinstance(guard, dict) else {})
     except ValidationError:
         return PolicyState()
 

@@ -138,6 +138,11 @@ class DetectorConfig(Section):
     drop_memory: PositiveInt = 300
     """How long a return to the level before such a fall is no spike. [observations]"""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_retired_keys(cls, given: Any) -> Any:
+        return without_retired(given, RETIRED_OF_DETECTOR)
+
 
 # In the order of their intrusiveness.
 RemedyName = Literal[
@@ -146,6 +151,7 @@ RemedyName = Literal[
 ]  # fmt: skip
 # Keys of earlier versions, which the recorded recipes of their runs have: they decide nothing any more.
 RETIRED = "odds_fall_back", "odds_cap", "odds_cut", "odds_handover", "odds_swap"
+RETIRED_OF_DETECTOR = "indicator_window", "indicator_growth"
 RETIRED_OF_SAMPLES = "false_alarms", "known", "measured", "ahead", "ahead_every"
 
 

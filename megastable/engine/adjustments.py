@@ -58,9 +58,11 @@ class Adjustments:
             "reset_moments": True,
         }
         self.possible = frozenset(name for name, has in possible.items() if has)
+        self.now: tuple[str, ...] = ()
 
     def switch(self, names: Collection[str]) -> None:
-        """Train with these changes and no others from the next update on."""
+        """Train with these changes and no others from the next update on, as far as they are possible."""
+        self.now = tuple(names)
         self._loss.z_loss = max(LEAST_Z_LOSS, Z_LOSS * self._z_loss) if "z_loss" in names else self._z_loss
         for group, (beta1, beta2) in zip(self._groups, self._betas, strict=True):
             group["betas"] = (beta1, lower_beta2(beta2) if "beta2" in names else beta2)

@@ -35,4 +35,4 @@ class Watch:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave, in an earlier process. Raises ValueError if it cannot be read."""
+        """Continue from what `state_dict` gave, in an earlier process. Raises ValidationError if it cannot be read."""

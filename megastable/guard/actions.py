@@ -16,7 +16,7 @@ class Action(StrEnum):
     FALL_BACK = "fall_back"  # rewind, and continue without FP8, or without a kernel
     CAP_LR = "cap_lr"  # rewind, and continue with a rate no higher than that of the good state
     CUT_LR = "cut_lr"  # rewind, and continue with a smaller rate
-    ADJUST = "adjust"  # rewind, and continue with another warm-up, moments, clipping, z-loss or beta2
+    ADJUST = "adjust"  # rewind, and continue with another warm-up, moments, clipping, z-loss, beta2 or clamp
     SWAP_CORPUS = "swap_corpus"  # rewind, and continue without a corpus
     HANDOVER = "handover"  # end the process: restart from a checkpoint before the onset
     RESTART = "restart"  # restart the processes from the newest good checkpoint

@@ -10,7 +10,7 @@ findings; `relax` lifts limits of the rate; `fp8` says whether the coming step c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -166,7 +166,7 @@ class Policy:
         """Whether a checkpoint may be abandoned without proof against it: once, until there is new ground, and while
         hand-overs are left. An incident that recurs on an older one as well is not the checkpoint's fault."""
         barren = self.state.barren_handovers(self.config.verify_steps)
-        return not barren and not self._spent(Action.HANDOVER)
+        return not barren and not self._tell_spent_handovers()
 
     def abandon(self, decision: Decision, reason: str, proven: bool) -> Decision:
         """Hand over because the resumed checkpoint is bad. If that is proven it costs no budget: each time an older one
@@ -179,8 +179,8 @@ class Policy:
         self, finding: Finding, reason: str, damaged: bool = False, cause: Cause = Cause.UNKNOWN
     ) -> Decision:
         """Hand over to a restart from a checkpoint, if the budget allows. damaged: the state cannot be trained on."""
-        if self._spent(Action.HANDOVER):
-            return self._train_on(finding, f"{reason}; {self._budget(Action.HANDOVER)} are spent", damaged)
+        if spent := self._tell_spent_handovers():
+            return self._train_on(finding, f"{reason}; {spent}", damaged)
         self._take(Action.HANDOVER, finding.step, cause)
         return Decision(Action.HANDOVER, finding, reason)
 
@@ -196,8 +196,8 @@ class Policy:
             reason, action = f"{reason}; {forbidden}", Action.HANDOVER
             if not damaged:  # where memory still has a good state, an older one is no better
                 return self._train_on(finding, reason, damaged)
-        if action is Action.HANDOVER and self._spent(action):
-            return self._train_on(finding, f"{reason}; {self._budget(action)} are spent", damaged)
+        if action is Action.HANDOVER and (spent := self._tell_spent_handovers()):
+            return self._train_on(finding, f"{reason}; {spent}", damaged)
         if s.watching:
             s.recurrences += 1
         s.outliers = [(at, severity) for at, severity in s.outliers if finding.onset - at >= SUSPICION]
@@ -279,20 +279,31 @@ class Policy:
             for t in self.state.taken
         )
 
-    def _spent(self, action: Action) -> bool:
-        c = self.config
-        if action is Action.REWIND:
-            # Proven bad data are no sign that rewinding does not help, nor is a chip that lied: each has a budget.
-            proven = sum(t.proven for t in self.state.taken if t.action is Action.REWIND)
-            hardware = self._count(action, Cause.HARDWARE)
-            others = self._count(action) - proven - hardware
-            return others >= c.rewinds or proven >= c.data_rewinds or hardware >= c.rewinds
-        return self._count(action) >= (c.swaps if action is Action.SWAP_CORPUS else c.handovers)
+    def _tell_spent(self, counts: Mapping[str, tuple[int, int]]) -> str:
+        """Which budget is spent, as a clause; "" if none is. counts: of actions, and how many there may be, by name."""
+        spent = [f"the {most} {name}" for name, (count, most) in counts.items() if count >= most]
+        return (
+            f"{spent[0]} per {self.config.budget_window} steps (stability.policy) are spent" if spent else ""
+        )
+
+    def _tell_spent_handovers(self) -> str:
+        return self._tell_spent({"handovers": (self._count(Action.HANDOVER), self.config.handovers)})
+
+    def _tell_spent_rewinds(self) -> str:
+        """Proven bad data is no sign that rewinding does not help, nor is hardware that was wrong: each has its own."""
+        c, since = self.config, self.state.clock - self.config.budget_window
+        proven = sum(t.proven and t.clock > since for t in self.state.taken if t.action is Action.REWIND)
+        hardware = self._count(Action.REWIND, Cause.HARDWARE)
+        others = self._count(Action.REWIND) - proven - hardware
+        return self._tell_spent(
+            {"rewinds": (others, c.rewinds), "rewinds for bad data": (proven, c.data_rewinds),
+             "rewinds for hardware": (hardware, c.rewinds)}
+        )  # fmt: skip
 
     def _forbids_rewind(self, finding: Finding) -> str:
         """Why the run may not be rewound for a finding, as a clause; empty if it may."""
-        if self._spent(Action.REWIND):
-            return f"{self._budget(Action.REWIND)} are spent"
+        if spent := self._tell_spent_rewinds():
+            return spent
         if finding.verdict in (Verdict.NON_FINITE, Verdict.CORRUPTED):
             return ""  # nothing else is left
         s = self.state
@@ -311,11 +322,6 @@ class Policy:
         s = self.state
         return s.redone + steps < max(REDONE, REDONE_SHARE * s.clock)
 
-    def _budget(self, action: Action) -> str:
-        c = self.config
-        limit = {Action.REWIND: c.rewinds, Action.SWAP_CORPUS: c.swaps}.get(action, c.handovers)
-        return f"the {limit} {action.value}s per {c.budget_window} steps (stability.policy)"
-
     # After a rewind
 
     def recurred(self, adjacent: bool = False) -> bool:
@@ -330,7 +336,7 @@ class Policy:
         proven = [
             t for t in self.state.taken if t.action is Action.REWIND and t.proven and t.corpus == corpus
         ]
-        return len(proven) >= self.config.swap_after and not self._spent(Action.SWAP_CORPUS)
+        return len(proven) >= self.config.swap_after and self._count(Action.SWAP_CORPUS) < self.config.swaps
 
     def remedy(
         self, cause: Cause, updates: int, corpus: str | None = None, swap: str = "",
@@ -370,8 +376,8 @@ class Policy:
         if self._count(Action.REWIND, Cause.HARDWARE) < c.hardware:
             return Remedy(Action.REWIND, Cause.HARDWARE, "the data is innocent: nothing is skipped")
         reason = f"{c.hardware} incidents that do not recur on the same data and state"
-        if self._spent(Action.HANDOVER):
-            return self._pause(Cause.HARDWARE, f"{reason}; {self._budget(Action.HANDOVER)} are spent")
+        if spent := self._tell_spent_handovers():
+            return self._pause(Cause.HARDWARE, f"{reason}; {spent}")
         self._take(Action.HANDOVER, self.state.tripped, Cause.HARDWARE)
         return Remedy(Action.HANDOVER, Cause.HARDWARE, reason)
 

@@ -12,7 +12,7 @@ from megastable.guard.actions import Action, Cause
 from megastable.guard.learning_rate_limits import Limit
 
 WRONG_KERNELS = (
-    "steps went wrong that are harmless by plain PyTorch, which computes in its place for the rest of the run"
+    "by plain PyTorch a step that went wrong was harmless, or a branch clearly better: so it goes on"
 )
 
 

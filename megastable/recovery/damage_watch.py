@@ -25,7 +25,7 @@ FORGETFUL = "spam", "stable_spam"  # whose moments begin again every so many upd
 
 
 class ProbeWatch(Watch):
-    """held_out: this rank's part of the validation samples; without any there is no probe."""
+    """held_out: this rank's part of the validation samples; without any there is no probe. Rank 0 has the trend."""
 
     name = "probe"
 
@@ -46,7 +46,7 @@ class ProbeWatch(Watch):
 
     def accept(self, step: int) -> None:
         """The rise of the last look was no damage."""
-        self.trend.accept(step, self._losses)
+        first(lambda: self.trend.accept(step, self._losses))
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         self.trend.rewind(step)
@@ -89,3 +89,11 @@ class TensorWatch(Watch):
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         self.paces.rewind(step)
+        if saved is not None:
+            self.load_state_dict(saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self._rates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rates = float(state.get("rates", 0.0))

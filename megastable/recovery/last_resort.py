@@ -6,7 +6,6 @@ written before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,13 +13,11 @@ from megastable.base.collectives import first, shared
 from megastable.base.errors import HandoverError, MegastableError, UnstableError
 from megastable.checkpoint import store
 from megastable.checkpoint.store import RunState
-from megastable.engine.measured import Measured
 from megastable.guard.actions import Action, Cause, Decision
 from megastable.guard.guard import Guard
 from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.rewind_points import Points
 from megastable.recovery.run_parts import RunParts
-from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import AlertEvent
 
 
@@ -106,33 +103,3 @@ class LastResort:
     def _before(self, onset: int) -> int:
         """The step that the next process's checkpoint must precede."""
         return self.points.origin.before(onset, self.guard.policy.state.clock)
-
-
-def explain_refusals(run: RunDirectory, state: RunState, measured: Measured, fp16: bool) -> str:
-    """Why every update of late was refused, as far as it is known, and what to do.
-
-    Args:
-        run: where the evidence is.
-        state: the state after the last of them.
-        measured: what was measured of the last of them.
-        fp16: whether the run computes in fp16, whose loss scale may be the cause.
-    """
-    untouched = "no update was ever applied: the weights are those that the run began with"
-    if fp16 and math.isfinite(measured.loss) and not measured.finite:
-        scale = f"a loss scale of {measured.loss_scale:g}"
-        told = (
-            f"gradients still overflow fp16 at {scale}, which is halved at every overflow. Begin lower "
-            "(precision.initial_scale_power), raise stability.max_discards, or set precision.kind=bf16"
-            if measured.overflow
-            else f"gradients overflow fp16 even at {scale}, the lowest: no scale can help. Set precision.kind=bf16"
-        )
-        return told if state.updates else f"{untouched}, and {told}"
-    if not state.updates:
-        return (
-            f"{untouched}, so these, the recipe or the data are to blame. Look at {run.journal}; then change "
-            "model.init_std, the imported weights or precision.kind, or skip the data (data.skip)"
-        )
-    return (
-        f"the weights or the optimizer's state are damaged, or the data is. Look at {run.journal}; the checkpoints in "
-        f"{run.checkpoints} are finite: lower optimizer.lr, or skip the data (data.skip)"
-    )

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.attribution.sample_replay import Trained
-from megastable.base.collectives import first, shared
-from megastable.base.errors import MegastableError, UnstableError
+from megastable.base.collectives import first
+from megastable.base.errors import MegastableError
 from megastable.checkpoint.origin import Origin
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import MicroBatch, Step
@@ -29,7 +29,7 @@ from megastable.hardware.hardware_fault import HardwareFault
 from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.recovery.damage_watch import EVERY, ProbeWatch, TensorWatch
 from megastable.recovery.incident_log import IncidentLog
-from megastable.recovery.last_resort import LastResort, explain_refusals
+from megastable.recovery.last_resort import LastResort
 from megastable.recovery.persisted_state import TELLING, PersistedState, recall
 from megastable.recovery.replays import NumericsChoice, Replays
 from megastable.recovery.rewind_points import Points
@@ -45,7 +45,7 @@ from megastable.run.events.stability_events import (
     StabilityStateDropped,
     Would,
 )
-from megastable.run.events.training_events import Unstable, Warned
+from megastable.run.events.training_events import Warned
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 
@@ -198,10 +198,8 @@ class Recovery:
     # After the step
 
     def settle(self, done: StepResult) -> StepOutcome:
-        """Execute the decision about a step. If the run is not rewound, suspected samples are examined.
-
-        Raises HandoverError; UnstableError also if updates are refused repeatedly and nothing else is done about it.
-        """
+        """Execute the decision about a step. If the run is not rewound, suspected samples are examined. Raises
+        HandoverError and UnstableError."""
         batch, measured, step = done.batch, done.measured, done.state.step
         losses = measured.losses.numpy()
         self.points.trained.append(Trained(step, batch.positions, losses, done.applied, self._scheduled))
@@ -220,7 +218,7 @@ class Recovery:
             back = self._look_at_tensors(done) or self._look_at_probe(done)
         if back is not None:
             return StepOutcome(back, rewound=True)
-        return self._stay(done)
+        return StepOutcome(done.state)
 
     def inspect(self, done: StepResult, saves: bool) -> StepOutcome:
         """After a step: at an interval whether the hardware computes right, and, if the state is to be saved, whether
@@ -243,11 +241,12 @@ class Recovery:
         self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
         return self.last_resort.end(self.last_resort.weigh(decision, damaged=True), state, Cause.HARDWARE)
 
-    def _undo(self, done: StepResult, fault: HardwareFault) -> StepOutcome:
-        """Back to a state from before it."""
+    def _undo(self, done: StepResult, fault: HardwareFault, damaged: bool = True) -> StepOutcome:
+        """Back to a state from before it. damaged: as in `rescue`."""
         if fault.excludes_host:
             raise self._accuse(done, fault)
-        return self.rescue(done, fault.reason, Verdict.CORRUPTED, self._onset(fault, done.state.step))
+        onset = self._onset(fault, done.state.step)
+        return self.rescue(done, fault.reason, Verdict.CORRUPTED, onset, damaged)
 
     def _onset(self, fault: HardwareFault, step: int) -> int:
         """The first step that is not trusted. If nothing is left from before it, the newest state is better than none:
@@ -267,7 +266,7 @@ class Recovery:
         if fault is not None and (self.points.ring.capacity or self.hardware.lasts):
             if self.points.ring.capacity:  # nothing else needs to be repeated
                 self.points.take(before, self.guard.detector.state, self.watches.state_dicts(), counters)
-            return self._undo(done, fault)
+            return self._undo(done, fault, damaged=not self.points.ring.capacity)
         self.watches.repeated(before.step)
         self.engine.restore_counters(counters)
         back = before.model_copy(update={"seconds": done.state.seconds})
@@ -394,31 +393,20 @@ class Recovery:
         watches = self.watches.state_dicts() | {self.samples.name: self.samples.before}
         self.points.take(done.before, self._before, watches, self.engine.counters_before)
 
-    def _stay(self, done: StepResult) -> StepOutcome:
-        """Where the step led. Raises UnstableError if too many updates in a row were refused."""
-        state = done.state
-        if state.discards_in_a_row < self.settings.max_discards:
-            return StepOutcome(state)
-        _, reason = self.refusal(done.measured)
-        self.log.emit(Unstable(step=state.step, discards=state.discards_in_a_row))
-        fp16 = self.engine.config.precision.kind == "fp16"
-        raise shared(
-            UnstableError(
-                f"{state.discards_in_a_row} updates in a row were refused ({reason}), up to step {state.step}: "
-                f"{explain_refusals(self.run, state, done.measured, fp16)}"
-            )
-        )
-
     def rescue(
-        self, done: StepResult, damage: str, verdict: Verdict = Verdict.NON_FINITE, onset: int | None = None
+        self,
+        done: StepResult,
+        damage: str,
+        verdict: Verdict = Verdict.NON_FINITE,
+        onset: int | None = None,
+        damaged: bool = True,
     ) -> StepOutcome:
-        """Rewind because the state itself is damaged, since the step `onset` (default: the last one). Where hardware
-        lied in an update that was refused, the state is whole: with the rewinds spent the run goes on, and refuses.
+        """Rewind because the state itself is damaged, since the step `onset` (default: the last one); or, not damaged,
+        because hardware was wrong in an update that was refused: with the rewinds spent the run goes on, and refuses.
         Raises HandoverError and UnstableError."""
         state = done.state
         onset = state.step if onset is None else onset
         finding = Finding(state.step, verdict, 1.0, onset, damage, on_trend=False)
-        damaged = verdict is not Verdict.CORRUPTED or done.applied or not self.points.ring.capacity
         decision = self.guard.policy.escalate(finding, damage, self.points.oldest, damaged)
         if decision.action.rewinds:
             back = self._rewind(decision, done, damage)
@@ -427,7 +415,7 @@ class Recovery:
         self.incident_log.open(decision, state, self.points.since(onset), done.measured.grad_norm)
         self.last_resort.conclude(decision, state, Cause.HARDWARE, damaged)
         assert not damaged, "nothing is left but to end"
-        return self._stay(done)
+        return StepOutcome(done.state)
 
     def _locate(self, batch: Step, state: RunState) -> str:
         """The origin of the first non-finite number; not empty if the state already had it."""

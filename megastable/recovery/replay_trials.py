@@ -173,8 +173,8 @@ class Trials:
     def try_corpus(self, corpus: str, bad: Sequence[int], start: TrialStart) -> CorpusTrial | None:
         """Try the data as it comes without a corpus, against the same without its bad samples alone. bad: their
         positions. None: there is nothing to compare, or the run has tried enough."""
-        outlook, policy = start.outlook, self.guard.policy
-        if outlook is None or not policy.may_try_remedies(2 * outlook.steps, self.config.train.steps):
+        outlook = start.outlook
+        if outlook is None:
             return None
         return self.unless_unreadable(
             start.step, lambda: self._try_corpus(corpus, np.array(bad, dtype=np.int64), start, outlook)
@@ -293,14 +293,17 @@ class Trials:
         others = ~is_of(outlook.positions)
         outlook = replace(outlook, positions=outlook.positions[others], losses=outlook.losses[others])
         batches = self._next_batches(snapshot, bad, start.left_out, outlook.steps)
-        coming = np.concatenate(batches)
+        coming, steps = np.concatenate(batches), 2 * len(batches)
+        may_try = self.guard.policy.may_try_remedies(steps, self.config.train.steps)
+        if not may_try or not np.isin(np.concatenate(batches[-outlook.steps :]), bad).any():
+            return None
         every = np.union1d(np.intersect1d(coming, bad), coming[is_of(coming)])
         fillers = self._find_fillers(snapshot, start.left_out, bad.tolist())
         fillers = fillers[~is_of(fillers)][-every.size :]
         if not outlook.positions.size or not every.size or not fillers.size:
             return None
         before = self.laboratory.losses(outlook.positions)
-        self.guard.policy.state.tried += 2 * len(batches)
+        self.guard.policy.state.tried += steps
         without, control = (
             self._train_and_measure(snapshot, replace_samples(batches, replaced, fillers), outlook.positions)
             for replaced in (every, bad)

@@ -35,12 +35,14 @@ TOLD = 4  # ranks named in a sentence
 
 
 class RewindState(NamedTuple):
-    """What a snapshot keeps besides the engine's state. watches: `Watch.state_dict`, by name."""
+    """What a snapshot keeps besides the engine's state. watches: `Watch.state_dict`, by name. adjusted: what it was
+    trained with, of `Adjustments`."""
 
     state: RunState
     random: dict[str, Any]
     detector: DetectorState
     watches: Mapping[str, Mapping[str, Any]]
+    adjusted: tuple[str, ...] = ()
 
 
 class Points:
@@ -79,7 +81,7 @@ class Points:
             # Checkpoints fill in `stability` themselves; the vitals can be shared, as they are replaced as a whole.
             light = state.model_copy(update={"stability": {}, "vitals": None}).model_copy(deep=True)
             light.vitals = state.vitals
-            extra = RewindState(light, rng_state(), detector, watches)
+            extra = RewindState(light, rng_state(), detector, watches, self.engine.adjustments.now)
             self.ring.take(state.step, extra, counters, self.marks())
 
     @property
@@ -156,10 +158,15 @@ class Points:
     ) -> tuple[bool, bool]:
         """Whether a point, which the engine has restored, is finite, and whether it is good."""
         self.restore(snapshot)
-        recorded, now = self._reference(snapshot, left_out)
-        norms = self.engine.flat_state().norms()
-        finite = math.isfinite(norms.parameters + norms.second_moment)
-        blamed = blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
+        adjusted, switch = self.engine.adjustments.now, self.engine.adjustments.switch
+        switch(snapshot.extra.adjusted)  # with others a good state may look bad
+        try:
+            recorded, now = self._reference(snapshot, left_out)
+            norms = self.engine.flat_state().norms()
+            finite = math.isfinite(norms.parameters + norms.second_moment)
+            blamed = blame(snapshot.step, lambda at: self._latest(at, left_out)) if finite else ""
+        finally:
+            switch(adjusted)
         return finite, finite and not blamed and not conclusion.is_worse(now[: recorded.size], recorded)
 
     def restore(self, snapshot: Snapshot) -> None:

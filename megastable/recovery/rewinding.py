@@ -150,14 +150,14 @@ class Rewinding:
         applied = sum(step.applied for step in since)
         few = not applied or (applied <= AGAIN and self.guard.policy.may_redo(applied))
         again = applied < len(since) and few
+        if t.decision.finding.verdict is Verdict.DAMAGE:
+            self.watches.probe.accept(state.step)
         if present is not None and not again:
             self.points.restore(present)
         else:
             back = self._go_on_from(snapshot, state, begin, trial.reason, seconds)
         self.guard.policy.trained_through(alone=not self.incident_log.has_acted)
-        if t.decision.finding.verdict is Verdict.DAMAGE:
-            self.watches.probe.accept(state.step)
-        else:
+        if t.decision.finding.verdict is not Verdict.DAMAGE:
             self._begin_again(trial)
         lost = 0 if back is None else state.step - back.step
         self.incident_log.train_through(found, state, trial.reason, lost, seconds)

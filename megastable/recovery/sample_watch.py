@@ -86,9 +86,10 @@ class SampleWatch(Watch):
             self._suspect(alarm, step)
 
     def begin_again(self) -> None:
-        self._test = SampleTest(self.config.samples)
-        self._waiting.clear()
-        self._quiet = 0
+        self._test, self._quiet = SampleTest(self.config.samples), 0
+        while self._waiting:
+            case = self._waiting.pop(0)
+            self.drop(case, case.last, "what comes now is new, and so may this have been")
 
     def _suspect(self, alarm: Alarm, step: int) -> None:
         if self.config.dry_run:
@@ -161,8 +162,8 @@ class SampleWatch(Watch):
         self._quiet = self._quiet + 1 if quiet else 0
         convicted = list[Conclusion]()
         ready = self._quiet >= self.config.samples.quiet_steps and state.step >= self._kept.until
-        for case in list(self._waiting) if ready else ():
-            self._waiting.remove(case)
+        while ready and self._waiting:
+            case = self._waiting.pop(0)
             found = self._examine(case, state, trained, laboratory, choose_skips)
             convicted += [found] if found is not None else []
         return convicted

@@ -236,3 +236,22 @@ def test_suspicions_of_whole_batches_are_one_case_since_the_first() -> None:
     refused, batch = made.watch.state.waiting
     assert refused.kind == "discard"
     assert (batch.kind, batch.first, batch.last, batch.verdict) == ("batch", 6, 14, Verdict.SHIFT)
+
+
+def test_suspects_that_are_new_clear_the_cases_that_wait_behind_them() -> None:
+    """What was usual is forgotten while a case is examined; the other cases are told, and nothing fails."""
+    made, bench = Made(), Bench(Conclusion(Cause.DATA, [49], [], "bad"))
+    for step in (3, 5):
+        made.watch._wait(case(step, positions=[16 * step]))
+
+    def train_through(found: Conclusion, *_: object) -> tuple[Conclusion, str]:
+        made.watch.begin_again()
+        return found, "they are new"
+
+    state: Any = SimpleNamespace(cursor=320, step=20)
+    made.watch._quiet = 3
+    assert made.watch.act(state, [], bench, True, train_through) == []  # type: ignore[arg-type]
+    assert sorted((event["event"], event["first"]) for event in made.events) == [
+        ("discard_examined", 3),
+        ("samples_dropped", 5),
+    ]

@@ -183,7 +183,11 @@ RETIRED = {"false_alarms": 0.1, "known": 512, "measured": 256, "ahead": 32, "ahe
 @pytest.mark.parametrize("change", [{}, {"known": 64, "ahead": 0}])
 def test_a_recorded_recipe_with_keys_that_are_gone_loads_without_them(change: dict[str, Any]) -> None:
     """Earlier versions looked for single bad samples as well."""
-    read = StabilityConfig.model_validate({"samples": {**RETIRED, **change, "quiet_steps": 6}})
+    detector = {"indicator_window": 24, "indicator_growth": 2.0}
+    read = StabilityConfig.model_validate(
+        {"samples": {**RETIRED, **change, "quiet_steps": 6}, "detector": detector}
+    )
+    assert not detector.keys() & read.detector.model_dump().keys()
     assert read == StabilityConfig.model_validate({"samples": {"quiet_steps": 6}})
     assert not RETIRED.keys() & read.samples.model_dump().keys()
 

@@ -531,3 +531,14 @@ def test_saved_and_restored_it_decides_the_same_and_stays_within_budgets(
     assert counts[Action.REWIND] <= config.rewinds + config.data_rewinds
     assert counts[Action.HANDOVER] <= config.handovers and not counts[Action.STOP]
     assert 0 < straight.rate(10**6, 1.0) <= 1
+
+
+def test_new_ground_restores_the_budget_of_rewinds_for_bad_data() -> None:
+    """Though nothing else was done meanwhile; and the budget that is spent is named."""
+    policy = Policy(PolicyConfig(data_rewinds=2, budget_window=1000))
+    for step in (100, 200):
+        assert trip(policy, step, Cause.DATA) is Action.REWIND
+    spent = policy.decide(seen(300, Verdict.SPIKE), 0)
+    assert spent.action is Action.ALERT and "the 2 rewinds for bad data per 1000 steps" in spent.reason
+    run(policy, [seen(step) for step in range(301, 1400)])
+    assert policy.decide(seen(1400, Verdict.SPIKE), 0).action is Action.REWIND

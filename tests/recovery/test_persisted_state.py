@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megastable.checkpoint.lineage import interrupted
+from megastable.checkpoint.whole import policy_of
 from megastable.guard.actions import Action
 from megastable.guard.detector_state import DetectorState
 from megastable.guard.guard import GuardState
@@ -16,6 +17,7 @@ from megastable.guard.policy_state import PolicyState, Taken
 from megastable.guard.signals import Verdict
 from megastable.recovery.persisted_state import PersistedState, recall
 from megastable.run.events.reading import event_of
+from tests.checkpoint.states import state_of
 
 
 def policy(clock: int) -> PolicyState:
@@ -167,3 +169,11 @@ def test_what_a_dead_process_went_back_behind(
     events: list[dict[str, Any]], left: tuple[int, set[str]] | None
 ) -> None:
     assert interrupted(map(event_of, events)) == left
+
+
+def test_what_the_policy_remembers_is_read_though_the_detector_cannot_be() -> None:
+    """A checkpoint is computed and exported by it."""
+    tree = saved(40)
+    tree["guard"]["policy"]["adjusted"], tree["guard"]["detector"]["shape"] = ["swiglu_clamp"], 1
+    assert policy_of(state_of(stability=tree)).adjusted == ["swiglu_clamp"]
+    assert policy_of(state_of(stability={"guard": []})) == PolicyState()

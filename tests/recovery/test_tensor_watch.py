@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
@@ -73,3 +75,31 @@ def test_a_jump_that_the_steps_make_again_is_the_runs_own(easy: Path, tmp_path: 
     told = [event["text"] for event in RunDirectory(run).events(Warned)]
     assert any(NAME in text and "the same steps make it again" in text for text in told)
     assert not [i for i in incidents(run) if i["verdict"] == "damage"]
+
+
+def test_only_the_first_rank_has_the_trend_of_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one accepts a rise, and rewinds, without one; and the rates of undone steps do not count."""
+    from megastable.recovery import damage_watch
+
+    monkeypatch.setattr(damage_watch, "first", lambda action: None)  # as on another rank
+    engine: Any = SimpleNamespace(evaluate=lambda batches: torch.ones(4))
+    log: Any = SimpleNamespace(emit=lambda event: None)
+    loader: Any = SimpleNamespace(batch=16, unit=1)
+    batch: Any = object()
+    probe = damage_watch.ProbeWatch(engine, loader, [batch], log)
+    assert probe.look(25) is None
+    probe.accept(25)
+    probe.rewound(10, {})
+
+
+def test_rates_of_undone_steps_do_not_count() -> None:
+    from megastable.recovery.damage_watch import TensorWatch
+
+    watch: Any = TensorWatch.__new__(TensorWatch)
+    watch._rates, watch.paces, measured = 0.0, SimpleNamespace(rewind=lambda step: None), SimpleNamespace()
+    for step in (1, 2):
+        watch.after_update(measured, step, 0.25)
+    saved = watch.state_dict()
+    watch.after_update(measured, 3, 0.25)
+    watch.rewound(2, saved)
+    assert watch._rates == 0.5

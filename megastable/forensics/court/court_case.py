@@ -96,8 +96,8 @@ def open_incident(history: History, number: int) -> CourtCase:
         for event in between
         if isinstance(event, BranchesTried) and event.get("chosen") and not event.get("corpus")
     ]
-    choice = choose_branch_like(incident.actions, won, bool(named.size))
     won += ["other_kernels"] if incident.kernels else []
+    choice = choose_branch_like(incident.actions, won, bool(named.size))
     title = f"{history.run.root.name}, incident {number}"
     return _rebuild(history, title, told_as, choice, incident.onset, incident.step, opened, named)
 

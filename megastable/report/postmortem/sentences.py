@@ -22,9 +22,9 @@ TYPES = {
 CAUSES = {
     "data": "data: samples that are bad on the good state as well",
     "new_data": "new data: the run learns from it, or it does no harm",
-    "numerics": "numerics: the same step is harmless without FP8, or without a kernel",
+    "numerics": "numerics: the same step is harmless without FP8 or a kernel, or a branch was clearly better",
     "state": "state: the weights or the optimizer's state: the same data is harmless on the good state",
-    "learning_rate": "learning rate: it came back with other data, and nobody was guilty",
+    "learning_rate": "learning rate: other data did not help, and a branch with a lower rate was clearly better",
     "hardware": "hardware: the same data on the same state gave something else",
     "unknown": "not known",
 }
