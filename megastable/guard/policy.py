@@ -147,6 +147,11 @@ class Policy:
         s.untried = [(clock, taken) for clock, taken in s.untried if s.clock - clock < UNTRIED_STEPS]
         return sum(taken for _, taken in s.untried) + count <= UNTRIED
 
+    def are_costly(self, positions: Sequence[int]) -> bool:
+        """Whether most of these samples were deferred by a trial, as they cost more than they teach."""
+        known = sum(any(first <= p < end for first, end in self.state.costly) for p in positions)
+        return 2 * known > len(positions)
+
     def take_untried(self, count: int) -> None:
         """So many were taken away."""
         self.state.untried.append((self.state.clock, count))

@@ -51,7 +51,8 @@ class PolicyState(BaseModel):
     steps of branches with remedies. fallbacks, returns: clocks at which FP8 was left and resumed. kernels: the names of
     those that were left for good. outliers: steps and severities of single outliers that were refused. redone: steps
     that rewinds have undone. untried: clocks at which samples were taken away without a clear win in a trial, and how
-    many. alert: the episode.
+    many. costly: where samples come again that a trial has deferred, as they cost more than they teach, [first, end).
+    alert: the episode.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -75,6 +76,7 @@ class PolicyState(BaseModel):
     outliers: list[tuple[int, float]] = []
     redone: int = 0
     untried: list[tuple[int, int]] = []
+    costly: list[tuple[int, int]] = []
     alert: Alert | None = None
 
     @property

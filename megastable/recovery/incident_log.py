@@ -224,6 +224,9 @@ class IncidentLog:
             if found.later:
                 deferred, no_room = self._defer(window, reason, np.array(found.later, dtype=np.int64))
                 incident.positions = sorted({*incident.positions, *no_room})
+                if found.proven:
+                    costly = self.guard.policy.state.costly
+                    self.guard.policy.state.costly = [*costly, *ranges_of(deferred.returns)][-NAMED:]
         elif found.cause is Cause.STATE:
             deferred, skipped = self._defer(window, reason)
         if swap is not None:

@@ -179,6 +179,11 @@ class Rewinding:
         if found.cause is not Cause.DATA or not found.convicted:
             return found
         found = found.keep_first(max(TAKEN_AWAY, int(TAKEN_SHARE * read)))
+        if self.guard.policy.are_costly(found.convicted):
+            reason = (
+                "they were deferred, as they cost more than they teach, and trouble comes with them again"
+            )
+            return replace(found, proven=True, reason=f"{found.reason}. {reason}")
         deferred = replace(found, guilty=[], later=sorted({*found.convicted, *found.later}))
         if trial is not None and is_clear(trial):
             kept = deferred if trial.verdict is TrialVerdict.MIXED and not found.few else found
@@ -194,7 +199,7 @@ class Rewinding:
         """What is to be skipped, or deferred, of the samples that were found bad on the present state; or why none is,
         as a sentence. Those that are few and far out by themselves need no trial."""
         policy, count = self.guard.policy, len(found.convicted)
-        few = found.few and policy.may_take_untried(count)
+        few = (found.few and policy.may_take_untried(count)) or policy.are_costly(found.convicted)
         trial = None if few else self._try_aside(found, window, state)
         if trial is not None and is_harmless(trial, few=False):
             if trial.verdict is TrialVerdict.NEW:
@@ -348,6 +353,8 @@ class Rewinding:
     def _try_all(self, t: Tripped, found: Conclusion, start: TrialStart, again: bool) -> Tried:
         """Try the suspects of a conclusion, and remedies where other data does not help either; again: the trouble came
         back. Samples that are not finite are bad without a trial."""
+        if self.guard.policy.are_costly(found.convicted):
+            return Tried(self._bounded(found, None, t.done.state.cursor))
         trial, harms_anyway = None, False
         finite = t.decision.finding.verdict is not Verdict.NON_FINITE
         if finite and (suspects := self.trials.try_suspects(found, start)) is not None:

@@ -553,3 +553,16 @@ def test_a_journal_of_another_version_is_said_and_training_begins(corpus: Path, 
     assert run_ranks(2, train, tiny(corpus, tmp_path, train=steps)) == [(errors.OK, "")] * 2
     (dropped,) = run.events(StabilityStateDropped)
     assert dropped["problem"] == "incident of the journal: policy.karma: Extra inputs are not permitted"
+
+
+def test_where_samples_return_that_a_trial_has_deferred_is_remembered(book: Book) -> None:
+    for proven in (False, True):
+        book.open()
+        found = Conclusion(Cause.DATA, [], [], "mixed", later=[250, 251, 260], proven=proven)
+        book.book.attribute(found, WINDOW, Action.REWIND, "and so on", 3, 0.5)
+        incident = book.book.incident
+        assert incident is not None and bool(book.policy.costly) == proven
+    costly, returns = (
+        {p for a, b in told for p in range(a, b)} for told in (book.policy.costly, incident.returns)
+    )
+    assert len(costly) == 3 and costly < returns

@@ -344,3 +344,16 @@ def test_nothing_behind_the_cursor_changes_places_where_nothing_is_undone() -> N
         assert (chosen.convicted, chosen.later, why) == ([], later, "")
     _, why = rewinding.choose_skips(found, [MagicMock(step=30)], MagicMock(cursor=300, step=40))
     assert "were read already" in why
+
+
+@pytest.mark.parametrize(("costly", "skipped"), [([(7, 10)], [7, 8, 9, 20]), ([(7, 9)], [])])
+def test_what_cost_more_than_it_taught_is_skipped_when_it_makes_trouble_again(
+    costly: list[tuple[int, int]], skipped: list[int]
+) -> None:
+    """Without a further trial, near whose end there is too little left to measure it by, if most of them are those."""
+    rewinding = shell(Policy(PolicyConfig()))
+    rewinding.guard.policy.state.costly = costly
+    rewinding.trials.try_suspects.return_value = SuspectsTrial(trial(TrialVerdict.MIXED), False)
+    chosen, why = rewinding.choose_skips(FOUND, [MagicMock(step=30)], MagicMock(cursor=0, step=40))
+    assert (chosen.convicted, why, chosen.proven) == (skipped, "", True)
+    assert rewinding.trials.try_suspects.called == (not skipped)
