@@ -43,6 +43,9 @@ ALLOWED: dict[str, str] = {
     "tests/recovery/test_replay_trials.py::test_a_death_in_a_trial_leaves_the_run_as_it_was": (
         "three runs: one that dies in a trial, its resume, and one that does not die"
     ),
+    "tests/forensics/court/test_court.py::fixtures": _SHARED,
+    "tests/forensics/court/test_court.py::test_a_planted_region_was_well_chosen": "a branch for each of 14 candidates",
+    "tests/recovery/test_tensor_watch.py::test_a_jump_that_the_steps_do_not_make_again_is_undone": _END_TO_END,
     "tests/checkpoint/test_plain.py::fixtures": _SHARED,
     "tests/convert/foreign/test_deepspeed.py::fixtures": _SHARED,
     "tests/cluster/test_hosts.py::test_a_host_that_lost_its_processes_is_named_at_once_and_not_begun_anew": _END_TO_END,
