@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,19 @@ from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import BranchesTried, KernelsLeft, SettingsAdjusted
 from megastable.run.events.training_events import CheckpointRejected, Resumed
+from tests.conftest import write_corpus
 from tests.distributed import run_ranks
-from tests.recovery.test_recovery import easy, incidents, recipe, train
+from tests.recovery.test_recovery import incidents, recipe, train
 from tests.training.test_resume import identical
-
-__all__ = ["easy"]
 
 FIRST, STEPS = 32, 60
 
 
 @pytest.fixture
-def named(easy: Path, tmp_path: Path) -> Path:
-    """The corpus in a folder of a name that stays: the order of samples depends on it."""
-    return shutil.copytree(easy, tmp_path / "easy0")
+def named(tmp_path: Path) -> Path:
+    """A corpus that is learnt quickly, of a name that stays: the order of samples depends on it."""
+    write_corpus(tmp_path / "easy0", ids=20)
+    return tmp_path / "easy0"
 
 
 def run_of_recipe(corpus: Path, run: Path, **parts: Any) -> RunConfig:
