@@ -34,7 +34,6 @@ from megastable.guard.signals import Verdict
 
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 # Samples for the level of a corpus (a median), and for its scatter (required before a sample is scored): eight and
 # sixteen steps of sixteen. With larger batches, this many batches: all samples of one share the error of both.

@@ -62,7 +62,7 @@ class Adjustments:
 
     def switch(self, names: Collection[str]) -> None:
         """Train with these changes and no others from the next update on, as far as they are possible."""
-        self.now = tuple(names)
+        was, self.now = self.now, tuple(names)
         self._loss.z_loss = max(LEAST_Z_LOSS, Z_LOSS * self._z_loss) if "z_loss" in names else self._z_loss
         for group, (beta1, beta2) in zip(self._groups, self._betas, strict=True):
             group["betas"] = (beta1, lower_beta2(beta2) if "beta2" in names else beta2)
@@ -71,6 +71,7 @@ class Adjustments:
             self._wrapper.clip_grad = self.clip
         if "qk_clip" in self.possible:
             self._qk_clip.switch(QK_CLIP if "qk_clip" in names else None)
-        if "swiglu_clamp" in self.possible:
+        clamped = "swiglu_clamp" in names
+        if "swiglu_clamp" in self.possible and clamped != ("swiglu_clamp" in was):
             for mlp in self._mlps:
-                mlp.activation = CLAMPED if "swiglu_clamp" in names else swiglu
+                mlp.activation = CLAMPED if clamped else swiglu

@@ -45,17 +45,22 @@ class LogitClipping:
         }
         self._highest = {layer: torch.empty(heads, device=device) for layer in self._attentions}
         self._table = torch.empty(model.layers, model.heads, device=device)
+        self.threshold: float | None = None
         self.switch(threshold)
-        self.begin()
 
     def switch(self, threshold: float | None) -> None:
         """Clip at another threshold from the next step on."""
+        if threshold == self.threshold:  # as before nearly every step
+            return
         self.threshold = threshold
+        self.begin()
         for layer, attention in self._attentions.items():
             attention.highest = None if threshold is None else self._highest[layer]
 
     def begin(self) -> None:
         """Before a step."""
+        if self.threshold is None:
+            return
         for highest in self._highest.values():
             highest.fill_(-math.inf)
 

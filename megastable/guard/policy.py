@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+import numpy as np
+
 from megastable.config.stability import PolicyConfig, RemedyName
 from megastable.guard import learning_rate_limits, policy_state
 from megastable.guard.actions import Action, Cause, Decision, Remedy
@@ -149,8 +151,10 @@ class Policy:
 
     def are_costly(self, positions: Sequence[int]) -> bool:
         """Whether most of these samples were deferred by a trial, as they cost more than they teach."""
-        known = sum(any(first <= p < end for first, end in self.state.costly) for p in positions)
-        return 2 * known > len(positions)
+        places, known = np.asarray(positions), np.zeros(len(positions), dtype=bool)
+        for first, end in self.state.costly:
+            known |= (places >= first) & (places < end)
+        return 2 * int(known.sum()) > len(positions)
 
     def take_untried(self, count: int) -> None:
         """So many were taken away."""

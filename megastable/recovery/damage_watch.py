@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from megastable.base.collectives import first
 from megastable.checkpoint.store import RunState
@@ -96,4 +97,4 @@ class TensorWatch(Watch):
         return {"rates": self._rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rates = float(state.get("rates", 0.0))
+        self._rates = TypeAdapter(dict[str, float]).validate_python(state).get("rates", 0.0)

@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from megastable.attribution.sample_replay import Trained
 from megastable.base.collectives import first
 from megastable.base.errors import MegastableError
@@ -48,9 +45,6 @@ from megastable.run.events.stability_events import (
 from megastable.run.events.training_events import Warned
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
-
-Int64s = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

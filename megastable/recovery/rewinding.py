@@ -1,4 +1,4 @@
-"""Rewinds in memory: restores a proven snapshot, finds and skips the guilty samples, applies a remedy. Collective."""
+"""Rewinds in memory: restores a proven snapshot, finds and skips the bad samples, applies a remedy. Collective."""
 
 from __future__ import annotations
 

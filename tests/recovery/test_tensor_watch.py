@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
@@ -103,3 +104,6 @@ def test_rates_of_undone_steps_do_not_count() -> None:
     watch.after_update(measured, 3, 0.25)
     watch.rewound(2, saved)
     assert watch._rates == 0.5
+    for damaged in ({"rates": "many"}, {"rates": None}, {"rates": []}):
+        with pytest.raises(ValidationError):  # which a start tells of, and begins anew
+            watch.load_state_dict(damaged)
