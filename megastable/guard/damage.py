@@ -13,13 +13,13 @@ the optimizer, or of an update that is far beyond all others; whether the same s
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
 
 from megastable.guard.robust import MAD_TO_SIGMA
 
@@ -37,18 +37,19 @@ KNOWN_PACES, NEWEST_PACES = 2, 8  # looks that tell the pace of a tensor: at lea
 FORGOTTEN = 0.5  # of what is left of second moments if every gradient since was zero: less was changed
 
 
-class JudgementPause:
+class _State(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+class JudgementPause(_State):
     """No judgement for a while after a find that was the run's own work, twice as long each time that happens soon."""
 
-    def __init__(self) -> None:
-        self._end, self._times = 0, 0
+    end: int = 0
+    times: int = 0
 
     def begin(self, step: int) -> None:
-        self._times = self._times + 1 if step <= self._end + REST * 2**self._times else 1
-        self._end = step + REST * 2**self._times
-
-    def is_over(self, step: int) -> bool:
-        return step >= self._end
+        self.times = self.times + 1 if step <= self.end + REST * 2**self.times else 1
+        self.end = step + REST * 2**self.times
 
 
 @dataclass(frozen=True)
@@ -71,40 +72,39 @@ class Rise:
         )
 
 
-class ProbeTrend:
-    """One `judge` per look, in order."""
+class ProbeTrend(_State):
+    """One `judge` per look, in order; a state for checkpoints. looks: the newest ones, step and losses of each.
+    surprises: changes less the expected ones, in units of these: while a run learns fast, they are larger."""
 
-    def __init__(self) -> None:
-        self.looks: list[tuple[int, Floats]] = []  # the newest ones
-        # Changes less the expected ones, in units of these: while a run learns fast, its surprises are larger.
-        self._surprises: deque[float] = deque(maxlen=NEWEST)
-        self._pause = JudgementPause()
+    looks: list[tuple[int, list[float]]] = []
+    surprises: list[float] = []
+    pause: JudgementPause = JudgementPause()
 
     def judge(self, step: int, losses: Floats) -> Rise | None:
         """A look after `step`: losses of the samples, [n] nats. A rise is no part of the trend until it is accepted."""
         if not self.looks:
-            self.looks.append((step, losses))
+            self.looks = [(step, losses.tolist())]
             return None
         before, known = self.looks[-1]
-        change = losses - known
+        change = losses - np.array(known)
         mean = float(change.mean()) if np.isfinite(losses).all() else math.inf
         error = float(change.std()) / math.sqrt(max(1, change.size - 1)) if math.isfinite(mean) else 0.0
         expected = self.expect(step)
         if expected is not None:
             unit = LEAST / SURE + abs(expected)
             limit = max(LEAST, ERRORS * error, unit * self._usual())
-            if mean - expected > limit and self._pause.is_over(step):
+            if mean - expected > limit and step >= self.pause.end:
                 return Rise(before, step, mean, mean - expected, limit)
             if math.isfinite(mean):
-                self._surprises.append((mean - expected) / unit)
+                self.surprises = [*self.surprises, (mean - expected) / unit][-NEWEST:]
         if math.isfinite(mean):
-            self.looks = [*self.looks[-2 * NEWEST :], (step, losses)]
+            self.looks = [*self.looks[-2 * NEWEST :], (step, losses.tolist())]
         return None
 
     def expect(self, step: int) -> float | None:
         """The change of the mean loss from the newest look to one after `step`: what the last rate of its fall makes,
         which goes on to slow down as it did; a loss that rose is expected to stay. None: too few looks are known."""
-        known = [(at, float(losses.mean())) for at, losses in self.looks]
+        known = [(at, float(np.mean(losses))) for at, losses in self.looks]
         spread = [known[-1]]
         for at, loss in reversed(known[:-1]):
             if spread[-1][0] - at >= APART:
@@ -120,10 +120,11 @@ class ProbeTrend:
         """A rise was no damage: it is the level from now on."""
         if not np.isfinite(losses).all():
             return
-        self._pause.begin(step)
+        self.pause.begin(step)
         # At another level the loss falls as fast as before, for want of anything better.
-        shift = losses - self.looks[-1][1]
-        self.looks = [*((at, known + shift) for at, known in self.looks[:-1]), (step, losses)]
+        shift = losses - np.array(self.looks[-1][1])
+        before = [(at, (np.array(known) + shift).tolist()) for at, known in self.looks[:-1]]
+        self.looks = [*before, (step, losses.tolist())]
 
     def rewind(self, step: int) -> None:
         """The run is back after `step`."""
@@ -131,10 +132,10 @@ class ProbeTrend:
 
     def _usual(self) -> float:
         """The largest surprise that is usual, in its unit. At the start of a run, while the rate rises, any is."""
-        if len(self._surprises) < KNOWN:
+        if len(self.surprises) < KNOWN:
             return math.inf
-        middle = float(np.median(self._surprises))
-        scatter = MAD_TO_SIGMA * float(np.median(np.abs(np.array(self._surprises) - middle)))
+        middle = float(np.median(self.surprises))
+        scatter = MAD_TO_SIGMA * float(np.median(np.abs(np.array(self.surprises) - middle)))
         return middle + SURE * scatter
 
 
@@ -176,66 +177,74 @@ class TensorJump:
         return bool(again >= half if self.new > self.old else again <= half)
 
 
-class TensorPaces:
-    """One `judge` per look, in order. beta2: the decay rate of second moments, None if they are no such averages."""
+class TensorLook(NamedTuple):
+    """After `step`: the sum of the rates of all updates so far, and their number; norms by tensor, the same on every
+    rank."""
 
-    def __init__(self, beta2: float | None) -> None:
-        self.beta2 = beta2
-        self._pause = JudgementPause()
-        self._last: tuple[int, float, int, dict[str, TensorNorms]] | None = None
-        self._paces: dict[str, deque[float]] = {}
+    step: int
+    rates: float
+    updates: int
+    norms: dict[str, TensorNorms]
 
-    def judge(
-        self, step: int, rates: float, updates: int, norms: Mapping[str, TensorNorms]
-    ) -> TensorJump | None:
-        """A look after `step`: the sum of the rates of all updates so far, and their number; norms by tensor, the same
-        on every rank. The farthest jump, if any; then the look is no part of the history."""
-        last = self._last
-        if last is None or updates <= last[2]:
-            self._last = step, rates, updates, dict(norms)
+
+class TensorPaces(_State):
+    """One `judge` per look, in order; a state for checkpoints. last: the newest look. paces: how fast the norms of
+    tensors have moved, the newest ones, by tensor."""
+
+    last: TensorLook | None = None
+    paces: dict[str, list[float]] = {}
+    pause: JudgementPause = JudgementPause()
+
+    def judge(self, look: TensorLook, beta2: float | None) -> TensorJump | None:
+        """The farthest jump, if any; then the look is no part of the history. beta2: the decay rate of second moments,
+        None if they are no such averages."""
+        last = self.last
+        if last is None or look.updates <= last.updates:
+            self.last = look
             return None
-        before, old_rates, old_updates, known = last
-        moved = max(rates - old_rates, 1e-30)
+        moved = max(look.rates - last.rates, 1e-30)
         jumps = list[tuple[float, TensorJump]]()
-        for name, now in norms.items():
-            then = known.get(name)
+        for name, now in look.norms.items():
+            then, usual = last.norms.get(name), self.paces.get(name, [])
             if then is None:
                 continue
             change = abs(now.weight - then.weight)
-            usual = self._paces.get(name, deque())
             if len(usual) >= KNOWN_PACES and not change <= CHANGED * then.weight:
                 times = change / moved / max(*usual, 1e-30)
                 if not times <= FASTER:
-                    jumps.append((times, TensorJump(before, step, name, "weight", then.weight, now.weight)))
-            if self.beta2 is not None and then.second_moment and now.second_moment is not None:
-                least = FORGOTTEN * self.beta2 ** (updates - old_updates) * then.second_moment
+                    weights = then.weight, now.weight
+                    jumps.append((times, TensorJump(last.step, look.step, name, "weight", *weights)))
+            if beta2 is not None and then.second_moment and now.second_moment is not None:
+                least = FORGOTTEN * beta2 ** (look.updates - last.updates) * then.second_moment
                 if not now.second_moment >= least:
                     moments = then.second_moment, now.second_moment
-                    jumps.append((math.inf, TensorJump(before, step, name, "second_moment", *moments)))
-        if jumps and self._pause.is_over(step):
+                    jumps.append(
+                        (math.inf, TensorJump(last.step, look.step, name, "second_moment", *moments))
+                    )
+        if jumps and look.step >= self.pause.end:
             return max(jumps, key=lambda found: found[0])[1]
-        self._learn(step, rates, updates, norms)
+        self._learn(look)
         return None
 
-    def _learn(self, step: int, rates: float, updates: int, norms: Mapping[str, TensorNorms]) -> None:
-        if self._last is not None:
-            _, old_rates, _, known = self._last
-            for name, now in norms.items():
-                if name in known and math.isfinite(now.weight):
-                    pace = abs(now.weight - known[name].weight) / max(rates - old_rates, 1e-30)
-                    self._paces.setdefault(name, deque(maxlen=NEWEST_PACES)).append(pace)
-        self._last = step, rates, updates, dict(norms)
+    def _learn(self, look: TensorLook) -> None:
+        known = {} if self.last is None else self.last.norms
+        moved = max(look.rates - (0.0 if self.last is None else self.last.rates), 1e-30)
+        for name, now in look.norms.items():
+            if name in known and math.isfinite(now.weight):
+                pace = abs(now.weight - known[name].weight) / moved
+                self.paces[name] = [*self.paces.get(name, []), pace][-NEWEST_PACES:]
+        self.last = look
 
-    def accept(self, step: int, rates: float, updates: int, norms: Mapping[str, TensorNorms]) -> None:
+    def accept(self, look: TensorLook) -> None:
         """The jump of the last look was the run's own work: it goes on from there, at this pace."""
-        self._pause.begin(step)
-        self._learn(step, rates, updates, norms)
+        self.pause.begin(look.step)
+        self._learn(look)
 
     def begin_again(self) -> None:
         """The optimizer begins again, on purpose."""
-        self._last = None
+        self.last = None
 
     def rewind(self, step: int) -> None:
         """The run is back after `step`: a look after that is forgotten."""
-        if self._last is not None and self._last[0] > step:
-            self._last = None
+        if self.last is not None and self.last.step > step:
+            self.last = None

@@ -37,6 +37,13 @@ class GuardState(BaseModel):
     acted: int | None = None
     broken: bool = False
 
+    def of_kind(self, simulated: bool) -> GuardState:
+        """For a simulation, or for a run that acts: each has its own budgets, but lasting changes hold in both."""
+        if simulated == self.simulated:
+            return self
+        policy = PolicyState(adjusted=self.policy.adjusted)
+        return GuardState(detector=self.detector, policy=policy, simulated=simulated)
+
 
 class Guard:
     """Judges every step once, in order. Pure: the same numbers give the same decisions on every rank.
@@ -53,9 +60,7 @@ class Guard:
         simulated: bool = False,
         fp8: bool = False,
     ) -> None:
-        state = state or GuardState(simulated=simulated)
-        if state.simulated != simulated:
-            state = GuardState(detector=state.detector, simulated=simulated)
+        state = (state or GuardState()).of_kind(simulated)
         self.config = config
         self.detector = Detector(config.detector, state.detector)
         self.policy = Policy(config.policy, state.policy, fp8)

@@ -49,11 +49,12 @@ ADJUSTED = {
 
 @dataclass(frozen=True)
 class Offer:
-    """A remedy that may be tried. policy: as it would be with it."""
+    """A remedy that may be tried. policy: as it would be with it. kernels: those that it leaves."""
 
     name: str
     policy: Policy
     remedy: Remedy
+    kernels: tuple[str, ...]
 
 
 class Policy:
@@ -461,7 +462,7 @@ class Policy:
                 given = Remedy(Action.ADJUST, Cause.STATE, ADJUSTED[name])
             else:
                 continue
-            offers.append(Offer(name, other, given))
+            offers.append(Offer(name, other, given, tuple(other.state.kernels[len(s.kernels) :])))
         return offers
 
     def may_try_remedies(self, steps: int, run: int) -> bool:
@@ -469,11 +470,14 @@ class Policy:
         return self.state.tried + steps <= max(TRIED, TRIED_SHARE * run)
 
     def take_back_failed(self) -> list[str]:
-        """Take back the lasting changes after which the trouble came back soon: they did not help."""
+        """Take back the lasting changes after which the trouble came back soon: they did not help. Their names."""
         s = self.state
-        soon = {t.remedy for t in s.taken if s.clock - t.clock <= self.config.recur_steps}
-        gone = [name for name in s.adjusted if name in soon]
+        soon = [t for t in s.taken if s.clock - t.clock <= self.config.recur_steps]
+        gone = [t.remedy for t in soon if t.remedy in s.adjusted or t.kernels]
         s.adjusted = [name for name in s.adjusted if name not in gone]
+        s.kernels = [name for name in s.kernels if not any(name in t.kernels for t in soon)]
+        for t in soon:
+            t.kernels = ()
         return gone
 
     def adopt(self, offer: Offer, reason: str) -> Remedy:
@@ -485,6 +489,7 @@ class Policy:
         release = self._unproven_lately() if offer.remedy.action in (Action.CAP_LR, Action.CUT_LR) else ()
         self._take(offer.remedy.action, self.state.tripped, offer.remedy.cause)
         self.state.taken[-1].remedy, self.state.alert = offer.name, None
+        self.state.taken[-1].kernels = offer.kernels
         return replace(offer.remedy, reason=f"{offer.remedy.reason}: {reason}", release=release)
 
     def _limited(self, limit: Limit) -> Remedy:

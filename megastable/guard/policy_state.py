@@ -19,7 +19,8 @@ WRONG_KERNELS = (
 class Taken(BaseModel):
     """A past action. clock: the farthest step reached by then: steps repeated after a rewind are no new ground, and
     restore no budget. corpus: of most of the bad samples. proven: a trial has clearly shown that they do harm, or they
-    were not finite; else unproven: their positions. remedy: the name of the one that was tried, and won."""
+    were not finite; else unproven: their positions. remedy: the name of the one that was tried, and won; kernels: those
+    that it left."""
 
     model_config = ConfigDict(extra="ignore")  # journals of earlier versions also have odds
 
@@ -31,6 +32,7 @@ class Taken(BaseModel):
     proven: bool = False
     unproven: tuple[int, ...] = ()
     remedy: str = ""
+    kernels: tuple[str, ...] = ()
 
 
 class Alert(BaseModel):
@@ -49,7 +51,7 @@ class PolicyState(BaseModel):
     state that the last rewind led to, where the rate warms up; None: no rewind, or no warm-up is configured. rewarm: of
     the state from which it warms up as a remedy. adjusted: the names of lasting changes of how the run trains. tried:
     steps of branches with remedies. fallbacks, returns: clocks at which FP8 was left and resumed. kernels: the names of
-    those that were left for good. outliers: steps and severities of single outliers that were refused. redone: steps
+    those that were left. outliers: steps and severities of single outliers that were refused. redone: steps
     that rewinds have undone. untried: clocks at which samples were taken away without a clear win in a trial, and how
     many. costly: where samples come again that a trial has deferred, as they cost more than they teach, [first, end).
     alert: the episode.

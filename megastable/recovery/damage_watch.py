@@ -3,11 +3,12 @@ same few samples, which are never trained on; and the norms of every tensor and 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from megastable.base.collectives import first
 from megastable.checkpoint.store import RunState
@@ -15,7 +16,7 @@ from megastable.data.loader import Loader, MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.measured import Measured
 from megastable.engine.watch import Watch
-from megastable.guard.damage import ProbeTrend, Rise, TensorJump, TensorNorms, TensorPaces
+from megastable.guard.damage import ProbeTrend, Rise, TensorJump, TensorLook, TensorNorms, TensorPaces
 from megastable.run.events.stability_events import Probed
 from megastable.run.log import RunLog
 
@@ -23,6 +24,24 @@ EVERY = 25  # steps between two looks, at most
 MOST = 64  # samples
 SHARE = 0.2  # of a global batch: a look is a forward pass of so much, 0.3 % of the time of its steps
 FORGETFUL = "spam", "stable_spam"  # whose moments begin again every so many updates
+
+
+class _State(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+
+
+class _ProbeState(_State):
+    """samples: which ones the trend is of."""
+
+    samples: str = ""
+    trend: ProbeTrend = ProbeTrend()
+
+
+class _TensorsState(_State):
+    """rates: the sum of those of all updates so far."""
+
+    rates: float = 0.0
+    paces: TensorPaces = TensorPaces()
 
 
 class ProbeWatch(Watch):
@@ -34,6 +53,8 @@ class ProbeWatch(Watch):
         self.engine, self.log = engine, log
         wanted = min(MOST, int(SHARE * loader.batch))
         self._batches = list(held_out[: max(1, wanted // loader.unit)])  # of each rank, one at least
+        digests = [zlib.crc32(batch.tokens.numpy().tobytes()) for batch in self._batches]
+        self._samples = f"{digests} {loader.unit}"
         self.trend = ProbeTrend()
         self._losses = np.empty(0)
 
@@ -52,6 +73,14 @@ class ProbeWatch(Watch):
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         self.trend.rewind(step)
 
+    def state_dict(self) -> dict[str, Any]:
+        return _ProbeState(samples=self._samples, trend=self.trend).model_dump()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = _ProbeState.model_validate(state)
+        if saved.samples == self._samples:  # else the recipe has other validation data, or another batch
+            self.trend = saved.trend
+
 
 class TensorWatch(Watch):
     name = "tensors"
@@ -60,12 +89,11 @@ class TensorWatch(Watch):
         self.engine = engine
         flat = engine.flat_state()
         self._names = sorted(flat.whole_parameters(engine.topology.layout.tensor))
-        self.paces = TensorPaces(None)
-        self._rates = 0.0
-        self._looked: tuple[int, float, int, dict[str, TensorNorms]] | None = None
+        self.state = _TensorsState()
+        self._look: TensorLook | None = None
 
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
-        self._rates += rate
+        self.state.rates += rate
 
     def measure(self) -> dict[str, TensorNorms]:
         """The norms of the state that the engine holds, by tensor."""
@@ -78,23 +106,22 @@ class TensorWatch(Watch):
     def look(self, state: RunState) -> TensorJump | None:
         """After a step: whether a tensor has jumped since the last look."""
         betas = [group["betas"][1] for group in self.engine.optimizer.param_groups if "betas" in group]
-        if self.engine.config.optimizer.name not in FORGETFUL:
-            self.paces.beta2 = min(betas, default=None)
-        self._looked = state.step, self._rates, state.updates, self.measure()
-        return self.paces.judge(*self._looked)
+        forgets = self.engine.config.optimizer.name in FORGETFUL
+        self._look = TensorLook(state.step, self.state.rates, state.updates, self.measure())
+        return self.state.paces.judge(self._look, None if forgets else min(betas, default=None))
 
     def accept(self) -> None:
         """The jump of the last look is the run's own work."""
-        if self._looked is not None:
-            self.paces.accept(*self._looked)
+        if self._look is not None:
+            self.state.paces.accept(self._look)
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
-        self.paces.rewind(step)
+        self.state.paces.rewind(step)
         if saved is not None:
-            self.load_state_dict(saved)
+            self.state.rates = _TensorsState.model_validate(saved).rates
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rates": self._rates}
+        return self.state.model_dump()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rates = TypeAdapter(dict[str, float]).validate_python(state).get("rates", 0.0)
+        self.state = _TensorsState.model_validate(state)

@@ -58,8 +58,8 @@ def recall(
     this is a dry run.
     """
     memory, lost = _readable(saved)
-    if memory.guard.simulated and not simulated:
-        memory.guard = GuardState(detector=memory.guard.detector)  # a dry run spent no budget
+    if not simulated:
+        memory.guard = memory.guard.of_kind(False)  # a dry run spent no budget
     problem = ""
     for event in events:
         number = event.get("number")

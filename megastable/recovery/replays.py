@@ -145,7 +145,7 @@ class NumericsChoice:
         left = policy.state.kernels if self.acts else []
         to = Numerics(fp8, switch.kinds_of(left))
         switch.switch(to)
-        self.engine.adjustments.switch(policy.state.adjusted if self.acts else ())
+        self.engine.adjustments.switch(policy.state.adjusted)  # a dry run has none of its own
         if gone := [name for name in left if name not in switch.kernels.values()]:
             policy.state.kernels = [name for name in left if name not in gone]
             event = KernelsTriedAgain(step=state.step, kernels=gone, now=list(switch.kernels.values()))

@@ -362,8 +362,7 @@ class Rewinding:
         if again or harms_anyway:
             offer, reason = self._try_remedies(t, start)
             if offer is not None:
-                left = tuple(offer.policy.state.kernels[len(self.guard.policy.state.kernels) :])
-                found = Conclusion(offer.remedy.cause, [], found.suspects, reason, kernels=left)
+                found = Conclusion(offer.remedy.cause, [], found.suspects, reason, kernels=offer.kernels)
                 return Tried(found, offer=offer, blameless=True)
         if not finite:
             return Tried(replace(found, proven=True))
@@ -379,6 +378,8 @@ class Rewinding:
         policy, saved = self.guard.policy, start.snapshot.extra.state
         if gone := policy.take_back_failed():
             self.engine.adjustments.switch(policy.state.adjusted)
+            numerics = self.engine.numerics
+            numerics.switch(replace(numerics.now, plain=numerics.kinds_of(policy.state.kernels)))
             self.log.emit(
                 SettingsAdjusted(
                     step=saved.step,
@@ -402,7 +403,7 @@ class Rewinding:
         saved: RunState = snapshot.extra.state
         if offer.name == "reset_moments":
             self.engine.reset_moments()
-            self.watches.tensors.paces.begin_again()
+            self.watches.tensors.state.paces.begin_again()
             # The snapshot has the old moments: a further rewind to it must not bring them back.
             self.points.ring.forget_from(snapshot.step)
             self.points.ring.take(snapshot.step, snapshot.extra)

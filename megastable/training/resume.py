@@ -146,14 +146,22 @@ class Start:
 
     def _compute_as_saved(self, saved: store.RunState) -> None:
         """Compute without the kernels that the run has left, and with the changes that the checkpoint was trained with:
-        otherwise a good one would look bad."""
+        otherwise a good one would look bad. The changes hold for the rest of the run, also without stability: exports
+        have them."""
         c, numerics = self.config.stability, self.engine.numerics
+        adjusted, possible = policy_of(saved).adjusted, self.engine.adjustments.possible
+        self.engine.adjustments.switch(adjusted)
+        if lost := [name for name in adjusted if name not in possible]:
+            text = (
+                f"the run goes on without {', '.join(lost)}, with which a remedy has trained it until here: this "
+                "recipe cannot have it"
+            )
+            self.log.emit(Warned(step=saved.step, text=text), say=f"WARNING: {text}")
         if not c.enabled or c.dry_run:
             return
         memory, _ = first(lambda: recall(saved.stability, self.run.events(*TELLING)))
         left = numerics.kinds_of(memory.guard.policy.kernels)
         numerics.switch(replace(numerics.now, plain=left))
-        self.engine.adjustments.switch(policy_of(saved).adjusted)
 
     def _from_memory(self, memory: Restoring, newer_than: int, convicted: list[int]) -> bool:
         """Resume from a point in the hosts' memories, newer than all checkpoints, if there is one."""
@@ -163,6 +171,7 @@ class Start:
         self.restored, self.unwritten = memory.restored, restored[0] / RECORDS
         for name in self.checkpoints.rejected if dist.get_rank() == 0 else ():
             store.set_aside(self.run.checkpoints / name)
+        self._compute_as_saved(restored[1])
         self._resumed(*restored, "memory", {})
         return True
 

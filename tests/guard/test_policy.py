@@ -322,6 +322,21 @@ def test_plain_pytorch_is_offered_for_kernels_that_are_in_use_and_may_be_left() 
     assert policy.take_back_failed() == [] and "other_kernels" not in offers(policy)
 
 
+def test_kernels_that_were_left_in_vain_are_used_again_but_not_those_that_computed_wrong_numbers() -> None:
+    policy = Policy(CONFIG, PolicyState(kernels=["loss"]))
+    policy.decide(seen(100, Verdict.SPIKE), 0)
+    (offer,) = (o for o in policy.offer_remedies(90, None, None, ["loss", "attention"]) if o.kernels)
+    policy.adopt(offer, "it won")
+    policy = Policy(CONFIG, PolicyState.model_validate_json(policy.state.model_dump_json()))
+    assert policy.take_back_failed() == ["other_kernels"] and policy.state.kernels == ["loss"]
+    assert policy.take_back_failed() == []  # once
+    kept = Policy(CONFIG, PolicyState(kernels=["loss"]))
+    kept.decide(seen(100, Verdict.SPIKE), 0)
+    kept.adopt(offer, "it won")
+    run(kept, [seen(s) for s in range(101, 102 + CONFIG.recur_steps)])
+    assert kept.take_back_failed() == [] and kept.state.kernels == ["loss", "attention"]
+
+
 def test_an_offer_leaves_the_policy_as_it_is() -> None:
     policy = Policy(CONFIG, None, True)
     policy.decide(seen(100, Verdict.SPIKE), 0)

@@ -7,16 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from megastable.guard.damage import FASTER, KNOWN_PACES, TensorJump, TensorNorms, TensorPaces
+from megastable.guard.damage import FASTER, KNOWN_PACES, TensorJump, TensorLook, TensorNorms, TensorPaces
 
 BETA2, EVERY = 0.95, 25
 
 
-def looked_at(
-    looks: int, beta2: float | None = BETA2, seed: int = 0
-) -> tuple[TensorPaces, dict[str, TensorNorms]]:
+def looked_at(looks: int, seed: int = 0) -> tuple[TensorPaces, dict[str, TensorNorms]]:
     """A healthy run: tensors grow at their own paces, second moments scatter and fall. No look is a jump."""
-    random, paces = np.random.default_rng(seed), TensorPaces(beta2)
+    random, paces = np.random.default_rng(seed), TensorPaces()
     for look in range(looks):
         norms = {
             f"blocks.{i}.weight": TensorNorms(
@@ -25,14 +23,18 @@ def looked_at(
             )
             for i in range(4)
         }
-        assert paces.judge(EVERY * look, 0.1 * look, EVERY * look, norms) is None
+        assert paces.judge(TensorLook(EVERY * look, 0.1 * look, EVERY * look, norms), BETA2) is None
     return paces, norms
 
 
 def judge(
-    paces: TensorPaces, looks: int, norms: dict[str, TensorNorms], updates: int = EVERY
+    paces: TensorPaces,
+    looks: int,
+    norms: dict[str, TensorNorms],
+    updates: int = EVERY,
+    beta2: float | None = BETA2,
 ) -> TensorJump | None:
-    return paces.judge(EVERY * looks, 0.1 * looks, EVERY * (looks - 1) + updates, norms)
+    return paces.judge(TensorLook(EVERY * looks, 0.1 * looks, EVERY * (looks - 1) + updates, norms), beta2)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -57,7 +59,7 @@ def test_weights_that_jump_are_named_until_that_is_dealt_with(factor: float) -> 
     assert not jump.is_repeated(norms)
     if math.isfinite(factor):
         assert jump.is_repeated(spoilt)
-    paces.accept(500, 2.0, 500, norms)
+    paces.accept(TensorLook(500, 2.0, 500, norms))
     assert judge(paces, 21, norms) is None
 
 
@@ -76,7 +78,7 @@ def test_second_moments_forget_no_faster_than_they_can() -> None:
     assert jump is not None and jump.kind == "second_moment" and "faster than they can forget" in jump.reason
     grown = norms | {name: norms[name]._replace(second_moment=1e6 * was)}
     assert judge(looked_at(20)[0], 20, grown) is None  # one gradient can do that
-    assert judge(looked_at(20, None)[0], 20, shrunk, updates=5) is None
+    assert judge(looked_at(20)[0], 20, shrunk, updates=5, beta2=None) is None
 
 
 def test_nothing_is_judged_before_a_pace_is_known_nor_without_updates() -> None:
@@ -86,7 +88,7 @@ def test_nothing_is_judged_before_a_pace_is_known_nor_without_updates() -> None:
         assert (judge(paces, looks, spoilt) is not None) == seen
     paces, norms = looked_at(20)
     spoilt = {name: n._replace(weight=10 * n.weight) for name, n in norms.items()}
-    assert paces.judge(500, 1.9, EVERY * 19, spoilt) is None
+    assert paces.judge(TensorLook(500, 1.9, EVERY * 19, spoilt), BETA2) is None
 
 
 def test_after_a_rewind_the_next_look_begins_again() -> None:
@@ -98,3 +100,16 @@ def test_after_a_rewind_the_next_look_begins_again() -> None:
     assert (
         judge(paces, 21, {name: n._replace(weight=20 * n.weight) for name, n in spoilt.items()}) is not None
     )
+
+
+@pytest.mark.parametrize("looks", [1, 2, 20])
+def test_paces_that_are_stored_judge_as_before(looks: int) -> None:
+    paces, norms = looked_at(20)
+    norms |= {"embedding.weight": TensorNorms(math.nan, None)}
+    paces.accept(TensorLook(500, 2.0, 500, norms))
+    paces = paces if looks == 20 else looked_at(looks)[0]
+    again = TensorPaces.model_validate_json(paces.model_dump_json())
+    assert again.model_dump_json() == paces.model_dump_json()
+    spoilt = {name: n._replace(weight=10 * n.weight) for name, n in norms.items()}
+    for step in range(21, 30):
+        assert repr(judge(again, step, spoilt)) == repr(judge(paces, step, spoilt))

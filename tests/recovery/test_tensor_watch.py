@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -86,24 +88,45 @@ def test_only_the_first_rank_has_the_trend_of_the_probe(monkeypatch: pytest.Monk
     engine: Any = SimpleNamespace(evaluate=lambda batches: torch.ones(4))
     log: Any = SimpleNamespace(emit=lambda event: None)
     loader: Any = SimpleNamespace(batch=16, unit=1)
-    batch: Any = object()
+    batch: Any = SimpleNamespace(tokens=torch.zeros(1, 8, dtype=torch.int64))
     probe = damage_watch.ProbeWatch(engine, loader, [batch], log)
     assert probe.look(25) is None
     probe.accept(25)
     probe.rewound(10, {})
 
 
-def test_rates_of_undone_steps_do_not_count() -> None:
-    from megastable.recovery.damage_watch import TensorWatch
+def probe_watch(tokens: int, unit: int = 1) -> Any:
+    from megastable.recovery.damage_watch import ProbeWatch
 
-    watch: Any = TensorWatch.__new__(TensorWatch)
-    watch._rates, watch.paces, measured = 0.0, SimpleNamespace(rewind=lambda step: None), SimpleNamespace()
+    engine: Any = SimpleNamespace()
+    log: Any = SimpleNamespace(emit=lambda event: None)
+    loader: Any = SimpleNamespace(batch=16, unit=unit)
+    batch: Any = SimpleNamespace(tokens=torch.full((1, 8), tokens))
+    return ProbeWatch(engine, loader, [batch], log)
+
+
+def test_a_trend_is_continued_on_the_same_samples_alone() -> None:
+    probe = probe_watch(1)
+    probe.trend.judge(25, np.arange(4.0))
+    saved = json.loads(json.dumps(probe.state_dict()))
+    for again, known in ((probe_watch(1), True), (probe_watch(2), False), (probe_watch(1, 2), False)):
+        again.load_state_dict(saved)
+        assert again.trend.looks == ([(25, [0.0, 1.0, 2.0, 3.0])] if known else [])
+    with pytest.raises(ValidationError):
+        probe_watch(1).load_state_dict({"samples": 3, "trend": "rising"})
+
+
+def test_rates_of_undone_steps_do_not_count() -> None:
+    from megastable.recovery import damage_watch
+
+    watch: Any = damage_watch.TensorWatch.__new__(damage_watch.TensorWatch)
+    watch.state, measured = damage_watch._TensorsState(), SimpleNamespace()
     for step in (1, 2):
         watch.after_update(measured, step, 0.25)
     saved = watch.state_dict()
     watch.after_update(measured, 3, 0.25)
     watch.rewound(2, saved)
-    assert watch._rates == 0.5
-    for damaged in ({"rates": "many"}, {"rates": None}, {"rates": []}):
+    assert watch.state.rates == 0.5
+    for damaged in ({"rates": "many"}, {"rates": None}, {"rates": []}, {"paces": {"last": [1, 2]}}):
         with pytest.raises(ValidationError):  # which a start tells of, and begins anew
             watch.load_state_dict(damaged)

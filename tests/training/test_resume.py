@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from megastable.checkpoint import store
+from megastable.checkpoint.whole import policy_of
 from megastable.config.tree import RunConfig
 from megastable.report.run_page.journal_notes import JournalNotes
 from megastable.report.run_page.run_reader import RunReader
@@ -131,6 +132,45 @@ def test_a_finished_run_that_is_rolled_back_trains_the_same_steps_again(corpus: 
     run_ranks(1, train, config)
     assert (folder / f"step-{END}").exists() and not list(folder.glob("rollback2-*"))
     assert records.read(tmp_path / "run/steps").column("step").to_pylist() == [*range(1, END + 1)]
+
+
+def train_adjusted(config: RunConfig, names: list[str] | None) -> int:
+    """Train as after a remedy that has changed these settings; None: with what the checkpoint says."""
+    from tests.engine.test_gate import trainer_of
+
+    trainer = trainer_of(config)
+    if names is not None:
+        policy = trainer.recovery.guard.policy.state
+        policy.adjusted = names
+        trainer.engine.adjustments.switch(names)
+    code: int = trainer.train()
+    return code
+
+
+@pytest.mark.slow
+def test_what_a_remedy_has_changed_holds_also_without_stability(corpus: Path, tmp_path: Path) -> None:
+    def at(run: str, steps: int, **stability: bool) -> RunConfig:
+        train = {"steps": steps, "global_batch": 8, "micro_batch": 8, "eval_samples": 0}
+        rate = {"warmup_steps": 2, "total_steps": 20}
+        return tiny(corpus, tmp_path / run, train=train, schedule=rate, stability=stability)
+
+    names = ["z_loss", "swiglu_clamp", "never_heard_of"]
+    run_ranks(1, train_adjusted, at("with", END), names)
+    run_ranks(1, train_adjusted, at("plain", END), None)
+    run_ranks(1, train_adjusted, at("off", STOP), names)
+    shutil.copytree(tmp_path / "off", tmp_path / "rehearsed")
+    run_ranks(1, train_adjusted, at("off", END, enabled=False), None)
+    run_ranks(1, train_adjusted, at("rehearsed", END, dry_run=True), None)
+    whole, plain, off, rehearsed = (
+        tmp_path / run / f"checkpoints/step-{END}" for run in ("with", "plain", "off", "rehearsed")
+    )
+    assert identical(whole, off) == identical(whole, rehearsed) == 3
+    with pytest.raises(AssertionError):
+        identical(whole, plain)
+    told = [event["text"] for event in RunDirectory(tmp_path / "off").events(Warned)]
+    assert any("goes on without never_heard_of, with which a remedy" in text for text in told)
+    for folder in (off, rehearsed):
+        assert policy_of(store.read_state(folder)).adjusted == names
 
 
 RESHAPES: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
