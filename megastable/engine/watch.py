@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from megastable.engine.measured import Measured
 
 Ballot = Mapping[str, Sequence[float]]
@@ -12,9 +14,11 @@ Ballot = Mapping[str, Sequence[float]]
 
 
 class Watch:
-    """The hooks, none of which does anything here. All ranks call them in the same order, with the same arguments."""
+    """The hooks, which do nothing here but store `state`, if there is one. All ranks call them in the same order, with
+    the same arguments."""
 
     name = ""
+    state: BaseModel | None = None
 
     def ballot(self, step: int) -> Sequence[float]:
         """This rank's numbers for the step after `step`, taken before its update. Their sums over all ranks are in
@@ -32,7 +36,9 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints and snapshots: later steps do not change it."""
-        return {}
+        return {} if self.state is None else self.state.model_dump()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave, in an earlier process. Raises ValidationError if it cannot be read."""
+        if self.state is not None:
+            self.state = type(self.state).model_validate(state)

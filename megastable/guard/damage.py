@@ -73,9 +73,11 @@ class Rise:
 
 
 class ProbeTrend(_State):
-    """One `judge` per look, in order; a state for checkpoints. looks: the newest ones, step and losses of each.
-    surprises: changes less the expected ones, in units of these: while a run learns fast, they are larger."""
+    """One `judge` per look, in order; a state for checkpoints. samples: which ones. looks: the newest ones, step and
+    losses of each. surprises: changes less the expected ones, in units of these: while a run learns fast, they are
+    larger."""
 
+    samples: str = ""
     looks: list[tuple[int, list[float]]] = []
     surprises: list[float] = []
     pause: JudgementPause = JudgementPause()
@@ -178,8 +180,7 @@ class TensorJump:
 
 
 class TensorLook(NamedTuple):
-    """After `step`: the sum of the rates of all updates so far, and their number; norms by tensor, the same on every
-    rank."""
+    """After `step`: the sum of the rates of all updates, and their number; norms by tensor, the same on every rank."""
 
     step: int
     rates: float
@@ -188,9 +189,10 @@ class TensorLook(NamedTuple):
 
 
 class TensorPaces(_State):
-    """One `judge` per look, in order; a state for checkpoints. last: the newest look. paces: how fast the norms of
-    tensors have moved, the newest ones, by tensor."""
+    """One `judge` per look, in order; a state for checkpoints. rates: the sum of those of all updates so far. last: the
+    newest look. paces: how fast the norms of tensors have moved, the newest ones, by tensor."""
 
+    rates: float = 0.0
     last: TensorLook | None = None
     paces: dict[str, list[float]] = {}
     pause: JudgementPause = JudgementPause()
@@ -208,19 +210,16 @@ class TensorPaces(_State):
             then, usual = last.norms.get(name), self.paces.get(name, [])
             if then is None:
                 continue
-            change = abs(now.weight - then.weight)
+            change, where = abs(now.weight - then.weight), (last.step, look.step, name)
             if len(usual) >= KNOWN_PACES and not change <= CHANGED * then.weight:
                 times = change / moved / max(*usual, 1e-30)
                 if not times <= FASTER:
-                    weights = then.weight, now.weight
-                    jumps.append((times, TensorJump(last.step, look.step, name, "weight", *weights)))
+                    jumps.append((times, TensorJump(*where, "weight", then.weight, now.weight)))
             if beta2 is not None and then.second_moment and now.second_moment is not None:
                 least = FORGOTTEN * beta2 ** (look.updates - last.updates) * then.second_moment
                 if not now.second_moment >= least:
                     moments = then.second_moment, now.second_moment
-                    jumps.append(
-                        (math.inf, TensorJump(last.step, look.step, name, "second_moment", *moments))
-                    )
+                    jumps.append((math.inf, TensorJump(*where, "second_moment", *moments)))
         if jumps and look.step >= self.pause.end:
             return max(jumps, key=lambda found: found[0])[1]
         self._learn(look)

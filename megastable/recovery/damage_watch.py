@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from megastable.base.collectives import first
 from megastable.checkpoint.store import RunState
@@ -26,36 +25,18 @@ SHARE = 0.2  # of a global batch: a look is a forward pass of so much, 0.3 % of 
 FORGETFUL = "spam", "stable_spam"  # whose moments begin again every so many updates
 
 
-class _State(BaseModel):
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-
-
-class _ProbeState(_State):
-    """samples: which ones the trend is of."""
-
-    samples: str = ""
-    trend: ProbeTrend = ProbeTrend()
-
-
-class _TensorsState(_State):
-    """rates: the sum of those of all updates so far."""
-
-    rates: float = 0.0
-    paces: TensorPaces = TensorPaces()
-
-
 class ProbeWatch(Watch):
     """held_out: this rank's part of the validation samples; without any there is no probe. Rank 0 has the trend."""
 
     name = "probe"
+    state: ProbeTrend
 
     def __init__(self, engine: Engine, loader: Loader, held_out: Sequence[MicroBatch], log: RunLog) -> None:
         self.engine, self.log = engine, log
         wanted = min(MOST, int(SHARE * loader.batch))
         self._batches = list(held_out[: max(1, wanted // loader.unit)])  # of each rank, one at least
         digests = [zlib.crc32(batch.tokens.numpy().tobytes()) for batch in self._batches]
-        self._samples = f"{digests} {loader.unit}"
-        self.trend = ProbeTrend()
+        self.state = ProbeTrend(samples=f"{digests} {loader.unit}")
         self._losses = np.empty(0)
 
     def look(self, step: int) -> Rise | None:
@@ -64,32 +45,28 @@ class ProbeWatch(Watch):
             return None
         self._losses = self.engine.evaluate(self._batches).numpy()
         self.log.emit(Probed(step=step, loss=float(self._losses.mean()), samples=self._losses.size))
-        return first(lambda: self.trend.judge(step, self._losses))
+        return first(lambda: self.state.judge(step, self._losses))
 
     def accept(self, step: int) -> None:
         """The rise of the last look was no damage."""
-        first(lambda: self.trend.accept(step, self._losses))
+        first(lambda: self.state.accept(step, self._losses))
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
-        self.trend.rewind(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return _ProbeState(samples=self._samples, trend=self.trend).model_dump()
+        self.state.rewind(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved = _ProbeState.model_validate(state)
-        if saved.samples == self._samples:  # else the recipe has other validation data, or another batch
-            self.trend = saved.trend
+        if state.get("samples") == self.state.samples:  # else other validation data, or another batch
+            super().load_state_dict(state)
 
 
 class TensorWatch(Watch):
     name = "tensors"
+    state: TensorPaces
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        flat = engine.flat_state()
-        self._names = sorted(flat.whole_parameters(engine.topology.layout.tensor))
-        self.state = _TensorsState()
+        self._names = sorted(engine.flat_state().whole_parameters(engine.topology.layout.tensor))
+        self.state = TensorPaces()
         self._look: TensorLook | None = None
 
     def after_update(self, measured: Measured, step: int, rate: float) -> None:
@@ -108,20 +85,14 @@ class TensorWatch(Watch):
         betas = [group["betas"][1] for group in self.engine.optimizer.param_groups if "betas" in group]
         forgets = self.engine.config.optimizer.name in FORGETFUL
         self._look = TensorLook(state.step, self.state.rates, state.updates, self.measure())
-        return self.state.paces.judge(self._look, None if forgets else min(betas, default=None))
+        return self.state.judge(self._look, None if forgets else min(betas, default=None))
 
     def accept(self) -> None:
         """The jump of the last look is the run's own work."""
         if self._look is not None:
-            self.state.paces.accept(self._look)
+            self.state.accept(self._look)
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
-        self.state.paces.rewind(step)
+        self.state.rewind(step)
         if saved is not None:
-            self.state.rates = _TensorsState.model_validate(saved).rates
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state.model_dump()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.state = _TensorsState.model_validate(state)
+            self.state.rates = TensorPaces.model_validate(saved).rates

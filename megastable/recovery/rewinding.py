@@ -403,7 +403,7 @@ class Rewinding:
         saved: RunState = snapshot.extra.state
         if offer.name == "reset_moments":
             self.engine.reset_moments()
-            self.watches.tensors.state.paces.begin_again()
+            self.watches.tensors.state.begin_again()
             # The snapshot has the old moments: a further rewind to it must not bring them back.
             self.points.ring.forget_from(snapshot.step)
             self.points.ring.take(snapshot.step, snapshot.extra)

@@ -54,12 +54,9 @@ class SampleWatch(Watch):
         self.load_state_dict({})
         self.before = self.state_dict()  # before the last step with a refused update
 
-    @property
-    def state(self) -> WatchState:
-        return WatchState(test=self._test.state, waiting=self._waiting, quiet=self._quiet, rest=self._rest)
-
     def state_dict(self) -> dict[str, Any]:
-        return self.state.model_dump()
+        state = WatchState(test=self._test.state, waiting=self._waiting, quiet=self._quiet, rest=self._rest)
+        return state.model_dump()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = WatchState.model_validate(state)

@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import median
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -63,16 +62,11 @@ class Signs(Watch):
     rank."""
 
     name = "signs"
+    state: SignsState
 
     def __init__(self, config: SignsConfig, width: int) -> None:
         self.config, self.width = config, width
         self.state = SignsState()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state.model_dump()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.state = SignsState.model_validate(state)
 
     def measures(self, step: int) -> bool:
         """Whether the norms of weights and update are needed after this step: `engine.statistics`."""

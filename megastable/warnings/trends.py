@@ -71,16 +71,11 @@ class Trends(Watch):
     """Judges one run. width: of the residual stream. Pure: the same numbers give the same trends on every rank."""
 
     name = "trends"
+    state: TrendsState
 
     def __init__(self, config: TrendsConfig, width: int) -> None:
         self.config, self.width = config, width
         self.state = TrendsState()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state.model_dump()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.state = TrendsState.model_validate(state)
 
     def rewound(self, step: int, saved: Mapping[str, Any] | None) -> None:
         """Evaluations up to `step` are kept: that of `step` itself came after the snapshot, and is not repeated."""

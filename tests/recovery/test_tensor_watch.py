@@ -107,26 +107,30 @@ def probe_watch(tokens: int, unit: int = 1) -> Any:
 
 def test_a_trend_is_continued_on_the_same_samples_alone() -> None:
     probe = probe_watch(1)
-    probe.trend.judge(25, np.arange(4.0))
+    probe.state.judge(25, np.arange(4.0))
     saved = json.loads(json.dumps(probe.state_dict()))
     for again, known in ((probe_watch(1), True), (probe_watch(2), False), (probe_watch(1, 2), False)):
         again.load_state_dict(saved)
-        assert again.trend.looks == ([(25, [0.0, 1.0, 2.0, 3.0])] if known else [])
+        assert again.state.looks == ([(25, [0.0, 1.0, 2.0, 3.0])] if known else [])
+    again = probe_watch(1)
+    again.load_state_dict({})  # of a checkpoint without one
+    again.load_state_dict(saved)
+    assert again.state.looks
     with pytest.raises(ValidationError):
-        probe_watch(1).load_state_dict({"samples": 3, "trend": "rising"})
+        again.load_state_dict(saved | {"looks": "rising"})
 
 
 def test_rates_of_undone_steps_do_not_count() -> None:
     from megastable.recovery import damage_watch
 
     watch: Any = damage_watch.TensorWatch.__new__(damage_watch.TensorWatch)
-    watch.state, measured = damage_watch._TensorsState(), SimpleNamespace()
+    watch.state, measured = damage_watch.TensorPaces(), SimpleNamespace()
     for step in (1, 2):
         watch.after_update(measured, step, 0.25)
     saved = watch.state_dict()
     watch.after_update(measured, 3, 0.25)
     watch.rewound(2, saved)
     assert watch.state.rates == 0.5
-    for damaged in ({"rates": "many"}, {"rates": None}, {"rates": []}, {"paces": {"last": [1, 2]}}):
+    for damaged in ({"rates": "many"}, {"rates": None}, {"rates": []}, {"last": [1, 2]}):
         with pytest.raises(ValidationError):  # which a start tells of, and begins anew
             watch.load_state_dict(damaged)
