@@ -13,29 +13,19 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megastable.base.collectives import gathered
 from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
 from megastable.engine.flatstate import KINDS
-from megastable.engine.layer_names import (
-    GIVEN_BY,
-    TAKEN_BY,
-    depth_of,
-    is_layer_of_list,
-    named_modules,
-    renamed,
-    split_stream,
-)
-from megastable.model.gpt import Block, Head
-from megastable.model.loss import Features, LossFunction, projected
+from megastable.engine.layer_hooks import LayerHooks, watching
+from megastable.engine.layer_names import depth_of
 from megastable.parallel.sharding import placement_of
 
 Kind = Literal["state", "forward", "backward", "sum", "not reproduced"]
@@ -106,7 +96,7 @@ def locate(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Diagnosis:
             parameters=tuple(parameters),
         )
     # Replay the step with hooks
-    with _loss_scale_kept(engine), _watched(engine) as watch:
+    with _loss_scale_kept(engine), watching(engine, _FirstBad(engine.config.model.layers)) as watch:
         if engine.measured is not None:
             engine.set_loss_scale(engine.measured.loss_scale)  # DeepSpeed may have lowered it since
         measured = engine.measure(micro_batches)
@@ -229,18 +219,16 @@ class _Sighting(NamedTuple):
         return self[:4]
 
 
-class _Watch:
-    """Checks every tensor that crosses a module's boundary, and keeps the earliest non-finite one."""
+class _FirstBad(LayerHooks):
+    """Keeps the earliest non-finite tensor."""
 
     def __init__(self, blocks: int) -> None:
+        super().__init__()
         self.blocks = blocks
         self.first: _Sighting | None = None
         self._tick = 0
-        self._calls: Counter[str] = Counter()
-        self._forward: int | None = None  # the micro-batch; None while backward recomputes a block
-        self._backward = 0
 
-    def _look(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
+    def see(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
         self._tick += 1
         extremes = torch.stack(x.detach().aminmax()).tolist()
         if all(map(math.isfinite, extremes)):
@@ -250,106 +238,6 @@ class _Watch:
         seen = _Sighting(micro_batch, backward, depth, self._tick, layer, tensor, value)
         if self.first is None or seen.order < self.first.order:
             self.first = seen
-
-    def _gradient(self, micro_batch: int, layer: str, tensor: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            # An activation's hook opens every backward pass: it sets the pass for the weights' hooks.
-            self._backward = micro_batch
-            self._look(gradient, micro_batch, True, layer, tensor)
-
-        return hook
-
-    def _enter(self, name: str, x: Tensor, micro_batch: int) -> Tensor:
-        giver = renamed(name, GIVEN_BY)
-        self._look(x, micro_batch, False, giver or name, "output" if giver else "input")
-        if x.requires_grad:
-            # The gradient of `x` is summed over all its readers; that of a view belongs to this module alone.
-            x = x.view_as(x)
-            x.register_hook(self._gradient(micro_batch, name, "input gradient"))
-        return x
-
-    def _leave(self, name: str, y: Tensor, micro_batch: int) -> None:
-        self._look(y, micro_batch, False, name, "output")
-        if y.requires_grad:
-            taker = renamed(name, TAKEN_BY)
-            whose = "input gradient" if taker else "output gradient"
-            y.register_hook(self._gradient(micro_batch, taker or name, whose))
-
-    def module(self, module: nn.Module, name: str) -> list[Any]:
-        """Hooks on a module. Layers of the list (blocks, embedding, ...) count the micro-batches for their
-        submodules."""
-        is_layer = is_layer_of_list(name)
-
-        def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if is_layer:
-                self._forward = self._calls[name]
-                self._calls[name] += 1
-            x, segments = split_stream(args[0])
-            if self._forward is None or not x.is_floating_point():
-                return None
-            x = self._enter(name, x, self._forward)
-            return ((x, *segments) if segments else x, *args[1:])
-
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if self._forward is not None:
-                self._leave(name, split_stream(output)[0], self._forward)
-            if is_layer:
-                self._forward = None
-
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-
-    def parameter(self, parameter: nn.Parameter) -> Any:
-        layer, _, which = placement_of(parameter).name.rpartition(".")  # its weight, or its bias
-
-        def hook(gradient: Tensor) -> None:
-            self._look(gradient, self._backward, True, layer, f"{which} gradient")
-
-        return parameter.register_hook(hook)
-
-    def loss(self, function: LossFunction) -> Callable[[Tensor | Features, Tensor], Tensor]:
-        """The loss function with checks: it is not a module. If it contains the head's projection, the logits are
-        computed once more to be checked, chunk by chunk."""
-
-        def watched(given: Tensor | Features, labels: Tensor) -> Tensor:
-            micro_batch = self._calls["loss"]
-            self._calls["loss"] += 1
-            if isinstance(given, tuple):
-                given = self._enter("head", given[0], micro_batch), given[1]
-                for logits in projected(given):
-                    self._look(logits, micro_batch, False, "head", "output")
-            else:
-                given = self._enter("loss", given, micro_batch)
-            loss = function(given, labels)
-            self._look(loss, micro_batch, False, "loss", "output")
-            return loss
-
-        return watched
-
-
-@contextlib.contextmanager
-def _watched(engine: Engine) -> Iterator[_Watch]:
-    """Hooks on all of this rank's modules, parameters and its loss. Blocks are not compiled, and take no more memory
-    than in any other step."""
-    watch, module, handles = _Watch(engine.config.model.layers), engine.ds.module, []
-    blocks = [part for part in module.modules() if isinstance(part, Block)]
-    loss = "loss" if engine.topology.layout.pipeline == 1 else "loss_fn"
-    function = getattr(module, loss)
-    try:
-        setattr(module, loss, watch.loss(function))
-        for block in blocks:
-            block.in_halves = True
-        for name, part in named_modules(module):
-            if isinstance(part, Head) and engine.kernels.loss == "chunked":
-                continue  # its output is the loss, which does its work
-            handles += watch.module(part, name)
-        handles += [watch.parameter(parameter) for parameter in module.parameters()]
-        yield watch
-    finally:
-        setattr(module, loss, function)
-        for block in blocks:
-            block.in_halves = False
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

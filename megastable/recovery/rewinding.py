@@ -16,6 +16,7 @@ from megastable.attribution.sample_replay import Trained
 from megastable.base.rng import set_rng_state
 from megastable.checkpoint.snapshot import Snapshot
 from megastable.checkpoint.store import RunState
+from megastable.engine import growth_locator
 from megastable.engine.measured import Measured
 from megastable.guard import policy_state
 from megastable.guard.actions import Action, Cause, Decision, Remedy
@@ -34,7 +35,7 @@ from megastable.recovery.rewind_points import Points
 from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.recovery.sample_watch import UNKNOWN
 from megastable.recovery.watches import Watches
-from megastable.run.events.stability_events import RateCut, RateWarmup, SettingsAdjusted
+from megastable.run.events.stability_events import Located, RateCut, RateWarmup, SettingsAdjusted
 from megastable.run.events.training_events import Warned
 
 # Most samples that one trial takes away: so many, or this share of those read.
@@ -93,12 +94,19 @@ class Rewinding:
         adjacent = self.incident_log.adjacent(window)
         recurred = policy.recurred(adjacent)
         unsteady, damage, harmless = self._replayed(t)
-        left_out, present, outlook = self.parts.select_unskipped(), None, None
+        left_out, present, outlook, sizes = (
+            self.parts.select_unskipped(),
+            None,
+            None,
+            dict[growth_locator.Place, float](),
+        )
         # What is proven needs no trial.
         proven = bool(damage) or harmless is not None or finding.verdict is Verdict.CORRUPTED
         if not proven:
             outlook = self.trials.look_ahead(t.done.state, left_out)
             present = self.points.ring.aside(t.done.state.step) if self.points.may_look else None
+            if finding.verdict is not Verdict.NON_FINITE:  # of which nan_locator has told already
+                sizes = growth_locator.measure_sizes(self.engine, t.done.batch.micro_batches)
         snapshot = self.points.back(finding.onset, 1 if recurred and not harmless else 0, left_out)
         if snapshot is None:
             return self._unproven(t, damage, harmless)
@@ -114,6 +122,7 @@ class Rewinding:
             snapshot = self.points.before_region(conclusion, snapshot)
             conclusion = self.incident_log.returned_again(conclusion, window)
             if not proven:
+                conclusion = self._locate_growth(conclusion, t, sizes)
                 start = TrialStart(window, snapshot, left_out, outlook)
                 tried = self._try_all(t, conclusion, start, recurred or policy.state.recurrences > 0)
                 conclusion, offer = tried.conclusion, tried.offer
@@ -132,6 +141,21 @@ class Rewinding:
             self._carry_out(offer, snapshot)
         start = TrialStart(window, snapshot, left_out, outlook)
         return self._undo(t.decision, t.done.state, conclusion, start, begin, remedy)
+
+    def _locate_growth(
+        self, found: Conclusion, t: Tripped, sizes: Mapping[growth_locator.Place, float]
+    ) -> Conclusion:
+        """A conclusion that says which layer grew first, if any did. The engine holds a good state. sizes: those of the
+        tripping samples on the state that tripped."""
+        if not sizes:
+            return found
+        good = growth_locator.measure_sizes(self.engine, t.done.batch.micro_batches)
+        growth = growth_locator.find_first_growth(good, sizes)
+        if growth is None:
+            return found
+        told = {"sentence": growth.sentence, "layer": growth.first.layer, "tensor": growth.first.tensor}
+        self.log.emit(Located(step=t.done.state.step, kind="growth", reproduced=True, **told), say=True)
+        return replace(found, reason=f"{found.reason}; {growth.sentence}")
 
     def _train_through(
         self,

@@ -410,18 +410,18 @@ def test_fp16_in_a_pipeline(corpus: Path, tmp_path: Path) -> None:
 
 def test_what_comes_first() -> None:
     """The ranks of a pipeline see things in another order than they arise."""
-    from megastable.engine.nan_locator import _Watch
+    from megastable.engine.nan_locator import _FirstBad
 
-    watch = _Watch(blocks=4)
+    watch = _FirstBad(blocks=4)
     seen = [
         (1, False, "blocks.0"), (0, True, "embedding"), (0, True, "blocks.2"), (0, True, "head"), (0, True, "loss"),
         (0, False, "final_norm"), (0, False, "blocks.1.mlp.down"), (0, False, "embedding"),
     ]  # fmt: skip
     fine, bad = torch.ones(3), torch.tensor([0.0, -math.inf, 1.0])
     for micro_batch, backward, layer in seen:
-        watch._look(bad, micro_batch, backward, layer, "output")
+        watch.see(bad, micro_batch, backward, layer, "output")
         assert watch.first is not None and watch.first.layer == layer and watch.first.value == "inf"
     for micro_batch, backward, layer in seen:
-        watch._look(bad, micro_batch, backward, layer, "output")
-    watch._look(fine, 0, False, "embedding", "input")
+        watch.see(bad, micro_batch, backward, layer, "output")
+    watch.see(fine, 0, False, "embedding", "input")
     assert watch.first is not None and (watch.first.layer, watch.first.tick) == ("embedding", len(seen))

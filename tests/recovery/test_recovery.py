@@ -123,6 +123,7 @@ def test_a_rewind_is_exact(name: str, planted: tuple[Path, Planted], tmp_path: P
     assert incident["documents"] == [d.model_dump() for d in what.documents]
     assert incident["steps_lost"] <= 25 and incident["batches_discarded"] <= 4
     assert incidents(told) == [] and not list(RunDirectory(told).events(Discarded))
+    assert not [e for e in RunDirectory(hit).events(Located) if e["kind"] == "growth"]  # the state was good
     assert identical(hit / f"checkpoints/step-{STEPS}", told / f"checkpoints/step-{STEPS}") >= 3
     one, other = (records.read(run / "steps") for run in (hit, told))
     for column in ("step", "first_position", "next_position", "loss", "grad_norm", "lr", "applied"):

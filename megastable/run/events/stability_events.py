@@ -141,7 +141,8 @@ class HostFaulty(OfHardware):
 
 
 class Located(Event):
-    """The origin of the first non-finite number (engine/nan_locator.py), in its field `sentence`."""
+    """The origin of the first non-finite number (engine/nan_locator.py), or of a growth (growth_locator.py), in its
+    field `sentence`."""
 
     NAME = "located"
     step: Whole
