@@ -23,10 +23,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megastable.attribution.harm import GAIN, HARM, SURE, Floats, mean_difference
+from megastable.attribution.harm import GAIN, HARM, SURE, Floats, Int32s, mean_difference
 
 NOTHING, OTHER_DATA = "nothing", "other data"
 WITHOUT_BAD, WITHOUT_CORPUS = "without the suspects", "without the corpus"
+# Of tokens that count as rare until now: how often in the window, times as often as before, and how many at most.
+FREQUENT, MORE_OFTEN, NAMED = 4, 4.0, 16
 TOLERANCE = 0.01  # nats: smaller differences are those of another choice of samples
 
 
@@ -99,6 +101,20 @@ def judge_corpus(
     gain, error = mean_difference(expected, without)
     helps = bool(np.isfinite(without).all()) and gain > max(GAIN, SURE * error)
     return CorpusTrial(corpus, helps, gain, error, steps)
+
+
+def find_rare_tokens(window: Int32s, ordinary: Int32s) -> list[int]:
+    """Tokens that are far more frequent than before: Adam's second moments of their rows have decayed, and cannot have
+    kept up (Wortsman et al., arXiv:2304.13013, section 3). The most frequent first, `NAMED` at most.
+
+    Args:
+        window, ordinary: token ids of samples in question, and of harmless ones; [n, l] and [m, l].
+    """
+    size = int(max(window.max(initial=-1), ordinary.max(initial=-1))) + 1
+    count, usual = (np.bincount(ids.ravel(), minlength=size) for ids in (window, ordinary))
+    expected = usual * (window.size / max(1, ordinary.size))
+    found = np.flatnonzero((count >= FREQUENT) & (count >= MORE_OFTEN * (expected + 1)))
+    return found[np.argsort(-count[found], kind="stable")][:NAMED].tolist()
 
 
 def harms_anyway(control: Floats, before: Floats) -> bool:

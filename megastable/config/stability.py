@@ -207,6 +207,9 @@ class PolicyConfig(Section):
     """Budget of resumes from an older checkpoint."""
     recur_steps: PositiveInt = 200
     """An incident without a conviction this soon after another, or after a lifted limit, is a recurrence. [steps]"""
+    wait: NonNegativeInt = 0
+    """For how long trouble is left to itself that a branch without any change makes again, and heals: updates that
+    stand out are refused, and what is not over in time is rewound; 0: never. [steps]"""
     verify_steps: PositiveInt = 30
     """How soon the loss must be back on its trend after an action; spikes that heal do so in 10 to 30 steps. [steps]"""
     swap_after: PositiveInt = 4

@@ -12,6 +12,7 @@ class Action(StrEnum):
     APPLY = "apply"
     DISCARD = "discard"  # this update is refused; the data moves on
     SKIP = "skip"  # samples are skipped from here on; nothing is undone
+    WAIT = "wait"  # single updates are refused until it goes away by itself, as it did in a branch
     REWIND = "rewind"  # back to a snapshot before the onset, then skip or defer
     FALL_BACK = "fall_back"  # rewind, and continue without FP8, or without a kernel
     CAP_LR = "cap_lr"  # rewind, and continue with a rate no higher than that of the good state
@@ -39,6 +40,9 @@ class Cause(StrEnum):
     NEW_DATA = "new_data"  # samples that are new, not bad: the run learns from them
     NUMERICS = "numerics"  # the same step is harmless without FP8, or by other kernels
     STATE = "state"  # the same data is harmless on the good state
+    MOMENTS = (
+        "moments"  # others, or a lower beta2, were clearly better in a branch: Adam's moments were stale
+    )
     LEARNING_RATE = "learning_rate"  # a lower rate was clearly better in a branch
     HARDWARE = "hardware"  # the same data on the same state gave another result
     PROCESS = "process"  # a process died, was killed or hung

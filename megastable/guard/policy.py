@@ -35,7 +35,11 @@ TRIED_SHARE, TRIED = (
     0.02,
     1024,
 )  # steps of branches with remedies in a run: this share, or so many if that is more
-BLAMELESS = (Cause.STATE, Cause.LEARNING_RATE)  # causes that clear the data, the hardware and the numerics
+BLAMELESS = (
+    Cause.STATE,
+    Cause.MOMENTS,
+    Cause.LEARNING_RATE,
+)  # causes that clear the data, the hardware and the numerics
 REWARM_FROM = 0.1  # share of the rate at which it warms up again
 # Lasting changes, in words; engine/adjustments.py makes them.
 ADJUSTED = {
@@ -83,6 +87,8 @@ class Policy:
             return Decision(Action.APPLY, finding, "", healed=healed)
         if finding.verdict is Verdict.SHIFT or (finding.verdict is Verdict.OUTLIER and finding.severity < 1):
             return Decision(Action.APPLY, finding, finding.reason)
+        wait = self.is_waiting(step) and finding.verdict is not Verdict.NON_FINITE
+        waits = f"left to itself until step {s.waits_until}: {finding.reason}" if wait else ""
         if finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE):
             most = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
             if len(s.refused) + 1 < most:
@@ -90,10 +96,34 @@ class Policy:
                     return Decision(Action.APPLY, finding, known)
                 s.refused.append(step)
                 return Decision(Action.DISCARD, finding, finding.reason)
+            if waits:
+                return Decision(Action.APPLY, finding, waits)
             count = f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps"
             since = replace(finding, onset=min([finding.onset, *s.refused]))
             return self.escalate(since, f"{count}; {finding.reason}", oldest)
+        if waits:
+            return Decision(Action.APPLY, finding, waits)
         return self.escalate(finding, finding.reason, oldest)
+
+    def is_waiting(self, step: int) -> bool:
+        """Whether trouble is left to itself at a step."""
+        return step < self.state.waits_until
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether trouble may be left to itself: not what comes back soon after."""
+        s, c = self.state, self.config
+        return c.wait > 0 and (not s.waits_until or s.clock - s.waits_until > c.recur_steps)
+
+    def wait(self, finding: Finding) -> int:
+        """Leave the trouble for which a rewind was decided last to itself, until the step that is returned. If it is
+        not over by then, it is rewound to before it began."""
+        s = self.state
+        s.taken.pop()
+        s.tripped, s.watch_until = finding.onset, finding.step + self.config.wait
+        s.waits_until = s.watch_until
+        self._take(Action.WAIT, finding.step, Cause.STATE)
+        return s.waits_until
 
     def _is_known_outlier(self, finding: Finding) -> str:
         """Why a single outlier is applied: the run has them now and then, and they stay alone. Else "", and it is
@@ -210,6 +240,7 @@ class Policy:
             return self._train_on(finding, f"{reason}; {spent}", damaged)
         if s.watching:
             s.recurrences += 1
+        s.waits_until = min(s.waits_until, finding.step)
         s.outliers = [(at, severity) for at, severity in s.outliers if finding.onset - at >= SUSPICION]
         s.refused, s.good = [], 0
         s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps
@@ -456,10 +487,11 @@ class Policy:
                 reason = f"the learning rate warms up again, over {c.rewarm_steps} updates"
                 if name == "reset_moments":
                     reason = f"the optimizer's moments begin again at zero, and {reason}"
-                given = Remedy(Action.ADJUST, Cause.STATE, reason)
+                given = Remedy(Action.ADJUST, Cause.STATE if name == "rewarm" else Cause.MOMENTS, reason)
             elif name in ADJUSTED and name not in s.adjusted:
                 other.state.adjusted.append(name)
-                given = Remedy(Action.ADJUST, Cause.STATE, ADJUSTED[name])
+                cause = Cause.MOMENTS if name == "beta2" else Cause.STATE
+                given = Remedy(Action.ADJUST, cause, ADJUSTED[name])
             else:
                 continue
             offers.append(Offer(name, other, given, tuple(other.state.kernels[len(s.kernels) :])))

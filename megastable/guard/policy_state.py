@@ -54,7 +54,7 @@ class PolicyState(BaseModel):
     those that were left. outliers: steps and severities of single outliers that were refused. redone: steps
     that rewinds have undone. untried: clocks at which samples were taken away without a clear win in a trial, and how
     many. costly: where samples come again that a trial has deferred, as they cost more than they teach, [first, end).
-    alert: the episode.
+    waits_until: the step until which the last trouble was left to itself. alert: the episode.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -79,6 +79,7 @@ class PolicyState(BaseModel):
     redone: int = 0
     untried: list[tuple[int, int]] = []
     costly: list[tuple[int, int]] = []
+    waits_until: int = 0
     alert: Alert | None = None
 
     @property

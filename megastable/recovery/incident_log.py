@@ -33,6 +33,7 @@ from megastable.data.untold import UntoldSamples, find_untold
 from megastable.guard.actions import Action, Cause, Decision
 from megastable.guard.guard import Guard
 from megastable.guard.incident import Breakdown, Incident, LeftOutSamples, Outcome, kind_of
+from megastable.guard.policy import BLAMELESS
 from megastable.guard.signals import Verdict
 from megastable.recovery.run_parts import RunParts
 from megastable.run.events.event import Event
@@ -189,7 +190,7 @@ class IncidentLog:
     def returned_again(self, found: Conclusion, window: Sequence[Trained]) -> Conclusion:
         """Convict samples that trouble came with twice, on two good states: nothing else was the same. A conclusion
         that names samples, or a cause other than data, stays."""
-        if found.guilty or found.cause not in (Cause.STATE, Cause.LEARNING_RATE):
+        if found.guilty or found.cause not in BLAMELESS:
             return found
         again, rest = self.returned(window)
         if not again:

@@ -304,7 +304,8 @@ class Recovery:
         """At every snapshot, and once in a while, whether the model is worse on samples that it is not trained on; the
         new state if the run is rewound for it."""
         state, policy = done.state, self.guard.policy
-        if state.step % EVERY and state.step not in self.points.ring.steps[-1:]:
+        due = not state.step % EVERY or state.step in self.points.ring.steps[-1:]
+        if not due or policy.is_waiting(state.step):
             return None
         rise = self.watches.probe.look(state.step)
         if rise is None:
@@ -345,7 +346,8 @@ class Recovery:
                 return back
         if decision.action.rewinds:
             back = self._rewind(decision, done, damage)
-            if back is None:  # what follows is judged otherwise than before: a rewind must not undo that
+            # What follows is judged otherwise than before: a rewind must not undo that.
+            if back is None and not self.guard.policy.is_waiting(state.step):
                 self._take(state)
             return back
         if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:

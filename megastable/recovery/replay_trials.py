@@ -16,6 +16,7 @@ from megastable.attribution.branches import BranchStart, TrainedBranch, train_br
 from megastable.attribution.conclusion import Conclusion
 from megastable.attribution.harm import (
     COMPRESSED,
+    HARM,
     BranchLosses,
     HarmTrial,
     choose_held_out,
@@ -32,6 +33,7 @@ from megastable.attribution.remedies import (
     CorpusTrial,
     RemedyTrial,
     choose_remedy,
+    find_rare_tokens,
     harms_anyway,
     judge_corpus,
 )
@@ -157,9 +159,8 @@ class Trials:
         the steps since the snapshot and `STEPS` more, as what they are for took so long to show. None: other data is
         enough, or there is nothing to compare."""
         outlook, policy = start.outlook, self.guard.policy
-        offers = [
-            o for o in offers if o.name not in ADJUSTMENTS or o.name in self.engine.adjustments.possible
-        ]
+        possible = self.engine.adjustments.possible
+        offers = [o for o in offers if o.name not in ADJUSTMENTS or o.name in possible]
         if outlook is None:
             return None
         steps = self._count_steps(start, outlook)
@@ -179,6 +180,14 @@ class Trials:
         return self.unless_unreadable(
             start.step, lambda: self._try_corpus(corpus, np.array(bad, dtype=np.int64), start, outlook)
         )
+
+    def try_nothing(self, start: TrialStart, state: RunState) -> str:
+        """Whether the same steps lead to the same trouble again, and go through it: `STEPS` steps later, the data to
+        come is no harder than on the snapshot. How, a sentence; "": they do not, or there is nothing to compare."""
+        outlook = start.outlook
+        if outlook is None:
+            return ""
+        return self.unless_unreadable(start.step, lambda: self._try_nothing(start, state, outlook)) or ""
 
     def repeat(self, snapshot: Snapshot, state: RunState, measure: Callable[[], T]) -> T | None:
         """What `measure` finds after the same steps, with the same updates, from `snapshot`, which the engine holds
@@ -277,9 +286,31 @@ class Trials:
         branches = {NOTHING: self._train_and_measure(snapshot, batches, ahead), OTHER_DATA: control}
         branches |= {offer.name: self._train_and_measure(snapshot, batches, ahead, offer) for offer in offers}
         trial = first(lambda: choose_remedy({name: b.measured for name, b in branches.items()}, len(batches)))
-        facts = {"chosen": trial.chosen, "steps": len(batches)}
+        texts = (self.laboratory.tokens(p[-COMPRESSED:]) for p in (suspects, fillers))
+        tokens = find_rare_tokens(*texts)
+        facts = {"chosen": trial.chosen, "steps": len(batches), "tokens": tokens}
         self._tell(start, branches, control, before, outlook, begin, trial.reason, facts)
         return trial
+
+    def _try_nothing(self, start: TrialStart, state: RunState, outlook: Outlook) -> str:
+        snapshot, begin, ahead = start.snapshot, time.perf_counter(), outlook.positions
+        steps = self._count_steps(start, outlook)
+        if not self.guard.policy.may_try_remedies(2 * steps, self.config.train.steps):
+            return ""
+        before = self.laboratory.losses(ahead)
+        again = self.repeat(snapshot, state, lambda: self.laboratory.losses(ahead))
+        # Trouble that these steps did not make, they do not heal, either.
+        if again is None or not first(lambda: abs(mean_difference(again, outlook.losses)[0]) < HARM):
+            return ""
+        self.guard.policy.state.tried += 2 * steps
+        batches = self._next_batches(snapshot, start.positions, start.left_out, steps, steps)
+        branch = self._train_and_measure(snapshot, batches, ahead)
+        heals = first(lambda: not harms_anyway(branch.measured, before))
+        how = "no harder than before: it heals by itself" if heals else "still harder"
+        reason = f"the same {steps} steps make it again, and after them the data to come is {how}"
+        facts = {"chosen": NOTHING if heals else "", "steps": steps}
+        self._tell(start, {NOTHING: branch}, branch, before, outlook, begin, reason, facts)
+        return reason if heals else ""
 
     def _try_corpus(
         self, corpus: str, bad: Int64s, start: TrialStart, outlook: Outlook

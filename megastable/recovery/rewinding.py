@@ -58,12 +58,14 @@ class Tripped:
 @dataclass(frozen=True)
 class Tried:
     """What trials leave of a conclusion. harmless: the trial by which nothing is wrong, None if something is.
-    blameless: no sample is to blame, and all are read again. offer: the remedy that has won."""
+    blameless: no sample is to blame, and all are read again. offer: the remedy that has won. heals: how a branch
+    without any change has healed, so that the run waits for it."""
 
     conclusion: Conclusion
     harmless: HarmTrial | None = None
     blameless: bool = False
     offer: Offer | None = None
+    heals: str = ""
 
 
 class Rewinding:
@@ -128,6 +130,9 @@ class Rewinding:
                 conclusion, offer = tried.conclusion, tried.offer
                 if tried.harmless is not None:
                     return self._train_through(t, conclusion, tried.harmless, snapshot, present, begin)
+                if tried.heals and present is not None:
+                    self._wait(t, conclusion, present, begin)
+                    return None
                 if tried.blameless:
                     window = []  # all of them are read again
         suspect = conclusion.cause in BLAMELESS and self.points.origin.again(snapshot.step, finding.onset)
@@ -186,6 +191,14 @@ class Rewinding:
         lost = 0 if back is None else state.step - back.step
         self.incident_log.train_through(found, state, trial.reason, lost, seconds)
         return back
+
+    def _wait(self, t: Tripped, found: Conclusion, present: Snapshot, begin: float) -> None:
+        """Stay where the run stands, and leave it to itself for some steps. Raises SpaceError."""
+        self.points.restore(present)
+        until, seconds = self.guard.policy.wait(t.decision.finding), time.perf_counter() - begin
+        self.incident_log.attribute(
+            found, [], Action.WAIT, f"it is left to itself until step {until}", 0, seconds
+        )
 
     def _begin_again(self, trial: HarmTrial) -> None:
         """What was usual until now is not usual any more: what comes would trip again. Samples that are new are not
@@ -388,6 +401,9 @@ class Rewinding:
             if offer is not None:
                 found = Conclusion(offer.remedy.cause, [], found.suspects, reason, kernels=offer.kernels)
                 return Tried(found, offer=offer, blameless=True)
+            if heals := self._try_waiting(t, start):
+                found = Conclusion(Cause.STATE, [], found.suspects, f"{found.reason}; {heals}")
+                return Tried(found, blameless=True, heals=heals)
         if not finite:
             return Tried(replace(found, proven=True))
         few = found.few and self.guard.policy.may_take_untried(len(found.convicted))
@@ -395,7 +411,14 @@ class Rewinding:
             return Tried(self._bounded(found, trial, t.done.state.cursor))
         if not trial.damaged:
             return Tried(found, harmless=trial)
-        return Tried(_of_state(found, trial), blameless=True)  # something else damaged the state
+        found, heals = _of_state(found, trial), self._try_waiting(t, start)
+        found = replace(found, reason="; ".join(filter(None, [found.reason, heals])))
+        return Tried(found, blameless=True, heals=heals)  # something else damaged the state
+
+    def _try_waiting(self, t: Tripped, start: TrialStart) -> str:
+        """How the trouble heals by itself, a sentence; "": it does not, or must not be waited for."""
+        may = self.guard.policy.may_wait and self.points.may_look
+        return self.trials.try_nothing(start, t.done.state) if may else ""
 
     def _try_remedies(self, t: Tripped, start: TrialStart) -> tuple[Offer | None, str]:
         """The remedy whose branch has won, and why; None: none has, or the run has tried enough."""

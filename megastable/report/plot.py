@@ -16,7 +16,7 @@ from megastable.report.scale import drawable
 COLOURS = {
     Action.DISCARD: "tab:orange", Action.REWIND: "tab:red", Action.FALL_BACK: "tab:blue", Action.CAP_LR: "tab:purple",
     Action.CUT_LR: "tab:purple", Action.SWAP_CORPUS: "tab:brown", Action.HANDOVER: "black", Action.ALERT: "tab:pink",
-    Action.STOP: "black", Action.ADJUST: "tab:purple",
+    Action.STOP: "black", Action.ADJUST: "tab:purple", Action.WAIT: "tab:olive",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from megastable.attribution.remedies import (
     WITHOUT_BAD,
     WITHOUT_CORPUS,
     choose_remedy,
+    find_rare_tokens,
     harms_anyway,
     judge_corpus,
 )
@@ -106,3 +107,15 @@ def test_a_corpus_is_left_out_only_if_that_clearly_helps_the_others(
     assert trial.helps is helps and trial.chosen == (WITHOUT_CORPUS if helps else WITHOUT_BAD)
     assert "16 steps without corpus web" in trial.reason
     assert trial.reason.endswith("it is left out" if helps else "it is kept")
+
+
+def test_tokens_that_were_rare_are_those_that_are_far_more_frequent_now() -> None:
+    random = np.random.default_rng(0)
+    ordinary = random.integers(0, 50, (32, 64), dtype=np.int32)
+    window = random.integers(0, 50, (16, 64), dtype=np.int32)
+    assert find_rare_tokens(window, ordinary) == []
+    window[:3, :20], window[5, :6], window[6, :3] = 77, 60, 61
+    assert find_rare_tokens(window, ordinary) == [77, 60]  # three are too few
+    ordinary[:4, :16] = 77
+    assert find_rare_tokens(window, ordinary) == [60]
+    assert find_rare_tokens(window[:0], ordinary) == [] and find_rare_tokens(ordinary, window[:0]) != []

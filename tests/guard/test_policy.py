@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -557,3 +558,34 @@ def test_new_ground_restores_the_budget_of_rewinds_for_bad_data() -> None:
     assert spent.action is Action.ALERT and "the 2 rewinds for bad data per 1000 steps" in spent.reason
     run(policy, [seen(step) for step in range(301, 1400)])
     assert policy.decide(seen(1400, Verdict.SPIKE), 0).action is Action.REWIND
+
+
+def test_what_heals_by_itself_is_left_to_itself_for_some_steps_once() -> None:
+    config = PolicyConfig(wait=40, recur_steps=100)
+    policy, spike = Policy(config), partial(seen, verdict=Verdict.SPIKE)
+    assert policy.may_wait and not Policy(PolicyConfig()).may_wait
+    decision = policy.decide(spike(100, onset=95), 0)
+    assert decision.action is Action.REWIND and policy.wait(decision.finding) == 140
+    assert [t.action for t in policy.state.taken] == [Action.WAIT]
+    policy = Policy(config, PolicyState.model_validate_json(policy.state.model_dump_json()))
+    assert run(policy, [spike(s, onset=95) for s in range(101, 110)]) == [Action.APPLY] * 9
+    lone = [seen(s, Verdict.OUTLIER) for s in range(110, 116)]
+    assert run(policy, lone) == [Action.DISCARD] * 3 + [Action.APPLY] * 3  # never all of them
+    assert policy.decide(seen(116, Verdict.NON_FINITE), 0).action is Action.REWIND  # that does not heal
+    assert not policy.is_waiting(116) and not policy.may_wait
+    run(policy, [seen(s) for s in range(117, 260)])
+    assert policy.may_wait
+
+
+@pytest.mark.parametrize("verdict", [Verdict.HEALTHY, Verdict.SPIKE])
+def test_what_has_not_healed_in_time_is_undone_to_before_it_began(verdict: Verdict) -> None:
+    policy = Policy(PolicyConfig(wait=40))
+    policy.wait(policy.decide(seen(100, Verdict.SPIKE, onset=95), 0).finding)
+    waiting = [seen(s, verdict, onset=95, on_trend=False) for s in range(101, 140)]
+    assert set(run(policy, waiting)) == {Action.APPLY}
+    decision = policy.decide(seen(140, verdict, onset=95, on_trend=False), 0)
+    assert decision.action is Action.REWIND and decision.finding.onset == 95
+    policy = Policy(PolicyConfig(wait=40))
+    policy.wait(policy.decide(seen(100, Verdict.SPIKE, onset=95), 0).finding)
+    healed = [policy.decide(seen(s), 0).healed for s in range(101, 140)]
+    assert sum(healed) == 1

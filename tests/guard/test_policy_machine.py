@@ -26,7 +26,7 @@ class Ladder(RuleBasedStateMachine):
 
     config = PolicyConfig(
         rewinds=5, data_rewinds=7, handovers=2, cuts=3, cut_rest=30, fallbacks=2, fp8_rest=20, budget_window=300,
-        verify_steps=10, recur_steps=50,
+        verify_steps=10, recur_steps=50, wait=15,
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -85,6 +85,11 @@ class Ladder(RuleBasedStateMachine):
             ]
             self.refused.append(self.step)
             assert len(self.refused) < self.config.discards + self.config.non_finite
+        if decision.action is Action.REWIND and cause is Cause.STATE and p.may_wait:
+            rewinds = sum(t.action is Action.REWIND for t in p.state.taken)
+            assert self.both(lambda p: p.wait(decision.finding)) == self.step + self.config.wait
+            assert sum(t.action is Action.REWIND for t in p.state.taken) == rewinds - 1
+            return False
         if decision.action is Action.REWIND:
             limits, (proven, *rates) = sum(limit.times for limit in p.state.limits), found
             offered = [offer.name for offer in p.offer_remedies(self.step, *rates, KERNELS)]

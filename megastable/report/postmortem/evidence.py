@@ -42,7 +42,7 @@ from megastable.report.postmortem.logs import logs
 from megastable.report.postmortem.sample_source import PublicView, SampleSource
 from megastable.report.postmortem.sample_texts import SHOWN, SampleText, Tokens
 from megastable.report.postmortem.timeline import timeline
-from megastable.report.postmortem.trial_facts import find_trials
+from megastable.report.postmortem.trial_facts import TrialFacts, find_trials
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
@@ -156,7 +156,8 @@ class Gatherer:
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._closed_at() if i.outcome == "healed" else None,
             timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
-            suspects=suspects, regions=self._regions(), trials=self.trials, skipped=self.skipped,
+            suspects=suspects, regions=self._regions(), trials=self._try("tokens of a trial", self._named_trials,
+            self.trials), skipped=self.skipped,
             passes=passes.passes(rows), layers=self._try("the layers", lambda: self._layers(rows), None),
             samples=samples, tokens=tokens, logs=found, problems=self._told_problems(),
         )  # fmt: skip
@@ -176,6 +177,16 @@ class Gatherer:
             found += self.run.samples.library(time).samples(ranges, losses) if ranges else []
         found = sorted(found, key=lambda sample: sample.position)[:SHOWN]
         return found if self.run.public is None else list(map(self.run.public.sample, found))
+
+    def _named_trials(self) -> list[TrialFacts]:
+        """With the texts of their tokens."""
+        if not self.run.shows_texts or not any(trial.tokens for trial in self.trials):
+            return self.trials
+        text = self.run.samples.library().text
+        return [
+            trial.model_copy(update={"texts": [text([token]) for token in trial.tokens]})
+            for trial in self.trials
+        ]
 
     def _tokens(self) -> Tokens:
         # Convicted samples stay in place, whatever is deferred later.

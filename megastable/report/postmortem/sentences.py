@@ -24,6 +24,7 @@ CAUSES = {
     "new_data": "new data: the run learns from it, or it does no harm",
     "numerics": "numerics: the same step is harmless without FP8 or a kernel, or a branch was clearly better",
     "state": "state: the weights or the optimizer's state: the same data is harmless on the good state",
+    "moments": "moments: Adam's were stale: with others, or a lower beta2, a branch was clearly better",
     "learning_rate": "learning rate: other data did not help, and a branch with a lower rate was clearly better",
     "hardware": "hardware: the same data on the same state gave something else",
     "unknown": "not known",
@@ -39,6 +40,7 @@ ACTIONS = {
     "apply": "tried the same steps with the data and without it, and trained on: nothing was taken away",
     "discard": "the updates were refused; the weights never saw them",
     "skip": "skipped the guilty samples from there on; nothing was undone",
+    "wait": "left it to itself, as a branch without any change had healed; outlier updates were refused",
     "rewind": "rewound in memory to before the onset, without a restart",
     "fall_back": "rewound in memory to before the onset and continued without FP8, or without a kernel",
     "cap_lr": "rewound in memory to before the onset and capped the learning rate at its value there",
@@ -154,6 +156,7 @@ def _found_and_done(e: Evidence) -> str:
         "state": "No sample was guilty: the state was.",
         "new_data": "Nothing was wrong: the data was new.",
         "numerics": f"No sample was guilty: without {_left(i)} the same step is harmless.",
+        "moments": "No sample was guilty: the optimizer's moments were stale.",
         "learning_rate": "No sample was guilty: the learning rate was, or FP8."
         if _left_first(i)
         else "No sample was guilty: the learning rate was.",
@@ -166,6 +169,8 @@ def _found_and_done(e: Evidence) -> str:
     done = {
         "apply": "The run trained on; nothing was taken away.",
         "skip": "The run skipped them from there on. Nothing was undone.",
+        "wait": "The run went on and waited for it to heal by itself, as a branch without any change had. Nothing was "
+        "undone.",
         "rewind": f"{went}.",
         "fall_back": f"{went} without {_left(i)}.",
         "cap_lr": f"{went} with the learning rate capped at its value there.",

@@ -75,8 +75,9 @@ class BranchFacts(BaseModel):
 class TrialFacts(BaseModel):
     """A trial, on the state after step `snapshot`. step: at which it was held; steps: of each branch. chosen: the name
     of the branch whose data or remedy the run went on with; or of the best one, if no remedy won; "" if not known.
-    corpus: that was left out of a branch. before, present: mean loss of the data to come on the snapshot, and where the
-    run stood. overruled: a remedy won in a later trial. seconds: duration."""
+    corpus: that was left out of a branch. tokens: ids of those that were rare until then; texts: theirs, if known.
+    before, present: mean loss of the data to come on the snapshot, and where the run stood. overruled: a remedy won in
+    a later trial. seconds: duration."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -87,6 +88,8 @@ class TrialFacts(BaseModel):
     verdict: str = ""
     chosen: str = ""
     corpus: str = ""
+    tokens: list[int] = []
+    texts: list[str] = []
     damaged: bool = False
     overruled: bool = False
     before: float | None = None
@@ -139,6 +142,9 @@ class TrialFacts(BaseModel):
         losses = [f"{loss:.3f} {where}" for loss, where in known if loss is not None and math.isfinite(loss)]
         if losses:
             told.append(f"The mean loss of the data to come was {' and '.join(losses)}.")
+        if self.tokens:
+            names = ", ".join(f"“{text}”" for text in self.texts or map(str, self.tokens))
+            told.append(f"Tokens that were rare until then, the most frequent first: {names}.")
         if self.suspects is None and self.chosen in WITHOUT_REMEDY:
             told.append("No remedy won, so none was taken.")
         elif self.overruled:

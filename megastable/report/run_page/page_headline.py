@@ -30,6 +30,7 @@ WORDS = {
 }  # fmt: skip
 DONE = {
     "rewind": "rewind", "restart": "restart", "handover": "restart from a checkpoint", "skip": "skip",
+    "wait": "wait",
     "cut_lr": "rate cut", "cap_lr": "rate cap", "discard": "refusal", "fall_back": "return to bf16",
     "adjust": "change of how it trains",
     "swap_corpus": "corpus swap", "alert": "alert", "stop": "stop",

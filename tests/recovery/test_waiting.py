@@ -1,0 +1,68 @@
+"""Trouble that a branch without any change goes through is waited for: nothing is undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.config.tree import RunConfig
+from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import BranchesTried
+from tests.distributed import run_ranks
+from tests.engine.test_gate import trainer_of
+from tests.recovery.test_recovery import LAYOUTS, easy, incidents, recipe
+
+__all__ = ["easy"]
+
+
+def excited(config: RunConfig, spoilt: int, factor: float, always: bool) -> int:
+    """Train; the update of step `spoilt` makes the last norm larger besides, which is unlearnt in some steps: always,
+    also where it is repeated, or once."""
+    trainer = trainer_of(config)
+    engine, real, done = trainer.engine, trainer.engine._step, [0]
+
+    def step(*given: Any) -> None:
+        real(*given)
+        if engine.ds.global_steps == spoilt and (always or not done[0]):
+            done[0] = 1
+            flat = engine.flat_state()
+            for f in flat.fragments:
+                if f.name == "final_norm.weight" and (piece := flat.piece(f, "weight")) is not None:
+                    piece.mul_(factor)
+            engine.refresh_weights()
+
+    engine._step = step  # type: ignore[method-assign]
+    code: int = trainer.train()
+    return code
+
+
+def run(easy: Path, folder: Path, layout: str, always: bool, wait: int) -> dict[str, Any]:
+    """The first incident."""
+    world, parts = LAYOUTS[layout]
+    train = {**parts.get("train", {}), "steps": 110, "eval_samples": 0}
+    stability = {"policy": {"wait": wait, "verify_steps": 10}}
+    config = recipe(easy, folder, **{**parts, "train": train}, stability=stability)
+    assert run_ranks(world, excited, config, 66, 3.0, always) == [0] * world
+    return incidents(folder)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_what_heals_in_a_branch_is_waited_for(layout: str, easy: Path, tmp_path: Path) -> None:
+    waited = run(easy, tmp_path / "run", layout, True, 30)
+    assert waited["actions"][0] == "wait" and "rewind" not in waited["actions"]
+    assert (waited["outcome"], waited["steps_lost"]) == ("healed", 0)
+    assert not waited["positions"] and not waited["deferred"] and "heals by itself" in waited["reasons"][0]
+    tried = [e for e in RunDirectory(tmp_path / "run").events(BranchesTried) if e.get("chosen") == "nothing"]
+    assert "make it again" in tried[0]["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("always", "wait"), [(False, 30), (True, 0)], ids=["once", "without"])
+def test_what_the_same_steps_do_not_make_again_is_undone(
+    always: bool, wait: int, easy: Path, tmp_path: Path
+) -> None:
+    """They would not heal it, either. Without `policy.wait` nothing is waited for."""
+    assert run(easy, tmp_path / "run", "one", always, wait)["actions"][0] == "rewind"
