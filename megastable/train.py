@@ -28,8 +28,8 @@ from megastable.base.collectives import first
 from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, UnstableError
 from megastable.base.hardware import peak_tflops
 from megastable.base.software import software
-from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
+from megastable.engine.measured import Measured
 from megastable.engine.watch import Ballot
 from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import scheduled_rate
@@ -171,7 +171,7 @@ class Trainer:
                 continue
             if not outcome.rewound:
                 end_if_all_refused(result, recovery)
-                outcome = recovery.inspect(result, self._saves(state))
+                outcome = recovery.inspect(result, self._saves(measured))
             if not outcome.rewound:
                 self.checkpoints.stepped(state.step, applied and recovery.calm, ballot["checkpoint"])
                 if self.checkpoints.ill is not None:
@@ -198,7 +198,7 @@ class Trainer:
                 gc.collect()  # of all generations: what lives through one of fewer would stay for good
             if due(c.train.eval_interval, state.step) and state.step < c.train.steps and not self.stopping:
                 self._evaluate()
-            if due(c.checkpoint.interval, state.step):
+            if self.checkpoints.is_due(state.step, ballot["save"]):
                 self._checkpoint()
 
     def _end(self) -> int:
@@ -224,20 +224,21 @@ class Trainer:
         return OK
 
     def _collect_ballot(self) -> Ballot:
-        """What this rank wants all of them to do after the step: stop, read the skip ledger again; how far its part of
-        a checkpoint is, and of a copy in memory; and what the watches over the hardware compare."""
+        """What this rank wants all of them to do after the step: stop, read the skip ledger again, save; how far its
+        part of a checkpoint is, and of a copy in memory; and what the watches over the hardware compare."""
         return {
             "stop": (float(self.stop.wanted),),
             "read_skips": (float(self.heart.more_skips),),
+            "save": self.checkpoints.ballot(),
             "checkpoint": self.checkpoints.saver.ballot(),
             "copies": self.copies.ballot(),
             **self.recovery.watches.ballot(self.state.step),
         }
 
-    def _saves(self, state: RunState) -> bool:
-        """Whether a checkpoint of `state` follows."""
-        last = self.stopping or state.step >= self.config.train.steps
-        return last or due(self.config.checkpoint.interval, state.step)
+    def _saves(self, measured: Measured) -> bool:
+        """Whether a checkpoint follows the step that was measured."""
+        last = self.stopping or self.state.step >= self.config.train.steps
+        return last or self.checkpoints.is_due(self.state.step, measured.ballot["save"])
 
     def _leave(self, done: StepResult) -> StepOutcome:
         """Go back from a state that was found not to be finite when it was to be saved."""

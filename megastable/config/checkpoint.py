@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megastable.config.section import SampleCount, Section
+from megastable.config.section import SampleCount, Section, StepsOrTime, seconds_of
 
 
 class VitalsConfig(Section):
@@ -38,8 +38,9 @@ class VitalsConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept (docs/checkpoints.md)."""
 
-    interval: NonNegativeInt = 500
-    """Steps between checkpoints; 0: only at the end and on a signal. [steps]"""
+    interval: StepsOrTime = 500
+    """Steps between checkpoints, or the time, by the clock of rank 0: `90s`, `30min`, `2h`; 0: only at the end and on
+    a signal. [steps]"""
     keep: PositiveInt = 3
     """Newest checkpoints kept, besides the newest healthy one and all pinned ones. [checkpoints]"""
     keep_every: NonNegativeInt = 0
@@ -55,3 +56,13 @@ class CheckpointConfig(Section):
     on_failure: Literal["continue", "stop"] = "continue"
     """Reaction when a checkpoint cannot be written."""
     vitals: VitalsConfig = VitalsConfig()
+
+    @property
+    def steps_between(self) -> int:
+        """Steps from one checkpoint to the next; 0 if time decides, or if there are none."""
+        return 0 if isinstance(self.interval, str) else self.interval
+
+    @property
+    def seconds_between(self) -> float | None:
+        """Seconds from the begin of one checkpoint to that of the next; None if they do not decide."""
+        return seconds_of(self.interval) if isinstance(self.interval, str) else None

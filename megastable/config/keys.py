@@ -13,7 +13,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from megastable.config.section import Section
+from megastable.config.section import InWords, Section
 from megastable.config.tree import RunConfig
 
 REQUIRED = "required"
@@ -124,6 +124,8 @@ def in_words(annotation: Any, bounds: Sequence[Any] = ()) -> str:
             b for m in annotation.__metadata__ for b in (m.metadata if isinstance(m, FieldInfo) else [m])
         ]
         return in_words(annotation.__origin__, nested)
+    if told := [bound.words for bound in bounds if isinstance(bound, InWords)]:
+        return told[0]
     kinds = get_args(annotation)
     if get_origin(annotation) is Literal:
         return _either([flow(choice) for choice in kinds])

@@ -254,7 +254,7 @@ def no_checkpoints(c: RunConfig) -> Hint | None:
         "checkpoint.interval=0",
         f"{written}: a crash loses the run, and a spike has no healthy checkpoint to return to",
         "419 interruptions in 54 days: Llama 3, arXiv:2407.21783, section 3.3.4",
-        "checkpoint.interval, e.g. 500",
+        "checkpoint.interval, e.g. 500 or 30min",
     )
 
 

@@ -76,6 +76,7 @@ class Checkpoints:
         self.passed: set[str] = set()
         self.ill: int | None = None
         self.changes: dict[str, float] = {}  # rounding of the loaded state since it was saved
+        self._last_begun = time.monotonic()  # the last save, or these processes' training
         self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, with the reason
         self._doubted: set[int] = set()  # steps of those that cannot prove healthy
 
@@ -261,7 +262,7 @@ class Checkpoints:
     def begin(self, step: int, saved: bool = True) -> None:
         """Training continues after `step`; saved: of which there is a checkpoint, or nothing to save."""
         self.last = max(self.last, step) if saved else first(lambda: max(self._steps(), default=-1))
-        self.saver.began = first(time.time)
+        self.saver.began, self._last_begun = first(time.time), time.monotonic()
         self.trend.resumed(step, first(self._unproven))
 
     def prepare(self) -> None:
@@ -349,10 +350,22 @@ class Checkpoints:
 
     # During training
 
+    def ballot(self) -> tuple[float]:
+        """For the step's sum over the ranks: whether it is time for a checkpoint, by the clock of rank 0."""
+        seconds = self.config.seconds_between
+        waited = time.monotonic() - self._last_begun
+        return (float(seconds is not None and waited >= seconds and dist.get_rank() == 0),)
+
+    def is_due(self, step: int, sums: Sequence[float]) -> bool:
+        """Whether a checkpoint of `step` follows, on all ranks alike. sums: of `ballot`."""
+        steps = self.config.steps_between
+        return bool(sums[0]) or (steps > 0 and step % steps == 0)
+
     def save(self, state: RunState, wait: bool = False) -> bool:
         """Begin to save; wait: until it is committed. False if there will be no checkpoint of this state. Leaving an
         ill state is up to the caller (`ill`); with `wait`, UnstableError is raised."""
         self.settle()
+        self._last_begun = time.monotonic()
         if self.ill is None:
             self._examine(state)
             self.saver.begin(state)

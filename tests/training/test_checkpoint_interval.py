@@ -1,0 +1,75 @@
+"""Checkpoints by time: rank 0's clock decides, on all ranks alike, and begins anew with every process."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megastable.base.errors import ConfigError
+from megastable.checkpoint import store
+from megastable.config import recipe
+from megastable.config.checkpoint import CheckpointConfig
+from megastable.config.lint import lint
+from megastable.config.section import LONGEST, UNITS
+from megastable.config.tree import RunConfig
+from tests.conftest import tiny
+from tests.distributed import run_ranks
+
+
+def train(config: RunConfig, tick: float) -> int:
+    """A run in which every look at rank 0's clock takes `tick` seconds, and in which the others' stand still."""
+    from megastable.train import train
+    from megastable.training import checkpoints
+
+    ticks = itertools.count(start=0.0, step=tick if dist.get_rank() == 0 else 0.0)
+    checkpoints.time = SimpleNamespace(monotonic=lambda: next(ticks), time=time.time)  # type: ignore[attr-defined]
+    return train(config, Path("recipe.yaml"))
+
+
+def test_time_decides_alike_on_all_ranks_and_anew_after_a_resume(corpus: Path, tmp_path: Path) -> None:
+    def until(steps: int) -> RunConfig:
+        parts = {"steps": steps, "global_batch": 4, "micro_batch": 2, "eval_samples": 0}
+        keep = {"interval": "2min", "keep": 9, "vitals": {"probes": 0}}
+        return tiny(corpus, tmp_path / "run", train=parts, checkpoint=keep)
+
+    def steps() -> list[int]:
+        return sorted(map(store.step_of, store.newest_first(tmp_path / "run/checkpoints")))
+
+    assert run_ranks(2, train, until(3), 60.0) == [0, 0]
+    assert steps() == [2, 3]  # the last one is that of the end
+    assert run_ranks(2, train, until(6), 60.0) == [0, 0]
+    assert steps() == [2, 3, 5, 6]  # two minutes after the resume, not after the last save
+
+
+def test_a_time_is_read_and_kept_as_written() -> None:
+    for text, seconds in (("90s", 90), ("30min", 1800), ("2h", 7200), ("1.5 h", 5400)):
+        c = CheckpointConfig.model_validate({"interval": text})
+        assert (c.seconds_between, c.steps_between) == (seconds, 0)
+        assert c.model_dump(mode="json")["interval"] == text
+        assert lint(RunConfig(checkpoint=c)) == lint(RunConfig())
+    c = CheckpointConfig.model_validate({"interval": "250"})
+    assert (c.seconds_between, c.steps_between) == (None, 250)
+
+
+@pytest.mark.parametrize(
+    "text", ["0min", "30m", "-5", "5.5", "null", "yes", "[1]", "1e9h", "99999999999h", "soon"]
+)
+def test_what_is_no_interval(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match="expected a whole number at least 0, or a time above 0 in s, min or h"
+    ):
+        recipe.load("launch/recipes/quickstart.yaml", [f"checkpoint.interval={text}"])
+
+
+@given(st.decimals("0.001", 10**5, places=3), st.sampled_from(sorted(UNITS)))
+def test_any_time(number: object, unit: str) -> None:
+    seconds = float(str(number)) * UNITS[unit]
+    if seconds <= LONGEST:
+        assert CheckpointConfig(interval=f"{number}{unit}").seconds_between == seconds
