@@ -93,9 +93,11 @@ class Trainer:
             ))  # fmt: skip
             self.checkpoints.begin(self.state.step, saved=start.restored is None)
             parts = RunParts(c, self.engine, loader, self.run, order.skipping, self.log, heart.phase)
-            held_out = self.evaluation.micro_batches if self.evaluation else []
+            held_out, sets = (
+                (self.evaluation.micro_batches, self.evaluation.sets) if self.evaluation else ([], 1)
+            )
             settle = self.checkpoints.settle
-            self.recovery = Recovery(parts, self.state, settle, start.suspects, held_out)
+            self.recovery = Recovery(parts, self.state, settle, start.suspects, held_out, sets)
             self.copies = MemoryCopies(
                 start.memory, self.engine, self.recovery.points.ring, self.log, start.frozen, start.lineage,
                 start.restored, self.state.step,

@@ -28,7 +28,8 @@ EXAMPLES = f"""python -m megastable.config launch/recipes/7b.yaml parallel.tenso
 def _check_corpora(config: RunConfig) -> tuple[str, list[str]]:
     """The epochs of the run, and warnings. Raises ConfigError if the corpora cannot be used on this host."""
     try:
-        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed)
+        data, length = config.data, config.model.sequence_length
+        corpora = open_corpora(data.corpora, length, config.run.seed, validation=data.validation)
     except MegastableError as error:
         raise ConfigError(f"{error}. To look at a recipe on a host without its data: --no-data") from None
     given = config.model.vocab_size

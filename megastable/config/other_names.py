@@ -59,6 +59,7 @@ MEGATRON = {
     # data
     "data_path": "data.corpora; a list of folders and weights, from megastable prepare",
     "train_data_path": "data.corpora; a list of folders and weights, from megastable prepare",
+    "valid_data_path": "data.validation; a list of folders, from megastable prepare",
     "num_workers": "data.prefetch; in steps, not processes",
     "reset_attention_mask": "data.keep_documents_apart=true",
     "reset_position_ids": "data.keep_documents_apart=true",
@@ -194,7 +195,7 @@ MEGATRON_WITHOUT_KEY = {
     "fp8_param_gather": "parameters are gathered in precision.kind: precision.fp8 is for products",
     **dict.fromkeys(("tokenizer_model", "tokenizer_type", "vocab_file", "merge_file"), _TOKENIZER),
     "split": "megastable prepare sets documents aside for validation",
-    **dict.fromkeys(("valid_data_path", "test_data_path"), "megastable prepare sets documents aside for validation"),
+    "test_data_path": "data.validation; its sets are never trained on",
     "data_cache_path": "the order of the data is computed: no index of it is kept",
     "mock_data": "prepare real text instead: megastable prepare stdlib --output data/stdlib",
     "exit_duration_in_mins": "let the scheduler send SIGTERM: a checkpoint is written, and the next start goes on",

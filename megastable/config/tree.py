@@ -43,6 +43,15 @@ class CorpusConfig(Section):
     """Share of the blend, relative to the weights of the other corpora."""
 
 
+class ValidationConfig(Section):
+    """A set of validation samples of its own: a folder that `megastable prepare` made, with the corpora's tokenizer."""
+
+    path: Path = Field(examples=["data/held-out"])
+    """The folder; all of its text counts, or its validation split if the run trains on the rest of it."""
+    name: str | None = Field(default=None, min_length=1, max_length=100, examples=["held-out"])
+    """Name of its loss; null: that of its manifest."""
+
+
 Corruption = Literal[
     "outside of the vocabulary", "binary data", "wrong encoding", "repetition", "encoded data", "random tokens",
     "shuffled text", "another language or register",
@@ -71,6 +80,8 @@ class DataConfig(Section):
 
     corpora: list[CorpusConfig] = Field(default_factory=list, examples=[[{"path": "data/mine"}]])
     """The blend; at least one corpus is needed to train."""
+    validation: list[ValidationConfig] = Field(default_factory=list, examples=[[{"path": "data/held-out"}]])
+    """Validation samples of your own, in place of the splits that the corpora set aside (docs/evaluation.md)."""
     skip: list[tuple[NonNegativeInt, NonNegativeInt]] = Field(default_factory=list, examples=[[[1200, 1300]]])
     """Ranges [first, end) of the sample order that are never trained on, `end` not included. [samples]"""
     keep_documents_apart: bool = False
@@ -177,7 +188,7 @@ class TrainConfig(Section):
     """Samples of the validation split, always the same ones; 0: never evaluate. [samples]"""
     eval_samples_per_corpus: SampleCount | None = Field(default=None, examples=[256])
     """In a blend, samples of each corpus for a loss of its own; null: `eval_samples` over the number of corpora at the
-    start of the run; 0: none. [samples]"""
+    start of the run; 0: none. The same for each set of `data.validation`. [samples]"""
 
 
 class ParallelConfig(Section):

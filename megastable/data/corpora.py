@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megastable.base.errors import ConfigError, DataError
 from megastable.config.recipe import find
-from megastable.config.tree import CorpusConfig
+from megastable.config.tree import CorpusConfig, ValidationConfig
 from megastable.data.blends import (
     BlendEntry,
     ExchangeEntry,
@@ -18,8 +19,8 @@ from megastable.data.blends import (
     in_force,
     phases,
 )
-from megastable.data.held_out import HeldOut, open_held_out, opened
-from megastable.data.manifest import Manifest, Stream
+from megastable.data.held_out import HeldOut, open_held_out, open_sets, opened
+from megastable.data.manifest import Manifest, Stream, TokenizerInfo
 from megastable.data.order import BLOCK, Order, OrderedCorpus, blend
 from megastable.data.source import Source
 
@@ -91,10 +92,12 @@ class Corpora:
 
 
 def open_corpora(
-    given: list[CorpusConfig], sequence_length: int, seed: int, blends: Sequence[Line] = ()
-) -> Corpora:
+    given: list[CorpusConfig], sequence_length: int, seed: int, blends: Sequence[Line] = (),
+    validation: Sequence[ValidationConfig] = (),
+) -> Corpora:  # fmt: skip
     """Open every corpus; no token data is read. blends: the lines of blends.jsonl of a run that has begun: they decide
-    the order, and `given` only states what is wanted.
+    the order, and `given` only states what is wanted. validation: sets of samples in place of the corpora's own; the
+    order does not depend on them.
 
     Raises ConfigError for an empty list or corpora with different tokenizers, DataError for damaged ones.
     """
@@ -113,20 +116,7 @@ def open_corpora(
         )
     tokenizer = manifests[0].tokenizer
     for corpus, manifest in zip(given, manifests, strict=True):
-        if manifest.tokenizer.xxh3 != tokenizer.xxh3:
-            raise ConfigError(
-                f"data.corpora: {corpus.path} was made with another tokenizer than {given[0].path}: "
-                "their token ids mean different things; prepare both with the same tokenizer"
-            )
-        if manifest.tokenizer.bos != tokenizer.bos:
-            one, other = (
-                "begin with no token of their own" if bos is None else f"begin with token {bos}"
-                for bos in (manifest.tokenizer.bos, tokenizer.bos)
-            )
-            raise ConfigError(
-                f"data.corpora: documents of {corpus.path} {one}, those of {given[0].path} {other}: prepare both with "
-                "--bos, or both without"
-            )
+        _check_tokenizer("data.corpora", corpus.path, manifest.tokenizer, given[0].path, tokenizer)
         if manifest.tokens("train") == 0:
             raise DataError(f"{corpus.path}: no documents to train on")
     shares = [
@@ -156,10 +146,34 @@ def open_corpora(
     streams += [_taken_out(share) for share in out.values()]
     # The blend that the recipe asks for counts as the last one, also before blends.jsonl has a line for it.
     weights = [*(entry.weights for entry in valid), {share.name: share.weight for share in shares}]
-    held_out = open_held_out(here, out, weights, sequence_length, seed, tokenizer.eod)
+    if validation:
+        sets = {path: Manifest.load(path) for path in (find(one.path) for one in validation)}
+        for path, manifest in sets.items():
+            _check_tokenizer("data.validation", path, manifest.tokenizer, given[0].path, tokenizer)
+        trained = {share.fingerprint for share in (*shares, *out.values())}
+        held_out = open_sets(validation, sets, trained, sequence_length, seed, tokenizer.eod)
+    else:
+        held_out = open_held_out(here, out, weights, sequence_length, seed, tokenizer.eod)
     return Corpora(
         manifests, shares, valid, moves, Source(train, streams, tokenizer.eod), held_out, tokenizer.vocab_size
     )
+
+
+def _check_tokenizer(key: str, path: Path, its: TokenizerInfo, first: Path, tokenizer: TokenizerInfo) -> None:
+    """Raises ConfigError if a folder was not made with the tokenizer of the first one."""
+    if its.xxh3 != tokenizer.xxh3:
+        raise ConfigError(
+            f"{key}: {path} was made with another tokenizer than {first}: "
+            "their token ids mean different things; prepare both with the same tokenizer"
+        )
+    if its.bos != tokenizer.bos:
+        one, other = (
+            "begin with no token of their own" if bos is None else f"begin with token {bos}"
+            for bos in (its.bos, tokenizer.bos)
+        )
+        raise ConfigError(
+            f"{key}: documents of {path} {one}, those of {first} {other}: prepare both with --bos, or both without"
+        )
 
 
 def _taken_out(share: Share) -> Stream:

@@ -1,20 +1,22 @@
 """Opens the validation samples of a run: those of its blend, and those of every corpus by itself.
 
 The order inside a corpus does not depend on the other corpora (order.py). So the first samples of a corpus are the
-same ones in both sources, and what was computed for the blend need not be computed again.
+same ones in both sources, and what was computed for the blend need not be computed again. `data.validation` names sets
+of samples to take in place of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.base.errors import DataError
+from megastable.base.errors import ConfigError, DataError
 from megastable.config.recipe import find
+from megastable.config.tree import ValidationConfig
 from megastable.data.blends import Share
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import Order, OrderedCorpus
@@ -29,7 +31,8 @@ class HeldOut:
     """blend: samples of the first blend of the run that has any, by its weights, so that they never change with the
     blend; None if there are none. at_first: corpora of the first blend, with and without samples. alone: samples of
     every corpus that was ever in the blend, all as often; None if fewer than two have any. without: corpora of the
-    recipe that have none. gone: corpora that were taken out of the recipe and can no longer be read, and why.
+    recipe that have none. gone: corpora that were taken out of the recipe and can no longer be read, and why. in_turn:
+    `blend` holds the sets of `data.validation`, of which each gives as many samples; there is nothing else then.
     """
 
     blend: Source | None
@@ -37,6 +40,7 @@ class HeldOut:
     alone: Source | None
     without: list[str]
     gone: dict[str, str]
+    in_turn: bool = False
 
     @property
     def names(self) -> list[list[str]]:
@@ -47,7 +51,8 @@ class HeldOut:
 @dataclass(frozen=True)
 class CorpusSamples:
     """The samples of every corpus, as far as they are not among the first ones of the blend. further: their positions
-    in `HeldOut.alone`. places: of the samples of each corpus among those of the blend and, after them, `further`."""
+    in `HeldOut.alone`, or in `HeldOut.blend` if that is `in_turn`. places: of the samples of each corpus among those of
+    the blend and, after them, `further`."""
 
     further: Int64s
     places: dict[str, list[int]]
@@ -86,6 +91,49 @@ def open_held_out(
     return HeldOut(source(measured), tuple(blends[0]), alone, without, gone)
 
 
+def open_sets(
+    given: Sequence[ValidationConfig], manifests: Mapping[Path, Manifest], trained: Collection[str],
+    sequence_length: int, seed: int, eod: int,
+) -> HeldOut:  # fmt: skip
+    """The sets of `data.validation`. manifests: by their folders; trained: fingerprints of the corpora of the run, now
+    or before. Raises ConfigError for sets of one name or of text that is trained on, DataError for damaged ones."""
+    streams = dict[str, Stream]()
+    for one in given:
+        path = find(one.path)
+        manifest, name = manifests[path], one.name or manifests[path].name
+        if name in streams:
+            raise ConfigError(
+                f"data.validation: two sets are named {name!r}: list a folder once, or give one of them another name"
+            )
+        kept = manifest.splits.get(SPLIT, [])
+        if manifest.fingerprint() not in trained:
+            kept = [segment for segments in manifest.splits.values() for segment in segments]
+        elif not kept:
+            raise ConfigError(
+                f"data.validation: the run trains on all of {path}: name another folder, or prepare that one with "
+                "--validation"
+            )
+        streams[name] = Stream(path, manifest.model_copy(update={"splits": {SPLIT: kept}}), SPLIT)
+    corpora = [OrderedCorpus(n, s.tokens, 1.0, s.manifest.fingerprint()) for n, s in streams.items()]
+    try:
+        order = Order(corpora, sequence_length, seed)
+    except DataError as error:
+        raise DataError(f"data.validation: {error}") from None
+    return HeldOut(Source(order, list(streams.values()), eod), tuple(streams), None, [], {}, in_turn=True)
+
+
+def samples_in_turn(order: Order, count: int) -> CorpusSamples:
+    """The first `count` samples of every set, or all that a smaller one has: one of each, then the next of each. So the
+    first samples of all are some of each set."""
+    counts = [min(count, size) for size in order.sequences]
+    numbers = np.concatenate([np.arange(n) for n in counts])
+    sets = np.repeat(np.arange(len(counts)), counts)
+    positions = np.concatenate([order.positions_at(index, np.arange(n)) for index, n in enumerate(counts)])
+    turns = np.lexsort((sets, numbers))
+    places = {c.name: np.flatnonzero(sets[turns] == i).tolist() for i, c in enumerate(order.corpora)}
+    return CorpusSamples(positions[turns], places)
+
+
 def corpus_samples(blend: Order, computed: int, alone: Order, count: int) -> CorpusSamples:
     """The first `count` samples of every corpus of `alone`, each once, or all that a smaller corpus has; the first
     `computed` positions of `blend` are there already."""
@@ -108,7 +156,7 @@ def _samples(order: Order, positions: Int64s) -> list[tuple[str, int]]:
 
 
 def _names(order: Order) -> list[str]:
-    return sorted(corpus.name for corpus in order.corpora)
+    return sorted(f"{corpus.name} {corpus.fingerprint}".strip() for corpus in order.corpora)
 
 
 def opened(share: Share) -> tuple[Path, Manifest]:

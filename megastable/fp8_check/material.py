@@ -125,7 +125,7 @@ def _of_run(model: PlainModel, count: int) -> Material:
     root = RunDirectory(folder.parent) if folder.name == "checkpoints" else None
     length = model.config.sequence_length
     blends = read_blends(root.blends) if root else ()
-    corpora = open_corpora(run.data.corpora, length, run.run.seed, blends)
+    corpora = open_corpora(run.data.corpora, length, run.run.seed, blends, run.data.validation)
     if corpora.vocab_size > model.vocabulary:
         raise DataError(
             f"the corpus has a vocabulary of {corpora.vocab_size:,}, the model of {model.vocabulary:,}"

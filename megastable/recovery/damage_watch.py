@@ -26,15 +26,18 @@ FORGETFUL = "spam", "stable_spam"  # whose moments begin again every so many upd
 
 
 class ProbeWatch(Watch):
-    """held_out: this rank's part of the validation samples; without any there is no probe. Rank 0 has the trend."""
+    """held_out: this rank's part of the validation samples; without any there is no probe. sets: of which the first
+    samples hold one each, and the probe at least that. Rank 0 has the trend."""
 
     name = "probe"
     state: ProbeTrend
 
-    def __init__(self, engine: Engine, loader: Loader, held_out: Sequence[MicroBatch], log: RunLog) -> None:
+    def __init__(
+        self, engine: Engine, loader: Loader, held_out: Sequence[MicroBatch], log: RunLog, sets: int = 1
+    ) -> None:
         self.engine, self.log = engine, log
         wanted = min(MOST, int(SHARE * loader.batch))
-        self._batches = list(held_out[: max(1, wanted // loader.unit)])  # of each rank, one at least
+        self._batches = list(held_out[: max(wanted // loader.unit, -(-sets // loader.unit))])
         digests = [zlib.crc32(batch.tokens.numpy().tobytes()) for batch in self._batches]
         self.state = ProbeTrend(samples=f"{digests} {loader.unit}")
         self._losses = np.empty(0)

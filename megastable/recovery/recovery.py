@@ -46,6 +46,8 @@ from megastable.run.events.training_events import Warned
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 
+EVALUATED = "data.validation", "train.eval_samples"  # keys that say which samples are evaluated
+
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -61,7 +63,7 @@ class Recovery:
     """The stability system of one training process, which resumes from `state`.
 
     settle: waits until no checkpoint is in progress, so that existing ones can be counted; changed: see `Origin`;
-    held_out: this rank's validation samples.
+    held_out: this rank's validation samples; sets: see `ProbeWatch`.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Recovery:
         settle: Callable[[], None] = lambda: None,
         changed: Sequence[str] = (),
         held_out: Sequence[MicroBatch] = (),
+        sets: int = 1,
     ) -> None:
         self.parts, self.config, self.settings = parts, parts.config, parts.config.stability
         self.engine, self.loader, self.run, self.log = parts.engine, parts.loader, parts.run, parts.log
@@ -96,7 +99,7 @@ class Recovery:
             SampleWatch(parts, self.incident_log),
             trends,
             StartSigns(self.config, parts.source, parts.log),
-            ProbeWatch(parts.engine, parts.loader, held_out, parts.log),
+            ProbeWatch(parts.engine, parts.loader, held_out, parts.log, sets),
             TensorWatch(parts.engine),
         )
         self.hardware, self.samples = self.watches.hardware, self.watches.samples
@@ -105,6 +108,8 @@ class Recovery:
                 StabilityStateDropped(step=state.step, problem=problem),
                 say=f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}",
             )
+        if any(change.startswith(EVALUATED) for change in changed):
+            trends.state.evaluations = []  # of other samples
         origin = Origin(parts.run, self.config, state, changed, parts.log)
         self.points = Points(parts, origin, self.hardware.state.current, memory.rate)
         self.last_resort = LastResort(parts, self.guard, self.incident_log, self.points, settle)

@@ -124,9 +124,10 @@ def identity_of(
     and the grid of trials, of which a study may get more, but not other ones. Raises DataError for a corpus that cannot
     be read."""
     c = config
-    corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, [])
+    corpora = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, [], c.data.validation)
     tree = config.model_dump(mode="json", exclude={"run": {"dir", "seed"}})
-    return {"kind": kind, "recipe": tree, "corpora": corpora.fingerprints, "grid": dict(grid)}
+    own = {"validation": corpora.held_out.names[0]} if c.data.validation else {}
+    return {"kind": kind, "recipe": tree, "corpora": corpora.fingerprints, **own, "grid": dict(grid)}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

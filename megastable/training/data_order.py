@@ -59,6 +59,10 @@ class DataOrder:
         """The samples left in the order, by the current skip ledger."""
         return self.skipping.selection(self.source.order, self.strict)
 
+    def _open(self, lines: list[Line]) -> Corpora:
+        c = self.config
+        return open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, lines, c.data.validation)
+
     # Against the checkpoint's order
 
     def exchanged_since(self, saved: RunState) -> list[ExchangeEntry] | None:
@@ -74,12 +78,12 @@ class DataOrder:
 
     def undo(self, later: list[ExchangeEntry], saved: RunState, found: Path) -> None:
         """Continue in the order that the checkpoint `found` knew."""
-        c, corpora, name = self.config, self.corpora, self.run.blends.name
+        corpora, name = self.corpora, self.run.blends.name
         reason = f"{found.name} has read these samples already, and no good checkpoint has not"
         undone = [entry.undone(reason, saved.step) for entry in reversed(later)]
         first(lambda: append_all(self.run.blends, undone))
         lines: list[Line] = [*corpora.blends, *corpora.exchanges, *undone]
-        self.corpora = agree(lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, lines))
+        self.corpora = agree(lambda: self._open(lines))
         self.log.emit(
             ExchangesUndone(step=saved.step, lines=len(undone), reason=reason),
             say=f"note: {reason}: {plural(len(undone), 'line')} of {name} that put them off are undone",
@@ -106,7 +110,7 @@ class DataOrder:
 
     def follow_blend(self, state: RunState) -> None:
         """Write down the blend, from the first block that has not been read yet."""
-        corpora, c = self.corpora, self.config
+        corpora = self.corpora
         begins = self.anew or not corpora.blends
         # Before the first step, the corpora may have changed, too.
         others = not state.step and corpora.blends and corpora.blends[-1].corpora != corpora.shares
@@ -115,9 +119,7 @@ class DataOrder:
         position = 0 if begins else -(-state.cursor // BLOCK) * BLOCK
         entry = BlendEntry(position=position, corpora=corpora.shares, step=state.step)
         blends: list[Line] = [*corpora.blends, *corpora.exchanges, entry]
-        self.corpora = agree(
-            lambda: open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed, blends)
-        )
+        self.corpora = agree(lambda: self._open(blends))
         # The blend last: after a crash in between, a restart repeats both.
         moved = 0 if begins else first(lambda: self._move_skips(corpora, position))
         first(lambda: append(self.run.blends, entry))

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from megastable.base.collectives import agree
 from megastable.config.tree import TrainConfig
-from megastable.data.held_out import CorpusSamples, HeldOut, corpus_samples
+from megastable.data.held_out import CorpusSamples, HeldOut, corpus_samples, samples_in_turn
 from megastable.data.loader import Loader, MicroBatch
 from megastable.data.source import Source
 from megastable.engine.engine import Engine
@@ -21,12 +22,14 @@ from megastable.run.events.training_events import Evaluated
 @dataclass(frozen=True)
 class Evaluation:
     """This rank's share of the samples, padded to whole micro-batches on every rank. samples: how many of the first
-    ones are the blend's; places: of the samples of each corpus among all of them."""
+    ones are the blend's; places: of the samples of each corpus among all of them; sets: of which the first samples hold
+    one each."""
 
     engine: Engine
     micro_batches: list[MicroBatch]
     samples: int
     places: Mapping[str, list[int]]
+    sets: int = 1
 
     @classmethod
     def of(
@@ -40,14 +43,26 @@ class Evaluation:
             return None
         computed = -(-config.eval_samples // unit) * unit
         count = config.eval_samples_per_corpus
-        if count is None:  # so that all corpora together cost at most as much as the blend does
+        if count is None or (held_out.in_turn and not count):
+            # So that all corpora together cost at most as much as the blend does.
             count = -(-config.eval_samples // len(held_out.at_first))
+        if held_out.in_turn:
+            of_sets = samples_in_turn(blend.order, count)
+
+            def read_sets() -> list[MicroBatch]:
+                with loader(blend, unit) as batches:
+                    return batches.read(_padded(of_sets.further, unit))
+
+            sets, several = (
+                len(of_sets.places),
+                len(of_sets.places) > 1 and config.eval_samples_per_corpus != 0,
+            )
+            places = of_sets.places if several else {}
+            return cls(engine, agree(read_sets), len(of_sets.further), places, sets)
         of_corpora = CorpusSamples(np.empty(0, np.int64), {})
         if alone is not None and count:
             of_corpora = corpus_samples(blend.order, computed, alone.order, count)
-        further = of_corpora.further
-        # Padded with the first one of them, whose losses count once all the same.
-        further = np.append(further, np.repeat(further[:1], -len(further) % unit))
+        further = _padded(of_corpora.further, unit)
 
         def read() -> list[MicroBatch]:
             with loader(blend, computed) as batches:
@@ -71,3 +86,8 @@ class Evaluation:
             step=step, loss=float(losses[: self.samples].mean()), samples=self.samples,
             seconds=round(time.perf_counter() - begin, 3), **({"corpora": corpora} if corpora else {}),
         )  # fmt: skip
+
+
+def _padded(positions: npt.NDArray[np.int64], unit: int) -> npt.NDArray[np.int64]:
+    """A multiple of `unit` positions: the first one again at the end, whose loss counts once all the same."""
+    return np.append(positions, np.repeat(positions[:1], -len(positions) % unit))

@@ -91,7 +91,8 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
     def read() -> tuple[RunConfig, Corpora]:
         # A new run's directory does not exist yet.
         blends = read_blends(RunDirectory(config.run.dir).blends) if config.run.dir is not None else []
-        corpora = open_corpora(config.data.corpora, config.model.sequence_length, config.run.seed, blends)
+        data, length = config.data, config.model.sequence_length
+        corpora = open_corpora(data.corpora, length, config.run.seed, blends, data.validation)
         size = config.model.vocab_size or corpora.vocab_size
         if size < corpora.vocab_size:
             raise ConfigError(

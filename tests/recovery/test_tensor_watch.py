@@ -120,6 +120,26 @@ def test_a_trend_is_continued_on_the_same_samples_alone() -> None:
         again.load_state_dict(saved | {"looks": "rising"})
 
 
+def test_a_probe_has_samples_of_every_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of validation data of one's own the first samples are one of each set; a fifth of a small batch is fewer."""
+    from megastable.recovery import damage_watch
+
+    batches: list[Any] = [SimpleNamespace(tokens=torch.full((1, 8), i)) for i in range(9)]
+    evaluated = list[Any]()
+
+    def evaluate(chosen: list[Any]) -> torch.Tensor:
+        evaluated.append([int(batch.tokens[0, 0]) for batch in chosen])
+        return torch.ones(len(chosen))
+
+    engine, log = SimpleNamespace(evaluate=evaluate), SimpleNamespace(emit=lambda event: None)
+    for batch, unit, sets in ((10, 1, 1), (10, 1, 5), (10, 2, 5), (40, 1, 5)):
+        loader = SimpleNamespace(batch=batch, unit=unit)
+        with monkeypatch.context() as patched:
+            patched.setattr(damage_watch, "first", lambda action: None)
+            damage_watch.ProbeWatch(engine, loader, batches, log, sets).look(25)  # type: ignore[arg-type]
+    assert [len(chosen) for chosen in evaluated] == [2, 5, 3, 8]
+
+
 def test_rates_of_undone_steps_do_not_count() -> None:
     from megastable.recovery import damage_watch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from megastable.base.errors import ConfigError, MegastableError
 from megastable.checkpoint.plain import load_plain
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import Corpora, open_corpora
-from megastable.data.held_out import corpus_samples
+from megastable.data.held_out import corpus_samples, samples_in_turn
 from megastable.data.manifest import Manifest, Stream
-from megastable.data.order import Order, OrderedCorpus
+from megastable.data.order import BLOCK, Order, OrderedCorpus
 from megastable.data.source import Source
 from megastable.model.loss import cross_entropy
 from megastable.run.directory import RunDirectory
@@ -98,7 +100,9 @@ def alone(data: Path, name: str, count: int) -> Any:
 
 
 def opened(made: RunConfig) -> Corpora:
-    return open_corpora(made.data.corpora, made.model.sequence_length, made.run.seed)
+    return open_corpora(
+        made.data.corpora, made.model.sequence_length, made.run.seed, validation=made.data.validation
+    )
 
 
 @pytest.mark.quick("one")
@@ -249,3 +253,165 @@ def test_every_sample_of_a_corpus_is_computed_once(count: int, computed: int) ->
         mine = [[*of_blend, *further][place] for place in found.places[name]]
         order = Order([OrderedCorpus(name, of, 1.0)], 10, 5)
         assert mine == samples(order, np.arange(min(count, (of - 1) // 10)))
+
+
+# Sets of one's own
+
+SETS = ("medium", "plain", "few")  # the first one has a split of its own, of which nothing is made here
+
+
+@pytest.fixture(scope="module")
+def sets(data: Path) -> Path:
+    """As `data`, with a set of fewer samples than are asked for."""
+    write_corpus(data / "few", 3 * LENGTH + 1, 9, 0.0)
+    return data
+
+
+def with_sets(made: RunConfig, *given: dict[str, Any]) -> RunConfig:
+    tree = made.model_dump(mode="json")
+    return RunConfig.model_validate(tree | {"data": tree["data"] | {"validation": list(given)}})
+
+
+def of_set(folder: Path, name: str, count: int) -> Any:
+    """The first samples of all the text of a folder, in the order of a corpus of that name: int64 [n, L + 1]."""
+    manifest = Manifest.load(folder)
+    whole = [segment for segments in manifest.splits.values() for segment in segments]
+    stream = Stream(folder, manifest.model_copy(update={"splits": {"all": whole}}), "all")
+    order = Order([OrderedCorpus(name, stream.tokens, 1.0)], LENGTH, 1234)
+    return Source(order, [stream], 0).samples(np.arange(min(count, order.sequences[0])))
+
+
+@pytest.mark.quick("one")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_set_of_ones_own_has_a_loss_and_the_mean_is_over_all(
+    sets: Path, tmp_path: Path, layout: str
+) -> None:
+    world, parallel = LAYOUTS[layout]
+    given = [{"path": str(sets / name), "name": f"own {name}"} for name in SETS]
+    made = with_sets(config(sets, tmp_path / "run", {"big": 0.9, "small": 0.1}, parallel), *given)
+    assert run_ranks(world, train, made) == [0] * world
+    (found,) = evaluated(tmp_path / "run")
+    tokens = {f"own {name}": of_set(sets / name, f"own {name}", EACH) for name in SETS}
+    assert {name: told["samples"] for name, told in found["corpora"].items()} == {
+        name: len(mine) for name, mine in tokens.items()
+    }
+    for name, mine in tokens.items():
+        loss = plain_loss(tmp_path / "run", STEPS, mine)
+        assert found["corpora"][name]["loss"] == pytest.approx(loss, abs=1e-6)
+    assert found["samples"] == sum(map(len, tokens.values()))
+    everything = plain_loss(tmp_path / "run", STEPS, np.concatenate(list(tokens.values())))
+    assert found["loss"] == pytest.approx(everything, abs=1e-6)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert set(summary["val_loss_by_corpus"]) == set(tokens)
+
+
+@pytest.mark.slow
+def test_losses_of_other_samples_are_not_compared(sets: Path, tmp_path: Path) -> None:
+    """A run goes on with a set of its own: that this is harder is no overfitting."""
+    both = {"eval_interval": 1, "eval_samples": 8}
+    run_ranks(1, train, config(sets, tmp_path / "run", {"big": 1.0}, {}, train=both | {"steps": 2}))
+    made = config(sets, tmp_path / "run", {"big": 1.0}, {}, train=both | {"steps": 4})
+    run_ranks(1, train, with_sets(made, {"path": str(sets / "few")}))
+    state = json.loads((tmp_path / "run/checkpoints/step-4/state.json").read_text())
+    assert [one["step"] for one in state["stability"]["trends"]["evaluations"]] == [3]
+    state = json.loads((tmp_path / "run/checkpoints/step-2/state.json").read_text())
+    assert [one["step"] for one in state["stability"]["trends"]["evaluations"]] == [1]
+
+
+def test_the_order_does_not_depend_on_sets_of_ones_own(sets: Path, tmp_path: Path) -> None:
+    plain = config(sets, tmp_path / "run", {"big": 0.9, "plain": 0.1}, {})
+    own = with_sets(plain, {"path": str(sets / "medium")}, {"path": str(sets / "few")})
+    without, with_them = opened(plain), opened(own)
+    assert without.order_fingerprint == with_them.order_fingerprint
+    positions = np.arange(2 * BLOCK)
+    assert (without.train.samples(positions) == with_them.train.samples(positions)).all()
+
+
+def test_the_first_samples_are_some_of_every_set(sets: Path, tmp_path: Path) -> None:
+    paths = [{"path": str(sets / name)} for name in SETS]
+    order = opened(with_sets(config(sets, tmp_path / "run", {"big": 1.0}, {}), *paths)).held_out.blend
+    assert order is not None
+    found = samples_in_turn(order.order, EACH)
+    corpora = order.order.locate(found.further).corpus.tolist()
+    few = order.order.sequences[2]
+    assert few < EACH and corpora == [0, 1, 2] * few + [0, 1] * (EACH - few)
+    assert sorted(place for mine in found.places.values() for place in mine) == list(range(len(corpora)))
+
+
+def test_a_corpus_that_is_trained_on_gives_its_validation_split(sets: Path, tmp_path: Path) -> None:
+    made = config(sets, tmp_path / "run", {"big": 0.9, "plain": 0.1}, {})
+    (stream,) = opened(with_sets(made, {"path": str(sets / "big")})).held_out.blend.streams  # type: ignore[union-attr]
+    assert stream.tokens == Manifest.load(sets / "big").tokens("validation")
+    with pytest.raises(ConfigError, match=r"the run trains on all of .*plain: name another folder"):
+        opened(with_sets(made, {"path": str(sets / "plain")}))
+
+
+def missing(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def cut(folder: Path) -> None:
+    with (folder / "part-0.bin").open("r+b") as file:
+        file.truncate(100)
+
+
+def without_index(folder: Path) -> None:
+    (folder / "part-0.idx").unlink()
+
+
+def torn(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def foreign(folder: Path) -> None:
+    manifest = Manifest.load(folder)
+    other = manifest.tokenizer.model_copy(update={"xxh3": "1" * 32})
+    manifest.model_copy(update={"tokenizer": other}).save(folder)
+
+
+def outside(folder: Path) -> None:
+    """Ids that no token has."""
+    file = folder / "part-0.bin"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+def short(folder: Path) -> None:
+    shutil.rmtree(folder)
+    write_corpus(folder, 1, 11, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (missing, "manifest.json is not there: .*own is not a prepared corpus"),
+        (cut, "part-0.bin has 100 bytes, the manifest says"),
+        (without_index, "part-0.idx"),
+        (torn, "manifest.json is not JSON"),
+        (foreign, "data.validation: .*own was made with another tokenizer than"),
+        (short, "data.validation: corpus 'own' has .* tokens, a sequence needs"),
+        (outside, "part-0.bin: token .* outside of the vocabulary"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_damaged_sets_are_refused_before_training(
+    data: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    folder = tmp_path / "own"
+    write_corpus(folder, 10 * LENGTH, 5, 0.0)
+    damage(folder)
+    made = with_sets(config(data, tmp_path / "run", {"big": 1.0}, {}), {"path": str(folder)})
+    with pytest.raises(MegastableError, match=words):
+        read_all(made)
+
+
+def read_all(made: RunConfig) -> None:
+    """As the start does."""
+    held_out = opened(made).held_out.blend
+    assert held_out is not None
+    held_out.samples(samples_in_turn(held_out.order, EACH).further)
+
+
+def test_two_sets_of_one_name_are_refused(sets: Path, tmp_path: Path) -> None:
+    twice = [{"path": str(sets / "few")}, {"path": str(sets / "medium"), "name": "few"}]
+    with pytest.raises(ConfigError, match=r"data.validation: two sets are named 'few'"):
+        opened(with_sets(config(sets, tmp_path / "run", {"big": 1.0}, {}), *twice))

@@ -193,7 +193,9 @@ def _samples(
     drawn = torch.Generator().manual_seed(seed)
     found = [("random tokens", torch.randint(vocabulary, (ROWS, length), generator=drawn))]
     try:
-        source = open_corpora(run.data.corpora, length, run.run.seed).validation
+        source = open_corpora(
+            run.data.corpora, length, run.run.seed, validation=run.data.validation
+        ).validation
         if source is not None:
             text = torch.from_numpy(source.samples(np.arange(ROWS)))[:, :-1]
             if int(text.max()) < vocabulary:

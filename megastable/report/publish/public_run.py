@@ -22,6 +22,7 @@ from megastable.base import jsonl
 from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.config.recipe import find
+from megastable.config.section import seconds_of
 from megastable.report.publish.known_words import is_known
 from megastable.report.publish.redaction import (
     HASH,
@@ -48,9 +49,9 @@ BLENDED = ("blend_changed", "mix_changed")  # events whose `old` and `new` have 
 # Keys of the recipe that hold names, addresses, paths or programs. Any other text that is not megastable's own is left
 # out as well.
 NOT_OF_RECIPE = {
-    "run.dir", "run.name", "deepspeed", "checkpoint.staging", "stability.snapshots.copies.folder", "eval.command",
-    "eval.scratch", "logging.project", "logging.tracker_command", "supervise.command", "supervise.webhook",
-    "supervise.interface", "supervise.metrics_address", "supervise.metrics_port",
+    "run.dir", "run.name", "deepspeed", "data.validation", "checkpoint.staging", "stability.snapshots.copies.folder",
+    "eval.command", "eval.scratch", "logging.project", "logging.tracker_command", "supervise.command",
+    "supervise.webhook", "supervise.interface", "supervise.metrics_address", "supervise.metrics_port",
 }  # fmt: skip
 CURRENCY = re.compile(r"[A-Z]{3}|[€$£¥]")
 CORPORA = "corpora"  # where the recipe says that they are
@@ -215,11 +216,13 @@ def _section(tree: Any, prefix: str, redact: Redactor, without: list[str]) -> di
                 else []
             )
         elif path in NOT_OF_RECIPE or WITHHELD in key:
-            if value is not None:
+            if value not in (None, []):
                 without.append(f"{prefix}{key}")
         elif isinstance(value, Mapping):
             found[key] = _section(value, f"{path}.", redact, without)
-        elif path == "supervise.currency" and CURRENCY.fullmatch(str(value)):
+        elif (path == "supervise.currency" and CURRENCY.fullmatch(str(value))) or (
+            path == "checkpoint.interval" and seconds_of(str(value)) is not None
+        ):
             found[key] = value
         elif WITHHELD in (told := as_json(redact.tree(value))):
             without.append(path)
