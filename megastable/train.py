@@ -29,7 +29,6 @@ from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, 
 from megastable.base.hardware import peak_tflops
 from megastable.base.software import software
 from megastable.config.tree import RunConfig
-from megastable.engine.measured import Measured
 from megastable.engine.watch import Ballot
 from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import scheduled_rate
@@ -93,9 +92,7 @@ class Trainer:
             ))  # fmt: skip
             self.checkpoints.begin(self.state.step, saved=start.restored is None)
             parts = RunParts(c, self.engine, loader, self.run, order.skipping, self.log, heart.phase)
-            held_out, sets = (
-                (self.evaluation.micro_batches, self.evaluation.sets) if self.evaluation else ([], 1)
-            )
+            held_out, sets = (e.micro_batches, e.sets) if (e := self.evaluation) else ([], 1)
             settle = self.checkpoints.settle
             self.recovery = Recovery(parts, self.state, settle, start.suspects, held_out, sets)
             self.copies = MemoryCopies(
@@ -173,7 +170,7 @@ class Trainer:
                 continue
             if not outcome.rewound:
                 end_if_all_refused(result, recovery)
-                outcome = recovery.inspect(result, self._saves(measured))
+                outcome = recovery.inspect(result, self._saves(ballot))
             if not outcome.rewound:
                 self.checkpoints.stepped(state.step, applied and recovery.calm, ballot["checkpoint"])
                 if self.checkpoints.ill is not None:
@@ -237,10 +234,10 @@ class Trainer:
             **self.recovery.watches.ballot(self.state.step),
         }
 
-    def _saves(self, measured: Measured) -> bool:
-        """Whether a checkpoint follows the step that was measured."""
+    def _saves(self, ballot: Ballot) -> bool:
+        """Whether a checkpoint follows the step with these sums of the ballots."""
         last = self.stopping or self.state.step >= self.config.train.steps
-        return last or self.checkpoints.is_due(self.state.step, measured.ballot["save"])
+        return last or self.checkpoints.is_due(self.state.step, ballot["save"])
 
     def _leave(self, done: StepResult) -> StepOutcome:
         """Go back from a state that was found not to be finite when it was to be saved."""
