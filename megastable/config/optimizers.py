@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -28,6 +28,9 @@ CLIPPINGS_WITH: Mapping[str, frozenset[str]] = {
 }
 
 
+Density = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
 class SpamConfig(Section):
     """`spam` (arXiv:2501.06842)."""
 
@@ -37,6 +40,9 @@ class SpamConfig(Section):
     """Elements of the gradient whose square is above this times their second moment are clipped to it."""
     warmup: NonNegativeInt = 150
     """Length of the warm-up after every reset, on top of the schedule's; at most `interval`. [updates]"""
+    density: Density = 1.0
+    """Sparse momentum (section 3.3): share of each matrix's elements that have moments and are trained in a period,
+    drawn anew at every reset; 1: all."""
 
 
 class StableSpamConfig(Section):
@@ -48,6 +54,8 @@ class StableSpamConfig(Section):
     """Decay rate of the average of a tensor's largest |gradient|, above which elements are scaled down; below 1."""
     norm_decays: tuple[Fraction, Fraction] = (0.7, 0.9)
     """Decay rates of the averages of a tensor's gradient norm and of its square; both below 1."""
+    density: Density = 1.0
+    """Sparse momentum, as of `spam`."""
 
 
 class AdafactorConfig(Section):

@@ -34,16 +34,24 @@ class AdamPieces(PieceOptimizer):
     def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps)
 
-    def adamw(self, piece: Piece, at: slice, rate: float, count: int, gradient: Tensor | None = None) -> None:
+    def adamw(
+        self, piece: Piece, at: slice, rate: float, count: int, gradient: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """AdamW's update of a part of a piece, in place. count: of the updates that its averages see, this one
-        included. gradient: of the part, in place of the piece's."""
+        included. gradient: of the part, in place of the piece's. chosen: bool, the elements to update; the others
+        keep their weight, and moments of zero."""
         weight, group = piece.weight[at], piece.group
-        before = weight.clone() if self.recording else weight
+        before = weight.clone() if self.recording or chosen is not None else weight
+        if chosen is not None:
+            gradient = torch.where(chosen, piece.gradient[at] if gradient is None else gradient, 0.0)
         moments = [piece.state[kind][at] for kind in self.kinds]
         fused.update(
             (weight, piece.gradient[at] if gradient is None else gradient, *moments), count_of(count, weight),
             rate, group["betas"], group["eps"], group["weight_decay"],
         )  # fmt: skip
+        if chosen is not None:  # weight decay has changed the others, too
+            weight.copy_(torch.where(chosen, weight, before))
         if self.recording and piece.fragment.counted:
             self.sizes.append(UpdateSize.of(piece.name, weight - before))
 

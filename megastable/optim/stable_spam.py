@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megastable.optim.adam_pieces import AdamPieces, chunks
 from megastable.optim.pieces import Piece
-from megastable.optim.spam import forget, since_reset
+from megastable.optim.spam import draw, forget, since_reset
 
 KIND = "gradient_sizes"  # of a parameter: running averages of its largest |g|, its norm, and the square of its norm
 
@@ -20,7 +20,8 @@ class StableSpam(AdamPieces):
 
     AdaClip: with T the average of max |g|, elements above T become g T / max |g|. AdaGN: g is scaled to the norm
     n / (sqrt(s) + eps), with n and s the averages of its norm and of the norm's square. MoRet: moments and bias
-    correction begin anew every `interval` updates. The three averages, corrected for bias, do not.
+    correction begin anew every `interval` updates. The three averages, corrected for bias, do not. With a `density`
+    below 1 momentum is sparse, as SPAM's; AdaClip and AdaGN see whole tensors.
 
     They are shared state, fp64 [3] for every parameter. Two all-reduces of a number per parameter and update.
     """
@@ -35,9 +36,10 @@ class StableSpam(AdamPieces):
         interval: int = 1000,
         max_decay: float = 0.999,
         norm_decays: tuple[float, float] = (0.7, 0.9),
+        density: float = 1.0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps)
-        self.interval, self.decays = interval, (max_decay, *norm_decays)
+        self.interval, self.decays, self.density = interval, (max_decay, *norm_decays), density
 
     def update(self, pieces: Sequence[Piece], step: int) -> None:
         parts = [(piece, at) for piece in pieces for at in chunks(piece)]
@@ -76,9 +78,11 @@ class StableSpam(AdamPieces):
         count = since_reset(step, self.interval)
         for piece in pieces if count == 1 else ():
             forget(piece)
+        period = (step - 1) // self.interval
+        chosen = {piece.fragment: draw(piece, period, self.density, self.at.tensor) for piece in pieces}
         for index, (piece, at) in enumerate(parts):
             gradient = clipped_part(index) * self._at(piece, scales)
-            self.adamw(piece, at, piece.group["lr"], count, gradient)
+            self.adamw(piece, at, piece.group["lr"], count, gradient, chosen[piece.fragment](at))
 
     def _averages(self) -> Tensor:
         """[parameters, 3], in their order; zeros before the first update."""

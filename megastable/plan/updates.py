@@ -39,6 +39,9 @@ def cost(o: OptimizerConfig) -> UpdateCost:
     found = _COSTS[o.name]
     if o.name == "adamw" and o.moments == "bf16":
         return UpdateCost(2, 2, 20, 0)
+    if (o.name == "spam" and o.spam.density < 1) or (o.name == "stable_spam" and o.stable_spam.density < 1):
+        # The hash of each element, 8 bytes, and what it chooses.
+        return UpdateCost(found.matrices, found.vectors, found.bytes + 240, found.scratch + 8)
     if o.name == "adafactor" and o.adafactor.momentum:
         return UpdateCost(1, 2, found.bytes + 28, found.scratch)
     return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -120,6 +123,47 @@ class Spam(Adam):
         return scale * lr * (self.adam(name, g, age) + decay * p)
 
 
+def splitmix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finalizer (doi:10.1145/2660193.2660195), of unsigned numbers."""
+    x = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sparse(name: str, p: Tensor, period: int, density: float) -> Tensor:
+    """M of arXiv:2501.06842, algorithm 1: rand < d for each element of a matrix; vectors are whole."""
+    if p.dim() != 2:
+        return torch.ones_like(p, dtype=torch.bool)
+    key = hashlib.blake2b(f"{period} {name}".encode(), digest_size=8).digest()
+    counts = np.arange(1, p.numel() + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    uniform = (splitmix(counts + np.frombuffer(key, "<u8")) >> np.uint64(32)).astype(np.float64) / 2**32
+    return torch.from_numpy(uniform < density).view(p.shape)
+
+
+class SparseSpam(Rule):
+    """arXiv:2501.06842, algorithm 1, in fp64: g, m and v are those of M alone, and so is the update."""
+
+    interval, threshold, warmup, density = 4, 30.0, 3, 0.4
+
+    def change(self, name: str, p: Tensor, g: Tensor, lr: float, decay: float) -> Tensor:
+        periods, age = divmod(self.t - 1, self.interval)
+        mask = sparse(name, p, periods, self.density)
+        w, g, age = p.double()[mask], g.double()[mask], age + 1
+        if age == 1:
+            self.m[name], self.v[name] = torch.zeros_like(p).double(), torch.zeros_like(p).double()
+        m, v = self.m[name][mask], self.v[name][mask]
+        spikes = (g**2 > self.threshold * v) & (v != 0)
+        self.acted += int(spikes.sum())
+        g[spikes] = g[spikes].sign() * (self.threshold * v[spikes]).sqrt()
+        m, v = 0.9 * m + (1 - 0.9) * g, 0.95 * v + (1 - 0.95) * g**2
+        self.m[name][mask], self.v[name][mask] = m, v
+        scale = 1 - 0.5 * (1 + math.cos(math.pi * min(age, self.warmup) / self.warmup))
+        step = (m / (1 - 0.9**age)) / ((v / (1 - 0.95**age)).sqrt() + 1e-8) + decay * w
+        found = torch.zeros_like(p).double()
+        found[mask] = scale * lr * step
+        return found.to(p.dtype)
+
+
 class StableSpam(Adam):
     """arXiv:2502.17055, algorithm 1, with a reset before updates 1, 5, 9."""
 
@@ -141,7 +185,18 @@ class StableSpam(Adam):
         mean, square = g1 * mean + (1 - g1) * norm, g2 * square + (1 - g2) * norm**2
         wanted = mean / (1 - g1**t) / (math.sqrt(square / (1 - g2**t)) + self.eps)
         self.shared[f"gradient_sizes/{name}"] = torch.tensor([limit, mean, square], dtype=torch.float64)
-        return lr * (self.adam(name, g / norm * wanted if norm else g, age) + decay * p)
+        g = (g / norm * wanted if norm else g) * self.mask(name, p)
+        return lr * (self.adam(name, g, age) + decay * p) * self.mask(name, p)
+
+    def mask(self, name: str, p: Tensor) -> Tensor:
+        return torch.ones_like(p)
+
+
+class SparseStableSpam(StableSpam):
+    """With the sparse momentum of SPAM."""
+
+    def mask(self, name: str, p: Tensor) -> Tensor:
+        return sparse(name, p, (self.t - 1) // self.interval, 0.4).float()
 
 
 class Adafactor(Rule):

@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {},
     "spam": {"spam": {"interval": 7, "threshold": 30.0, "warmup": 3}},
     "stable_spam": {"stable_spam": {"interval": 7, "max_decay": 0.8}},
+    "spam-sparse": {"spam": {"interval": 7, "threshold": 30.0, "warmup": 3, "density": 0.4}},
     "adafactor": {},
     "adafactor-momentum": {"adafactor": {"momentum": 0.9}},
 }

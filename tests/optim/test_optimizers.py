@@ -23,6 +23,13 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "stable_spam": (
         {"name": "stable_spam", "stable_spam": {"interval": 4, "max_decay": 0.8}}, rules.StableSpam
     ),
+    "spam-sparse": (
+        {"name": "spam", "spam": {"interval": 4, "threshold": 30.0, "warmup": 3, "density": 0.4}}, rules.SparseSpam
+    ),
+    "stable_spam-sparse": (
+        {"name": "stable_spam", "stable_spam": {"interval": 4, "max_decay": 0.8, "density": 0.4}},
+        rules.SparseStableSpam,
+    ),
     "adafactor": ({"name": "adafactor"}, rules.Adafactor),
     "adafactor-momentum": (
         {"name": "adafactor", "adafactor": {"momentum": 0.8}}, rules.AdafactorMomentum
@@ -141,6 +148,8 @@ HELD = {
     "lamb": BOTH,
     "spam": BOTH,
     "stable_spam": BOTH,
+    "spam-sparse": BOTH,
+    "stable_spam-sparse": BOTH,
     "adafactor-momentum": ("exp_avg",),
     "muon": ("exp_avg",),
     "muon-clip": (),
