@@ -453,7 +453,9 @@ def test_the_command_refuses_an_empty_recipe(
 
 RECIPES = sorted((ROOT / "launch/recipes").glob("*.yaml"))
 # The batch of each in tokens a step, as published for models of its size.
-TOKENS = {"125m": 0.5e6, "350m": 0.5e6, "1.3b": 1e6, "7b": 4e6, "70b": 16e6, "405b": 16e6}
+TOKENS = {
+    "125m": 0.5e6, "350m": 0.5e6, "1.3b": 1e6, "1.3b-fp8": 1e6, "7b": 4e6, "7b-fp8": 4e6, "70b": 16e6, "405b": 16e6,
+}  # fmt: skip
 
 
 def test_the_sizes_are_all_there() -> None:
@@ -486,7 +488,8 @@ def test_a_recipe_has_the_size_of_its_name(name: str) -> None:
     tokens_in_all = re.search(r"([\d.]+)([BT])\s+tokens in all", header.replace("\n#", ""))
     assert vocabulary is not None and tokens_in_all is not None
     c = load(path, [f"model.vocab_size={vocabulary[1].replace(',', '')}"])
-    wanted = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+    size = name.removesuffix("-fp8")
+    wanted = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     assert parameters(c.model) == pytest.approx(wanted, rel=0.1)
     tokens = c.train.global_batch * c.model.sequence_length
     assert tokens == pytest.approx(TOKENS[name], rel=0.06)
@@ -494,6 +497,14 @@ def test_a_recipe_has_the_size_of_its_name(name: str) -> None:
     assert tokens * c.train.steps == pytest.approx(said, rel=0.05)
     # At least the 20 tokens a parameter of Hoffmann et al., arXiv:2203.15556.
     assert tokens * c.train.steps > 20 * parameters(c.model)
+
+
+@pytest.mark.parametrize("name", [name for name in TOKENS if name.endswith("-fp8")])
+def test_an_fp8_recipe_is_the_plain_one_but_for_that(name: str) -> None:
+    fp8, plain = (load(ROOT / f"launch/recipes/{n}.yaml") for n in (name, name.removesuffix("-fp8")))
+    assert fp8.precision.fp8 is not None and fp8.precision.fp8.backend == "te"
+    without = fp8.precision.model_copy(update={"fp8": None})
+    assert fp8.model_copy(update={"precision": without}) == plain
 
 
 def test_learning_rates_fall_with_the_size() -> None:

@@ -303,6 +303,18 @@ def test_help_shows_examples() -> None:
     assert isinstance(load(ROOT / "launch/recipes/405b.yaml"), RunConfig)
 
 
+@pytest.mark.parametrize(("name", "gpus"), [("1.3b", 16), ("7b", 64)])
+def test_the_fp8_recipes_fit_and_are_faster(name: str, gpus: int, tmp_path: Path) -> None:
+    plain, fp8 = (
+        result(tmp_path, ROOT / f"launch/recipes/{recipe}.yaml", "--gpus", gpus, "--fixed", "--vocab", 32000)[
+            "own"
+        ]
+        for recipe in (name, f"{name}-fp8")
+    )
+    assert fp8["fits"] and plain["fits"]
+    assert 1.1 < plain["time"]["seconds"] / fp8["time"]["seconds"] < 1.5
+
+
 def test_fp8_beside_none_in_the_same_layout() -> None:
     code, out, _ = plan(SMALL, "--gpus", "8", "--fixed", "--fp8")
     assert code == 0
