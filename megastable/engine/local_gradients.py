@@ -6,9 +6,9 @@ signs s, and random weights w, so that rows that were swapped show as well; the 
 in fp32, then fp64: the checksum's own rounding stays at that of one row.
 
 The numbers, a `RankGradient` of every data rank, travel in the sum that every step makes for its gate, and
-hardware/gradient_consistency.py judges them. A step reads the gradient once more (GPUs: twice), and a rank's part of
-the sum once. BF16_Optimizer sums once in a step; ZeRO 2 and 3 sum every bucket of every micro-batch, and what is
-measured then is added up.
+hardware/gradient_consistency.py judges them. A step reads the gradient, and a rank's part of the sum, once more (GPUs:
+twice). BF16_Optimizer sums once in a step; ZeRO 2 and 3 sum every bucket of every micro-batch, and what is measured
+then is added up.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ SLACK = 64.0
 
 
 class RankGradient(NamedTuple):
-    """Of data rank d, 64 bytes, each number summed over all ranks.
+    """Of data rank d, 72 bytes, each number summed over all ranks.
 
     excess: what the checksums of slice d of every rank's gradient add up to, less that of the sum that rank d received.
     slices: squared norms of slice d of every rank's gradient. square: squared norm of rank d's gradient. dot, own,
     others: on a sample of slice d, dot product of rank d's gradient and the sum of the others', and both squared norms.
     stale: number of ranks of d whose gradient is that of the step before, bit for bit. zero: whose gradient is zero.
+    summed: squared norm of the sum that rank d received; as of `square`, a tensor of which ranks hold copies counts for
+    each of them.
 
     Without other data ranks it is of a rank (own_gradients.py): dot, own and others compare its gradient with its first
     moments, and there is no sum.
@@ -50,6 +52,7 @@ class RankGradient(NamedTuple):
     others: float
     stale: float
     zero: float
+    summed: float = 0.0
 
 
 COLUMNS = len(RankGradient._fields)
@@ -91,6 +94,7 @@ class LocalGradients:
         self.digest = torch.zeros(2, self._ranks, dtype=torch.float64, device=self._device)
         self.total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._size, self._compared = torch.zeros_like(self.total), self.total.new_zeros(3)
+        self._summed, self._receivers = torch.zeros_like(self.total), 1  # of one sum
 
     def before(self, gradients: Sequence[Tensor]) -> None:
         """gradients: flat fp32 buffers, whole, about to be summed; every rank receives its part."""
@@ -103,7 +107,8 @@ class LocalGradients:
 
     def before_whole(self, gradient: Tensor, receiver: int | None) -> None:
         """gradient: flat, fp32, about to be summed; one data rank receives the sum, None: all do."""
-        check, square = self._measured(gradient, True)
+        check, square = self._measured(gradient)
+        self._receivers = self._ranks if receiver is None else 1
         to = slice(None) if receiver is None else slice(receiver, receiver + 1)
         self.digest[:, to] += torch.stack((check, square))[:, None]
         self._size.add_(square)
@@ -111,7 +116,9 @@ class LocalGradients:
 
     def after(self, parts: Sequence[Tensor]) -> None:
         """parts: what this rank has received, the sums over the data ranks."""
-        self.total.add_(torch.stack([self._measured(part, False)[0] for part in parts]).sum())
+        check, square = torch.stack([self._measured(part) for part in parts]).sum(0)
+        self.total.add_(check)
+        self._summed.add_(square / self._receivers)
         own, self._own = self._own, []
         for mine, part in zip(own, parts, strict=True):
             self._compared.add_(products(mine, sample(part) - mine))
@@ -121,6 +128,7 @@ class LocalGradients:
         found = torch.zeros(self._ranks, COLUMNS, dtype=torch.float64, device=self._device)
         found[:, :2] = self.digest.T
         found[self._rank, 0] -= self.total
+        found[self._rank, 8] = self._summed
         self._tell(found[self._rank])
         return found.flatten()
 
@@ -141,7 +149,7 @@ class LocalGradients:
 
     def _one_by_one(self, slices: Tensor) -> Tensor:
         """fp64 [2, data ranks]: checksums and squared norms. A CPU has each piece of memory in its cache for both."""
-        return torch.stack([self._measured(part, True) for part in slices], 1)
+        return torch.stack([self._measured(part) for part in slices], 1)
 
     def _at_once(self, slices: Tensor) -> Tensor:
         """The same with a few kernels, however many data ranks there are."""
@@ -161,19 +169,18 @@ class LocalGradients:
             self._weights = (more + 0.5).to(self._signs.device)
         return self._weights[:rows]
 
-    def _measured(self, part: Tensor, norm: bool) -> Tensor:
-        """fp64 [2]: checksum, and squared norm if that is wanted."""
+    def _measured(self, part: Tensor) -> Tensor:
+        """fp64 [2]: checksum and squared norm."""
         rows = part.numel() // ROW
         table = part[: rows * ROW].view(rows, ROW)
         rest = part[rows * ROW :]
-        sums, norms = [], [torch.linalg.vector_norm(rest)] if norm else []
-        for chunk in table.split(CACHED if norm and not part.is_cuda else max(rows, 1)):
+        sums, norms = [], [torch.linalg.vector_norm(rest)]
+        for chunk in table.split(max(rows, 1) if part.is_cuda else CACHED):
             sums.append(torch.mv(chunk, self._signs))
-            if norm:
-                norms.append(torch.linalg.vector_norm(chunk))
+            norms.append(torch.linalg.vector_norm(chunk))
         whole = torch.dot(torch.cat(sums).double(), self._weights_of(rows))
         check = whole + torch.dot(rest, self._signs[: rest.numel()])
-        return torch.stack((check, torch.stack(norms).double().square().sum() if norm else check))
+        return torch.stack((check, torch.stack(norms).double().square().sum()))
 
 
 def sample(part: Tensor) -> Tensor:

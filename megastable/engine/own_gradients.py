@@ -26,7 +26,7 @@ class OwnGradients(LocalGradients):
     def columns(self) -> Tensor:
         """What this rank adds to the sum: fp64 [ranks x COLUMNS], on the device."""
         for gradient, moment in self._held():
-            found = self._measured(gradient, True)
+            found = self._measured(gradient)
             self.digest.add_(found[:, None])
             self._size.add_(found[1])
             if moment is not None:

@@ -37,10 +37,12 @@ def counted_once(parameter: nn.Parameter, topology: Topology) -> bool:
 class Wrapper(ABC):
     """DeepSpeed's wrapper `o` of the optimizer, on this rank. engine: DeepSpeed's.
 
-    known: DeepSpeed's own result for the gradient norm, in its own form, None where we compute it.
+    known: DeepSpeed's own result for the gradient norm, in its own form, None where we compute it. sums_apart: whether
+    the gradients of every micro-batch are summed over the data ranks by themselves.
     """
 
     norm: ClassVar[str]  # what computes the norm that the update clips by
+    sums_apart = False
 
     def __init__(self, o: Any, engine: Any, topology: Topology, device: torch.device) -> None:
         self.o, self.engine, self.topology, self.device = o, engine, topology, device
@@ -88,6 +90,11 @@ class Wrapper(ABC):
             self._measure_sums(self.local)
         elif layout.data == 1 < layout.world and self.beside_moments() is not None:
             self.local = OwnGradients(self.topology, self.device, lambda: self.beside_moments() or [])
+
+    @property
+    def divided_by(self) -> int:
+        """By what gradients are divided before they are summed over the data ranks, and so when `local` sees them."""
+        return 1
 
     def beside_moments(self) -> Pairs | None:
         """This rank's flat gradients with their first moments; None where they do not lie so in memory."""
@@ -230,6 +237,7 @@ class Zero12(_Linked):
         super().__init__(o, engine, topology, device)
         # ZeRO 2 divides 16-bit gradients before it sums them in fp32: division by 3 rounds each once more.
         o.gradient_average = False
+        self.sums_apart = o.partition_gradients
         patches.update_at_once(o)
 
     def _measure_sums(self, watch: LocalGradients) -> None:
@@ -277,6 +285,11 @@ class Zero3(Wrapper):
     """DeepSpeedZeroOptimizer_Stage3: the parameters are partitioned as well."""
 
     norm = "_get_norm_groups"
+    sums_apart = True
+
+    @property
+    def divided_by(self) -> int:
+        return self.topology.layout.data
 
     def _measure_sums(self, watch: LocalGradients) -> None:
         patches.measured_scattering(self.o, watch, self.topology.layout.data)

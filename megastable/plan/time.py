@@ -31,7 +31,7 @@ from megastable.plan.links import crossing, latency
 from megastable.plan.work import Operation
 
 DAY = 86_400.0
-BALLOT = 8  # numbers that piggyback on the gate's all-reduce in training, but for fingerprints and messages
+BALLOT = 9  # numbers that piggyback on the gate's all-reduce in training, but for fingerprints and messages
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megastable.plan.stage_matrices import stage_matrices, stage_rounds
 from megastable.plan.updates import cost
 
 FP32, FP64, INT32 = 4, 8, 4
-GRADIENT_COLUMNS = 8  # of engine/local_gradients.py
+GRADIENT_COLUMNS = 9  # of engine/local_gradients.py
 SUB_GROUP = 10**9  # elements on a rank that end a sub-group of ZeRO 3: DeepSpeed's default
 
 

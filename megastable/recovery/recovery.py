@@ -43,6 +43,7 @@ from megastable.run.events.stability_events import (
     Would,
 )
 from megastable.run.events.training_events import Warned
+from megastable.warnings.noise_scale import NoiseScaleWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 
@@ -101,6 +102,7 @@ class Recovery:
             StartSigns(self.config, parts.source, parts.log),
             ProbeWatch(parts.engine, parts.loader, held_out, parts.log, sets),
             TensorWatch(parts.engine),
+            NoiseScaleWatch(self.config, parts.engine, parts.log),
         )
         self.hardware, self.samples = self.watches.hardware, self.watches.samples
         for problem in [*lost, *self.watches.load_state_dicts(state.stability)]:

@@ -14,6 +14,7 @@ from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.recovery.damage_watch import ProbeWatch, TensorWatch
 from megastable.recovery.persisted_state import describe_invalid
 from megastable.recovery.sample_watch import SampleWatch
+from megastable.warnings.noise_scale import NoiseScaleWatch
 from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 
@@ -28,10 +29,11 @@ class Watches:
     signs: StartSigns
     probe: ProbeWatch
     tensors: TensorWatch
+    noise: NoiseScaleWatch
 
     def __iter__(self) -> Iterator[Watch]:
         yield from self.hardware.watches
-        yield from (self.samples, self.trends, self.signs, self.probe, self.tensors)
+        yield from (self.samples, self.trends, self.signs, self.probe, self.tensors, self.noise)
 
     def ballot(self, step: int) -> dict[str, Sequence[float]]:
         """As `Watch.ballot`, by name."""

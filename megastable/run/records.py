@@ -70,9 +70,10 @@ class StepRecord:
     the update was applied with smaller gradients. z: root of the mean squared log-partition. worst_*: see `Worst`.
     mfu_full and mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction:
     of the steps since it was last recorded. norm_kept: the share of the gradient's norm that clipping left, None if the
-    update was refused. fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. attempt: of the
-    supervisor, None without one. forward_seconds to other_seconds: of rank 0, see step_phases.py; on a GPU None in the
-    last record of a file, whose kernels still run when it is written. Other values that may be None: see
+    update was refused. noise_scale: the smoothed gradient noise scale in samples, None where there is no estimate
+    (warnings/noise_scale.py). fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. attempt: of
+    the supervisor, None without one. forward_seconds to other_seconds: of rank 0, see step_phases.py; on a GPU None in
+    the last record of a file, whose kernels still run when it is written. Other values that may be None: see
     `probe.Statistics`.
     """
 
@@ -104,6 +105,7 @@ class StepRecord:
     loss_scale: float
     clipped_fraction: float | None = None
     norm_kept: float | None = None
+    noise_scale: float | None = None
     parameter_norm: float | None = None
     second_moment_norm: float | None = None
     second_moment_max: float | None = None

@@ -48,8 +48,10 @@ class Observer:
         self.layers = Recorder(run.layers, 1, LAYER_SCHEMA)
         self._clips: list[bool] = []
 
-    def step(self, done: StepResult, statistics: LayerStatistics | None) -> None:
-        """Record and show a step."""
+    def step(
+        self, done: StepResult, statistics: LayerStatistics | None, noise_scale: float | None = None
+    ) -> None:
+        """Record and show a step. noise_scale: of the gradients, in samples."""
         state, batch, measured = done.state, done.batch, done.measured
         c, now = self.config, time.time()
         worst = worst_samples(
@@ -89,6 +91,7 @@ class Observer:
             memory=memory_gib(self.device),
             loss_scale=measured.loss_scale,
             norm_kept=done.kept if done.applied else None,
+            noise_scale=noise_scale,
             fp8=None if measured.fp8 is None else float(measured.fp8),
             attempt=self.attempt,
             **occasional,

@@ -60,8 +60,10 @@ class StepRecorder:
         incident = self.recovery.incident_log.incident is not None
         signs.after(state, statistics, incident)
         self.recovery.watches.trends.after(state, done.lr, done.applied, incident)
+        noise = self.recovery.watches.noise
+        noise.after(measured, state.step, done.applied)
         if self.observer is not None:
-            self.observer.step(done, statistics)
+            self.observer.step(done, statistics, noise.state.samples)
         if not done.applied:
             verdict, reason = self.recovery.refusal(measured)
             self.log.emit(Discarded(

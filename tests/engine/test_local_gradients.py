@@ -71,11 +71,12 @@ def test_the_columns_are_what_they_say(ranks: int) -> None:
     sent = gradients(ranks)
     watching = [rank(d, ranks) for d in range(ranks)]
     found = summed(watching, sent)
-    assert len(watching[0].columns()) * 8 == 64 * ranks == 8 * COLUMNS * ranks
+    assert len(watching[0].columns()) * 8 == 72 * ranks == 8 * COLUMNS * ranks
     wide = [torch.stack([b.double().view(ranks, -1) for b in buffers]) for buffers in zip(*sent, strict=True)]
     for d, row in enumerate(found):
         assert row.slices == pytest.approx(sum(float(w[:, d].square().sum()) for w in wide), rel=1e-3)
         assert row.square == pytest.approx(sum(float(w[d].square().sum()) for w in wide), rel=1e-3)
+        assert row.summed == pytest.approx(sum(float(w[:, d].sum(0).square().sum()) for w in wide), rel=1e-3)
         assert row.stale == row.zero == 0
         assert abs(row.excess) < bound_rounding(row.slices, ranks) / 2
         own = torch.cat([sampled(w[d, d]) for w in wide])

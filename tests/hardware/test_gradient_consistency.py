@@ -27,7 +27,7 @@ def columns_of(gradients: Sequence[np.ndarray], before: Sequence[np.ndarray] | N
         found += [
             0.0, float(sum(np.square(x[part]).sum() for x in gradients)), float(np.square(g).sum()),
             float(g[part] @ others), float(np.square(g[part]).sum()), float(np.square(others).sum()),
-            float(stale), float(not g.any()),
+            float(stale), float(not g.any()), float(np.square(total[part]).sum()),
         ]  # fmt: skip
     assert len(found) == n * COLUMNS
     return found

@@ -25,7 +25,7 @@ from megastable.run.events.training_events import Finished, Imported, Training, 
 from megastable.run.log import RunLog
 
 # In journals that there are: a name may come, none may go or change.
-NAMES = """alert baseline_anew baseline_reset batch_changed blend_changed branches_tried checkpoint checkpoint_failed
+NAMES = """alert baseline_anew baseline_reset batch_changed batch_far_off blend_changed branches_tried checkpoint checkpoint_failed
 checkpoint_healthy checkpoint_recovered checkpoint_rejected checkpoint_suspect clipping_anew config_changed
 discard_examined discarded ended evaluated exchanges_undone fell_back finished gradients_doubted handover
 hang hook_failed host_faulty

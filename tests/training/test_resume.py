@@ -102,6 +102,7 @@ def test_resume_is_bit_for_bit(name: str, corpus: Path, tmp_path: Path) -> None:
         "grad_norm",
         "lr",
         "z_loss",
+        "noise_scale",
         "worst_position",
     ):
         assert table.column(column).equals(again.column(column)), column

@@ -327,6 +327,19 @@ class Warned(Event):
         return f"warning: {self.get('text')}"
 
 
+class BatchFarOff(Event):
+    """The batch is far above or below the gradient noise scale (warnings/noise_scale.py), both in samples: a hint."""
+
+    NAME = "batch_far_off"
+    step: Whole
+    scale: Real
+    batch: Whole
+    text: Text
+
+    def words(self) -> str:
+        return f"{self.get('text')}"
+
+
 class Stopped(Event):
     """By a signal, with a checkpoint."""
 

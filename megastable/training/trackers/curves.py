@@ -23,6 +23,7 @@ CURVES = {
     "fp8_underflow": "stability/fp8_underflow_largest",
     "z": "stability/log_partition",
     "loss_scale": "stability/loss_scale",
+    "noise_scale": "stability/gradient_noise_scale",
     "parameter_norm": "stability/parameter_norm",
     "second_moment_max": "stability/second_moment_max",
     "update_ratio": "stability/update_to_weight",
