@@ -103,6 +103,7 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
         return config.model_copy(update={"model": model}), corpora
 
     resolved, corpora = agree(read)
+    first(corpora.held_out.verify)
     ds_config = deepspeed_json.build(resolved, dist.get_world_size())
     view = {
         "recipe": resolved.model_dump_json(), "DeepSpeed file": json.dumps(ds_config),

@@ -375,6 +375,13 @@ def outside(folder: Path) -> None:
     file.write_bytes(b"\xff" * file.stat().st_size)
 
 
+def another(folder: Path) -> None:
+    """One id, which a token has."""
+    content = bytearray((folder / "part-0.bin").read_bytes())
+    content[0] ^= 1
+    (folder / "part-0.bin").write_bytes(content)
+
+
 def short(folder: Path) -> None:
     shutil.rmtree(folder)
     write_corpus(folder, 1, 11, 0.0)
@@ -389,6 +396,7 @@ def short(folder: Path) -> None:
         (torn, "manifest.json is not JSON"),
         (foreign, "data.validation: .*own was made with another tokenizer than"),
         (short, "data.validation: corpus 'own' has .* tokens, a sequence needs"),
+        (another, "part-0.bin is not the file that the manifest describes"),
         (outside, "part-0.bin: token .* outside of the vocabulary"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -406,9 +414,10 @@ def test_damaged_sets_are_refused_before_training(
 
 def read_all(made: RunConfig) -> None:
     """As the start does."""
-    held_out = opened(made).held_out.blend
-    assert held_out is not None
-    held_out.samples(samples_in_turn(held_out.order, EACH).further)
+    held_out = opened(made).held_out
+    held_out.verify()
+    assert held_out.blend is not None
+    held_out.blend.samples(samples_in_turn(held_out.blend.order, EACH).further)
 
 
 def test_two_sets_of_one_name_are_refused(sets: Path, tmp_path: Path) -> None:
