@@ -25,7 +25,7 @@ from megastable.engine.layer_names import depth_of
 GROWN = 4.0
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """In the order of computing. depth: of the layer, negative in backward; tick: the place within the layers of a
     rank."""
 
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     tensor: str
 
 
-Sizes = Mapping[Place, float]
+Sizes = Mapping[TensorPlace, float]
 """The root mean square of every tensor, the largest of all micro-batches and ranks."""
 
 
@@ -44,10 +44,10 @@ class Growth(NamedTuple):
     """first: where it began, there `times` as large as `usual`. last: the place of the largest ratio, which is
     `most`."""
 
-    first: Place
+    first: TensorPlace
     usual: float
     times: float
-    last: Place
+    last: TensorPlace
     most: float
 
     @property
@@ -66,29 +66,31 @@ def _times(ratio: float) -> str:
 class _SizeHooks(LayerHooks):
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self._blocks, self._squares = blocks, dict[Place, Tensor]()
+        self._blocks, self._squares = blocks, dict[TensorPlace, Tensor]()
         self._ticks = dict[tuple[bool, str, str], int]()
 
     def see(self, x: Tensor, micro_batch: int, backward: bool, layer: str, tensor: str) -> None:
         tick = self._ticks.setdefault((backward, layer, tensor), len(self._ticks))
-        place = Place(backward, depth_of(layer, self._blocks) * (-1 if backward else 1), tick, layer, tensor)
+        place = TensorPlace(
+            backward, depth_of(layer, self._blocks) * (-1 if backward else 1), tick, layer, tensor
+        )
         square = x.detach().float().square().mean()
         known = self._squares.get(place)
         self._squares[place] = square if known is None else torch.maximum(known, square)
 
-    def sizes(self) -> dict[Place, float]:
+    def sizes(self) -> dict[TensorPlace, float]:
         if not self._squares:
             return {}
         roots = torch.stack([*self._squares.values()]).sqrt().tolist()
         return dict(zip(self._squares, roots, strict=True))
 
 
-def measure_sizes(engine: Engine, micro_batches: Sequence[MicroBatch]) -> dict[Place, float]:
+def measure_sizes(engine: Engine, micro_batches: Sequence[MicroBatch]) -> dict[TensorPlace, float]:
     """By a forward and backward of these samples on the state that the engine holds, which stays as it is. Collective;
     every rank gets the same. Costs about a step."""
     with watching(engine, _SizeHooks(engine.config.model.layers)) as hooks:
         engine.measure(micro_batches)
-    found = dict[Place, float]()
+    found = dict[TensorPlace, float]()
     for sizes in gathered(hooks.sizes()):
         for place, size in sizes.items():
             found[place] = max(size if math.isfinite(size) else math.inf, found.get(place, 0.0))

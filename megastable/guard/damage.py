@@ -37,11 +37,11 @@ KNOWN_PACES, NEWEST_PACES = 2, 8  # looks that tell the pace of a tensor: at lea
 FORGOTTEN = 0.5  # of what is left of second moments if every gradient since was zero: less was changed
 
 
-class _State(BaseModel):
+class _LookState(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
-class JudgementPause(_State):
+class JudgementPause(_LookState):
     """No judgement for a while after a find that was the run's own work, twice as long each time that happens soon."""
 
     end: int = 0
@@ -72,7 +72,7 @@ class Rise:
         )
 
 
-class ProbeTrend(_State):
+class ProbeTrend(_LookState):
     """One `judge` per look, in order; a state for checkpoints. samples: which ones. looks: the newest ones, step and
     losses of each. surprises: changes less the expected ones, in units of these: while a run learns fast, they are
     larger."""
@@ -188,7 +188,7 @@ class TensorLook(NamedTuple):
     norms: dict[str, TensorNorms]
 
 
-class TensorPaces(_State):
+class TensorPaces(_LookState):
     """One `judge` per look, in order; a state for checkpoints. rates: the sum of those of all updates so far. last: the
     newest look. paces: how fast the norms of tensors have moved, the newest ones, by tensor."""
 

@@ -100,7 +100,7 @@ class Rewinding:
             self.parts.select_unskipped(),
             None,
             None,
-            dict[growth_locator.Place, float](),
+            dict[growth_locator.TensorPlace, float](),
         )
         # What is proven needs no trial.
         proven = bool(damage) or harmless is not None or finding.verdict is Verdict.CORRUPTED
@@ -148,7 +148,7 @@ class Rewinding:
         return self._undo(t.decision, t.done.state, conclusion, start, begin, remedy)
 
     def _locate_growth(
-        self, found: Conclusion, t: Tripped, sizes: Mapping[growth_locator.Place, float]
+        self, found: Conclusion, t: Tripped, sizes: Mapping[growth_locator.TensorPlace, float]
     ) -> Conclusion:
         """A conclusion that says which layer grew first, if any did. The engine holds a good state. sizes: those of the
         tripping samples on the state that tripped."""

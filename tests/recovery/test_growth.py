@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megastable.config.tree import RunConfig
-from megastable.engine.growth_locator import GROWN, Place, find_first_growth
+from megastable.engine.growth_locator import GROWN, TensorPlace, find_first_growth
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import Located
 from tests.distributed import run_ranks
@@ -61,8 +61,8 @@ def test_the_layer_that_grew_first_is_named(case: str, layout: str, easy: Path, 
     assert located and f"the {located[0]['tensor']} of {located[0]['layer']}" == f"the {place}"
 
 
-def place_of(layer: str, depth: int, backward: bool = False, tick: int = 0) -> Place:
-    return Place(backward, -depth if backward else depth, tick, layer, "output")
+def place_of(layer: str, depth: int, backward: bool = False, tick: int = 0) -> TensorPlace:
+    return TensorPlace(backward, -depth if backward else depth, tick, layer, "output")
 
 
 def test_what_grows_first_is_the_first_in_the_order_of_computing() -> None:
