@@ -16,6 +16,7 @@ COMMANDS = {
     "preflight": "Check every host before a run: code, versions, disks, GPUs, speed, and the shared run directory.",
     "status": "Show the state of a run, who supervises it, and what to do next.",
     "watch": "Serve the run page, or write it to a file: every curve, incident and second of one or more runs.",
+    "note": "Write a note in the journal of a run: who, when, at which step; the run page and the record show it.",
     "report": "Write the record of a run for publication: logbook, run page, post-mortems, cost; nothing private.",
     "goodput": "Account for every second of a run: training, or lost to which cause, incident and host.",
     "profile": "Show where the time of a run's steps goes: phases of every step, operators of the traced ones.",

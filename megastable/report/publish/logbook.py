@@ -27,6 +27,7 @@ from megastable.run.events.data_events import (
     SkipsGivenBack,
 )
 from megastable.run.events.event import Event, whole
+from megastable.run.events.people_events import Note
 from megastable.run.events.stability_events import (
     AlertEvent,
     FellBack,
@@ -78,7 +79,7 @@ HEADINGS: dict[type[Event], str] = {
     ConfigChanged: "Recipe changed", BlendChanged: "Data", MixChanged: "Data", OrderChanged: "Data",
     BatchChanged: "Batch size", LengthChanged: "Sequence length", LookedAhead: "Data ahead",
     LookAheadSpent: "Data ahead", SkipsAdded: "Data skipped by a person", SkipsGivenBack: "Data given back",
-    AlertEvent: "Alert",
+    Note: "Note", AlertEvent: "Alert",
     FellBack: "Precision", Returned: "Precision", KernelsLeft: "Kernels", KernelsTriedAgain: "Kernels",
     RateCut: "Learning rate", RateLifted: "Learning rate",
     TrendEvent: "Slow signal", ReplicasDiffer: "Hardware", WrongCopy: "Hardware", StateChanged: "Hardware",

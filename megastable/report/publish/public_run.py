@@ -41,9 +41,9 @@ from megastable.run.events.training_events import ConfigChanged
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 from megastable.supervise.locks import SUPERVISOR, TRAINING
 
-# Of an event: commands, their arguments, processes, names of files, what only a resumed run needs.
+# Of an event: commands, their arguments, processes, names of files and people, what only a resumed run needs.
 NOT_OF_EVENTS = {
-    "command", "recipe", "overrides", "given", "module", "pid", "log", "stacks", "evidence", "lineage", "policy",
+    "command", "recipe", "overrides", "given", "module", "pid", "log", "stacks", "evidence", "lineage", "policy", "who",
 }  # fmt: skip
 BLENDED = ("blend_changed", "mix_changed")  # events whose `old` and `new` have corpora as keys
 # Keys of the recipe that hold names, addresses, paths or programs. Any other text that is not megastable's own is left

@@ -46,6 +46,7 @@ GROUPS = {
     "imported",
     "data": "order_changed exchanges_undone blend_changed mix_changed batch_changed length_changed looked_ahead "
     "look_ahead_spent look_ahead_failed skips",
+    "people": "note change_ config_changed",
     "process": "supervisor launched training ended hang restart hosts_awaited host_ stopped finished hook_failed",
 }
 PREFIXES = {prefix: group for group, prefixes in GROUPS.items() for prefix in prefixes.split()}

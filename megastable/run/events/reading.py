@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from megastable.base import jsonl
-from megastable.run.events import data_events, stability_events, supervisor_events, training_events
+from megastable.run.events import (
+    data_events,
+    people_events,
+    stability_events,
+    supervisor_events,
+    training_events,
+)
 from megastable.run.events.event import Event, Other
 from megastable.run.events.stability_events import IncidentEvent
 
 KINDS: dict[str, type[Event]] = {
     kind.NAME: kind
-    for module in (training_events, data_events, stability_events, supervisor_events)
+    for module in (training_events, data_events, people_events, stability_events, supervisor_events)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Event) and kind.NAME
 }

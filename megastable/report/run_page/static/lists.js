@@ -47,7 +47,7 @@ function makeMachines() {
   return whole;
 }
 
-const EVENT_GROUPS = [["", "all"], ["incident", "trouble"], ["checkpoint", "checkpoints"], ["data", "data"], ["process", "processes"], ["other", "other"]];
+const EVENT_GROUPS = [["", "all"], ["incident", "trouble"], ["checkpoint", "checkpoints"], ["data", "data"], ["people", "people"], ["process", "processes"], ["other", "other"]];
 const MORE = 400;
 
 function makeJournal() {

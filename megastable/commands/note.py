@@ -1,0 +1,53 @@
+"""`megastable note`: a person's note in the journal of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megastable.commands.app import App
+from megastable.commands.options import Json, Run, put_json
+
+app = App()
+
+
+@app.add(
+    examples="""
+    megastable note runs/7b "learning rate looks high since the new blend, watching"
+    megastable note runs/7b "the dip is the move to other hosts" --step 41250
+    """,
+    more="The run may be at work or not. The record that `megastable report` makes has the note, without the name, "
+    "and without words that megastable itself does not use.\n\nExit codes: 0 written, 2 bad input.",
+)
+def note(
+    run: Run,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to remember, one line")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="That it is about. Default: the last one that was done")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a note in the journal of a run: who, when, at which step; the run page and the record show it."""
+    from megastable.base.errors import DataError
+    from megastable.base.login import login_name
+    from megastable.run.directory import RunDirectory, read_object
+    from megastable.run.events.event import whole
+    from megastable.run.events.people_events import Note
+    from megastable.run.log import RunLog
+
+    directory, text = RunDirectory(run), " ".join(text.split())
+    if not directory.journal.is_file():
+        raise DataError(f"{directory.journal} does not exist: give the directory of a run, such as runs/quickstart")
+    if not text:
+        raise DataError("the note is empty: write it in quotes behind the run")
+    at = whole(read_object(directory.progress).get("step")) if step is None else step
+    written = Note(step=at, who=login_name(), text=text)
+    log = RunLog(directory)
+    log.emit(written)
+    if log.waiting:
+        raise DataError(f"{directory.journal}: the disk refuses the note: make room, then write it again")
+    if as_json:
+        put_json(written.fields, True, None)
+    else:
+        print(f"{directory.journal}: {written.line() or written.sentence()}")

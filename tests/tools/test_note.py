@@ -1,0 +1,57 @@
+"""A person's note: in the journal, on the run page, in the record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megastable.base.login import login_name
+from megastable.commands.root import app
+from megastable.report.publish.logbook import logbook
+from megastable.report.publish.public_run import public_event
+from megastable.report.publish.redaction import PublicNames, Redactor
+from megastable.report.run_page.journal_notes import JournalNotes, selected
+from megastable.run.events.people_events import Note
+from tests.report.run_page.made_runs import made_run
+from tests.tools.cli import Done, call
+
+TEXT = "the learning rate is too high since step 120"
+
+
+def note(*arguments: object, cwd: Path) -> Done:
+    return call(app, "note", *arguments, cwd=cwd)
+
+
+def test_a_note_is_read_where_the_run_is_told(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", last=20, incidents=[])
+    run.progress.write_text('{"step": 20}')
+    done = note("run", f"  {TEXT}\n", cwd=tmp_path)
+    assert done.returncode == 0 and f"step 20: note by {login_name()}: {TEXT}" in done.stdout
+    done = note("run", "the dip", "--step", 7, "--json", cwd=tmp_path)
+    assert json.loads(done.stdout) == {"event": "note", "step": 7, "who": login_name(), "text": "the dip"}
+    first, second = run.events(Note)
+    assert (first.step, first.text, second.step) == (20, TEXT, 7)
+    seen = JournalNotes(run.journal)
+    seen.look()
+    lines, _ = selected(seen.noted.lines, group="people")
+    assert [(line.step, line.text) for line in reversed(lines)] == [
+        (20, f"note by {login_name()}: {TEXT}"), (7, f"note by {login_name()}: the dip"),
+    ]  # fmt: skip
+    # The record: without the name, and without words that are not megastable's own.
+    public = Note.of(public_event(first.fields, Redactor(PublicNames())))
+    assert public.who is None and public.sentence() == f"note: {TEXT}"
+    days = logbook([public], [], {"time": _none(), "step": _none(), "loss": _none(), "applied": _none()}, [])
+    (entry,) = days[0].entries
+    assert (entry.step, entry.heading, entry.what) == (20, "Note", f"Note: {TEXT}.")
+
+
+def _none():  # type: ignore[no-untyped-def]
+    import numpy as np
+
+    return np.empty(0)
+
+
+def test_what_is_no_note_is_bad_input(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", last=5, incidents=[])
+    done = note("run", "  \n ", cwd=tmp_path)
+    assert done.returncode == 2 and "empty" in done.stderr
