@@ -80,10 +80,11 @@ class Trainer:
             self.evaluation = Evaluation.of(
                 self.engine, order.corpora.held_out, c.train, start.layout.samples, start.from_the_first
             )
-            first(heart.skips_read)
+            first(heart.skips.begin_to_read)
             loader = start.loader(order.source, order.selection(), self.state.cursor)
             closing.callback(loader.close)
-            self.feed = Feed(order, loader, heart)
+            self.feed, self.changes = Feed(order, loader, heart), start.changes
+            self.changes.read(self.state.step)
             self.log.emit(Training(
                 step=self.state.step, cursor=self.state.cursor, world=start.layout.world,
                 seconds=round(activity.age(), 3), software=software(self.engine.device),
@@ -136,8 +137,9 @@ class Trainer:
             mix, tokens = feed.mix(batch), batch.positions.size * c.model.sequence_length
 
             # Forward, backward, gate, update
-            recovery.begin(before, feed.tell_changes(before, batch, mix))
-            scheduled = scheduled_rate(c, before.updates, before.trained_tokens, tokens)
+            changed = self.changes.begin(before.step)
+            recovery.begin(before, feed.tell_changes(before, batch, mix), changed)
+            scheduled = scheduled_rate(self.engine.config, before.updates, before.trained_tokens, tokens)
             lr = recovery.rate(before.updates, scheduled)
             recorder.begin(before)
             measured, applied = self.engine.train_step(
@@ -153,13 +155,15 @@ class Trainer:
                 batch=batch.positions.size, piece=batch.piece,
             )  # fmt: skip
             result = StepResult(
-                batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept
-            )
+                batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept,
+                self.engine.loss.z_loss,
+            )  # fmt: skip
             self.heart.stepped(
                 state, loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
                 tokens_per_second=tokens / seconds,
             )  # fmt: skip
             recorder.step(result)
+            self.changes.stepped(result)
 
             # What the guard decided: mostly nothing, sometimes back to an earlier step
             incident = recovery.incident_log.incident
@@ -179,6 +183,8 @@ class Trainer:
                 recorder.flush()  # one was opened or closed: its report is written now
             if any(ballot["read_skips"]):
                 feed.read_ledger(state.step, outcome.state.cursor)
+            if any(ballot["read_changes"]):
+                self.changes.read(outcome.state.step)
             if outcome.rewound:
                 self.state = outcome.state
                 self.copies.rewound(self.state.step)
@@ -216,6 +222,7 @@ class Trainer:
             )
             return STOPPED
         self.recovery.finish(s)
+        self.changes.finish(s.step)
         validation = self._evaluate()
         observer = self.recorder.observer
         first(lambda: write_summary(self.run, c, s, validation, self.order.corpora, observer, self.log))
@@ -223,11 +230,12 @@ class Trainer:
         return OK
 
     def _collect_ballot(self) -> Ballot:
-        """What this rank wants all of them to do after the step: stop, read the skip ledger again, save; how far its
+        """What this rank wants all of them to do after the step: stop, read what people have written, save; how far its
         part of a checkpoint is, and of a copy in memory; and what the watches over the hardware compare."""
         return {
             "stop": (float(self.stop.wanted),),
-            "read_skips": (float(self.heart.more_skips),),
+            "read_skips": (float(self.heart.skips.has_news),),
+            "read_changes": (float(self.heart.changes.has_news),),
             "save": self.checkpoints.ballot(),
             "checkpoint": self.checkpoints.saver.ballot(),
             "copies": self.copies.ballot(),

@@ -38,7 +38,9 @@ def note(
 
     directory, text = RunDirectory(run), " ".join(text.split())
     if not directory.journal.is_file():
-        raise DataError(f"{directory.journal} does not exist: give the directory of a run, such as runs/quickstart")
+        raise DataError(
+            f"{directory.journal} does not exist: give the directory of a run, such as runs/quickstart"
+        )
     if not text:
         raise DataError("the note is empty: write it in quotes behind the run")
     at = whole(read_object(directory.progress).get("step")) if step is None else step

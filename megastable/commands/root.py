@@ -16,6 +16,7 @@ COMMANDS = {
     "preflight": "Check every host before a run: code, versions, disks, GPUs, speed, and the shared run directory.",
     "status": "Show the state of a run, who supervises it, and what to do next.",
     "watch": "Serve the run page, or write it to a file: every curve, incident and second of one or more runs.",
+    "change": "Change settings of a run that trains, such as its learning rate; the journal says who, why, what came.",
     "note": "Write a note in the journal of a run: who, when, at which step; the run page and the record show it.",
     "report": "Write the record of a run for publication: logbook, run page, post-mortems, cost; nothing private.",
     "goodput": "Account for every second of a run: training, or lost to which cause, incident and host.",

@@ -45,10 +45,14 @@ class Adjustments:
         self._groups = [group for group in wrapper.optimizer.param_groups if "betas" in group]
         self._betas = [group["betas"] for group in self._groups]
         self._qk_clip, o, m = qk_clip, config.optimizer, config.model
+        decays = ((group, group["weight_decay"]) for group in wrapper.optimizer.param_groups)
+        # Of the recipe's: muP has more for some groups.
+        self._decays = [(group, decay / o.weight_decay) for group, decay in decays if decay]
         self._mlps = [part for part in module.modules() if isinstance(part, MLP)]
         self.clip = self._clip = o.clip
+        self._clips = o.clipping.kind == "norm"
         possible = {
-            "clip": o.clipping.kind == "norm" and o.clip > 0,
+            "clip": self._clips and o.clip > 0,
             "beta2": any(beta2 > 0.5 for _, beta2 in self._betas),
             "z_loss": True,
             # Norms undo what is done to the weights, and a cap bounds the logits already.
@@ -60,13 +64,22 @@ class Adjustments:
         self.possible = frozenset(name for name, has in possible.items() if has)
         self.now: tuple[str, ...] = ()
 
+    def follow(self, config: RunConfig) -> None:
+        """Take the recipe's values from `config` from the next update on; what was switched applies to these."""
+        o = config.optimizer
+        self._z_loss, self._clip = config.model.z_loss, o.clip
+        self._betas = [o.betas for _ in self._groups]
+        for group, share in self._decays:
+            group["weight_decay"] = share * o.weight_decay
+        self.switch(self.now)
+
     def switch(self, names: Collection[str]) -> None:
         """Train with these changes and no others from the next update on, as far as they are possible."""
         was, self.now = self.now, tuple(names)
         self._loss.z_loss = max(LEAST_Z_LOSS, Z_LOSS * self._z_loss) if "z_loss" in names else self._z_loss
         for group, (beta1, beta2) in zip(self._groups, self._betas, strict=True):
             group["betas"] = (beta1, lower_beta2(beta2) if "beta2" in names else beta2)
-        if "clip" in self.possible:
+        if self._clips:
             self.clip = self._clip * (CLIP if "clip" in names else 1.0)
             self._wrapper.clip_grad = self.clip
         if "qk_clip" in self.possible:

@@ -360,6 +360,12 @@ class Engine:
         self.ds.global_steps += 1
         self.ds.global_samples += self.ds.train_batch_size()
 
+    def follow(self, config: RunConfig) -> None:
+        """Train with the settings of `config` from the next update on: those that are read anew at every step
+        (run/changes.py, `LIVE`)."""
+        self.config = config
+        self.adjustments.follow(config)
+
     def measure(self, micro_batches: Sequence[MicroBatch]) -> Measured:
         """Measurements of a step on these micro-batches, by the same forward and backward; the state is unchanged."""
         counters, last = self.counters(), (self.measured, self.applied)

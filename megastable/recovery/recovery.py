@@ -144,13 +144,16 @@ class Recovery:
 
     # Before a step
 
-    def begin(self, state: RunState, other_data: bool) -> None:
+    def begin(self, state: RunState, other_data: bool, other_settings: bool) -> None:
         """Prepare the step after `state`. other_data: its data is of another mix or length on purpose: the detector
         accepts a new level of the loss as its effect. Also while an incident is open, whose proof is then judged by the
-        new level."""
+        new level. other_settings: a person has changed how the run trains: trends and tensors get another pace."""
         if other_data:
             self._mixed = True
+        if other_data or other_settings:
             self.watches.trends.begin_again()
+        if other_settings:
+            self.watches.tensors.state.begin_again()
         self.numerics.choose(state)
 
     # Before the update

@@ -400,7 +400,7 @@ class Trials:
                 if offer.name == "reset_moments":
                     engine.reset_moments()
             trained = train_branch(
-                self.config, engine, self.loader, start, batches, limit_rate, self._tell_progress, applied
+                engine.config, engine, self.loader, start, batches, limit_rate, self._tell_progress, applied
             )
             return trained, measure()
         finally:

@@ -47,6 +47,7 @@ class RunDirectory:
         self.journal = root / "journal.jsonl"
         self.skips = root / "skips.jsonl"
         self.blends = root / "blends.jsonl"
+        self.changes = root / "changes.jsonl"  # requests (changes.py)
         self.steps = root / "steps"
         self.layers = root / "layers"
         self.checkpoints = root / "checkpoints"

@@ -52,7 +52,7 @@ class Feed:
 
     def read_ledger(self, step: int, cursor: int) -> None:
         """The skip ledger has new lines: continue at `cursor` without the samples they name. Collective."""
-        first(self.heart.skips_read)
+        first(self.heart.skips.begin_to_read)
         wanted = self.order.usable(step)
         before = self.loader.skips.lines if isinstance(self.loader.skips, Selection) else 0
         self.loader.go_to(cursor, wanted)

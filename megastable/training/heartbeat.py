@@ -1,8 +1,9 @@
 """Exchanges files between a rank and the supervisor: progress, stop requests, stacks, last words.
 
-Rank 0 writes progress.json, and watches the skip ledger for new lines. Every rank reads control.json: asked to stop, it
-says so in the next step's ballot; asked for its stacks, it dumps them in logs/; and a rank of an earlier attempt ends
-itself, on any host. A rank that ends by an error writes it down as its last words.
+Rank 0 writes progress.json, and watches for new lines in the skip ledger and among the requests for changes. Every
+rank reads control.json: asked to stop, it says so in the next step's ballot; asked for its stacks, it dumps them in
+logs/; and a rank of an earlier attempt ends itself, on any host. A rank that ends by an error writes it down as its
+last words.
 """
 
 from __future__ import annotations
@@ -32,6 +33,32 @@ PACKAGE = Path(__file__).parents[1]
 SECONDS = 0.25  # seconds between polls of rank 0, and between its progress reports
 
 
+class WatchedFile:
+    """A file that other processes add lines to. has_news: it has changed since it was last read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.has_news = path, False
+        self._read = self._state()
+
+    def begin_to_read(self) -> None:
+        """Call before reading it: later changes are news."""
+        self._read = self._state()
+        self.has_news = False
+
+    def look(self) -> None:
+        if self._state() != self._read:
+            self.has_news = True
+
+    def _state(self) -> tuple[int, int] | None:
+        try:
+            # Opened, as a network file system may answer `stat` from a cache up to a minute old.
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
+
 class Heartbeat:
     """The heartbeat of one rank, for its whole run: `with Heartbeat(...) as heart`."""
 
@@ -47,8 +74,7 @@ class Heartbeat:
         self._over, self._news = False, threading.Event()
         self._dumped = 0
         self._pause = pause_of(world) if rank else SECONDS
-        self._ledger = self._state_of_ledger()
-        self.more_skips = False  # the ledger has changed since `skips_read`
+        self.skips, self.changes = WatchedFile(run.skips), WatchedFile(run.changes)
         self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
@@ -96,22 +122,6 @@ class Heartbeat:
         self._facts |= {**numbers, **measured, "stepped": round(time.time(), 3)}
         self._dirty = True
 
-    # Skip ledger
-
-    def skips_read(self) -> None:
-        """Call before reading the ledger: later changes are news."""
-        self._ledger = self._state_of_ledger()
-        self.more_skips = False
-
-    def _state_of_ledger(self) -> tuple[int, int] | None:
-        try:
-            # Opened, as a network file system may answer `stat` from a cache up to a minute old.
-            with self.run.skips.open("rb") as file:
-                found = os.fstat(file.fileno())
-        except OSError:
-            return None
-        return found.st_size, found.st_mtime_ns
-
     def _report(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the journal has what matters
             self._dirty = False
@@ -129,8 +139,9 @@ class Heartbeat:
                 self._report()
             if over:
                 return
-            if not self.rank and self._state_of_ledger() != self._ledger:
-                self.more_skips = True
+            if not self.rank:
+                self.skips.look()
+                self.changes.look()
             if self.attempt is not None:
                 with contextlib.suppress(OSError, ValueError):  # missing, or being replaced: next time
                     self._obey(Control.model_validate(json.loads(self.run.control.read_text())))

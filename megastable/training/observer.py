@@ -78,7 +78,7 @@ class Observer:
             finite=measured.finite,
             clipped=clipped,
             loss=measured.loss,
-            z_loss=float(measured.squares.mean()) * c.model.z_loss,
+            z_loss=float(measured.squares.mean()) * done.z_loss,
             z=float(measured.squares.mean().sqrt()),
             grad_norm=measured.grad_norm,
             lr=done.lr,

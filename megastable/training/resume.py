@@ -48,6 +48,7 @@ from megastable.run.log import RunLog
 from megastable.training.checkpoints import Checkpoints
 from megastable.training.data_order import DataOrder
 from megastable.training.heartbeat import Heartbeat
+from megastable.training.live_changes import LiveChanges
 from megastable.training.memory_resume import Restoring
 from megastable.training.probe_samples import ProbeSamples
 
@@ -98,6 +99,8 @@ class Start:
             },
         )
         self._resume()
+        self.changes = LiveChanges(config, run, self.engine, self.log, heart.changes)
+        self.changes.follow_recipe(changed, self.state.step)
         self.order.follow_blend(self.state)
         self.order.name_convicted(self.state.step)
         self.skips = self.order.selection()

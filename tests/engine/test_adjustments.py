@@ -89,6 +89,55 @@ def test_an_adjusted_run_is_a_run_of_another_recipe(layout: str, names: str) -> 
         assert here["told"][4:] != there["told"][4:]  # taken back
 
 
+def followed_rank(given: dict[str, Any], world: int, live: bool) -> dict[str, Any]:
+    """Six steps with settings of a recipe, or of one that the engine follows from the third on."""
+    import torch.distributed as dist
+
+    from megastable.config import deepspeed_json
+    from megastable.config.tree import RunConfig
+    from megastable.engine.engine import Engine
+    from megastable.parallel.layout import Layout
+    from megastable.parallel.topology import Topology
+    from tests.parallel.test_layouts import mine
+    from tests.patience import PATIENCE
+
+    tree = trained.recipe({}, **given).model_dump(exclude_unset=True)
+
+    def settings(**optimizer: Any) -> RunConfig:
+        z_loss = optimizer.pop("z_loss")
+        changed = {"optimizer": tree["optimizer"] | optimizer, "model": tree["model"] | {"z_loss": z_loss}}
+        return RunConfig.model_validate(tree | changed)
+
+    old = settings(clip=0.0, betas=[0.9, 0.95], weight_decay=0.1, z_loss=0.0)
+    new = settings(clip=0.2, betas=[0.8, 0.99], weight_decay=0.5, z_loss=1e-2)
+    built, first = (old, old) if live else (new, old)
+    p = built.parallel
+    layout = Layout(p.tensor, p.pipeline, deepspeed_json.data_parallel(built, world), p.context)
+    engine = Engine(
+        built, deepspeed_json.build(built, world), Topology(layout, dist.get_rank(), timeout=PATIENCE)
+    )
+    engine.follow(first)
+    told, data = [], trained.batches()
+    for step in range(6):
+        if step == 2:
+            engine.follow(new)
+        batch = mine(data[step], engine.topology, built.train.micro_batch)
+        measured, _ = engine.train_step(batch, 1e-3, lambda m: m.finite)
+        told.append((measured.loss, measured.grad_norm, engine.kept))
+    return {"told": told, "state": trained._copied(engine.optimizer_state())}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.quick("one")
+def test_an_engine_follows_settings_as_if_it_were_built_with_them(layout: str) -> None:
+    """Clipping that begins, other moments, decay and z-loss: the same bits, whichever of both it was built with."""
+    world, given = LAYOUTS[layout]
+    live, built = (run_ranks(world, followed_rank, given, world, live) for live in (True, False))
+    for one, other in zip(live, built, strict=True):
+        assert one["told"] == other["told"] and trained._same(one["state"], other["state"])
+        assert [kept < 1 for _, _, kept in one["told"]] == [False] * 2 + [True] * 4
+
+
 def compiled_rank(compiled: bool) -> tuple[list[float], list[int]]:
     """Losses of steps and evaluations with changes that blocks are compiled anew for, twice; graphs after each time."""
     from torch._dynamo.utils import counters

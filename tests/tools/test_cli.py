@@ -210,6 +210,7 @@ MISSING = [
     "generate none --prompt x", "prepare verify none", "prepare shards --input none --output o --tokenizer none",
     "prepare plant none o --recipe none.yaml", "prune plan none --list none", "prune verify none",
     "prune apply none o", "prune skip none none", "court none 1", "skips review none", "note none text",
+    "change none optimizer.lr=1 --reason x",
     "inspect step none 1", "inspect run none", "inspect scan none",
     "checkpoint verify none", "checkpoint list none", "checkpoint show none", "checkpoint diff none none",
     "checkpoint export none o", "convert to-hf none o", "convert to-gguf none o", "convert check none none",

@@ -27,7 +27,7 @@ from megastable.run.events.data_events import (
     SkipsGivenBack,
 )
 from megastable.run.events.event import Event, whole
-from megastable.run.events.people_events import Note
+from megastable.run.events.people_events import ChangeMade, ChangeMeasured, ChangeRefused, Note
 from megastable.run.events.stability_events import (
     AlertEvent,
     FellBack,
@@ -79,7 +79,8 @@ HEADINGS: dict[type[Event], str] = {
     ConfigChanged: "Recipe changed", BlendChanged: "Data", MixChanged: "Data", OrderChanged: "Data",
     BatchChanged: "Batch size", LengthChanged: "Sequence length", LookedAhead: "Data ahead",
     LookAheadSpent: "Data ahead", SkipsAdded: "Data skipped by a person", SkipsGivenBack: "Data given back",
-    Note: "Note", AlertEvent: "Alert",
+    Note: "Note", ChangeMade: "Changed by a person", ChangeRefused: "Changed by a person",
+    ChangeMeasured: "After a change", AlertEvent: "Alert",
     FellBack: "Precision", Returned: "Precision", KernelsLeft: "Kernels", KernelsTriedAgain: "Kernels",
     RateCut: "Learning rate", RateLifted: "Learning rate",
     TrendEvent: "Slow signal", ReplicasDiffer: "Hardware", WrongCopy: "Hardware", StateChanged: "Hardware",

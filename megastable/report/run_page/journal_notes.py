@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megastable.run.events.event import Event, real, whole
 from megastable.run.events.follow import Follower, PassedOver
+from megastable.run.events.people_events import ChangeMade
 from megastable.run.events.stability_events import (
     AlertEvent,
     IncidentEvent,
@@ -112,7 +113,7 @@ class _Noted:
     checkpoints: dict[str, CheckpointNote] = field(default_factory=dict)
     rates: list[tuple[int, float, str]] = field(
         default_factory=list
-    )  # cuts, warm-ups, lifts, other updates after a resume: step, time, sentence
+    )  # cuts, warm-ups, lifts, live changes, other updates after a resume: step, time, sentence
     trends: dict[str, str] = field(default_factory=dict)  # warnings that are not over, by signal
     alert: str = ""
     attempts: list[dict[str, Any]] = field(default_factory=list)
@@ -211,7 +212,7 @@ class JournalNotes:
                 if known := n.checkpoints.get(str(event.get("name"))):
                     known.state = "suspect" if isinstance(event, CheckpointSuspect) else "rejected"
                     known.why = line.text
-            case RateCut() | RateWarmup() | RateLifted():
+            case RateCut() | RateWarmup() | RateLifted() | ChangeMade():
                 n.rates.append((step or 0, time, line.text))
             case Warned() if event.sign == NEXT_UPDATE:
                 n.rates.append((step or 0, time, line.text))

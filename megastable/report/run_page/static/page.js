@@ -81,7 +81,7 @@ async function start() {
   recallTheme();
   recall();
   const charts = makeCharts();
-  page.replaceChildren(makeBar(), makeHeadline(), section("loss", "Loss", "Line: applied steps. ✕: refused updates. Grey dots: undone steps. Dashed, with rings: validation. Grey band: the trend, for the eye. Flags: incidents, shaded until they are over. Triangles: checkpoints, green once proved healthy, pale once deleted; from above: the rate was cut or raised, or a resume changed the next update (see the journal).", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeRecipe(), makeMachines(), makeMachineMaps(), makeJournal(), dialog,
+  page.replaceChildren(makeBar(), makeHeadline(), section("loss", "Loss", "Line: applied steps. ✕: refused updates. Grey dots: undone steps. Dashed, with rings: validation. Grey band: the trend, for the eye. Flags: incidents, shaded until they are over. Triangles: checkpoints, green once proved healthy, pale once deleted; from above: the rate was cut or raised, a person changed a setting, or a resume changed the next update (see the journal).", charts.loss), makeIncidents(), makeTime(), ...charts.groups, makeHeat(), makeData(), makeCheckpoints(), makeRecipe(), makeMachines(), makeMachineMaps(), makeJournal(), dialog,
     el("footer", {}, "megastable · press ? for the keyboard"));
   const first = source.heads().then((heads) => {
     state.heads = heads;

@@ -11,7 +11,10 @@ from megastable.report.publish.logbook import logbook
 from megastable.report.publish.public_run import public_event
 from megastable.report.publish.redaction import PublicNames, Redactor
 from megastable.report.run_page.journal_notes import JournalNotes, selected
-from megastable.run.events.people_events import Note
+from megastable.run.directory import RunDirectory
+from megastable.run.events.people_events import ChangeMade, ChangeMeasured, Note
+from megastable.run.events.reading import event_of
+from megastable.run.log import RunLog
 from tests.report.run_page.made_runs import made_run
 from tests.tools.cli import Done, call
 
@@ -43,6 +46,32 @@ def test_a_note_is_read_where_the_run_is_told(tmp_path: Path) -> None:
     days = logbook([public], [], {"time": _none(), "step": _none(), "loss": _none(), "applied": _none()}, [])
     (entry,) = days[0].entries
     assert (entry.step, entry.heading, entry.what) == (20, "Note", f"Note: {TEXT}.")
+
+
+def test_a_change_and_its_effect_are_told_in_the_same_places(tmp_path: Path) -> None:
+    run, told = made_run(tmp_path / "run", last=20, incidents=[]), RunLog(RunDirectory(tmp_path / "run"))
+    values = {"old": {"optimizer.lr": 0.002}, "new": {"optimizer.lr": 0.001}}
+    told.emit(ChangeMade(step=11, until=15, change="123", who="ann", reason="the loss swings", **values))
+    told.emit(ChangeMeasured(step=15, change="123", steps=5, new=values["new"], loss_before=2.5, loss_after=2.25,
+                             norm_before=1.0))  # fmt: skip
+    seen = JournalNotes(run.journal)
+    seen.look()
+    lines, _ = selected(seen.noted.lines, group="people")
+    made, after = (line.text for line in reversed(lines))
+    assert made == "optimizer.lr 0.002 -> 0.001 from this step on, up to step 15 by ann: the loss swings"
+    assert after == (
+        "after 5 steps with optimizer.lr=0.001: loss 2.5 before, 2.25 now; gradient norm 1 before, not known now"
+    )
+    assert [(step, text) for step, _, text in seen.noted.rates] == [(11, made)]  # marked in the plots
+    public = [
+        public_event(event.fields, Redactor(PublicNames()))
+        for event in run.events(ChangeMade, ChangeMeasured)
+    ]
+    assert [event.get("change") for event in public] == ["123", "123"] and "who" not in public[0]
+    empty = dict.fromkeys(("time", "step", "loss", "applied"), _none())
+    days = logbook([event_of(event) for event in public], [], empty, [])
+    assert [entry.heading for entry in days[0].entries] == ["Changed by a person", "After a change"]
+    assert days[0].entries[1].what == f"{after[:1].upper()}{after[1:]}."
 
 
 def _none():  # type: ignore[no-untyped-def]

@@ -1,0 +1,111 @@
+"""`megastable change`: settings of a run that trains, changed by a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megastable.commands.app import App
+from megastable.commands.options import Json, Run, put_json
+
+if TYPE_CHECKING:
+    from megastable.run.directory import RunDirectory
+    from megastable.run.events.event import Event
+
+app = App()
+PATIENCE = 60.0  # seconds to wait for the run's answer
+
+
+@app.add(
+    examples="""
+    megastable change runs/7b optimizer.lr=2e-4 --reason "the loss swings since step 41000"
+    megastable change runs/7b optimizer.clip=0.5 model.z_loss=1e-4 --reason "large logits" --until 42000
+    megastable change runs/7b schedule.total_steps=90000 --reason "the cluster goes away in May"
+    """,
+    more="Live are optimizer.lr, optimizer.weight_decay, optimizer.betas, optimizer.clip, model.z_loss and all of "
+    "schedule. A change holds from the next step on, the same one on all ranks, over restarts and rewinds, until it "
+    "is changed again, --until is over, or a start has another value in its recipe. Remedies apply on top of it. "
+    "100 steps later, or at the end, the journal says what became of loss and gradient norm.\n\n"
+    "Exit codes: 0 asked for (and made, unless it says that the run has not answered yet), 2 bad input, a run that is "
+    "not at work, or a change that the run refuses.",
+)
+def change(
+    run: Run,
+    settings: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="Of the recipe, e.g. optimizer.lr=2e-4")
+    ],
+    reason: Annotated[str, typer.Option(help="Why, for the record of the run")],
+    until: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEP", help="The last step with it; then as before. Default: for good"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Change settings of a run that trains, such as its learning rate; the journal says who, why, what came."""
+    from megastable.base.errors import ConfigError, DataError
+    from megastable.base.login import login_name
+    from megastable.config.recipe import load
+    from megastable.run import changes
+    from megastable.run.directory import RunDirectory
+    from megastable.run.events.event import whole
+    from megastable.run.events.people_events import ChangeMade, ChangeRefused
+    from megastable.supervise.locks import nobody_trains
+
+    directory, reason = RunDirectory(run), " ".join(reason.split())
+    if not directory.recipe.is_file():
+        raise DataError(
+            f"{directory.recipe} does not exist: give the directory of a run, such as runs/quickstart"
+        )
+    if not reason:
+        raise ConfigError("--reason is empty: say why, for those who read the record")
+    recipe, values = load(directory.recipe), changes.parse_values(settings)
+    step = whole(read_step(directory)) or 0
+    request = changes.ChangeRequest(id="", time=0.0, reason=reason, values=values, until=until)
+    made = list(directory.events(ChangeMade))
+    refused = changes.answer(request, recipe, made, step, None)
+    if isinstance(refused, ChangeRefused):
+        raise ConfigError(str(refused.problem))
+    if nobody_trains(directory):
+        raise ConfigError(
+            f"{directory.root}: no process trains here: start it again with {' '.join(settings)} "
+            f"({directory.resuming}), and run.reason=... for the record"
+        )
+    request = changes.ask(directory.changes, values, reason, login_name(), until)
+    found = _answer(directory, request.id)
+    if isinstance(found, ChangeRefused):
+        raise ConfigError(str(found.problem))
+    if as_json:
+        put_json({"change": request.id, "made": None if found is None else dict(found.fields)}, True, None)
+    elif found is None:
+        print(
+            f"{directory.changes} has the request; the run has not answered it yet, and does so at its next step or "
+            "start (the journal says from which step)"
+        )
+    else:
+        print(found.line())
+
+
+def read_step(directory: RunDirectory) -> object:
+    """The last step that was done, by the run itself."""
+    from megastable.run.directory import read_object
+
+    return read_object(directory.progress).get("step")
+
+
+def _answer(directory: RunDirectory, change: str) -> Event | None:
+    """What the run says of a request; None if it has not said anything within `PATIENCE`, or does not train."""
+    import time
+
+    from megastable.run.events.reading import read_events
+    from megastable.supervise.locks import nobody_trains
+
+    until, ended = time.monotonic() + PATIENCE, False
+    while True:
+        for event in read_events(directory.journal, change.encode()):
+            if event.get("change") == change:
+                return event
+        if ended or time.monotonic() > until:
+            return None
+        time.sleep(0.2)
+        ended = nobody_trains(directory)

@@ -1,0 +1,202 @@
+"""Settings that people change while a run trains: which, how they ask for it, and what holds at a step.
+
+`changes.jsonl` has the requests, one a line, which `megastable change` appends. Rank 0 answers each in the journal,
+once, with the first step that it holds at (`change_made`), or why not (`change_refused`). From then on the journal
+alone says what holds: at every step the newest change of a key that has begun and has not ended. So a rewind, a restart
+and an older checkpoint lead to the same values at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megastable.base import jsonl
+from megastable.base.errors import ConfigError
+from megastable.config.overrides import override
+from megastable.config.recipe import validate
+from megastable.config.tree import RunConfig
+from megastable.run.events.people_events import ChangeMade, ChangeRefused
+
+# Read anew at every step, and without a memory of what was before.
+LIVE = (
+    "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.clip", "model.z_loss", "schedule.*",
+)  # fmt: skip
+
+
+class ChangeRequest(BaseModel):
+    """A line of changes.jsonl. values: by key, of the recipe. until: the last step that has them. time: Unix
+    seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    time: float
+    who: str = ""
+    reason: str
+    values: dict[str, Any] = Field(min_length=1)
+    until: int | None = None
+
+
+def ask(path: Path, values: Mapping[str, Any], reason: str, who: str, until: int | None) -> ChangeRequest:
+    """Append a request to `path`. Raises DataError if it cannot be written."""
+    request = ChangeRequest(
+        id=_new_id(),
+        time=round(time.time(), 3),
+        who=who,
+        reason=reason,
+        values=dict(values),
+        until=until,
+    )
+    jsonl.append(path, request.model_dump_json())
+    return request
+
+
+def read_requests(path: Path) -> tuple[list[ChangeRequest], list[str]]:
+    """All requests, oldest first, and what is wrong with the lines that are none. Raises DataError if the file cannot
+    be read."""
+    found, problems = list[ChangeRequest](), list[str]()
+    for number, line in enumerate(jsonl.read(path)[0], start=1):
+        try:
+            found += [ChangeRequest.model_validate_json(line)] if line.strip() else []
+        except ValidationError as error:
+            problems.append(f"{path} line {number} is no request for a change: {error.errors()[0]['msg']}")
+    return found, problems
+
+
+def parse_values(assignments: Sequence[str]) -> dict[str, Any]:
+    """Values by key of overrides, KEY=VALUE each. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        tree: Any = {}
+        override(tree, assignment)
+        key = assignment.partition("=")[0]
+        if key in found:
+            raise ConfigError(f"{key} is given twice")
+        for name in key.split("."):
+            tree = tree[name]
+        found[key] = tree
+    return found
+
+
+def check_live(key: str, recipe: RunConfig, value: Any) -> None:
+    """Raises ConfigError if a key cannot be changed while a run with this recipe trains: what to do instead."""
+    _find(recipe, key)
+    o, again = recipe.optimizer, f"stop the run, then start it again with {key}={json.dumps(value)}"
+    if key not in LIVE and not key.startswith("schedule."):
+        if key == "train.steps":
+            again += "; to end the decay elsewhere: schedule.total_steps"
+        elif key.startswith(("model.", "run.seed")):
+            again = "it belongs to the run's weights: begin another run"
+        raise ConfigError(
+            f"{key} cannot be changed while the run trains: {again}. Live are: {', '.join(LIVE)}"
+        )
+    name = key.removeprefix("optimizer.")
+    if key.startswith("optimizer.") and not o.reads(name):
+        raise ConfigError(
+            f"{key}: optimizer.name={o.name} with optimizer.clipping={o.clipping.kind} does not read it"
+        )
+    if key == "optimizer.clip" and o.clipping.kind != "norm":
+        raise ConfigError(f"{key}: optimizer.clipping={o.clipping.kind} reads it at the start only: {again}")
+    if key == "optimizer.weight_decay" and not o.weight_decay:
+        raise ConfigError(
+            f"{key}: the run was started with {key}=0, for which norms and matrices are one group: {again}"
+        )
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The configuration with other values of some keys. Raises ConfigError if that is impossible."""
+    if not values:
+        return config
+    tree = config.model_dump(mode="json")
+    for key, value in values.items():
+        override(tree, f"{key}={json.dumps(value)}")
+    new = validate(tree, "with this change")
+    # Only the sections of the keys: a dump has no passwords.
+    return config.model_copy(
+        update={key.partition(".")[0]: getattr(new, key.partition(".")[0]) for key in values}
+    )
+
+
+def holding(made: Iterable[ChangeMade], step: int) -> list[ChangeMade]:
+    """The changes that have begun by a step and have not ended, in the order in which they were made."""
+    return [
+        change for change in made
+        if change.step is not None and change.step <= step and (change.until is None or step <= change.until)
+    ]  # fmt: skip
+
+
+def config_at(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> RunConfig:
+    """What a run trains with at a step. A change that this recipe cannot have is left out."""
+    config = recipe
+    for change in holding(made, step):
+        try:
+            config = with_values(config, change.new)
+        except ConfigError:
+            continue
+    return config
+
+
+def answer(
+    request: ChangeRequest,
+    recipe: RunConfig,
+    made: Sequence[ChangeMade],
+    step: int,
+    level: tuple[float, float] | None,
+) -> ChangeMade | ChangeRefused:
+    """What becomes of a request that is read after `step`. level: loss and gradient norm of late."""
+    told: dict[str, Any] = {"change": request.id, "who": request.who, "reason": request.reason}
+    begin = step + 1
+    try:
+        for key, value in request.values.items():
+            check_live(key, recipe, value)
+        if request.until is not None and request.until < begin:
+            raise ConfigError(
+                f"--until {request.until}: the run has done step {step} already: name a later one"
+            )
+        now = config_at(recipe, made, begin)
+        config = with_values(now, request.values)
+        old, new = ({key: _find(c, key) for key in request.values} for c in (now, config))
+        if old == new:
+            raise ConfigError(f"{', '.join(f'{key} is {value}' for key, value in new.items())} already")
+    except ConfigError as error:
+        return ChangeRefused(step=step, **told, problem=" ".join(str(error).split()))
+    until = {} if request.until is None else {"until": request.until}
+    before = {} if level is None else {"loss": level[0], "grad_norm": level[1]}
+    return ChangeMade(step=begin, **until, **told, asked=request.time, old=old, new=new, **before)
+
+
+def follow_recipe(
+    recipe: RunConfig, changed: Iterable[str], made: Sequence[ChangeMade], step: int
+) -> ChangeMade | None:
+    """A run goes on after `step` with a recipe in which some keys have changed: what a person wrote there last holds,
+    not what was changed live before. None if nothing was."""
+    now = config_at(recipe, made, step + 1)
+    old = {key: _find(now, key) for key in changed if key in {name for one in made for name in one.new}}
+    new = {key: _find(recipe, key) for key in old}
+    if old == new:
+        return None
+    return ChangeMade(step=step + 1, change=_new_id(), who="", reason="the recipe says so", old=old, new=new)
+
+
+def _new_id() -> str:
+    return str(uuid4().int % 10**11)  # a number, which published records may show
+
+
+def _find(config: RunConfig, key: str) -> Any:
+    """The value of a key, as JSON has it. Raises ConfigError if there is none."""
+    found: Any = config.model_dump(mode="json")
+    for name in key.split("."):
+        if not isinstance(found, dict) or name not in found:
+            tree = config.model_dump(mode="json")
+            override(tree, f"{key}=0")
+            validate(tree, "with this change")  # refuses it, and names the key that was meant
+            raise ConfigError(f"{key}: there is no such key")
+        found = found[name]
+    return found

@@ -1,0 +1,176 @@
+"""Which settings a person may change while a run trains, and what holds at a step. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.base.errors import ConfigError
+from megastable.config.tree import RunConfig
+from megastable.run import changes
+from megastable.run.changes import ChangeRequest, answer, check_live, config_at, follow_recipe, parse_values
+from megastable.run.events.event import Event
+from megastable.run.events.people_events import ChangeMade, ChangeRefused
+from megastable.run.events.reading import event_of
+from tests.conftest import tiny
+
+RECIPE = tiny(Path("corpus"), Path("run"), supervise={"webhook": "https://a.example/secret"})
+KEYS: dict[str, Any] = {
+    "optimizer.lr": lambda c: c.optimizer.lr, "optimizer.clip": lambda c: c.optimizer.clip,
+    "model.z_loss": lambda c: c.model.z_loss, "schedule.floor": lambda c: c.schedule.floor,
+}  # fmt: skip
+
+
+def request(number: int = 0, until: int | None = None, **values: Any) -> ChangeRequest:
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    return ChangeRequest(id=f"c{number}", time=1.0, who="ann", reason="why", values=given, until=until)
+
+
+def written(event: Event) -> ChangeMade:
+    """As the journal gives it back."""
+    read = event_of(dict(event.fields))
+    assert isinstance(read, ChangeMade)
+    return read
+
+
+@settings(max_examples=15, deadline=None)  # an example validates whole recipes
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(KEYS)), st.sampled_from([0.01, 0.02, 0.5]),
+            st.integers(1, 30), st.none() | st.integers(0, 12),
+        ),
+        max_size=6,
+    )
+)  # fmt: skip
+def test_at_every_step_the_newest_change_holds_that_has_begun_and_not_ended(
+    asked: list[tuple[str, float, int, int | None]],
+) -> None:
+    """Steps come in any order, as a run is rewound between two requests."""
+    made, plain = list[ChangeMade](), list[tuple[str, float, int, float]]()
+    for number, (key, value, step, length) in enumerate(asked):
+        until = None if length is None else step + length
+        event = answer(ChangeRequest(id=str(number), time=0, reason="r", values={key: value}, until=until),
+                       RECIPE, made, step, None)  # fmt: skip
+        before = KEYS[key](config_at(RECIPE, made, step + 1))
+        if isinstance(event, ChangeRefused):
+            assert before == value or length == 0
+            continue
+        assert (event.old, event.new, event.step) == ({key: before}, {key: value}, step + 1)
+        made.append(written(event))
+        plain.append((key, value, step + 1, float("inf") if until is None else until))
+    edges = {step for _, _, first, last in plain for step in (first - 1, first, last, last + 1) if step < 99}
+    for step in sorted(edges):
+        config = config_at(RECIPE, made, step)
+        for key, find in KEYS.items():
+            hold = [value for k, value, first, last in plain if k == key and first <= step <= last]
+            assert find(config) == (hold[-1] if hold else find(RECIPE))
+
+
+def test_other_sections_and_passwords_stay() -> None:
+    changed = changes.with_values(RECIPE, {"optimizer.lr": 1e-4, "schedule.kind": "wsd"})
+    assert (changed.optimizer.lr, changed.schedule.kind) == (1e-4, "wsd")
+    assert changed.supervise is RECIPE.supervise and changed.model is RECIPE.model
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        (
+            "train.steps",
+            "start it again with train.steps=5; to end the decay elsewhere: schedule.total_steps",
+        ),
+        ("train.global_batch", "start it again with train.global_batch=5"),
+        ("model.layers", "begin another run"),
+        ("optimizer.lrr", "optimizer.lr"),
+        ("optimizer.momentum", "start it again"),
+        ("schedule", "start it again"),
+        ("schedule.flor", "schedule.floor"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused_with_what_to_do(key: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_live(key, RECIPE, 5)
+    assert told in str(error.value) and key in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key", "told"),
+    [
+        ({"name": "sgd"}, "optimizer.betas", "does not read it"),
+        ({"clipping": "adagc"}, "optimizer.clip", "at the start only"),
+        ({"clipping": "zclip"}, "optimizer.clip", "does not read it"),
+        ({"weight_decay": 0.0}, "optimizer.weight_decay", "one group"),
+    ],
+)
+def test_what_this_optimizer_cannot_change_is_refused(optimizer: dict[str, Any], key: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_live(key, tiny(Path("corpus"), Path("run"), optimizer=optimizer), 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (request(optimizer__lr=-1), "optimizer.lr=-1"),
+        (request(optimizer__lr="fast"), "optimizer.lr='fast'"),
+        (request(optimizer__lr=3e-3), "optimizer.lr is 0.003 already"),
+        (request(until=7, optimizer__lr=1e-3), "step 7 already"),
+        (request(schedule__warmup_tokens=5), "schedule"),
+    ],
+)
+def test_a_request_that_cannot_be_followed_is_answered_with_the_problem(
+    given: ChangeRequest, problem: str
+) -> None:
+    event = answer(given, RECIPE, [], 7, None)
+    assert isinstance(event, ChangeRefused) and problem in str(event.problem)
+    assert (event.step, event.change, event.who) == (7, "c0", "ann")
+
+
+def test_a_start_with_another_value_in_its_recipe_ends_a_change_of_it() -> None:
+    event = answer(request(optimizer__lr=1e-3, optimizer__clip=0.5), RECIPE, [], 7, (2.0, 1.0))
+    made = [written(event)]
+    assert (made[0].loss, made[0].grad_norm) == (2.0, 1.0)
+    newer = tiny(Path("corpus"), Path("run"), optimizer={"lr": 5e-4})
+    follows = follow_recipe(newer, ["optimizer.lr", "run.timeout"], made, 20)
+    assert follows is not None and (follows.step, follows.new) == (21, {"optimizer.lr": 5e-4})
+    made.append(written(follows))
+    assert [config_at(newer, made, step).optimizer.lr for step in (7, 8, 20, 21)] == [5e-4, 1e-3, 1e-3, 5e-4]
+    assert config_at(newer, made, 21).optimizer.clip == 0.5
+    assert follow_recipe(newer, ["optimizer.lr"], made, 20) is None
+    assert follow_recipe(newer, ["schedule.floor"], made, 20) is None
+
+
+def test_a_change_that_a_later_recipe_cannot_have_is_left_out() -> None:
+    event = answer(request(schedule__total_steps=50), RECIPE, [], 7, None)
+    by_tokens = tiny(Path("corpus"), Path("run"), schedule={"warmup_steps": None, "warmup_tokens": 100,
+                                                            "total_steps": None})  # fmt: skip
+    assert config_at(by_tokens, [written(event)], 8) == by_tokens
+
+
+def test_requests_are_read_whatever_else_is_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "changes.jsonl"
+    assert changes.read_requests(path) == ([], [])
+    one = changes.ask(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
+    with path.open("a") as file:
+        file.write("{not a line\n\n" + '{"id": "x", "time": 1, "reason": "r", "values": {}}\n{"id": "to')
+    two = changes.ask(path, {"optimizer.betas": [0.9, 0.99]}, "why", "ann", 9)
+    found, problems = changes.read_requests(path)
+    assert found == [one, two] and [p.split(" is no")[0] for p in problems] == [
+        f"{path} line 2", f"{path} line 4"
+    ]  # fmt: skip
+
+
+def test_assignments_are_read_as_overrides_are() -> None:
+    assert parse_values(["optimizer.lr=1e-4", "optimizer.betas=[0.9, 0.99]", "schedule.total_steps=null"]) == {
+        "optimizer.lr": "1e-4", "optimizer.betas": [0.9, 0.99], "schedule.total_steps": None,
+    }  # fmt: skip
+    for wrong in (["optimizer.lr"], ["optimizer.lr=1", "optimizer.lr=2"]):
+        with pytest.raises(ConfigError):
+            parse_values(wrong)
+    event = answer(request(optimizer__lr="1e-4"), RECIPE, [], 0, None)
+    assert isinstance(event, ChangeMade) and event.new == {"optimizer.lr": 1e-4}
+    assert isinstance(RECIPE, RunConfig)

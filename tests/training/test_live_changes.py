@@ -1,0 +1,232 @@
+"""Settings that a person changes while a run trains: from which step, on all ranks, and after whatever happens then."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastable.commands.root import app
+from megastable.config.tree import RunConfig
+from megastable.run import changes, records
+from megastable.run.directory import RunDirectory
+from megastable.run.events.people_events import ChangeMade, ChangeMeasured, ChangeRefused
+from tests.conftest import tiny
+from tests.distributed import run_ranks
+from tests.tools.cli import call
+from tests.training.test_resume import identical
+
+Row = tuple[int, float, float, float, float]
+
+
+def small(corpus: Path, run: Path, **parts: Any) -> RunConfig:
+    return tiny(
+        corpus, run,
+        **{"train": {"steps": 12, "eval_samples": 0}, "model": {"layers": 1}, "checkpoint": {"interval": 4},
+           "optimizer": {"lr": 3e-3}} | parts,
+    )  # fmt: skip
+
+
+def train_with(config: RunConfig, at: dict[int, Callable[[RunDirectory], None]]) -> list[Row]:
+    """Train; before the update of a step, rank 0 calls a function. What the engine of this rank was given at every
+    step: step, rate, weight decay, clipping, factor of z-loss."""
+    import torch.distributed as dist
+
+    from megastable.engine.engine import Engine
+    from megastable.recovery.recovery import Recovery
+    from megastable.train import train
+
+    real, begin, seen = Engine.train_step, Recovery.begin, list[Row]()
+    now = 0
+
+    def begins(self: Recovery, state: Any, *args: Any) -> None:
+        nonlocal now
+        now = state.step + 1
+        begin(self, state, *args)
+
+    def step(self: Engine, batches: Any, lr: float, *args: Any) -> Any:
+        decay = max(group["weight_decay"] for group in self.optimizer.param_groups)
+        seen.append((now, lr, decay, self.optimizer.clip_grad, self.loss.z_loss))
+        if now in at and dist.get_rank() == 0:
+            at[now](RunDirectory(config.run.dir))
+        return real(self, batches, lr, *args)
+
+    Engine.train_step, Recovery.begin = step, begins  # type: ignore[method-assign, assignment]
+    try:
+        train(config, Path("recipe.yaml"))
+        return seen
+    finally:
+        Engine.train_step, Recovery.begin = real, begin  # type: ignore[method-assign]
+
+
+def asks(run: RunDirectory, values: dict[str, Any], until: int | None = None) -> None:
+    """As the command does; and wait until the heartbeat has seen it."""
+    changes.ask(run.changes, values, "because", "ann", until)
+    time.sleep(0.4)
+
+
+def ask_twice(run: RunDirectory) -> None:
+    asks(run, {"optimizer.lr": 1e-3, "model.z_loss": 1e-3})
+    asks(run, {"optimizer.clip": 0.25, "optimizer.weight_decay": 0.2}, until=9)
+
+
+def ask_wrongly(run: RunDirectory) -> None:
+    asks(run, {"train.steps": 5})
+
+
+def held(config: RunConfig, first: int, last: int) -> list[Row]:
+    """Rate (of the recipe, and a third of it from step `first` on), ..."""
+    from megastable.optim.schedule import rates
+
+    peak = config.optimizer.lr
+    found = list[Row]()
+    for step, rate in enumerate(rates(config), start=1):
+        late, both = step >= first, first <= step <= last
+        found.append((
+            step, rate * (1e-3 / peak if late else 1), 0.2 if both else 0.1, 0.25 if both else 1.0,
+            1e-3 if late else 1e-4,
+        ))  # fmt: skip
+    return found
+
+
+def close(rows: list[Row], wanted: list[Row]) -> bool:
+    return len(rows) == len(wanted) and all(a == pytest.approx(b) for a, b in zip(rows, wanted, strict=True))
+
+
+def test_a_change_holds_from_the_next_step_on_and_is_undone_at_its_end(corpus: Path, tmp_path: Path) -> None:
+    config = small(corpus, tmp_path / "run")
+    [seen] = run_ranks(1, train_with, config, {5: ask_twice, 7: ask_wrongly})
+    assert close(seen, held(config, 6, 9))
+    run = RunDirectory(tmp_path / "run")
+    first, second = run.events(ChangeMade)
+    assert (first.step, first.until, first.who, first.reason) == (6, None, "ann", "because")
+    assert first.old == {"optimizer.lr": 3e-3, "model.z_loss": 1e-4} and (second.step, second.until) == (6, 9)
+    assert first.loss is not None and first.grad_norm is not None and first.asked is not None
+    [refused] = run.events(ChangeRefused)
+    assert refused.step == 7 and "train.steps" in str(refused.problem)
+    # The record says what held; and what became of it: at its end, and at that of the run.
+    rows = records.read(run.steps).to_pylist()
+    assert [row["lr"] for row in rows] == pytest.approx([row[1] for row in seen])
+    assert [row["z_loss"] / row["z"] ** 2 for row in rows] == pytest.approx([row[4] for row in seen])
+    told = list(run.events(ChangeMeasured))
+    assert [(e.step, e.steps, e.change) for e in told] == [(9, 4, second.change), (12, 7, first.change)]
+    assert all(e.loss_before and e.loss_after and e.norm_before and e.norm_after for e in told)
+
+
+def kill(run: RunDirectory) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", [6, 7, 11])
+def test_after_a_kill_all_ranks_hold_at_every_step_what_they_held_before(
+    ended: int, corpus: Path, tmp_path: Path
+) -> None:
+    """Four ranks, two stages. Killed in the step of the change itself, later, and after its end; resumed from the
+    checkpoint of step 4, before the change, or of step 8. The run ends with the bytes of one that was not killed."""
+    layout = {"parallel": {"pipeline": 2}, "model": {"layers": 2}}
+    config = small(corpus, tmp_path / "killed", **layout)
+    with pytest.raises(AssertionError, match="ended"):
+        run_ranks(4, train_with, config, {5: ask_twice, ended: kill})
+    run = RunDirectory(tmp_path / "killed")
+    made = list(run.events(ChangeMade))
+    assert [(e.step, e.until) for e in made] == [(6, None), (6, 9)]
+    ranks = run_ranks(4, train_with, config, {})
+    begin = ranks[0][0][0]
+    assert begin in ((5, 9) if ended > 8 else (1, 5))  # the newest checkpoint may not be complete yet
+    assert all(close(seen, held(config, 6, 9)[begin - 1 :]) for seen in ranks)
+    assert list(run.events(ChangeMade)) == made
+    rows = {row["step"]: row for row in records.read(run.steps).to_pylist()}
+    assert [rows[step]["lr"] for step in range(begin, 13)] == pytest.approx([row[1] for row in ranks[0]])
+    # A run whose journal says so from the start.
+    other = RunDirectory(tmp_path / "other")
+    other.root.mkdir()
+    other.journal.write_text("".join(json.dumps(dict(e.fields)) + "\n" for e in made))
+    whole = small(corpus, other.root, **layout)
+    assert all(close(seen, held(config, 6, 9)) for seen in run_ranks(4, train_with, whole, {}))
+    assert identical(*(r.checkpoints / "step-12" for r in (run, other))) >= 4
+
+
+@pytest.mark.slow
+def test_a_request_that_no_process_has_read_is_followed_by_the_next_one(corpus: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run_ranks(1, train_with, small(corpus, run.root, train={"steps": 4, "eval_samples": 0}), {})
+    changes.ask(run.changes, {"optimizer.lr": 1e-3}, "late", "ann", None)
+    longer = small(corpus, run.root, train={"steps": 6, "eval_samples": 0})
+    [seen] = run_ranks(1, train_with, longer, {})
+    assert [row[1] for row in seen] == pytest.approx([row[1] for row in held(longer, 5, 0)[4:]])
+    # A recipe with another rate ends it, and a restart with this recipe keeps to that.
+    for steps in (7, 8):
+        newer = small(corpus, run.root, optimizer={"lr": 2e-3}, train={"steps": steps, "eval_samples": 0})
+        [[(step, rate, *_)]] = run_ranks(1, train_with, newer, {})
+        assert rate == pytest.approx(held(newer, 99, 0)[step - 1][1])
+    first, second = run.events(ChangeMade)
+    assert (first.step, second.step, second.new) == (5, 7, {"optimizer.lr": 2e-3})
+
+
+def wait_for_request(run: RunDirectory) -> None:
+    until = time.monotonic() + 30
+    (run.root / "waits").touch()
+    while not run.changes.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.4)
+
+
+@pytest.mark.slow
+def test_the_command_asks_a_run_at_work_and_tells_from_which_step(corpus: Path, tmp_path: Path) -> None:
+    config, answers = small(corpus, tmp_path / "run"), list[Any]()
+
+    def in_a_terminal() -> None:
+        while not (tmp_path / "run/waits").exists():
+            time.sleep(0.05)
+        arguments = ["run", "optimizer.lr=1e-3", "--reason", "the loss swings", "--json"]
+        answers.append(subprocess.run(
+            [sys.executable, "-m", "megastable.cli", "change", *arguments], cwd=tmp_path, capture_output=True,
+            text=True, check=False,
+        ))  # fmt: skip
+
+    person = threading.Thread(target=in_a_terminal)
+    person.start()
+    run_ranks(2, train_with, config, {3: wait_for_request})
+    person.join()
+    [done] = answers
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["made"]
+    assert told["step"] == 4 and told["new"] == {"optimizer.lr": 1e-3} and told["reason"] == "the loss swings"
+    [made] = RunDirectory(tmp_path / "run").events(ChangeMade)
+    assert made == told
+
+
+def test_the_command_asks_waits_and_tells_the_step(corpus: Path, tmp_path: Path) -> None:
+    config = small(corpus, tmp_path / "run")
+    run_ranks(
+        1, train_with, config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})}), {}
+    )
+
+    def change(*arguments: str) -> Any:
+        return call(app, "change", "run", *arguments, cwd=tmp_path)
+
+    done = change("optimizer.lr=1e-3", "--reason", "x")
+    assert (
+        done.returncode == 2
+        and "no process trains here: start it again with optimizer.lr=1e-3" in done.stderr
+    )
+    for arguments, told in (
+        (["model.layers=3", "--reason", "x"], "begin another run"),
+        (["optimizer.lr=-3", "--reason", "x"], "optimizer.lr=-3"),
+        (["optimizer.lr", "--reason", "x"], "key=value"),
+        (["optimizer.lr=1e-3", "--reason", " "], "--reason is empty"),
+        (["optimizer.lr=1e-3", "--reason", "x", "--until", "1"], "step 2 already"),
+    ):
+        done = change(*arguments)
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done
+    assert not (tmp_path / "run/changes.jsonl").exists()
