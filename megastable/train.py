@@ -36,6 +36,7 @@ from megastable.recovery.recovery import Recovery, StepOutcome
 from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.run.events.training_events import Evaluated, Stopped, Training, Warned
 from megastable.training import rank_process
+from megastable.training.effects import IncidentEffects
 from megastable.training.evaluation import Evaluation
 from megastable.training.feed import Feed
 from megastable.training.heartbeat import Heartbeat
@@ -96,6 +97,7 @@ class Trainer:
             held_out, sets = (e.micro_batches, e.sets) if (e := self.evaluation) else ([], 1)
             settle = self.checkpoints.settle
             self.recovery = Recovery(parts, self.state, settle, start.suspects, held_out, sets)
+            self.effects = IncidentEffects(self.run, self.recovery.incident_log, self.changes.level, self.log)
             self.copies = MemoryCopies(
                 start.memory, self.engine, self.recovery.points.ring, self.log, start.frozen, start.lineage,
                 start.restored, self.state.step,
@@ -163,7 +165,6 @@ class Trainer:
                 tokens_per_second=tokens / seconds,
             )  # fmt: skip
             recorder.step(result)
-            self.changes.stepped(result)
 
             # What the guard decided: mostly nothing, sometimes back to an earlier step
             incident = recovery.incident_log.incident
@@ -192,6 +193,8 @@ class Trainer:
                 self.checkpoints.back_to(self.state)
                 continue
 
+            self.changes.stepped(result)
+            self.effects.stepped(state.step)
             self.copies.heard(ballot["copies"], state.step)
             if self.copies.wanted(state.step) and recovery.calm:
                 if dist.get_rank() == 0:
@@ -223,6 +226,7 @@ class Trainer:
             return STOPPED
         self.recovery.finish(s)
         self.changes.finish(s.step)
+        self.effects.finish(s.step)
         validation = self._evaluate()
         observer = self.recorder.observer
         first(lambda: write_summary(self.run, c, s, validation, self.order.corpora, observer, self.log))

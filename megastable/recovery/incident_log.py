@@ -58,6 +58,7 @@ class IncidentLog:
         self.incident: Incident | None = None
         self.count = 0
         self.left_out: LeftOutSamples | None = None
+        self.closed = dict[int, int]()  # by number, the steps at which incidents were over
 
     def restore(
         self, incident: Incident | None, count: int, state: RunState, left_out: LeftOutSamples | None = None
@@ -468,6 +469,8 @@ class IncidentLog:
         persist(self.run.skips, entries, f"incident {self._present().number} wants skipped")
 
     def _tell(self, what: str, say: str = "", **fields: Any) -> None:
+        if what == "closed" and "step" in fields and self._present().outcome == "healed":
+            self.closed[self._present().number] = fields["step"]
         self.log.emit(IncidentEvent(what=what, **fields, **self._story()), say=say)
 
     def _commit(self, event: Event, say: str = "") -> None:

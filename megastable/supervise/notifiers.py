@@ -16,7 +16,7 @@ from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import LookAheadFailed, LookAheadSpent
 from megastable.run.events.event import Event, tree
-from megastable.run.events.stability_events import AlertEvent, IncidentEvent
+from megastable.run.events.stability_events import AlertEvent, IncidentEvent, IncidentLater
 from megastable.run.events.supervisor_events import Ended, HookFailed, SupervisorEvent
 from megastable.run.log import RunLog
 from megastable.supervise.metrics import Metrics
@@ -50,7 +50,9 @@ class Notifiers:
     def event(self, event: Event) -> None:
         """An event was journaled."""
         name, what = event.event, event.get("what")
-        if isinstance(event, Ended | AlertEvent) or (isinstance(event, IncidentEvent) and what in NEWS):
+        if isinstance(event, Ended | AlertEvent | IncidentLater) or (
+            isinstance(event, IncidentEvent) and what in NEWS
+        ):
             self.reports.due()  # once more at the end, when the later steps are known
         if text := news(event):
             self.notices.notify(

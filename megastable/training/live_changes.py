@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from megastable.base.collectives import first
@@ -16,10 +15,10 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, ChangeRefused
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
+from megastable.training.effects import Level
 from megastable.training.heartbeat import WatchedFile
 
 AFTER = 100  # steps after a change at which its effect is told
-LATELY = 20  # applied steps whose mean tells the level of the loss
 
 
 class LiveChanges:
@@ -35,7 +34,7 @@ class LiveChanges:
         self._measured = {event.change for event in told if isinstance(event, ChangeMeasured)}
         self._answered = {event.change for event in told if not isinstance(event, ChangeMeasured)}
         self._held = list[ChangeMade]()  # what the engine trains with
-        self._lately = deque[tuple[int, float, float]](maxlen=LATELY)  # step, loss, gradient norm
+        self.level = Level()
         self._told_problems = set[str]()
 
     def follow_recipe(self, changed: Sequence[str], step: int) -> None:
@@ -63,13 +62,9 @@ class LiveChanges:
         return held != before
 
     def stepped(self, done: StepResult) -> None:
-        """A step is done: remember its level, and tell what the run did after a change."""
-        step, measured = done.state.step, done.measured
-        while self._lately and self._lately[-1][0] >= step:  # undone
-            self._lately.pop()
-        if done.applied and math.isfinite(measured.loss) and math.isfinite(measured.grad_norm):
-            self._lately.append((step, measured.loss, measured.grad_norm))
-        self._tell_effects(step, AFTER)
+        """A step is done: tell what the run did after a change."""
+        self.level.stepped(done)
+        self._tell_effects(done.state.step, AFTER)
 
     def finish(self, step: int) -> None:
         """The run ends after `step`."""
@@ -85,7 +80,7 @@ class LiveChanges:
             if step < max(begin, last):
                 continue
             self._measured.add(change.change)
-            level = self._level(begin)
+            level = self.level.since(begin)
             self.log.emit(
                 ChangeMeasured(
                     step=step, change=change.change, steps=step - begin + 1, new=dict(change.new),
@@ -94,14 +89,6 @@ class LiveChanges:
                 ),
                 say=True,
             )  # fmt: skip
-
-    def _level(self, since: int = 0) -> tuple[float, float] | None:
-        """Means of loss and gradient norm of late, from a step on; None if there were none, as right after a start."""
-        told = [numbers for at, *numbers in self._lately if at >= since]
-        if not told:
-            return None
-        losses, norms = zip(*told, strict=True)
-        return sum(losses) / len(losses), sum(norms) / len(norms)
 
     def _answer(self, step: int) -> list[ChangeMade]:
         """Journal the answers to new requests; the changes that were made."""
@@ -118,7 +105,7 @@ class LiveChanges:
         for request in requests:
             if request.id not in self._answered:
                 self._answered.add(request.id)
-                event = answer(request, self.recipe, [*self.made, *made], step, self._level())
+                event = answer(request, self.recipe, [*self.made, *made], step, self.level.since())
                 self.log.emit(event, say=True)
                 made += [event] if isinstance(event, ChangeMade) else []
         return made

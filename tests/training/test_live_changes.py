@@ -17,13 +17,19 @@ import pytest
 
 from megastable.commands.root import app
 from megastable.config.tree import RunConfig
+from megastable.data.plant import Planted
 from megastable.run import changes, records
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, ChangeRefused
+from megastable.run.events.stability_events import Discarded, IncidentLater
+from megastable.run.log import RunLog
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.recovery.test_recovery import FIRST_BAD, hit_and_told, incidents, planted, recipe
 from tests.tools.cli import call
 from tests.training.test_resume import identical
+
+__all__ = ["planted"]
 
 Row = tuple[int, float, float, float, float]
 
@@ -230,3 +236,35 @@ def test_the_command_asks_waits_and_tells_the_step(corpus: Path, tmp_path: Path)
         done = change(*arguments)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done
     assert not (tmp_path / "run/changes.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_rewind_over_a_change_trains_each_step_with_what_held_there(
+    planted: tuple[Path, Planted], tmp_path: Path
+) -> None:
+    """A run that meets bad data while a change holds, and goes back to before it, ends with the bytes of one that was
+    told to leave that data out."""
+    layout = {"model": {"layers": 2}, "train": {"micro_batch": 2}, "optimizer": {"lr": 1e-2}}
+    configs = [recipe(planted[0], tmp_path / name, **layout) for name in ("hit", "told")]
+    values = {
+        "optimizer.lr": 4e-3,
+        "optimizer.clip": 0.5,
+        "optimizer.betas": [0.9, 0.9],
+        "model.z_loss": 1e-3,
+    }
+    for config in configs:
+        assert config.run.dir is not None
+        config.run.dir.mkdir()
+        request = changes.ChangeRequest(id="1", time=0.0, reason="because", values=values, until=33)
+        RunLog(RunDirectory(config.run.dir)).emit(changes.answer(request, config, [], FIRST_BAD - 1, None))
+    assert run_ranks(2, hit_and_told, *configs) == [((0, ""), (0, ""))] * 2
+    [later] = RunDirectory(tmp_path / "hit").events(IncidentLater)
+    assert later.number == 1 and later.step == 50 and later.at_end and later.loss is not None
+    [back] = incidents(tmp_path / "hit", "rewound")
+    assert back["to_step"] < FIRST_BAD and incidents(tmp_path / "told") == []
+    assert identical(*(tmp_path / name / "checkpoints/step-50" for name in ("hit", "told"))) >= 3
+    again = records.read(tmp_path / "hit/steps").to_pylist()
+    at = {step: [row["lr"] for row in again if row["step"] == step] for step in (30, 31, 33, 34)}
+    assert at[31][0] < 0.5 * at[30][0] and at[34][0] > 2 * at[33][0]
+    assert all(len(set(rates)) == 1 for rates in at.values())
+    assert FIRST_BAD in [e.step for e in RunDirectory(tmp_path / "hit").events(Discarded)]

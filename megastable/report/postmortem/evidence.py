@@ -6,7 +6,8 @@ A report must not fail: unreadable files are named, and the rest is gathered all
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.plant import read_planted
 from megastable.data.skip_ledger import Ledger
 from megastable.data.skips import Skips
+from megastable.guard.robust import trend
 from megastable.report.postmortem import passes
 from megastable.report.postmortem.cost import cost_of, outage
 from megastable.report.postmortem.facts import (
@@ -30,6 +32,7 @@ from megastable.report.postmortem.facts import (
     Cost,
     Evidence,
     IncidentFacts,
+    LaterLoss,
     Layers,
     LayerValue,
     RegionFacts,
@@ -48,6 +51,8 @@ from megastable.run.events.training_events import CheckpointRejected
 from megastable.run.records import LAYER_SCHEMA, SCHEMA
 
 BEFORE, AFTER = 60, 40  # steps shown around an incident
+LONG_BEFORE = 500  # steps before the onset whose trend what came later is compared with
+FEWEST = 24  # of them that tell a trend
 LONGEST = 20_000  # most steps read of one
 COLUMNS = (
     "step", "time", "first_position", "next_position", "applied", "finite", "loss", "grad_norm", "lr", "seconds",
@@ -132,7 +137,8 @@ class Gatherer:
         made = hashlib.sha256(self.run.recipe)
         for event in self.journal.events[self.journal.nearby(self.begin, self.end)]:
             made.update(repr(event.fields).encode())
-        made.update(repr((VERSION, self._outage, self.skipped, sizes, self.run.problems)).encode())
+        later = [event.fields for event in self.journal.later[self.incident.number]]
+        made.update(repr((VERSION, self._outage, self.skipped, sizes, self.run.problems, later)).encode())
         return made.hexdigest()
 
     def gather(self) -> Evidence:
@@ -155,6 +161,7 @@ class Gatherer:
         return Evidence(
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._closed_at() if i.outcome == "healed" else None,
+            later=self._try("what came later", self._later, []),
             timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
             suspects=suspects, regions=self._regions(), trials=self._try("tokens of a trial", self._named_trials,
             self.trials), skipped=self.skipped,
@@ -248,6 +255,27 @@ class Gatherer:
         first = max(1, min([min(i.onset, i.step) - BEFORE, *(snapshot for snapshot, _ in tried)]))
         last = max([max(i.step, i.onset, self._closed_at() or 0) + AFTER, *(last for _, last in tried)])
         return first, min(last, first + LONGEST)
+
+    def _later(self) -> list[LaterLoss]:
+        """What the run did after the incident, against the trend from before."""
+        looks = self.journal.later[self.incident.number]
+        told = {e.step: e for e in looks if e.step and e.loss is not None and math.isfinite(e.loss)}
+        if not told:
+            return []
+        onset, columns = self.incident.onset, ("step", "time", "loss", "applied")
+        rows, problems = self.run.steps.rows(max(1, onset - LONG_BEFORE), onset - 1, columns)
+        self.problems += problems
+        before = {row["step"]: row["loss"] for row in rows if row["applied"] and math.isfinite(row["loss"])}
+        return [
+            LaterLoss(
+                step=step,
+                after=e.after or 0,
+                loss=e.loss,
+                at_end=bool(e.at_end),
+                **expect(before, onset, step),
+            )
+            for step, e in sorted(told.items())
+        ]
 
     def _looks(self) -> tuple[int, int]:
         """The steps around it with layer records."""
@@ -347,6 +375,17 @@ class Gatherer:
                 for key in {str(detail["loc"][0]) for detail in error.errors()}:
                     told = f"{what}: {key}={rest.pop(key, None)!r}"
                     self.problems.append(f"{visible(told, 200)} is not understood")
+
+
+def expect(before: Mapping[int, float], onset: int, step: int) -> dict[str, float]:
+    """Where the losses before `onset`, by step, lead to at `step`, with their scatter. Of as many steps as it is ahead,
+    at least 60, as a curve that flattens out is no line; nothing if there are too few for that distance."""
+    ahead = step - onset
+    steps = sorted(at for at in before if at >= onset - max(BEFORE, ahead))
+    if len(steps) < FEWEST or ahead > 2 * len(steps):
+        return {}
+    found = trend(steps, [before[at] for at in steps], step, floor=0.0, full=len(steps))
+    return {"expected": found.level, "scatter": found.scale}
 
 
 def _size(path: Path) -> int:

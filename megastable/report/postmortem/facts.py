@@ -21,7 +21,7 @@ from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.timeline import TimelineEntry
 from megastable.report.postmortem.trial_facts import TrialFacts
 
-VERSION = 8  # of the derived files: a change rewrites all incidents
+VERSION = 9  # of the derived files: a change rewrites all incidents
 
 
 class RunFacts(Facts):
@@ -198,11 +198,24 @@ class Cost(Facts):
         return self.redone_seconds + self.recovery_seconds + self.downtime_seconds + self.silent_seconds
 
 
+class LaterLoss(Facts):
+    """The loss at `step`, `after` steps after an incident was over, or at the end of the run: median of 20 steps.
+    expected: where the trend of the applied steps before the onset leads to at that step, with the scatter of single
+    steps about it; None if that is too far off to be said."""
+
+    step: int
+    after: int
+    loss: float
+    at_end: bool = False
+    expected: float | None = None
+    scatter: float | None = None
+
+
 class Evidence(Facts):
     """Everything. inputs: digest of its sources. passes: recorded steps, a list for each pass.
 
     back_to: steps that the run was rewound to. healed_at: step of the proof that it was over; None if none is
-    journaled.
+    journaled. later: what came of it, as far as the run has come.
     """
 
     format: int = VERSION
@@ -212,6 +225,7 @@ class Evidence(Facts):
     cost: Cost
     back_to: list[int]
     healed_at: int | None
+    later: list[LaterLoss]
     timeline: list[TimelineEntry]
     suspects: list[SuspectFacts]
     regions: list[RegionFacts]

@@ -15,7 +15,7 @@ from megastable.data.skips import Range, Skips
 from megastable.run.directory import RunDirectory
 from megastable.run.events.event import Event, pairs, tree
 from megastable.run.events.reading import read_events
-from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent
+from megastable.run.events.stability_events import Discarded, Handover, IncidentEvent, IncidentLater
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, SupervisorEvent
 from megastable.run.events.training_events import CheckpointSaved, Evaluated, Finished, Stopped, Training
 
@@ -29,13 +29,14 @@ LATEST = 1e11  # Unix seconds: beyond is no valid time
 class Journal:
     """events: in order, without the policy's memory, of which every event of an incident has a copy.
 
-    own: indexes of each incident's events, by number. refused: events of refused updates, by step. Raises DataError for
-    a file that cannot be read.
+    own: indexes of each incident's events, by number; later: its `IncidentLater`. refused: events of refused updates,
+    by step. Raises DataError for a file that cannot be read.
     """
 
     def __init__(self, run: RunDirectory) -> None:
         self.events: list[Event] = []
         self.own: dict[int, list[int]] = defaultdict(list)
+        self.later: dict[int, list[IncidentLater]] = defaultdict(list)
         self.refused: dict[int, list[Event]] = defaultdict(list)
         self._turns: list[int] = []
         odd = 0
@@ -56,6 +57,8 @@ class Journal:
             self._turns.append(at)
         elif isinstance(event, Discarded) and isinstance(step, int):
             self.refused[step].append(event)
+        elif isinstance(event, IncidentLater):
+            self.later[event.number or 0].append(event)
         elif isinstance(event, IncidentEvent) and (number := number_of(event)) is not None:
             self.own[number].append(at)
 

@@ -140,6 +140,7 @@ def _facts(e: Evidence) -> dict[str, Any]:
         "number": sentences.number,
         "ranges": ranges, "positions": count(e.incident.positions), "texts": count(e.incident.shown),
         "what": sentences.what_of(e.incident), "put_off": sentences.put_off(e),
+        "later": sentences.later_losses(e),
         "layers_remark": _layers_remark(e.layers),
         "regions": _with_pictures("region", e.regions), "trials": _with_pictures("branches", e.trials),
         "difference": _difference, "explanation": EXPLANATION,

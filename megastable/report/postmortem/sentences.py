@@ -232,6 +232,35 @@ def outcome(e: Evidence) -> str:
     return f"{at} loss was on its trend again{after}."
 
 
+def later_losses(e: Evidence) -> list[str]:
+    """What came of it: a sentence for each look, and one whether it was worth what it cost."""
+    told = []
+    for one in e.later:
+        when = f"At the end, {one.after:,} steps" if one.at_end else f"{one.after:,} steps"
+        text = f"{when} after it was over, at step {one.step:,}, the loss was {number(one.loss)}"
+        if one.expected is not None:
+            text += (
+                f"; the trend of the steps before it leads to {number(one.expected)} ± {number(one.scatter)}"
+            )
+        told.append(f"{text}.")
+    return [*told, *filter(None, [worth(e)])]
+
+
+def worth(e: Evidence) -> str:
+    """Whether what was done was worth it, by the newest look that can be compared with the trend from before. One
+    scatter decides, which no set of runs was asked for: it changes nothing but these words."""
+    newest = next((one for one in reversed(e.later) if one.expected is not None), None)
+    if newest is None or newest.expected is None or newest.scatter is None:
+        return ""
+    cost = plural(e.cost.steps, "step") + " lost"
+    over = newest.loss - newest.expected
+    if abs(over) <= newest.scatter:
+        return f"It was worth it: {cost}, and the loss is where the trend from before leads to."
+    if over < 0:
+        return f"It was worth it: {cost}, and the loss is {number(-over)} below the trend from before."
+    return f"It was not, or not yet, worth it: {cost}, and the loss is {number(over)} above the trend from before."
+
+
 def figures(e: Evidence) -> list[tuple[str, str, str]]:
     """Key figures: (name, value, remark)."""
     i, c = e.incident, e.cost

@@ -20,7 +20,7 @@ class Note(Event):
 
 class ChangeMade(Event):
     """Settings have other values from `step` on, up to step `until`, if it is given (run/changes.py). change: of the
-    request; asked: its time. old, new: values by key, of the recipe. loss, grad_norm: means of the last applied steps
+    request; asked: its time. old, new: values by key, of the recipe. loss, grad_norm: medians of the last applied steps
     before."""
 
     NAME = "change_made"
@@ -56,8 +56,8 @@ class ChangeRefused(Event):
 
 
 class ChangeMeasured(Event):
-    """What a run did after a change: `steps` after it began, or at its end or that of the run. Means of the last
-    applied steps before the change and before `step`: losses in nats per token, gradient norms before clipping."""
+    """What a run did after a change: `steps` after it began, or at its end or that of the run. Medians of the
+    last applied steps before the change and before `step`: losses in nats per token, gradient norms before clipping."""
 
     NAME = "change_measured"
     step: Whole

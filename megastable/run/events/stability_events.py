@@ -240,6 +240,23 @@ class Handover(OfIncident):
         return f"handed over to a checkpoint from before step {self.get('before')}{self.because()}"
 
 
+class IncidentLater(Event):
+    """The loss at a step, `after` steps after an incident was over: median of the last applied steps, nats per token.
+    at_end: of the run."""
+
+    NAME = "incident_later"
+    number: Whole
+    step: Whole
+    after: Whole
+    loss: Real
+    at_end: Flag = None
+
+    def words(self) -> str:
+        end = ", at the end of the run" if self.at_end else ""
+        when = f"{self.get('after')} steps after incident {self.get('number')} was over"
+        return f"{when}{end}: loss {number(self.get('loss'))}"
+
+
 class AlertEvent(OfIncident):
     """what: begun, with the fields of `IncidentEvent`, or over."""
 

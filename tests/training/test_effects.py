@@ -1,0 +1,69 @@
+"""What a run does after an incident is told 100 and 500 steps later and at its end, once, by any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megastable.run.directory import RunDirectory
+from megastable.run.events.stability_events import IncidentEvent, IncidentLater
+from megastable.run.log import RunLog
+from megastable.training.effects import IncidentEffects, Level
+
+
+def done(step: int, loss: float, applied: bool = True) -> Any:
+    measured = SimpleNamespace(loss=loss, grad_norm=1.0)
+    return SimpleNamespace(state=SimpleNamespace(step=step), measured=measured, applied=applied)
+
+
+def test_the_level_is_that_of_the_last_applied_steps_that_were_not_undone() -> None:
+    level = Level()
+    assert level.since() is None
+    for step in range(1, 31):
+        level.stepped(done(step, float(step)))
+    level.stepped(done(31, 99.0, applied=False))
+    level.stepped(done(31, float("nan")))
+    assert level.since() == (20.5, 1.0) and level.since(29) == (29.5, 1.0) and level.since(31) is None
+    level.stepped(done(29, 0.0))  # back after step 28
+    assert level.since(28) == (14.0, 1.0)
+
+
+def test_effects_are_told_once_over_restarts_and_rewinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megastable.training.effects.first", lambda action: action())
+    run = RunDirectory(tmp_path)
+    log = RunLog(run)
+
+    def closes(number: int, step: int, outcome: str = "healed", verdict: str = "spike") -> None:
+        summary = {"number": number, "outcome": outcome, "verdict": verdict}
+        log.emit(IncidentEvent(what="closed", step=step, number=number, summary=summary))
+
+    def process(first: int, last: int, closed: dict[int, int], ends: bool = False) -> None:
+        incidents: Any = SimpleNamespace(closed={})
+        level = Level()
+        effects = IncidentEffects(run, incidents, level, log)
+        for step in range(first, last + 1):
+            incidents.closed |= {number: at for number, at in closed.items() if at == step}
+            level.stepped(done(step, 1000.0 - step))
+            effects.stepped(step)
+        if ends:
+            effects.finish(last)
+
+    closes(1, 50)
+    closes(2, 60, outcome="open")
+    closes(3, 61, verdict="crash")
+    process(51, 149, {})
+    process(120, 400, {4: 130})  # from an older checkpoint
+    closes(4, 130)
+    process(380, 700, {}, ends=True)
+    process(690, 700, {}, ends=True)
+    told = [(e.number, e.step, e.after, bool(e.at_end)) for e in run.events(IncidentLater)]
+    assert told == [
+        (1, 150, 100, False), (4, 230, 100, False), (1, 550, 500, False), (4, 630, 500, False),
+        (1, 700, 650, True), (4, 700, 570, True),
+    ]  # fmt: skip
+    assert next(e.loss for e in run.events(IncidentLater)) == 1000 - 140.5
