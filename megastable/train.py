@@ -26,21 +26,19 @@ import torch.distributed as dist
 from megastable.base import activity
 from megastable.base.collectives import first
 from megastable.base.errors import OK, STOPPED, HandoverError, MegastableError, UnstableError
-from megastable.base.hardware import peak_tflops
 from megastable.base.software import software
 from megastable.config.tree import RunConfig
 from megastable.engine.watch import Ballot
-from megastable.model.kernels import DTYPES
 from megastable.optim.schedule import scheduled_rate
 from megastable.recovery.recovery import Recovery, StepOutcome
 from megastable.recovery.run_parts import RunParts, StepResult
 from megastable.run.events.training_events import Evaluated, Stopped, Training, Warned
 from megastable.training import rank_process
-from megastable.training.effects import IncidentEffects
+from megastable.training.effects import Effects
 from megastable.training.evaluation import Evaluation
 from megastable.training.feed import Feed
 from megastable.training.heartbeat import Heartbeat
-from megastable.training.introduction import introduction
+from megastable.training.introduction import find_peak, introduction
 from megastable.training.memory_copies import MemoryCopies
 from megastable.training.observer import Observer
 from megastable.training.recorder import StepRecorder, due
@@ -67,7 +65,7 @@ class Trainer:
         self.stopping = False
         first(lambda: self.run.summary.unlink(missing_ok=True))  # of a shorter run in this directory
         with ExitStack() as closing:
-            peak, source = self._peak()
+            peak, source = find_peak(c, self.engine)
             self.log.say(introduction(c, self.engine, self.run.root, peak, source))
             for text in self.engine.kernels.notes:
                 self.log.emit(Warned(step=self.state.step, text=text), say=f"WARNING: {text}")
@@ -97,7 +95,7 @@ class Trainer:
             held_out, sets = (e.micro_batches, e.sets) if (e := self.evaluation) else ([], 1)
             settle = self.checkpoints.settle
             self.recovery = Recovery(parts, self.state, settle, start.suspects, held_out, sets)
-            self.effects = IncidentEffects(self.run, self.recovery.incident_log, self.changes.level, self.log)
+            self.effects = Effects(self.run, self.changes, self.recovery.incident_log, self.log)
             self.copies = MemoryCopies(
                 start.memory, self.engine, self.recovery.points.ring, self.log, start.frozen, start.lineage,
                 start.restored, self.state.step,
@@ -157,9 +155,8 @@ class Trainer:
                 batch=batch.positions.size, piece=batch.piece,
             )  # fmt: skip
             result = StepResult(
-                batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept,
-                self.engine.loss.z_loss,
-            )  # fmt: skip
+                batch, measured, applied, before, state, lr, seconds, feed.waited, self.engine.kept
+            )
             self.heart.stepped(
                 state, loss=measured.loss, grad_norm=measured.grad_norm, lr=lr, applied=applied, seconds=seconds,
                 tokens_per_second=tokens / seconds,
@@ -184,8 +181,7 @@ class Trainer:
                 recorder.flush()  # one was opened or closed: its report is written now
             if any(ballot["read_skips"]):
                 feed.read_ledger(state.step, outcome.state.cursor)
-            if any(ballot["read_changes"]):
-                self.changes.read(outcome.state.step)
+            self.changes.heard(ballot["read_changes"], outcome.state.step)
             if outcome.rewound:
                 self.state = outcome.state
                 self.copies.rewound(self.state.step)
@@ -193,8 +189,7 @@ class Trainer:
                 self.checkpoints.back_to(self.state)
                 continue
 
-            self.changes.stepped(result)
-            self.effects.stepped(state.step)
+            self.effects.stepped(result)
             self.copies.heard(ballot["copies"], state.step)
             if self.copies.wanted(state.step) and recovery.calm:
                 if dist.get_rank() == 0:
@@ -225,7 +220,6 @@ class Trainer:
             )
             return STOPPED
         self.recovery.finish(s)
-        self.changes.finish(s.step)
         self.effects.finish(s.step)
         validation = self._evaluate()
         observer = self.recorder.observer
@@ -278,12 +272,6 @@ class Trainer:
         """Into the state what a checkpoint is to know."""
         self.state.stability = self.recovery.memory()
         self.state.order_fingerprint = self.order.corpora.fingerprint_until(self.state.cursor)
-
-    def _peak(self) -> tuple[float, str]:
-        """The device's peak, TFLOP/s, as rank 0 sees it, so that all ranks report the same MFU; where it is from."""
-        if given := self.config.logging.peak_tflops:
-            return given, "given"
-        return first(lambda: peak_tflops(self.engine.device, DTYPES[self.config.precision.kind]))
 
 
 def train(config: RunConfig, recipe_path: Path, attempt: int | None = None) -> int:

@@ -52,7 +52,7 @@ class RunParts:
 class StepResult:
     """From `before` to `state`; applied: the update was not refused; lr: its rate. It took `seconds`, of which the rank
     waited `waited` for data. kept: the gradient's norm after clipping, as a share of that before; above 1 is possible
-    with `worker`. z_loss: its factor."""
+    with `worker`."""
 
     batch: Step
     measured: Measured
@@ -63,4 +63,3 @@ class StepResult:
     seconds: float
     waited: float
     kept: float = 1.0
-    z_loss: float = 0.0

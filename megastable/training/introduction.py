@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megastable.base.collectives import first
 from megastable.base.deterministic import exact
+from megastable.base.hardware import peak_tflops
 from megastable.base.text import plural
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.rules import LINEARS
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.model.flops import parameters
+from megastable.model.kernels import DTYPES
 from megastable.model.sizes import in_fp8
 
 
@@ -29,6 +32,13 @@ def introduction(config: RunConfig, engine: Engine, run: Path, peak: float, peak
         f"{plural(c.train.global_batch, 'sample')} of {c.model.sequence_length} tokens a step{_warmups(c)}, "
         f"run directory {run}"
     )
+
+
+def find_peak(config: RunConfig, engine: Engine) -> tuple[float, str]:
+    """The device's peak, TFLOP/s, as rank 0 sees it, so that all ranks report the same MFU; where it is from."""
+    if given := config.logging.peak_tflops:
+        return given, "given"
+    return first(lambda: peak_tflops(engine.device, DTYPES[config.precision.kind]))
 
 
 def _warmups(config: RunConfig) -> str:

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from megastable.base.collectives import first
 from megastable.base.errors import DataError
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
+from megastable.guard.robust import median
 from megastable.recovery.run_parts import StepResult
 from megastable.run.changes import answer, config_at, follow_recipe, holding, read_requests
 from megastable.run.directory import RunDirectory
-from megastable.run.events.people_events import ChangeMade, ChangeMeasured, ChangeRefused
+from megastable.run.events.people_events import ChangeMade, ChangeRefused
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
-from megastable.training.effects import Level
 from megastable.training.heartbeat import WatchedFile
 
-AFTER = 100  # steps after a change at which its effect is told
+LATELY = 20  # applied steps whose median tells the level
+
+
+class Level:
+    """Of the last applied steps."""
+
+    def __init__(self) -> None:
+        self._lately = deque[tuple[int, float, float]](maxlen=LATELY)  # step, loss, gradient norm
+
+    def stepped(self, done: StepResult) -> None:
+        step, measured = done.state.step, done.measured
+        while self._lately and self._lately[-1][0] >= step:  # undone
+            self._lately.pop()
+        if done.applied and math.isfinite(measured.loss) and math.isfinite(measured.grad_norm):
+            self._lately.append((step, measured.loss, measured.grad_norm))
+
+    def since(self, step: int = 0) -> tuple[float, float] | None:
+        """Medians of loss and gradient norm, from a step on; None if there were none, as right after a start."""
+        told = [numbers for at, *numbers in self._lately if at >= step]
+        if not told:
+            return None
+        losses, norms = zip(*told, strict=True)
+        return median(losses), median(norms)
 
 
 class LiveChanges:
@@ -29,10 +52,9 @@ class LiveChanges:
     ) -> None:
         """Collective."""
         self.recipe, self.engine, self.log, self.file = recipe, engine, log, file
-        told = first(lambda: list(run.events(ChangeMade, ChangeRefused, ChangeMeasured)))
+        told = first(lambda: list(run.events(ChangeMade, ChangeRefused)))
         self.made = [event for event in told if isinstance(event, ChangeMade)]
-        self._measured = {event.change for event in told if isinstance(event, ChangeMeasured)}
-        self._answered = {event.change for event in told if not isinstance(event, ChangeMeasured)}
+        self._answered = {event.change for event in told}
         self._held = list[ChangeMade]()  # what the engine trains with
         self.level = Level()
         self._told_problems = set[str]()
@@ -45,6 +67,11 @@ class LiveChanges:
         if event is not None:
             self.log.emit(event, say=True)
             self.made.append(event)
+
+    def heard(self, ballot: Sequence[float], step: int) -> None:
+        """Rank 0 has told all whether there are new requests, by the gate's sum."""
+        if any(ballot):
+            self.read(step)
 
     def read(self, step: int) -> None:
         """Answer the requests that there are after `step`. Collective."""
@@ -60,35 +87,6 @@ class LiveChanges:
             keys = ", ".join(dict.fromkeys(key for change in ended for key in change.new))
             self.log.say(f"step {step + 1}: {keys} as before the change, which ended")
         return held != before
-
-    def stepped(self, done: StepResult) -> None:
-        """A step is done: tell what the run did after a change."""
-        self.level.stepped(done)
-        self._tell_effects(done.state.step, AFTER)
-
-    def finish(self, step: int) -> None:
-        """The run ends after `step`."""
-        self._tell_effects(step, 1)
-
-    def _tell_effects(self, step: int, after: int) -> None:
-        """Of changes that have held for `after` steps, or until their end."""
-        for change in self.made:
-            begin = change.step
-            if begin is None or change.change in self._measured:
-                continue
-            last = min(begin + after - 1, math.inf if change.until is None else change.until)
-            if step < max(begin, last):
-                continue
-            self._measured.add(change.change)
-            level = self.level.since(begin)
-            self.log.emit(
-                ChangeMeasured(
-                    step=step, change=change.change, steps=step - begin + 1, new=dict(change.new),
-                    loss_before=change.loss, norm_before=change.grad_norm,
-                    **({} if level is None else {"loss_after": level[0], "norm_after": level[1]}),
-                ),
-                say=True,
-            )  # fmt: skip
 
     def _answer(self, step: int) -> list[ChangeMade]:
         """Journal the answers to new requests; the changes that were made."""

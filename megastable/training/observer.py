@@ -49,9 +49,14 @@ class Observer:
         self._clips: list[bool] = []
 
     def step(
-        self, done: StepResult, statistics: LayerStatistics | None, noise_scale: float | None = None
+        self,
+        done: StepResult,
+        statistics: LayerStatistics | None,
+        z_loss: float,
+        noise_scale: float | None = None,
     ) -> None:
-        """Record and show a step. noise_scale: of the gradients, in samples."""
+        """Record and show a step. z_loss: the factor that it was trained with; noise_scale: of the gradients, in
+        samples."""
         state, batch, measured = done.state, done.batch, done.measured
         c, now = self.config, time.time()
         worst = worst_samples(
@@ -78,7 +83,7 @@ class Observer:
             finite=measured.finite,
             clipped=clipped,
             loss=measured.loss,
-            z_loss=float(measured.squares.mean()) * done.z_loss,
+            z_loss=float(measured.squares.mean()) * z_loss,
             z=float(measured.squares.mean().sqrt()),
             grad_norm=measured.grad_norm,
             lr=done.lr,

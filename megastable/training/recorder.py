@@ -63,7 +63,7 @@ class StepRecorder:
         noise = self.recovery.watches.noise
         noise.after(measured, state.step, done.applied)
         if self.observer is not None:
-            self.observer.step(done, statistics, noise.state.samples)
+            self.observer.step(done, statistics, self.engine.loss.z_loss, noise.state.samples)
         if not done.applied:
             verdict, reason = self.recovery.refusal(measured)
             self.log.emit(Discarded(

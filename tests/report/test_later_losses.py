@@ -1,8 +1,9 @@
-"""What came of an incident: renewed as the run goes on, against the trend from before, with what it cost."""
+"""What came of an incident, renewed as the run goes on, against the trend from before; and where trackers show it."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from megastable.report.postmortem import incidents_of, sentences, write_incidents
 from megastable.report.postmortem.evidence import expect
 from megastable.report.postmortem.facts import LaterLoss
+from megastable.report.postmortem.tracker_links import find_trackers
 from megastable.run.directory import RunDirectory
+from megastable.run.tracker_memory import TrackerMemory
 from tests.report.runs import data_incident, make_run, note, tell
 
 
@@ -79,3 +82,47 @@ def test_a_trend_is_continued_as_far_as_its_steps_reach() -> None:
     assert 2 + 5 * 601**-0.5 - 0.03 < there < curve[500]
     falls = {step: math.log(step) for step in range(1, 501)}
     assert expect(falls, 501, 601)["expected"] <= falls[500]  # a loss that rises is not expected to go on
+
+
+def test_a_report_says_where_the_trackers_of_the_run_show_it(corpus: Path, tmp_path: Path) -> None:
+    run = RunDirectory(make_run(corpus, tmp_path / "run"))
+    tell(run, data_incident(corpus, [(236, 248)]))
+    assert len(write_incidents(run.root)) == 1
+    facts: dict[str, dict[str, Any]] = {
+        "wandb": {"id": "abc", "url": "https://wandb.example/me/p/runs/abc"},
+        "mlflow": {"run_id": "12ab", "store": "https://me:secret@mlflow.example:5000/", "experiment": "7"},
+        "tensorboard": {"folder": "run"},
+    }
+    (run.root / "trackers").mkdir()
+    for name, told in facts.items():
+        TrackerMemory(run.root, name).keep(**told)
+    assert len(write_incidents(run.root)) == 1 and write_incidents(run.root) == []
+    page, text = ((run.incidents / "0001" / name).read_text() for name in ("report.html", "postmortem.md"))
+    for url in (
+        "https://wandb.example/me/p/runs/abc",
+        "https://mlflow.example:5000/#/experiments/7/runs/12ab",
+    ):
+        assert f'href="{url}"' in page and url in text
+    assert f"tensorboard --logdir {run.root}/tensorboard" in page and "secret" not in page + text
+    # A copy of the run has none: its trackers' runs are those of the original.
+    shutil.copytree(run.root, tmp_path / "copy")
+    assert find_trackers(tmp_path / "copy") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "url", "command"),
+    [
+        ("wandb", {"id": "abc", "url": None}, "", "wandb sync {run}/trackers/wandb/offline-run-*"),
+        ("wandb", {"url": "javascript:alert(1)"}, "", "wandb sync {run}/trackers/wandb/offline-run-*"),
+        ("mlflow", {"store": "file:///runs/mlruns", "run_id": "1"}, "", "mlflow ui --backend-store-uri file:///runs/mlruns"),
+        ("mlflow", {"store": "postgresql://me:secret@host/db", "run_id": "1", "experiment": "2"}, None, None),
+        ("mlflow", {"store": "https://[", "run_id": "1", "experiment": "2"}, None, None),
+    ],
+)  # fmt: skip
+def test_where_a_tracker_has_no_page_a_command_shows_the_run(
+    name: str, facts: dict[str, Any], url: str | None, command: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "trackers").mkdir()
+    TrackerMemory(tmp_path, name).keep(**facts)
+    found = [(link.url, link.command) for link in find_trackers(tmp_path)]
+    assert found == ([] if command is None else [(url, command.format(run=tmp_path))])

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from megastable.run.directory import RunDirectory
+from megastable.run.events.people_events import ChangeMade, ChangeMeasured
 from megastable.run.events.stability_events import IncidentEvent, IncidentLater
 from megastable.run.log import RunLog
-from megastable.training.effects import IncidentEffects, Level
+from megastable.training.effects import Effects
+from megastable.training.live_changes import Level
 
 
 def done(step: int, loss: float, applied: bool = True) -> Any:
@@ -44,15 +46,18 @@ def test_effects_are_told_once_over_restarts_and_rewinds(
 
     def process(first: int, last: int, closed: dict[int, int], ends: bool = False) -> None:
         incidents: Any = SimpleNamespace(closed={})
-        level = Level()
-        effects = IncidentEffects(run, incidents, level, log)
+        changes: Any = SimpleNamespace(level=Level(), made=list(run.events(ChangeMade)))
+        effects = Effects(run, changes, incidents, log)
         for step in range(first, last + 1):
             incidents.closed |= {number: at for number, at in closed.items() if at == step}
-            level.stepped(done(step, 1000.0 - step))
-            effects.stepped(step)
+            effects.stepped(done(step, 1000.0 - step))
         if ends:
             effects.finish(last)
 
+    for change, until in (("a", {}), ("b", {"until": 70}), ("c", {})):
+        log.emit(
+            ChangeMade(step=699 if change == "c" else 61, change=change, loss=2.0, new={"k": 1}, **until)
+        )
     closes(1, 50)
     closes(2, 60, outcome="open")
     closes(3, 61, verdict="crash")
@@ -61,6 +66,8 @@ def test_effects_are_told_once_over_restarts_and_rewinds(
     closes(4, 130)
     process(380, 700, {}, ends=True)
     process(690, 700, {}, ends=True)
+    changed = [(e.change, e.step, e.steps, e.loss_after) for e in run.events(ChangeMeasured)]
+    assert changed == [("b", 70, 10, 1000 - 65.5), ("a", 160, 100, 1000 - 150.5), ("c", 700, 2, 1000 - 699.5)]
     told = [(e.number, e.step, e.after, bool(e.at_end)) for e in run.events(IncidentLater)]
     assert told == [
         (1, 150, 100, False), (4, 230, 100, False), (1, 550, 500, False), (4, 630, 500, False),

@@ -17,6 +17,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import ConfigChanged
 from megastable.run.log import RunLog
+from megastable.run.tracker_memory import TrackerMemory
 from megastable.training.trackers.curves import by_statistic
 from megastable.training.trackers.lane import Lane
 from megastable.training.trackers.points import (
@@ -29,7 +30,6 @@ from megastable.training.trackers.points import (
 )
 from megastable.training.trackers.tensorboard_tracker import folder_of
 from megastable.training.trackers.told_steps import ToldSteps
-from megastable.training.trackers.tracker_memory import TrackerMemory
 from megastable.training.trackers.tracker_notes import TrackerNotes
 from megastable.training.tracking import Tracking, run_point
 from tests.journal import note

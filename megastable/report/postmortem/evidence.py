@@ -45,6 +45,7 @@ from megastable.report.postmortem.logs import logs
 from megastable.report.postmortem.sample_source import PublicView, SampleSource
 from megastable.report.postmortem.sample_texts import SHOWN, SampleText, Tokens
 from megastable.report.postmortem.timeline import timeline
+from megastable.report.postmortem.tracker_links import TrackerLink, find_trackers
 from megastable.report.postmortem.trial_facts import TrialFacts, find_trials
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import CheckpointRejected
@@ -97,6 +98,11 @@ class Run:
         return self.public is None or self.public.source is not None
 
     @cached_property
+    def trackers(self) -> list[TrackerLink]:
+        """That show the run; none to readers of its record."""
+        return find_trackers(self.directory.root) if self.public is None else []
+
+    @cached_property
     def samples(self) -> SampleSource:
         """Of the texts of samples. Raises DataError."""
         if self.public is not None and self.public.source is not None:
@@ -138,7 +144,11 @@ class Gatherer:
         for event in self.journal.events[self.journal.nearby(self.begin, self.end)]:
             made.update(repr(event.fields).encode())
         later = [event.fields for event in self.journal.later[self.incident.number]]
-        made.update(repr((VERSION, self._outage, self.skipped, sizes, self.run.problems, later)).encode())
+        made.update(
+            repr(
+                (VERSION, self._outage, self.skipped, sizes, self.run.problems, later, self.run.trackers)
+            ).encode()
+        )
         return made.hexdigest()
 
     def gather(self) -> Evidence:
@@ -161,7 +171,7 @@ class Gatherer:
         return Evidence(
             inputs=self.inputs, run=facts, incident=i, cost=self._cost(facts, rows), back_to=self._back_to(),
             healed_at=self._closed_at() if i.outcome == "healed" else None,
-            later=self._try("what came later", self._later, []),
+            later=self._try("what came later", self._later, []), trackers=self.run.trackers,
             timeline=timeline(self.journal.events[self.journal.nearby(self.begin, self.end)], i.number),
             suspects=suspects, regions=self._regions(), trials=self._try("tokens of a trial", self._named_trials,
             self.trials), skipped=self.skipped,

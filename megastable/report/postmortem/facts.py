@@ -19,6 +19,7 @@ from megastable.guard.incident import Breakdown, IncidentFields
 from megastable.report.postmortem.logs import Log
 from megastable.report.postmortem.sample_texts import Facts, SampleText, Tokens
 from megastable.report.postmortem.timeline import TimelineEntry
+from megastable.report.postmortem.tracker_links import TrackerLink
 from megastable.report.postmortem.trial_facts import TrialFacts
 
 VERSION = 9  # of the derived files: a change rewrites all incidents
@@ -216,6 +217,7 @@ class Evidence(Facts):
 
     back_to: steps that the run was rewound to. healed_at: step of the proof that it was over; None if none is
     journaled. later: what came of it, as far as the run has come.
+    trackers: that show the run.
     """
 
     format: int = VERSION
@@ -226,6 +228,7 @@ class Evidence(Facts):
     back_to: list[int]
     healed_at: int | None
     later: list[LaterLoss]
+    trackers: list[TrackerLink]
     timeline: list[TimelineEntry]
     suspects: list[SuspectFacts]
     regions: list[RegionFacts]

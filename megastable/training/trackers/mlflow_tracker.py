@@ -61,6 +61,7 @@ class MlflowTracker:
         if not self._id:
             self._id = self._client.create_run(self._experiment(run.project), run_name=run.name).info.run_id
             memory.keep(run_id=self._id, store=store)
+        memory.keep(experiment=str(self._client.get_run(self._id).info.experiment_id))
         tags = {"megastable.directory": run.directory, "megastable.step": str(run.step)}
         self._client.log_batch(self._id, tags=[RunTag(key, value) for key, value in tags.items()])
         self._parameters(run)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from megastable.base.installation import install_command
+from megastable.run.tracker_memory import TrackerMemory
 from megastable.training.trackers.points import (
     LayersPoint,
     NotePoint,
@@ -20,7 +21,6 @@ from megastable.training.trackers.points import (
     UndonePoint,
     ValidationPoint,
 )
-from megastable.training.trackers.tracker_memory import TrackerMemory
 
 # Of the environment: arguments are visible to other users, and wandb records them.
 COMMAND = "MEGASTABLE_TRACKER_COMMAND"

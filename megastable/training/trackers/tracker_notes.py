@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megastable.run.events import data_events, stability_events, supervisor_events, training_events
+from megastable.run.events import (
+    data_events,
+    people_events,
+    stability_events,
+    supervisor_events,
+    training_events,
+)
 from megastable.run.events.event import Event, tree
 from megastable.run.events.follow import Follower
 from megastable.run.events.stability_events import IncidentEvent
@@ -29,6 +35,7 @@ NOTED: tuple[type[Event], ...] = (
     stability_events.HostFaulty, training_events.Warned, training_events.Unstable, ConfigChanged,
     training_events.Resumed, training_events.CheckpointFailed, training_events.CheckpointRejected,
     training_events.TasksFailed, Stopped, Finished,
+    people_events.Note, people_events.ChangeMade, people_events.ChangeMeasured,
     supervisor_events.Hang, supervisor_events.HostLeftOut, supervisor_events.HostSlow, supervisor_events.Restart,
     data_events.BlendChanged,
 )  # fmt: skip

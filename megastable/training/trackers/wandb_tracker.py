@@ -60,7 +60,7 @@ class WandbTracker:
         rows = facts.get("rows") if known else 0
         more = 0 if facts.get("closed", True) else KEEP
         self._rows = max(int(self._run.step), (rows if isinstance(rows, int) else 0) + more)
-        self._memory.keep(id=self._run.id, rows=self._rows, closed=False)
+        self._memory.keep(id=self._run.id, rows=self._rows, closed=False, url=self._run.url)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("tokens", hidden=True)
         self._run.define_metric("*", step_metric="step")
