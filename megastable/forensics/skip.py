@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megastable.base import durable
 from megastable.base.errors import DataError
+from megastable.base.login import login_name
 from megastable.data.blends import GoneStream, in_force
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import LAST_POSITION
@@ -184,7 +185,7 @@ def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipp
     append_all(history.run.skips, entries)
     told = SkipsAdded(
         corpus=added.corpus, documents=added.documents, samples=added.samples, lines=added.lines,
-        already=added.already,
+        already=added.already, who=login_name(), reason=entries[0].reason,
     )  # fmt: skip
     RunLog(history.run).emit(told)
     taken = _taken_up(history, before) if live else None

@@ -132,7 +132,7 @@ def test_an_event_does_not_change() -> None:
         ({"event": "skips_added", "documents": 3, "samples": 5},
          "5 samples of 3 documents are skipped, as a person asked"),
         ({"event": "skips_added", "documents": 3, "samples": 0},
-         "3 documents are named, as a person asked; their samples were skipped already"),
+         "3 documents are named, whose samples were skipped already, as a person asked"),
         ({"event": "ended", "attempt": 2, "code": 0, "failure": ""}, "attempt 2 finished"),
         ({"event": "ended", "attempt": 2, "code": 75}, "attempt 2 ended: code 75"),
         ({"event": "ended", "attempt": 2, "failure": "rank 1 was killed"}, "attempt 2 ended: rank 1 was killed"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megastable.base.errors import DataError
+from megastable.base.login import login_name
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
 from megastable.data.order import BLOCK, Order
@@ -21,6 +22,7 @@ from megastable.forensics.shard_set import open_shelf
 from megastable.forensics.skip import skip_documents, skip_plan
 from megastable.forensics.whereabouts import document_sheet
 from megastable.run import records
+from megastable.run.events.data_events import SkipsAdded
 from tests.conftest import LENGTH, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import incidents, recipe, train
@@ -221,7 +223,10 @@ def test_of_a_span_only_its_samples_are_skipped(tmp_path: Path) -> None:
     plan.write_text(
         f"fingerprint: {fingerprint}\npart-0 {number} 5:7\npart-0 {number} {LENGTH + 5}:{LENGTH + 6}\n"
     )
-    done = skip_plan(history, plan)
+    done = skip_plan(history, plan, "mojibake")
+    [told] = history.run.events(SkipsAdded)
+    assert told.who == login_name() and str(told.reason).startswith("mojibake (plan plan.txt, ")
+    assert told.sentence().endswith(f"as {told.who} asked: {told.reason}")
     (entry,) = read_ledger(tmp_path / "run/skips.jsonl")
     wanted = [[first + 5, first + 7], [first + LENGTH + 5, first + LENGTH + 6]]
     assert isinstance(entry, SampleEntry) and entry.tokens == wanted

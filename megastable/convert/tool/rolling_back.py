@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megastable.base import durable
 from megastable.base.errors import CheckpointError
+from megastable.base.login import login_name
 from megastable.base.text import visible
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.lineage import interrupted
@@ -39,7 +40,7 @@ def roll_back(path: Path, reason: str) -> str:
         log = RunLog(run)
         # The journal first. From this line on, copies of later steps in the memory of hosts do not count, and a start
         # finishes what is not done here.
-        log.commit(RolledBack(step=step, reason=reason))
+        log.commit(RolledBack(step=step, reason=reason, who=login_name()))
         rolled_back = run.rolled_back()
         assert rolled_back is not None, "its line was just written"
         why = f"rollback{rolled_back[0]}"

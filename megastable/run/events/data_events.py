@@ -128,7 +128,7 @@ class LookAheadFailed(Event):
 
 
 class SkipsAdded(Event):
-    """Added by a person. documents: how many, 0 for the whole corpus; samples: newly skipped; lines: of the skip
+    """Added by a person, `who`, for a reason. documents: how many, 0 for the whole corpus; samples: newly skipped; lines: of the skip
     ledger; already: samples that were skipped before."""
 
     NAME = "skips_added"
@@ -137,13 +137,16 @@ class SkipsAdded(Event):
     samples: Whole
     lines: Whole
     already: Whole
+    who: Text = None
+    reason: Text = None
 
     def words(self) -> str:
+        asked = f"as {self.get('who') or 'a person'} asked{self.because()}"
         if not self.get("documents"):
-            return f"corpus {self.get('corpus')} is swapped out, as a person asked"
+            return f"corpus {self.get('corpus')} is swapped out, {asked}"
         if not self.get("samples"):
-            return f"{self['documents']} documents are named, as a person asked; their samples were skipped already"
-        return f"{self['samples']} samples of {self['documents']} documents are skipped, as a person asked"
+            return f"{self['documents']} documents are named, whose samples were skipped already, {asked}"
+        return f"{self['samples']} samples of {self['documents']} documents are skipped, {asked}"
 
 
 class SkipsGivenBack(Event):

@@ -292,14 +292,15 @@ class CheckpointSuspect(Event):
 
 
 class RolledBack(Event):
-    """A person had the next start resume from the checkpoint of `step`."""
+    """A person, `who`, had the next start resume from the checkpoint of `step`."""
 
     NAME = "rolled_back"
     step: Whole
     reason: Text
+    who: Text = None
 
     def words(self) -> str:
-        return f"rolled back by a person to the checkpoint of step {self.get('step')}{self.because()}"
+        return f"rolled back by {self.get('who') or 'a person'} to the checkpoint of step {self.get('step')}{self.because()}"
 
 
 class RecordsLost(Event):
