@@ -69,7 +69,7 @@ def change(
     if nobody_trains(directory):
         raise ConfigError(
             f"{directory.root}: no process trains here: start it again with {' '.join(settings)} "
-            f"({directory.resuming}), and run.reason=... for the record"
+            f"({directory.resuming}) and --reason"
         )
     request = changes.ask(directory.changes, values, reason, login_name(), until)
     found = _answer(directory, request.id)

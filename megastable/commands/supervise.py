@@ -9,6 +9,7 @@ import typer
 
 from megastable.commands.app import App, WithLauncherArguments
 from megastable.commands.options import Overrides, Recipe
+from megastable.commands.start_reason import StartReason, note_reason
 
 app = App()
 
@@ -29,6 +30,7 @@ def supervise(
     context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
+    reason: StartReason = None,
     module: Annotated[str, typer.Option(help="The module that every rank runs")] = "megastable.train",
 ) -> None:
     """Train under a supervisor, which restarts the run from a good checkpoint after a crash or a hang.
@@ -59,7 +61,7 @@ def supervise(
     hooks.check(config.supervise)  # before anything is created
     address = interface(config.supervise.interface, place)
     run = directory.make(config, recipes.find(recipe))
-    run.compare(config)
+    note_reason(config.model_copy(update={"run": config.run.model_copy(update={"dir": run.root})}), reason)
     notifiers = Notifiers(config, run)
     for text in config.supervise.exposed:
         notifiers.say(f"WARNING: {text}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import typer
 
 from megastable.commands.app import App, WithLauncherArguments
 from megastable.commands.options import Overrides, Recipe
+from megastable.commands.start_reason import StartReason, note_reason
 
 app = App()
 
@@ -17,6 +19,7 @@ app = App()
     examples="""
     megastable train launch/recipes/quickstart.yaml run.dir=runs/mine -- --num_gpus 2
     megastable train launch/recipes/7b.yaml run.dir=runs/7b -- --hostfile hostfile
+    megastable train launch/recipes/7b.yaml run.dir=runs/7b optimizer.lr=2e-4 --reason "the loss swings"
     srun megastable train launch/recipes/7b.yaml run.dir=/shared/runs/7b
     """,
     more="The same command again resumes the run in run.dir (without it a new run begins, in runs/RECIPE-NNN); "
@@ -28,6 +31,7 @@ def train(
     context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
+    reason: StartReason = None,
 ) -> None:
     """Train without a supervisor, by the deepspeed launcher."""
     from megastable.base.errors import ConfigError
@@ -37,15 +41,19 @@ def train(
     given = context.obj
     if is_rank(os.environ):
         hold_stops()  # before the imports, which take seconds
+        from megastable.config import recipe as recipes
         from megastable.train import main
 
         if given:
             raise ConfigError(f"{given[0]}: this process is a rank already: say it to what has started it")
+        if reason and os.environ.get("RANK") == "0":
+            with suppress(ConfigError):  # which all ranks raise together below
+                note_reason(recipes.load(recipe, overrides or []), reason)
         main([recipe, *(overrides or [])])
         return
     from megastable.cluster.launcher import launcher
     from megastable.config import recipe as recipes
 
-    recipes.load(recipe, overrides or [])  # report mistakes before a process starts
+    note_reason(recipes.load(recipe, overrides or []), reason)  # reports mistakes before a process starts
     words = launcher("megastable.train", recipe, overrides or [], given)
     os.execv(words[0], words)

@@ -128,8 +128,8 @@ class LookAheadFailed(Event):
 
 
 class SkipsAdded(Event):
-    """Added by a person, `who`, for a reason. documents: how many, 0 for the whole corpus; samples: newly skipped; lines: of the skip
-    ledger; already: samples that were skipped before."""
+    """Added by a person, `who`, for a reason. documents: how many, 0 for the whole corpus; samples: newly skipped;
+    lines: of the skip ledger; already: samples that were skipped before."""
 
     NAME = "skips_added"
     corpus: Text

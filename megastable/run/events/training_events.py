@@ -300,7 +300,8 @@ class RolledBack(Event):
     who: Text = None
 
     def words(self) -> str:
-        return f"rolled back by {self.get('who') or 'a person'} to the checkpoint of step {self.get('step')}{self.because()}"
+        by = self.get("who") or "a person"
+        return f"rolled back by {by} to the checkpoint of step {self.get('step')}{self.because()}"
 
 
 class RecordsLost(Event):

@@ -1,0 +1,52 @@
+"""Asks why a run goes on with another recipe, where somebody is there to answer."""
+
+from __future__ import annotations
+
+import select
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megastable.config.tree import RunConfig
+
+PATIENCE = 60.0  # seconds: nobody may be at the terminal of a supervisor
+SHOWN = 8  # changes
+
+StartReason = Annotated[
+    str | None,
+    typer.Option(
+        "--reason", help="Why the recipe has changed, for the journal. Asked for on a terminal if it has"
+    ),
+]
+
+
+def note_reason(config: RunConfig, reason: str | None) -> None:
+    """Journal why a run goes on with a recipe that has changed: `reason`, or else what is answered on a terminal
+    within `PATIENCE`. Raises ConfigError if the directory belongs to another run."""
+    from megastable.base.login import login_name
+    from megastable.run.directory import RunDirectory
+    from megastable.run.events.people_events import Note
+    from megastable.run.log import RunLog
+
+    if config.run.dir is None or not (run := RunDirectory(config.run.dir)).recipe.exists():
+        return
+    changed = run.compare(config)
+    if not changed:
+        return
+    told = "; ".join(changed[:SHOWN]) + (f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else "")
+    if reason is None and sys.stdin.isatty() and sys.stdout.isatty():
+        print(f"{run.root} goes on with another recipe than before: {told}")
+        print(f"Why? One line for the journal; nothing, or {PATIENCE:.0f} s without an answer: no reason.")
+        reason = _answer()
+    if reason := " ".join((reason or "").split()):
+        RunLog(run).emit(Note(who=login_name(), text=f"the recipe changes ({told}): {reason}"))
+
+
+def _answer() -> str:
+    try:
+        answered, _, _ = select.select([sys.stdin], [], [], PATIENCE)
+        return sys.stdin.readline() if answered else ""
+    except (OSError, ValueError):  # a terminal that is gone
+        return ""
