@@ -36,7 +36,7 @@ def train(
     """Train without a supervisor, by the deepspeed launcher."""
     from megastable.base.errors import ConfigError
     from megastable.base.stop_signals import hold_stops
-    from megastable.run.membership import is_rank
+    from megastable.run.membership import is_rank, membership
 
     given = context.obj
     if is_rank(os.environ):
@@ -46,7 +46,7 @@ def train(
 
         if given:
             raise ConfigError(f"{given[0]}: this process is a rank already: say it to what has started it")
-        if reason and os.environ.get("RANK") == "0":
+        if reason and {**os.environ, **membership(os.environ)}["RANK"] == "0":
             with suppress(ConfigError):  # which all ranks raise together below
                 note_reason(recipes.load(recipe, overrides or []), reason)
         main([recipe, *(overrides or [])])
