@@ -352,7 +352,7 @@ class Bench:
         )  # fmt: skip
         self.recovery.watches.signs.after(s, found)
         done = StepResult(batch, measured, applied, before, s, RATE, 1.0, 0.0)
-        self.observer.step(done, found)
+        self.observer.step(done, found, self.engine.loss.z_loss)
         self.state = self.recovery.settle(done).state
         decision = self.recovery.decision
         self.disturbed += decision is not None and decision.action is not Action.APPLY

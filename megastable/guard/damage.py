@@ -51,6 +51,10 @@ class JudgementPause(_LookState):
         self.times = self.times + 1 if step <= self.end + REST * 2**self.times else 1
         self.end = step + REST * 2**self.times
 
+    def hold(self, step: int) -> None:
+        """The next step is trained otherwise, on purpose: what follows at once is the effect of that."""
+        self.end = max(self.end, step + 2 * REST)
+
 
 @dataclass(frozen=True)
 class Rise:

@@ -154,6 +154,8 @@ class Recovery:
             self.watches.trends.begin_again()
         if other_settings:
             self.watches.tensors.state.begin_again()
+            for watch in (self.watches.tensors, self.watches.probe):
+                watch.state.pause.hold(state.step)
         self.numerics.choose(state)
 
     # Before the update

@@ -151,7 +151,6 @@ def answer(
     level: tuple[float, float] | None,
 ) -> ChangeMade | ChangeRefused:
     """What becomes of a request that is read after `step`. level: loss and gradient norm of late."""
-    told: dict[str, Any] = {"change": request.id, "who": request.who, "reason": request.reason}
     begin = step + 1
     try:
         for key, value in request.values.items():
@@ -166,10 +165,15 @@ def answer(
         if old == new:
             raise ConfigError(f"{', '.join(f'{key} is {value}' for key, value in new.items())} already")
     except ConfigError as error:
-        return ChangeRefused(step=step, **told, problem=" ".join(str(error).split()))
-    until = {} if request.until is None else {"until": request.until}
-    before = {} if level is None else {"loss": level[0], "grad_norm": level[1]}
-    return ChangeMade(step=begin, **until, **told, asked=request.time, old=old, new=new, **before)
+        problem = " ".join(str(error).split())
+        return ChangeRefused(
+            step=step, change=request.id, who=request.who, reason=request.reason, problem=problem
+        )
+    loss, norm = level or (None, None)
+    return ChangeMade(
+        step=begin, until=request.until, change=request.id, who=request.who, asked=request.time,
+        reason=request.reason, old=old, new=new, loss=loss, grad_norm=norm,
+    )  # fmt: skip
 
 
 def follow_recipe(

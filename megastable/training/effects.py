@@ -53,11 +53,10 @@ class Effects:
             if step < max(begin, last):
                 continue
             self._told.add(change.change)
-            level = self.changes.level.since(begin)
+            loss, norm = self.changes.level.since(begin) or (None, None)
             event = ChangeMeasured(
                 step=step, change=change.change, steps=step - begin + 1, new=dict(change.new),
-                loss_before=change.loss, norm_before=change.grad_norm,
-                **({} if level is None else {"loss_after": level[0], "norm_after": level[1]}),
+                loss_before=change.loss, loss_after=loss, norm_before=change.grad_norm, norm_after=norm,
             )  # fmt: skip
             self.log.emit(event, say=True)
 
@@ -78,7 +77,9 @@ def _recall(run: RunDirectory) -> tuple[dict[int, int], set[object]]:
             told.add(event.change)
         elif isinstance(event, IncidentLater):
             told.add((event.number, event.after))
-        elif event.what == "closed" and event.step is not None and event.number is not None:
+        elif not isinstance(event, IncidentEvent) or event.what != "closed":
+            continue
+        elif event.step is not None and event.number is not None:
             of_numbers = event.summary.get("verdict") not in [*Breakdown]
             if event.summary.get("outcome") == "healed" and of_numbers:
                 closed[event.number] = event.step

@@ -54,7 +54,7 @@ class LiveChanges:
         self.recipe, self.engine, self.log, self.file = recipe, engine, log, file
         told = first(lambda: list(run.events(ChangeMade, ChangeRefused)))
         self.made = [event for event in told if isinstance(event, ChangeMade)]
-        self._answered = {event.change for event in told}
+        self._answered = {str(event.get("change")) for event in told}
         self._held = list[ChangeMade]()  # what the engine trains with
         self.level = Level()
         self._told_problems = set[str]()

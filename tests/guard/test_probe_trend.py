@@ -102,3 +102,17 @@ def test_a_trend_that_is_stored_goes_on_as_if_it_had_not_been(stop: int) -> None
 
     assert judged(True) == judged(False)
     assert sum(rise is not None for rise in judged(True)) == 5  # from the rise on, until it was accepted
+
+
+def test_a_rise_right_after_a_change_that_a_person_made_is_its_effect() -> None:
+    """The same rise is one before it, and well after it."""
+    told = []
+    for changed in (None, 150, 100):
+        trend, losses = ProbeTrend(), np.full(8, 4.0)
+        for step in range(10, 200, 10):
+            if step == changed:
+                trend.pause.hold(step)
+            if step == 180:
+                losses = losses + 0.2
+            told += [(changed, found.step) for found in [trend.judge(step, losses)] if found is not None]
+    assert told == [(None, 180), (None, 190), (100, 180), (100, 190)]

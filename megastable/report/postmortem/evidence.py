@@ -269,7 +269,7 @@ class Gatherer:
     def _later(self) -> list[LaterLoss]:
         """What the run did after the incident, against the trend from before."""
         looks = self.journal.later[self.incident.number]
-        told = {e.step: e for e in looks if e.step and e.loss is not None and math.isfinite(e.loss)}
+        told = {e.step: (e, e.loss) for e in looks if e.step and e.loss is not None and math.isfinite(e.loss)}
         if not told:
             return []
         onset, columns = self.incident.onset, ("step", "time", "loss", "applied")
@@ -278,13 +278,9 @@ class Gatherer:
         before = {row["step"]: row["loss"] for row in rows if row["applied"] and math.isfinite(row["loss"])}
         return [
             LaterLoss(
-                step=step,
-                after=e.after or 0,
-                loss=e.loss,
-                at_end=bool(e.at_end),
-                **expect(before, onset, step),
+                step=step, after=e.after or 0, loss=loss, at_end=bool(e.at_end), **expect(before, onset, step)
             )
-            for step, e in sorted(told.items())
+            for step, (e, loss) in sorted(told.items())
         ]
 
     def _looks(self) -> tuple[int, int]:

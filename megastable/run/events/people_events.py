@@ -7,10 +7,10 @@ from megastable.run.events.event import NOTHING, Event, Real, Text, Tree, Whole
 
 
 class Note(Event):
-    """step: that the run had done, or that the note is about. who: a login name."""
+    """step: that the run had done, or that the note is about; none of a start. who: a login name."""
 
     NAME = "note"
-    step: Whole
+    step: Whole = None
     who: Text
     text: Text
 
