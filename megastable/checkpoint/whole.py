@@ -29,6 +29,8 @@ from megastable.guard.policy_state import PolicyState
 from megastable.model.gpt import GPT
 from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
+from megastable.run.changes import changes_of, config_at
+from megastable.run.directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ def run_of(checkpoint: Path) -> RunConfig:
     if "swiglu_clamp" in adjusted and run.model.swiglu_clamp is None:
         run = run.model_copy(update={"model": run.model.model_copy(update={"swiglu_clamp": SWIGLU_CLAMP})})
     return run
+
+
+def next_run_of(checkpoint: Path) -> RunConfig:
+    """As `run_of`, with what people have changed live and what holds at the step after the checkpoint. Raises
+    DataError, too."""
+    journal = RunDirectory(checkpoint.resolve().parent.parent).journal
+    return config_at(run_of(checkpoint), changes_of(journal), store.read_state(checkpoint).step + 1)
 
 
 def policy_of(state: store.RunState) -> PolicyState:

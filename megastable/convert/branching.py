@@ -19,7 +19,7 @@ from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import OptimizerTensors, origin_of
 from megastable.checkpoint.target import refuse_existing
-from megastable.checkpoint.whole import WholeState, run_of
+from megastable.checkpoint.whole import WholeState, next_run_of
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.convert.reshaping import Made, ledgers_of, write_run_of
@@ -108,7 +108,7 @@ def branch(
     """Make the run `out` of a verified checkpoint, in the same layout: see `decaying`. watch: as of `write_run`.
     Raises CheckpointError, ConfigError; then nothing is left of `out`."""
     refuse_existing(out)
-    whole, state, old = WholeState(checkpoint), store.read_state(checkpoint), run_of(checkpoint)
+    whole, state, old = WholeState(checkpoint), store.read_state(checkpoint), next_run_of(checkpoint)
     run = decaying(old, state, steps, kind, floor)
     held = OptimizerTensors(whole.kinds_of, whole.shared) if whole.stateful else None
     made = write_run_of(

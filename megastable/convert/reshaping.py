@@ -18,7 +18,7 @@ from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import OptimizerTensors, Whole, origin_of, write_run
 from megastable.checkpoint.target import refuse_existing
-from megastable.checkpoint.whole import WholeState, run_of
+from megastable.checkpoint.whole import WholeState, next_run_of
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
@@ -99,7 +99,7 @@ def reshape(
     """
     refuse_existing(out)
     whole, state = WholeState(checkpoint), store.read_state(checkpoint)
-    run, data = laid_out(run_of(checkpoint), state.layout, sizes)
+    run, data = laid_out(next_run_of(checkpoint), state.layout, sizes)
     state = state.model_copy(update={"layout": state.layout.model_copy(update={"data": data})})
     held = OptimizerTensors(whole.kinds_of, whole.shared)
     return write_run_of(

@@ -23,6 +23,7 @@ from megastable.config.overrides import override
 from megastable.config.recipe import validate
 from megastable.config.tree import RunConfig
 from megastable.run.events.people_events import ChangeMade, ChangeRefused
+from megastable.run.events.reading import read_events
 
 # Read anew at every step, and without a memory of what was before.
 LIVE = (
@@ -122,6 +123,11 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return config.model_copy(
         update={key.partition(".")[0]: getattr(new, key.partition(".")[0]) for key in values}
     )
+
+
+def changes_of(journal: Path) -> list[ChangeMade]:
+    """All changes of a run, in the order in which they were made. Raises DataError if the journal cannot be read."""
+    return [event for event in read_events(journal, b'"change_made"') if isinstance(event, ChangeMade)]
 
 
 def holding(made: Iterable[ChangeMade], step: int) -> list[ChangeMade]:

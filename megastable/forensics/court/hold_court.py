@@ -26,8 +26,7 @@ from megastable.forensics.court.offline_run import (
 from megastable.forensics.court.verdict import BranchOutcome, CourtVerdict, judge_branches
 from megastable.forensics.history import History
 from megastable.recovery.replay_trials import COMING, FARTHEST
-from megastable.run.changes import config_at
-from megastable.run.events.people_events import ChangeMade
+from megastable.run.changes import changes_of, config_at
 
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -81,7 +80,7 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
         CheckpointError, ConfigError: the checkpoint cannot be loaded here.
     """
     config = recipe_of(case.checkpoint, history.config)
-    config = config_at(config, history.run.events(ChangeMade), case.first_step)
+    config = config_at(config, changes_of(history.run.journal), case.first_step)
     choose_candidates(list_candidates(config, ADJUSTMENTS), only, NOTHING)  # before anything slow
     data = gather_data(history, case, config, steps)
     with (

@@ -38,6 +38,7 @@ from megastable.forensics.court.skip_groups import (
 )
 from megastable.forensics.history import History
 from megastable.recovery.replay_trials import COMING, FARTHEST
+from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
 from megastable.run.events.data_events import SkipsGivenBack
 from megastable.run.log import RunLog
@@ -106,6 +107,7 @@ def review_groups(history: History, groups: Sequence[SkipGroup], steps: int, bar
     """
     checkpoint = find_checkpoint(history.run)
     config, library = recipe_of(checkpoint, history.config), history.library()
+    config = config_at(config, changes_of(history.run.journal), step_of(checkpoint) + 1)
     vocabulary = config.model.vocab_size
     assert vocabulary is not None, "a frozen recipe has it"
     selection = history.selection(library)
