@@ -176,6 +176,8 @@ class Engine:
         self._accumulate(len(micro_batches))
         self._pass_on(micro_batches)
         self.loss.samples.clear()
+        self.loss.entropies = self.trends.watching and not self._probing
+        self._counts = self._counted(micro_batches)
         self.zero.begin()
         self.qk_clip.begin()
         for group in self.optimizer.param_groups:
@@ -207,6 +209,7 @@ class Engine:
         """Per-sample cross-entropy, fp64 [ranks x micro-batches], in the loader's order; no update."""
         self._pass_on(micro_batches)
         self.loss.samples.clear()
+        self.loss.entropies = False
         with self._computing():
             if self.topology.layout.pipeline > 1:
                 batches = iter([self._inputs(m) for m in micro_batches])
@@ -215,7 +218,7 @@ class Engine:
                 self.ds.eval()
                 for micro_batch in micro_batches:
                     self.ds(*self._inputs(micro_batch))
-        return self._collect(len(micro_batches), self.zero.scalar([]))[0]
+        return self._collect(len(micro_batches), self.zero.scalar([]))[0][0]
 
     def _accumulate(self, micro_batches: int) -> None:
         """Expect so many micro-batches in this step."""
@@ -249,18 +252,34 @@ class Engine:
             return (tokens, keys if segments is None else segments, keys), labels
         return (tokens if segments is None else (tokens, segments)), labels
 
-    def _collect(self, micro_batches: int, extra: Tensor) -> tuple[Tensor, Tensor, list[float]]:
-        """One sum over the world: per-sample numbers of the last stage, and `extra` (fp64 [n]) of every rank. For a
-        sample that ranks share, each of them has the mean over its own tokens."""
+    def _counted(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """How often each token is in this rank's part of the batch, fp64 [vocabulary]; 0 where another rank has the
+        same tokens. Ids outside the vocabulary are left out."""
+        t, size = self.topology, self.loss.vocabulary
+        if not t.is_last_stage or t.tensor_rank:
+            return torch.zeros(size, dtype=torch.float64, device=self.device)
+        ids = torch.cat([m.tokens.flatten() for m in micro_batches])
+        counts = torch.bincount(ids[(ids >= 0) & (ids < size)], minlength=size)
+        return counts.to(self.device, torch.float64)
+
+    def _collect(self, micro_batches: int, extra: Tensor) -> tuple[Tensor, Tensor]:
+        """One sum over the world: per-sample numbers of the last stage [2 or 3, samples], and `extra` (fp64 [n]) of
+        every rank. For a sample that ranks share, each of them has the mean over its own tokens."""
         t, b = self.topology, self.config.train.micro_batch
-        table = torch.zeros(2, micro_batches, t.layout.samples, b, dtype=torch.float64, device=self.device)
+        table = torch.zeros(
+            2 + self.loss.entropies,
+            micro_batches,
+            t.layout.samples,
+            b,
+            dtype=torch.float64,
+            device=self.device,
+        )
         if t.is_last_stage and t.tensor_rank == 0:
             table[:, :, t.sample_rank] = torch.stack(self.loss.samples, 1).double() / t.layout.context
         flat = torch.cat((table.flatten(), extra))
         dist.all_reduce(flat)
         flat = flat.cpu()
-        n = table.numel() // 2
-        return flat[:n], flat[n : 2 * n], flat[2 * n :].tolist()
+        return flat[: table.numel()].view(len(table), -1), flat[table.numel() :]
 
     def _show_gradients(self, scale: float) -> None:
         """To the probes that watch the step. The pieces are freed before the update."""
@@ -282,9 +301,10 @@ class Engine:
         columns = sum(map(len, told))
         ballot = self._ballot()
         cast = self.zero.scalar(list(chain.from_iterable(ballot.values())))
-        extra = torch.cat((*told, torch.stack((part, (~valid).double())), cast))
+        extra = torch.cat((self._counts, *told, torch.stack((part, (~valid).double())), cast))
         activity.enter(activity.GATE)
-        losses, squares, summed = self._collect(self.ds.gradient_accumulation_steps(), extra)
+        (losses, squares, *rest_of), summed_up = self._collect(self.ds.gradient_accumulation_steps(), extra)
+        counts, summed = summed_up[: len(self._counts)], summed_up[len(self._counts) :].tolist()
         gradients, (squared_norm, broken, *sums) = tuple(summed[:columns]), summed[columns:]
         grad_norm = math.sqrt(squared_norm)
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
@@ -295,7 +315,10 @@ class Engine:
         fp8 = None if self.fp8 is None else self.fp8.on
         rest = iter(sums)
         by_name = {name: tuple(islice(rest, len(numbers))) for name, numbers in ballot.items()}
-        self.measured = Measured(losses, squares, norm_or_inf, by_name, scale, overflow, fp8, gradients)
+        entropies = rest_of[0] if rest_of else None
+        self.measured = Measured(
+            losses, squares, norm_or_inf, by_name, scale, overflow, fp8, gradients, counts, entropies
+        )
         self._show_gradients(scale)
         assert self._judge is not None
         self._wait_for_copies()

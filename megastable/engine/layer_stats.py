@@ -149,7 +149,7 @@ class Probe:
         assert isinstance(block, Block)
         (stream,) = args
         _, segments, _ = open_stream(stream)
-        for entropy, highest in attention_chunks(
+        for entropy, highest, _ in attention_chunks(
             *block.queries_and_keys(stream), segments, block.attention.scores
         ):
             self.tally.add(
@@ -253,9 +253,9 @@ def attention_chunks(
     scores: AttentionScores = FULL,
     most: int = SCORES,
     at: Sequence[int] | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Entropy (nats) and largest logit (before a cap) of attention, both fp32 [b, k, q / k, c], for c queries at a
-    time.
+    time; and the entropy of uniform attention to the keys that they see, broadcastable to that shape.
 
     q [b, q, s, d], k [b, k, s, d], after the rotation; segments [b, s]: attention stays inside documents. at: ascending
     positions of the queries to examine, of which q [b, q, n, d] consists then; None: all. At most `most` scores, but at
@@ -276,7 +276,7 @@ def attention_chunks(
         if segments is not None:
             refused = refused | (segments[:, here, None] != segments[:, None, :last])
             refused = refused[:, None, None]
-        yield _entropy(q[..., begin:end, :], k[..., :last], refused, scores)
+        yield *_entropy(q[..., begin:end, :], k[..., :last], refused, scores), (~refused).sum(-1).log()
 
 
 def _entropy(q: Tensor, k: Tensor, refused: Tensor, scores: AttentionScores) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,9 @@ class Measured:
     step's positions. grad_norm: global L2 norm before clipping, unscaled; inf if any gradient is not finite. ballot: of
     all ranks (`Engine.train_step`), summed, by name. overflow: gradients beyond fp16's range, which a smaller loss
     scale fixes: normal in fp16, not an incident. fp8: whether it was computed in FP8, None if the recipe does not use
-    it. gradients: of every data rank (local_gradients.py), () if they are not watched.
+    it. gradients: of every data rank (local_gradients.py), () if they are not watched. counts: fp64 [vocabulary], how
+    often each token is in the batch. entropies: as `losses`, mean entropy of the model's predictions, nats; None where
+    `trends` do not look.
     """
 
     losses: Tensor
@@ -28,6 +30,8 @@ class Measured:
     overflow: bool = False
     fp8: bool | None = None
     gradients: tuple[float, ...] = ()
+    counts: Tensor | None = None
+    entropies: Tensor | None = None
 
     @property
     def loss(self) -> float:

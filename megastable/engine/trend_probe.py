@@ -12,6 +12,9 @@ each data rank's first micro-batch. The cost of a look, per rank:
 - attention: of that sample the projection to q and k, and the scores of at most 512 evenly spaced queries, without
   gradients: less than a sixth of the sample's share of the step. Entropy and largest logit of a longer sample are those
   of these queries;
+- outputs of qkv, attention and MLP: the block once more for the first 512 tokens of that sample, without gradients,
+  as code that is compiled whole runs no hooks within; for all of them where ranks share a sample. That is a third of
+  these tokens' share of the step;
 - memory passes over this rank's part of gradients and weights (8 bytes a parameter in fp32), over the second moments of
   embedding and head, and, for the update, over weights and both moments once more (12 bytes); 4 bytes for each row of
   embedding and head are kept until the update is done.
@@ -32,8 +35,10 @@ from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
 from megastable.model.gpt import Block, open_stream
 from megastable.parallel.fragments import Fragment, rectangles
 
-KINDS = ("attention", "added", "stream", "gradient", "weight", "update", "table", "stale")
+OUTPUTS = ("qkv", "projection", "ffn")
+KINDS = ("attention", "focus", *OUTPUTS, "added", "stream", "gradient", "weight", "update", "table", "stale")
 QUERIES = 512  # of a sample whose attention is examined
+PREFIX = 512  # tokens of a sample whose outputs are
 TABLES = ("embedding.weight", "head.weight")  # a row for every token
 # From here on a row moves by a full learning rate in one step, whatever came before: Adam's first moment takes up a
 # tenth of a fresh gradient g, and 0.1 g / sqrt(v) = 1 at g^2 / v = 100. Only beta2 > 0.99 lets it get this far.
@@ -96,11 +101,19 @@ class TrendProbe:
         if len(at) < queries.shape[2]:
             queries = queries[:, :, torch.tensor(at, device=queries.device)]
         parts = [
-            (entropy.sum(dtype=torch.float64), highest.amax())
-            for entropy, highest in attention_chunks(queries, keys, apart, block.attention.scores, at=at)
+            (entropy.sum(dtype=torch.float64), (uniform - entropy).sum(dtype=torch.float64), highest.amax())
+            for entropy, highest, uniform in attention_chunks(
+                queries, keys, apart, block.attention.scores, at=at
+            )
         ]
-        total, most = (torch.stack(of) for of in zip(*parts, strict=True))
-        self.tally.add(block.name, "attention", total.sum(), queries.shape[:3].numel(), most.amax())
+        total, short, most = (torch.stack(of) for of in zip(*parts, strict=True))
+        count = queries.shape[:3].numel()
+        self.tally.add(block.name, "attention", total.sum(), count, most.amax())
+        self._sum(block.name, "focus", short.sum(), count)
+        for kind, output in zip(OUTPUTS, block.outputs(one, apart, PREFIX), strict=True):
+            # Those of qkv are split over a tensor group, the others whole on each of its ranks.
+            if kind == "qkv" or self._counts_activations:
+                self._add(block.name, kind, output)
 
     @torch.no_grad()
     def _after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -146,10 +159,11 @@ class TrendProbe:
     def collect(self, flat: FlatState, kept: float) -> Look:
         """The numbers of the watched step, whose update was applied, by block and parameter; collective.
 
-        kept: what clipping left of the gradient's norm. Of a block: "entropy" (mean of its attention, nats), "logit"
-        (the largest q k / sqrt(d)), "added" (RMS of what the block added to the residual stream, relative to the
-        stream). Of a parameter: "weight", "gradient", "update" (L2 norms), "numel"; of embedding and head "stale": the
-        share of the rows with a gradient that are `STALE`.
+        kept: what clipping left of the gradient's norm. Of a block: "entropy" (mean of its attention, nats), "focus" (by
+        how much that is below the entropy of uniform attention), "logit" (the largest q k / sqrt(d)), "qkv",
+        "projection" (of attention) and "ffn" (RMS of what these products give), "added" (RMS of what the block added to
+        the residual stream, relative to the stream). Of a parameter: "weight", "gradient", "update" (L2 norms),
+        "numel"; of embedding and head "stale": the share of the rows with a gradient that are `STALE`.
         """
         self.watching = False
         for f in flat.fragments:
@@ -190,6 +204,8 @@ def _row(numbers: Tensor) -> dict[str, float]:
     found: dict[str, float] = {}
     if count["attention"]:
         found |= {"entropy": total["attention"] / count["attention"], "logit": highest["attention"]}
+        found["focus"] = total["focus"] / count["focus"]
+    found |= {kind: math.sqrt(total[kind] / count[kind]) for kind in OUTPUTS if count[kind]}
     if count["stream"] and total["stream"] > 0:
         found["added"] = math.sqrt(total["added"] / total["stream"])
     for kind in ("weight", "gradient", "update"):

@@ -26,6 +26,7 @@ from megastable.parallel.topology import TensorParallel
 
 # Elementwise work on a chunk goes in blocks of this many logits, to stay in a CPU's cache.
 BLOCK = 2**19
+GPU_BLOCK = 2**23  # for entropies, which are measured at few steps: 32 MiB in fp32
 
 
 def chunked_objective(
@@ -38,9 +39,11 @@ def chunked_objective(
     compiled: bool = False,
     elements: int | None = None,
     cap: float | None = None,
+    entropies: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(objective, samples): mean(cross-entropy) + z_loss * mean(logsumexp^2), fp32, and fp32 [2, b] without a gradient:
-    the means of cross-entropy and logsumexp^2 of every sample.
+    the means of cross-entropy and logsumexp^2 of every sample; [3, b] with `entropies`, and that of the prediction,
+    nats. They are measured apart, so that the rest has the same bits with and without them.
 
     x: [s, b, h], whole on every rank of the tensor group (see `mappings.enter`); its gradient is this rank's part.
     weight: [padded vocabulary / tensor, h], this rank's rows. labels: [b, s], int64; a label that is no token makes the
@@ -55,7 +58,7 @@ def chunked_objective(
         torch.is_grad_enabled() and x.requires_grad,
         torch.is_grad_enabled() and weight.requires_grad,
     )
-    objective = Objective(z_loss, tp, compiled, cap)
+    objective = Objective(z_loss, tp, compiled, cap, entropies)
     return _Chunked.apply(x, weight, labels, vocabulary, objective, elements, grads)
 
 
@@ -67,6 +70,7 @@ class Objective:
     tp: TensorParallel
     compiled: bool
     cap: float | None
+    entropies: bool
 
 
 class _Chunked(torch.autograd.Function):
@@ -99,9 +103,12 @@ class _Chunked(torch.autograd.Function):
         buffer = flat.new_empty((size, columns))
         buffer[:, rows:] = 0.0
         buffer = buffer[:, :rows]
+        own = list[Tensor]()
         for start in range(0, tokens, size):
             part = slice(start, start + size)
             logits = products.mm(flat[part], real.t(), out=buffer[: flat[part].shape[0]])
+            if of.entropies:
+                own.append(own_entropy(logits, of.cap))
             loss[part], lse[part] = _between(logits, local[part], of, any(grads))
             gradient = logits  # overwritten in place
             if dx is not None:
@@ -109,7 +116,10 @@ class _Chunked(torch.autograd.Function):
             if dw is not None:
                 dw.add(gradient, flat[part])
         square = lse.pow(2)
-        samples = torch.stack((loss, square)).view(2, *x.shape[:2]).mean(1)
+        numbers = [loss, square]
+        if own:
+            numbers.append(joined_entropy(torch.cat(own, 1), of.tp))
+        samples = torch.stack(numbers).view(-1, *x.shape[:2]).mean(1)
         ctx.save_for_backward(dx, dw and dw.total)
         ctx.x_shape, ctx.weight_shape, ctx.weight_dtype = x.shape, weight.shape, weight.dtype
         ctx.mark_non_differentiable(samples)
@@ -251,6 +261,35 @@ def _joined(own: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     dist.all_gather(ranks, own.contiguous(), group=tp.group)
     lse, target = torch.stack(ranks, 1)
     return lse.logsumexp(0), target.amax(0)
+
+
+@torch.no_grad()
+def own_entropy(logits: Tensor, cap: float | None = None) -> Tensor:
+    """Of a rank's columns of logits [tokens, rows], before a cap: logsumexp, and the entropy (nats) of the distribution
+    over these columns alone; fp32 [2, tokens]. No rows: -inf and 0."""
+    if not logits.numel():
+        return logits.new_tensor([-torch.inf, 0.0], dtype=torch.float32)[:, None].expand(2, len(logits))
+    rows = max(1, (GPU_BLOCK if logits.is_cuda else BLOCK) // logits.shape[1])
+    found = list[Tensor]()
+    for part in logits.split(rows):
+        z = softcap(part.float(), cap)
+        lse = z.logsumexp(-1)
+        z = z - lse.unsqueeze(-1)
+        found.append(torch.stack((lse, -(z.exp() * z).sum(-1))))
+    return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def joined_entropy(own: Tensor, tp: TensorParallel) -> Tensor:
+    """Entropy over the whole vocabulary, nats, fp32 [tokens], from `own_entropy` of every rank of the tensor group:
+    that of the choice of a rank, and that within each."""
+    if tp.size == 1:
+        return own[1]
+    ranks = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(tp.size)]
+    dist.all_gather(ranks, own.contiguous(), group=tp.group)
+    lse, within = torch.stack(ranks, 1)
+    share = lse.softmax(0)
+    return (share * within - torch.xlogy(share, share)).sum(0)
 
 
 def _statistics(logits: Tensor, local: Tensor, cap: float | None) -> Tensor:

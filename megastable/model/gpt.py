@@ -174,6 +174,26 @@ class Block(nn.Module):
         )
         return q, k
 
+    @torch.no_grad()
+    def outputs(self, x: Tensor, segments: Tensor | None, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What the products of qkv, of attention's projection and of the MLP give for the first `most` tokens of
+        x [s, b, hidden], for all tokens where ranks share a sequence: [s, b, width / tensor], and twice x's shape.
+        Computed separately from `forward`, not compiled. Collective over the tensor and the context group."""
+        if self._split == 1:
+            x, segments = x[:most], None if segments is None else segments[:, :most]
+        found: list[Tensor] = []
+        hooks = [
+            module.register_forward_hook(lambda _, args, y: found.append(y))
+            for module in (self.attention.qkv, self.attention, self.mlp)
+        ]
+        try:
+            self._block(x, self._places(x, segments))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        qkv, attention, mlp = found
+        return qkv, attention, mlp
+
     def _places(self, x: Tensor, segments: Tensor | None) -> Places:
         return self.attention.places(x.shape[0] * self._split, segments, x.device)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megastable.base.products import linear
 from megastable.model import sizes
 from megastable.model.attention_scores import softcap
-from megastable.model.chunked import chunked_objective
+from megastable.model.chunked import chunked_objective, joined_entropy, own_entropy
 from megastable.model.in_parts import in_parts
 from megastable.parallel.topology import TensorParallel
 
@@ -98,7 +98,8 @@ class LossFunction:
     features; those that it is given are capped already.
 
     Every call leaves the per-sample means in `samples`: a list of fp32 [2, b] (cross-entropy, logsumexp^2), one
-    for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar.
+    for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar. entropies: [3, b], with
+    the entropy of the prediction (nats); it takes another pass over the logits.
     """
 
     vocabulary: int
@@ -107,14 +108,16 @@ class LossFunction:
     compiled: bool = False
     cap: float | None = None
     plain: bool = False
+    entropies: bool = False
     samples: list[Tensor] = field(default_factory=list)
 
     def __call__(self, given: Tensor | Features, labels: Tensor) -> Tensor:
         """Logits [s, b, v / tensor] or features; labels [b, s]."""
         if isinstance(given, tuple) and not self.plain:
             objective, samples = chunked_objective(
-                *given, labels, self.vocabulary, self.z_loss, self.tp, self.compiled, cap=self.cap
-            )
+                *given, labels, self.vocabulary, self.z_loss, self.tp, self.compiled, cap=self.cap,
+                entropies=self.entropies,
+            )  # fmt: skip
             self.samples.append(samples)
             return objective
         loss, lse = (
@@ -123,11 +126,25 @@ class LossFunction:
             else self._of_logits(given, labels.t())
         )
         square = lse.pow(2)
-        self.samples.append(torch.stack((loss.detach().mean(0), square.detach().mean(0))))
+        numbers = [loss.detach(), square.detach()]
+        if self.entropies:
+            numbers.append(self._predicted(given).view_as(loss))
+        self.samples.append(torch.stack([of.mean(0) for of in numbers]))
         return loss.mean() + self.z_loss * square.mean()
 
     def _of_logits(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return cross_entropy(logits, labels, self.vocabulary, self.tp)
+
+    @torch.no_grad()
+    def _predicted(self, given: Tensor | Features) -> Tensor:
+        """Entropy of what is predicted for every token, nats, fp32 [s * b]."""
+        features = isinstance(given, tuple)
+        parts = projected(given) if isinstance(given, tuple) else [given.flatten(0, 1)]
+        own = list[Tensor]()
+        for part in parts:
+            rows = min(max(self.vocabulary - self.tp.rank * part.shape[1], 0), part.shape[1])
+            own.append(own_entropy(part[:, :rows], self.cap if features else None))
+        return joined_entropy(torch.cat(own, 1), self.tp)
 
     def _of_features(self, given: Features, labels: Tensor) -> Tensor:
         """Loss and logsumexp of every token, [2, s, b], with as many logits in memory as chunked.py has."""

@@ -12,6 +12,7 @@ from megastable.base import activity
 from megastable.base.hardware import memory_gib
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
+from megastable.data.statistics import unigram_entropy
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
@@ -95,6 +96,8 @@ class Observer:
             mfu_causal=flops * flops_per_token(c.model, causal=True),
             memory=memory_gib(self.device),
             loss_scale=measured.loss_scale,
+            token_entropy=None if measured.counts is None else unigram_entropy(measured.counts.numpy()),
+            predictive_entropy=None if measured.entropies is None else float(measured.entropies.mean()),
             norm_kept=done.kept if done.applied else None,
             noise_scale=noise_scale,
             fp8=None if measured.fp8 is None else float(measured.fp8),

@@ -22,6 +22,7 @@ from tests.engine.test_layer_stats import (
     whole_attention,
 )
 
+ATTENDED = "entropy", "focus", "logit", *trend_probe.OUTPUTS, "added"
 STALE = 1.5  # rows above it are some of those of random tokens
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2},
@@ -50,13 +51,29 @@ def look(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
                 engine.measures_update = True
                 if world == 1:
                     watch_plainly(blocks, seen)
+                    seen["entropies"] = [predicted(engine, m) for m in micro_batches]
+                    seen["tokens"] = torch.cat([m.tokens.flatten() for m in micro_batches])
             _, applied = engine.train_step(micro_batches, RATE, lambda m: m.finite)
             assert applied
         rows = engine.trends.collect(engine.flat_state(), engine.kept)
         hooks = hooks_of(engine) - hooks
-        found.append({"rows": rows, "seen": seen, "hooks": hooks, "kept": engine.kept})
+        m = engine.measured
+        found.append({
+            "rows": rows, "seen": seen, "hooks": hooks, "kept": engine.kept, "entropies": m.entropies,
+            "counts": m.counts,
+        })  # fmt: skip
+        engine.train_step(micro_batches, RATE, lambda m: False)
+        assert engine.measured.entropies is None  # nobody looks
         assert not engine.trends.watching
     return found
+
+
+@torch.no_grad()
+def predicted(engine: Any, batch: Any) -> list[float]:
+    """The mean entropy of the predictions of each sample, by plain torch in fp64."""
+    logits = engine.ds.module(batch.tokens)[..., : recipe().model.vocab_size].double()
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    return entropies.mean(0).tolist()
 
 
 def watch_plainly(blocks: list[Any], seen: dict[str, Any]) -> None:
@@ -70,7 +87,17 @@ def watch_plainly(blocks: list[Any], seen: dict[str, Any]) -> None:
         if block.name not in seen:
             seen[block.name] = (args[0].detach().clone(), y.detach().clone())
 
+    def output(kind: str, block: Any) -> Any:
+        def keep(module: Any, args: Any, y: Any) -> None:
+            if y.shape[1] > 1:  # not the probe's own
+                seen.setdefault(f"{block.name} {kind}", y.detach().clone())
+
+        return keep
+
     for block in blocks:
+        products = block.attention.qkv, block.attention.out, block.mlp.down
+        for kind, module in zip(trend_probe.OUTPUTS, products, strict=True):
+            module.register_forward_hook(output(kind, block))
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
 
@@ -102,7 +129,20 @@ def test_one_process_equals_a_plain_calculation(one: dict[str, Any]) -> None:
         assert row["entropy"] == pytest.approx(float(entropy[0].mean()), rel=1e-4)
         assert row["logit"] == pytest.approx(float(highest[0].max()), rel=1e-4)
         assert row["added"] == pytest.approx(float((y - x).norm() / x.norm()), rel=1e-4)
+        seen = torch.arange(1, recipe().model.sequence_length + 1).double()[1::2]
+        assert row["focus"] == pytest.approx(float((seen.log() - entropy[0]).mean()), rel=1e-4)
+        for kind in trend_probe.OUTPUTS:
+            wanted_rms = one["seen"][f"{name} {kind}"][:, :1].double().square().mean().sqrt()
+            assert row[kind] == pytest.approx(float(wanted_rms), rel=1e-4)
     assert 0 < rows["embedding.weight"]["stale"] < 1 and one["hooks"] == 2 * 2  # those of this test
+
+
+def test_entropies_of_a_batch_are_those_of_a_plain_calculation(one: dict[str, Any]) -> None:
+    """Of the model's predictions, and the counts of its tokens."""
+    wanted = [entropy for batch in one["seen"]["entropies"] for entropy in batch]
+    assert one["entropies"].tolist() == pytest.approx(wanted, rel=1e-4)
+    size = recipe().model.vocab_size
+    assert one["counts"].tolist() == torch.bincount(one["seen"]["tokens"], minlength=size).tolist()
 
 
 @pytest.mark.slow
@@ -116,18 +156,18 @@ def test_every_layout_finds_the_same_on_every_rank(group: tuple[str, ...], one: 
     for name, case in zip(group, ranks[0], strict=True):
         exact, rows = LAYOUTS[name].get("precision") is None, case["rows"]
         assert rows.keys() == one["rows"].keys() and case["hooks"] == 0
+        assert torch.equal(case["counts"], one["counts"])
+        assert case["entropies"].tolist() == pytest.approx(
+            one["entropies"].tolist(), rel=1e-3 if exact else 0.02
+        )
         for row, wanted in one["rows"].items():
             wanted = dict(wanted)
-            got = {
-                key: value
-                for key, value in rows[row].items()
-                if key not in ("entropy", "logit", "added", "stale")
-            }
+            got = {key: value for key, value in rows[row].items() if key not in (*ATTENDED, "stale")}
             kept = {key: value for key, value in wanted.items() if key in got}
             assert got == pytest.approx(kept, rel=1e-3 if exact else 0.1), f"{name}: {row}"
             # A row of a table may be cut by a rank's part; of two data ranks each sees a sample of its own.
             assert abs(rows[row].get("stale", 0) - wanted.get("stale", 0)) <= (0.05 if exact else 0.15), name
-            for key in ("entropy", "logit", "added"):
+            for key in ATTENDED:
                 if key in wanted:
                     same = first[row][key] if "micro_batch" in LAYOUTS[name] else wanted[key]
                     assert rows[row][key] == pytest.approx(same, rel=1e-3 if exact else 0.05), (
@@ -155,6 +195,36 @@ def dropped(world: int) -> list[bool]:
 def test_a_refused_step_leaves_no_trace() -> None:
     (found,) = run_ranks(1, dropped, 1)
     assert found == [True, True]
+
+
+def prefixes(world: int) -> list[dict[str, Any]]:
+    """A look at the outputs of a quarter of a sample, and those of the same block for all of it, cut."""
+    length = recipe().model.sequence_length
+    trend_probe.PREFIX = length // 4
+    engine, steps = engine_of({}, world)
+    whole: dict[str, Any] = {}
+
+    def before(block: Any, args: Any) -> None:
+        if block.name not in whole:
+            whole[block.name] = [
+                float(y[: length // 4].double().square().mean().sqrt())
+                for y in block.outputs(args[0][:, :1], None, length)
+            ]
+
+    for block in engine.probe.blocks:
+        block.register_forward_pre_hook(before)
+    engine.trends.watch()
+    engine.measures_update = True
+    engine.train_step(steps[0], RATE, lambda m: True)
+    rows = engine.trends.collect(engine.flat_state(), engine.kept)
+    return [{"got": [rows[b][k] for k in trend_probe.OUTPUTS], "whole": whole[b]} for b in whole]
+
+
+def test_outputs_are_those_of_the_first_tokens() -> None:
+    (blocks,) = run_ranks(1, prefixes, 1)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert block["got"] == pytest.approx(block["whole"], rel=1e-4)
 
 
 def test_positions_are_evenly_spaced_with_the_last_one() -> None:

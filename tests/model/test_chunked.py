@@ -117,6 +117,33 @@ def test_objective_samples_and_gradients_are_the_references(
     assert not got.dw[vocabulary:].any()
 
 
+@settings(deadline=None, max_examples=examples(10))
+@given(
+    vocabulary=st.integers(1, 40), padding=st.integers(0, 20), elements=st.integers(1, 1500),
+    block=st.integers(1, 300), seed=st.integers(0, 99), cap=st.sampled_from([None, 1.5]), compiled=st.booleans(),
+)  # fmt: skip
+def test_entropies_of_predictions_are_exact_and_change_no_bit_of_the_rest(
+    vocabulary: int, padding: int, elements: int, block: int, seed: int, cap: float | None, compiled: bool
+) -> None:
+    x, weight, labels = inputs(vocabulary=vocabulary, columns=vocabulary + padding, seed=seed)
+    how: dict[str, Any] = {"elements": elements, "cap": cap, "compiled": compiled}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "BLOCK", block)
+        patch.setattr(chunked, "_compiled", lambda function: function)
+        got = by_chunks(x, weight, labels, vocabulary, 0.1, entropies=True, **how)
+        without = by_chunks(x, weight, labels, vocabulary, 0.1, **how)
+    logits = F.linear(x.double(), weight.double())[..., :vocabulary]
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    wanted = torch.distributions.Categorical(logits=logits).entropy().mean(0).detach()
+    for plain in (False, True):
+        loss = LossFunction(vocabulary, 0.1, ONE, cap=cap, plain=plain, entropies=True)
+        loss((x, weight), labels) if plain else loss(project((x, weight), cap), labels)
+        torch.testing.assert_close(loss.samples[0][2].double(), wanted, rtol=2e-5, atol=3e-6)
+    torch.testing.assert_close(got.samples[2].double(), wanted, rtol=2e-5, atol=3e-6)
+    assert torch.equal(got.samples[:2], without.samples) and torch.equal(got.objective, without.objective)
+    assert torch.equal(got.dx, without.dx) and torch.equal(got.dw, without.dw)
+
+
 @given(
     tokens=st.integers(1, 5000), columns=st.integers(1, 300), elements=st.integers(1, 100_000)
 )  # fmt: skip

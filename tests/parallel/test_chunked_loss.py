@@ -64,6 +64,16 @@ def _compare(tp: TensorParallel, vocabulary: int, z_loss: float, elements: int, 
     )
     for got, wanted in pairs:
         torch.testing.assert_close(got.detach(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    exact = F.linear(x.double(), weight.double())[..., :vocabulary]
+    entropies = torch.distributions.Categorical(logits=exact).entropy().mean(0).detach()
+    measured = chunked_objective(
+        entered, own, labels, vocabulary, z_loss, tp, compiled, elements, entropies=True
+    )[1]
+    split = LossFunction(vocabulary, z_loss, tp, entropies=True)
+    split(F.linear(entered, own), labels)
+    for found in (measured, split.samples[0]):
+        torch.testing.assert_close(found[2].double(), entropies, rtol=2e-5, atol=3e-6)
+    assert torch.equal(measured[:2], samples)
     first = torch.stack((objective.detach(), *samples.flatten()))
     dist.broadcast(first, dist.get_global_rank(tp.group, 0), group=tp.group)
     assert torch.equal(first[0], objective) and torch.equal(first[1:], samples.flatten())

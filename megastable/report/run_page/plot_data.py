@@ -19,7 +19,7 @@ from megastable.report.run_page.step_table import SOMETIMES, GrowingColumns, Ste
 AXES = ("step", "tokens", "time")
 LINES = (
     "loss", "grad_norm", "lr", "tokens_per_second", "mfu_full", "seconds", "data_seconds", "memory",
-    "worst_loss", "loss_scale", "noise_scale",
+    "worst_loss", "token_entropy", "loss_scale", "noise_scale",
 )  # fmt: skip
 APART = ("loss", "grad_norm")  # drawn of refused and undone steps, too
 TREND = 64  # accepted steps, of which the trend is made

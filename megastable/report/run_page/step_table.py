@@ -12,12 +12,13 @@ import numpy.typing as npt
 STEP = {
     "step": "i8", "time": "f8", "next_position": "i8", "attempt": "i4", "applied": "?", "clipped": "?", "loss": "f4",
     "grad_norm": "f4", "lr": "f4", "tokens_per_second": "f4", "mfu_full": "f4", "seconds": "f4",
-    "data_seconds": "f4", "memory": "f4", "worst_loss": "f4", "loss_scale": "f4", "noise_scale": "f4",
+    "data_seconds": "f4", "memory": "f4", "worst_loss": "f4", "token_entropy": "f4", "loss_scale": "f4",
+    "noise_scale": "f4",
 }  # fmt: skip
 # Measured at some steps only: columns of a table of their own, which says of which row of the other they are.
 SOMETIMES = (
-    "parameter_norm", "update_ratio", "second_moment_norm", "attention_logit", "attention_entropy", "fp8_saturation",
-    "fp8_underflow",
+    "parameter_norm", "update_ratio", "second_moment_norm", "attention_logit", "attention_entropy",
+    "predictive_entropy", "fp8_saturation", "fp8_underflow",
 )  # fmt: skip
 LOOK = {"row": "i8", **dict.fromkeys(SOMETIMES, "f4")}
 

@@ -26,6 +26,8 @@ CURVES = {
     "noise_scale": "stability/gradient_noise_scale",
     "parameter_norm": "stability/parameter_norm",
     "second_moment_max": "stability/second_moment_max",
+    "token_entropy": "stability/token_entropy",
+    "predictive_entropy": "stability/predictive_entropy",
     "update_ratio": "stability/update_to_weight",
     "worst_loss": "stability/worst_sample_loss",
     "tokens_per_second": "speed/tokens_per_second",
