@@ -116,6 +116,7 @@ LASTING: dict[str, Callable[[Fault], None]] = {
     "attention": _broken_attention,
     "growing_gains": slow_faults.growing_gains,
     "growing_logits": slow_faults.growing_logits,
+    "growing_outputs": slow_faults.growing_outputs,
     "dying_block": slow_faults.dying_block,
     "rare_tokens": slow_faults.rare_tokens,
     "grown_gradient": court_faults.grow_gradient,

@@ -44,8 +44,8 @@ class Fault(BaseModel):
 
     kind: Literal[
         "nan_gradient", "inf_loss", "moments", "bit_flip", "high_rate", "fp8", "attention", "growing_gains",
-        "growing_logits", "dying_block", "rare_tokens", "permuted_head", "shrunk_moments", "cleared_norm",
-        "grown_embeddings", "grown_block", "grown_gradient", "shifted_labels",
+        "growing_logits", "growing_outputs", "dying_block", "rare_tokens", "permuted_head", "shrunk_moments",
+        "cleared_norm", "grown_embeddings", "grown_block", "grown_gradient", "shifted_labels",
     ]  # fmt: skip
     step: int
     rank: int = 1

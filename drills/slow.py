@@ -53,6 +53,14 @@ SLOW = (
         "attention looks at ever fewer tokens", CLEAN_SLOW,
     ),
     _slow(
+        "flat-attention", "gains of QK-norm shrink by 0.8 % a step", "flatness", "growing_gains", 0.992,
+        "attention looks at all tokens alike", CLEAN_SLOW,
+    ),
+    _slow(
+        "growing-outputs", "output weights of a block's MLP grow by 2 % a step", "outputs", "growing_outputs", 1.02,
+        "what the MLP adds outgrows the residual stream", CLEAN_SLOW,
+    ),
+    _slow(
         "growing-logits", "weights of q and k grow by 1 % a step, without QK-norm", "logits", "growing_logits", 1.01,
         "attention logits grow exponentially", CLEAN_BARE,
     ),

@@ -58,6 +58,16 @@ def growing_logits(fault: Fault) -> None:
     _before_steps(fault, happens)
 
 
+def growing_outputs(fault: Fault) -> None:
+    """The output weights of a block's MLP."""
+
+    def happens(engine: Engine, step: int) -> None:
+        for _, piece in _weights(engine, f"{DYING}mlp.down.weight"):
+            piece.mul_(fault.factor)
+
+    _before_steps(fault, happens)
+
+
 def dying_block(fault: Fault) -> None:
     """The output weights of a block are not trained any more, and decay."""
     first: dict[tuple[int, int], Tensor] = {}

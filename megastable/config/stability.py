@@ -397,10 +397,18 @@ class TrendsConfig(Section):
     """How fast the best level of a block is forgotten at each look: slower changes are no trend."""
     entropy_left: Annotated[float, Field(gt=0, lt=1)] = 0.6
     """Remaining share of a block's best attention entropy."""
+    focus_left: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Remaining share of what a block's attention entropy was at most below that of uniform attention."""
+    focus_floor: PositiveFloat = 0.25
+    """How far it must have been below it. [nats]"""
     logit_floor: PositiveFloat = 20.0
     """Largest attention logit below which its growth is not judged."""
     logit_horizon: PositiveInt = 2000
     """Within how many steps the largest attention logit would reach 10,000, at its present growth. [steps]"""
+    output_growth: PositiveFloat = 5.0
+    """Growth of the root mean square of a sub-layer's output (qkv, attention, MLP) over its lowest level."""
+    output_horizon: PositiveInt = 2000
+    """Within how many steps it would grow a hundredfold, at its present growth; both must be exceeded. [steps]"""
     straightness: PositiveFloat = 1.1
     """Growth of a norm, relative to the sum of all updates. The optimizer alone gives at most 1, if every update points
     straight outwards: more means that something else changes the weights."""

@@ -159,8 +159,8 @@ class TrendProbe:
     def collect(self, flat: FlatState, kept: float) -> Look:
         """The numbers of the watched step, whose update was applied, by block and parameter; collective.
 
-        kept: what clipping left of the gradient's norm. Of a block: "entropy" (mean of its attention, nats), "focus" (by
-        how much that is below the entropy of uniform attention), "logit" (the largest q k / sqrt(d)), "qkv",
+        kept: what clipping left of the gradient's norm. Of a block: "entropy" (mean of its attention, nats), "focus"
+        (by how much that is below the entropy of uniform attention), "logit" (the largest q k / sqrt(d)), "qkv",
         "projection" (of attention) and "ffn" (RMS of what these products give), "added" (RMS of what the block added to
         the residual stream, relative to the stream). Of a parameter: "weight", "gradient", "update" (L2 norms),
         "numel"; of embedding and head "stale": the share of the rows with a gradient that are `STALE`.

@@ -18,6 +18,8 @@ from megastable.config.stability import TrendsConfig
 
 LATEST = 3  # looks whose median is the present level: a look sees one sample a rank
 DIVERGED = 1e4  # an attention logit seen at divergence
+BEYOND = math.log(100)  # growth of a logarithm that is taken for one without bound
+PRODUCTS = {"qkv": "the product for q, k and v", "projection": "attention", "ffn": "the MLP"}
 SLOWS = 0.9  # severity of growth that slows down: below the limit, and above trends.CALM
 LEAST_GROWTH = 0.1  # relative growth of a norm below which its direction says nothing
 SAME, TINY = 1e-6, 1e-30  # least update, relative and absolute, and other divisors
@@ -129,6 +131,25 @@ def entropy(look: TrendLook) -> Iterator[Reading]:
 
 
 @signal(
+    "a lower optimizer.lr or less optimizer.weight_decay: gains of QK-norm, or the weights of q and k, shrink; a look "
+    "at the precision of attention"
+)
+def flatness(look: TrendLook) -> Iterator[Reading]:
+    """Attention of a block returns towards uniform, where all tokens that it sees weigh alike: q and k no longer say
+    where to look. It is near uniform at the start of a run and sharpens, so that what the entropy is below the uniform
+    one is compared with the most that it was."""
+    allowed = 1 - look.config.focus_left
+    for block, row in look.having("focus"):
+        level, best = look.fallen(f"focus {block}", row["focus"])
+        if best > look.config.focus_floor:
+            text = (
+                f"attention of {block} goes back to uniform: its entropy was {best:.2f} nats below that of uniform "
+                f"attention, and is {level:.2f}"
+            )
+            yield Reading(block, (1 - level / best) / allowed, text, {"focus": level, "best": best})
+
+
+@signal(
     "model.qk_norm=true (in a new run), optimizer.qk_clip or model.attention_softcap; a lower optimizer.lr"
 )
 def logits(look: TrendLook) -> Iterator[Reading]:
@@ -144,20 +165,43 @@ def logits(look: TrendLook) -> Iterator[Reading]:
             yield Reading(block, 0.0, "", {})
             continue
         logs = [math.log(max(value, 1.0)) for value in held.values]
-        grows, ahead = 0.0, math.inf
-        if len(logs) >= 2 * LATEST:
-            spans = [(held.steps[-n:], logs[-n:]) for n in (len(logs), max(2 * LATEST, len(logs) // 2))]
-            grows, ahead = min(slope(*of) for of in spans), min(still(*of) for of in spans)
         left = math.log(DIVERGED / min(level, DIVERGED))
-        steps = left / grows if grows > 0 else (0.0 if not left else math.inf)
+        grows, steps, slows = _reaches(held.steps, logs, left)
         text = (
             f"the largest attention logit of {block} is {level:.0f}, and at its present growth (a factor of "
             f"{math.exp(min(100 * grows, 99.0)):.2g} per 100 steps) it reaches {DIVERGED:,.0f} in {steps:.0f} steps"
         )
         severe = c.logit_horizon / max(steps, 1.0)
-        if ahead < left:
+        if slows:
             severe = min(severe, SLOWS)
         yield Reading(block, severe, text, {"logit": level, "growth": grows, "steps": steps})
+
+
+@signal(
+    "a lower optimizer.lr, more optimizer.weight_decay; model.norms=both or model.swiglu_clamp (in a new run) bounds them"
+)
+def outputs(look: TrendLook) -> Iterator[Reading]:
+    """What a block's products for q, k and v, attention's projection or the MLP give grows without bound, as a SwiGLU's
+    outputs may after long training (Fishman et al., arXiv:2409.12517): it has grown by a factor, and goes on
+    to grow exponentially. All grow at the start of a run, ever more slowly."""
+    c = look.config
+    for block, row in look.rows.items():
+        for kind, product in PRODUCTS.items():
+            rms = row.get(kind, math.nan)
+            if not 0 < rms < math.inf:
+                continue
+            where = f"{block} {kind}"
+            level, best = look.fallen(f"output {where}", 1 / rms)
+            held = look.series[f"output {where}"]
+            grows, steps, slows = _reaches(held.steps, [-math.log(value) for value in held.values], BEYOND)
+            grown = best / level
+            severe = min(grown / c.output_growth, c.output_horizon / max(steps, 1.0))
+            text = (
+                f"the output of {product} of {block} has grown {grown:.1f} times, to an RMS of {1 / level:.3g}, and "
+                f"grows on (a factor of {math.exp(min(100 * grows, 99.0)):.2g} per 100 steps)"
+            )
+            numbers = {"rms": 1 / level, "grown": grown, "growth": grows}
+            yield Reading(where, min(severe, SLOWS) if slows else severe, text, numbers)
 
 
 @signal("a lower optimizer.lr; a smaller optimizer.clip keeps single updates small")
@@ -305,6 +349,16 @@ def still(steps: list[int], values: list[float]) -> float:
         return math.inf
     shrinks = newer / older  # in half of the time
     return newer * (steps[-1] - steps[0]) / 2 * shrinks / (1 - shrinks)
+
+
+def _reaches(steps: list[int], logs: list[float], left: float) -> tuple[float, float, bool]:
+    """Growth of a logarithm per step, over the window and over its newer half, the lesser; in how many steps it has
+    grown by `left` at that; whether it slows down so fast that it ends before."""
+    grows, ahead = 0.0, math.inf
+    if len(logs) >= 2 * LATEST:
+        spans = [(steps[-n:], logs[-n:]) for n in (len(logs), max(2 * LATEST, len(logs) // 2))]
+        grows, ahead = min(slope(*of) for of in spans), min(still(*of) for of in spans)
+    return grows, left / grows if grows > 0 else (0.0 if not left else math.inf), ahead < left
 
 
 def _gradient(rows: Rows, block: str, *parts: str) -> float:

@@ -34,7 +34,7 @@ VALIDATION_REMEDY = (
 )
 CALM = 0.8  # share of the limit below which a signal counts as recovered
 EVALUATIONS = 64  # kept
-OF_THE_DATA = "entropy ", "gradient"  # series whose level is another one with other data
+OF_THE_DATA = "entropy ", "focus ", "gradient"  # series whose level is another one with other data
 
 
 class _State(BaseModel):

@@ -24,7 +24,7 @@ from tests.distributed import run_ranks
 
 def test_each_has_a_signal_of_its_own_and_a_run_to_compare_with() -> None:
     assert (*SCENARIOS, *SLOW) == EVERY and choose(["slow"]) == list(SLOW)
-    assert {s.trend for s in SLOW} <= set(SIGNALS) and len({s.trend for s in SLOW}) == len(SLOW) == 4
+    assert {s.trend for s in SLOW} <= set(SIGNALS) and len({s.trend for s in SLOW}) == len(SLOW) == 6
     clean = {s.name: s for s in references(SLOW)}
     for s in SLOW:
         assert s.fault is not None and s.fault.step == s.step and s.step + s.steps == STEPS
@@ -58,6 +58,7 @@ def changed(run: Path, corpus: Path, kind: str) -> dict[str, float]:
     [
         ("growing_gains", ("q_norm.weight", "q_norm.weight end", "k_norm.weight", "k_norm.weight end")),
         ("growing_logits", ("qkv.weight",)),  # v is at the end
+        ("growing_outputs", ("blocks.1.mlp.down.weight", "blocks.1.mlp.down.weight end")),
         ("dying_block", tuple(f"blocks.1.{w}.weight{e}" for w in ("attention.out", "mlp.down") for e in ("", " end"))),
     ],
 )  # fmt: skip

@@ -34,6 +34,7 @@ def healthy(look: int) -> Rows:
         for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
             rows[f"{block}.{part}.weight"] = weight(0.1 * wobble)
         rows[block] = {"entropy": 3.0 * wobble, "logit": 12.0 * wobble, "added": 0.5 * wobble}
+        rows[block] |= {"focus": 1.5 * wobble, "qkv": wobble, "projection": 0.3 * wobble, "ffn": 0.5 * wobble}
     rows["embedding.weight"] = {**weight(0.1), "stale": 0.0}
     rows["head.weight"] = {**weight(0.1), "stale": 0.0}
     return rows
@@ -70,6 +71,14 @@ def names(found: list[tuple[int, TrendEvent]]) -> list[str]:
 
 def collapse(rows: Rows, n: int) -> None:
     rows["blocks.1"]["entropy"] *= 0.85**n
+
+
+def flat(rows: Rows, n: int) -> None:
+    rows["blocks.1"]["focus"] *= 0.85**n
+
+
+def growing(rows: Rows, n: int) -> None:
+    rows["blocks.1"]["ffn"] *= 1.5**n
 
 
 def logits(rows: Rows, n: int) -> None:
@@ -117,6 +126,8 @@ def nothing_added(rows: Rows, n: int) -> None:
 
 FAULTS: dict[str, tuple[Change, str, str]] = {
     "collapse": (collapse, "entropy", "blocks.1 has fallen"),
+    "flat": (flat, "flatness", "attention of blocks.1 goes back to uniform"),
+    "growing": (growing, "outputs", "the output of the MLP of blocks.1 has grown"),
     "logits": (logits, "logits", "blocks.1 is"),
     "steep": (steep, "gradients", "the gradient norm has grown from"),
     "straight": (straight, "weights", "the attention weights"),
@@ -147,7 +158,9 @@ def test_a_single_look_says_nothing(name: str) -> None:
     assert run(lambda rows, n: change(rows, 12) if n == 1 else None) == []
 
 
-@pytest.mark.parametrize("name", ["collapse", "logits", "steep", "large", "stale", "dying"])
+@pytest.mark.parametrize(
+    "name", ["collapse", "flat", "growing", "logits", "steep", "large", "stale", "dying"]
+)
 def test_it_is_over_when_it_has_recovered_and_told_again_when_it_comes_back(name: str) -> None:
     change, signal, _ = FAULTS[name]
     judge = Trends(CONFIG, WIDTH)
@@ -181,6 +194,28 @@ def test_a_gradient_that_doubles_within_thousands_of_steps_is_no_trend() -> None
         return run(grow, looks=400, fault=1)
 
     assert doubles(160) == [] and names(doubles(40))[:1] == ["gradients"]
+
+
+def test_attention_that_was_never_sharp_is_no_warning() -> None:
+    """As at the start of training, where it is near uniform, and then sharpens."""
+    assert run(lambda rows, n: rows["blocks.1"].update(focus=0.9 * CONFIG.focus_floor / n), fault=1) == []
+    assert run(lambda rows, n: rows["blocks.1"].update(focus=2.0 - 1.95 * 0.9**n), fault=1, looks=100) == []
+
+
+@pytest.mark.parametrize("doubles", [25, 50, 100])
+def test_outputs_that_grow_ever_more_slowly_are_no_warning(doubles: int) -> None:
+    """In proportion to the time, and to its root: a warning is of growth that goes on at the same rate."""
+    for power in (0.5, 1.0):
+        rms = 0.1 * (1.0 / doubles) ** power
+        assert run(lambda rows, n, r=rms, p=power: rows["blocks.1"].update(ffn=r * (4.0 + n) ** p), fault=1,
+                   looks=200) == []  # fmt: skip
+
+
+def test_outputs_that_have_grown_once_are_no_warning() -> None:
+    def jumped(rows: Rows, n: int) -> None:
+        rows["blocks.1"]["qkv"] *= 2 * CONFIG.output_growth
+
+    assert run(jumped, looks=100) == []
 
 
 def test_a_low_entropy_is_no_fall() -> None:
@@ -331,7 +366,9 @@ def test_other_data_have_levels_of_their_own() -> None:
     assert max(judge.state.series["entropy blocks.1"].values) > 1
 
 
-@pytest.mark.parametrize("key", ["entropy", "logit", "added", "weight", "gradient", "update", "stale"])
+@pytest.mark.parametrize("key", [
+    "entropy", "focus", "logit", "ffn", "added", "weight", "gradient", "update", "stale"
+])  # fmt: skip
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
 def test_numbers_that_say_nothing_break_nothing(key: str, value: float) -> None:
     def odd(rows: Rows, n: int) -> None:
