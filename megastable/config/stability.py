@@ -338,8 +338,8 @@ class SampleConfig(Section):
 
 
 class SignsConfig(Section):
-    """Signs of a learning rate that is too high from the start (warnings/signs.py). Each is a warning, given once;
-    nothing acts on it.
+    """Signs of a learning rate that is too high, or too low, from the start (warnings/signs.py). Each is a warning,
+    given once; nothing acts on it.
 
     Chosen on runs of 3 layers of 128 on Python source, measured on two other texts (docs/stability-method.md, with the
     error rates). The first look at every block is what later ones are compared with. Healthy runs, too, grow 46 times
@@ -370,6 +370,14 @@ class SignsConfig(Section):
     """Sum of learning rates at which that is checked."""
     updates: PositiveInt = 20
     """Least number of updates before that check. [updates]"""
+    peak: PositiveFloat = 0.95
+    """Ratio of update to weight half a warm-up after its end, relative to that at its end; a sign only of updates of at
+    least half of `change`."""
+    slow_share: Fraction = 0.4
+    """Share of the fall of the loss that is in the second half of the sum of rates, while the loss is above the unigram
+    entropy."""
+    slow_updates: PositiveInt = 200
+    """Number of updates at which that is checked, or twice the warm-up if that is longer. [updates]"""
     sample: PositiveInt = 250_000
     """Part of the corpus that the unigram entropy is measured on. [tokens]"""
 
@@ -428,6 +436,9 @@ class TrendsConfig(Section):
     """RMS of what a block adds to the residual stream, relative to the stream."""
     overfit: PositiveFloat = 0.02
     """Rise of the validation loss above its best, and fall of the training loss since then. [nats]"""
+    swing: PositiveFloat = 0.05
+    """Rise of the validation loss between two turning points, and fall: two of each in the last eight evaluations are a
+    warning. [nats]"""
 
 
 class StabilityConfig(Section):

@@ -1,4 +1,5 @@
-"""Early signs of a learning rate that is too high, in the first steps of a run: `StartSigns` measures, `Signs` judges.
+"""Early signs of a learning rate that is too high, or too low, at the start of a run: `StartSigns` measures, `Signs`
+judges.
 
 A rate that is too high from the start causes no jump for the detector: the loss falls, but to a worse level and for
 good. Inside the model it shows within a few steps:
@@ -12,6 +13,13 @@ good. Inside the model it shows within a few steps:
   tolerate both.
 - `attention`: the entropy of attention has collapsed (Zhai et al., arXiv:2303.06296): large logits without QK-norm.
 - `unigram`: the sum of the rates so far is large, and the loss is no better than that of token frequencies alone.
+- `peak`: updates are half as large as for `update`, and half a warm-up after its end, though the rate no longer rises,
+  they are as large a share of the weights as at its end, or larger. In healthy runs weights outgrow large updates.
+
+A rate that is too low shows as well:
+
+- `slow`: long after the warm-up the loss is above that of token frequencies, and still falls in proportion to the sum
+  of the rates, as at the beginning of training. In healthy runs most of the fall is in the first half of that sum.
 
 A sign is a warning without an action. Each is reported once per run, and the state is stored in checkpoints.
 """
@@ -19,7 +27,7 @@ A sign is a warning without an action. Each is reported once per run, and the st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from statistics import median
 
@@ -40,14 +48,22 @@ from megastable.warnings.trend_signals import Rows
 
 START = 20_000  # updates: reaching the sum of rates later says nothing about the start
 RECENT = 10  # losses whose median is compared with the unigram entropy
+BEGIN = 3  # updates whose median loss is that of the beginning
+SHORTEST = 20  # updates of a warm-up whose end is judged
+NOISE = 0.02  # nats: of a median of losses
 ADVICE = "a lower optimizer.lr, or a longer warm-up (schedule.warmup_steps or warmup_tokens), is likely to end lower"
+REMEDIES = {
+    "peak": f"{ADVICE}; so is less optimizer.weight_decay",
+    "slow": "a higher optimizer.lr is likely to end lower (megastable study finds it)",
+}  # of signs that have another than ADVICE
 
 Found = tuple[str, dict[str, float]] | None  # what was seen, as the begin of a sentence, and its numbers
 
 
 class SignsState(BaseModel):
     """State for a checkpoint. told: signs already reported. activation, entropy: first measurement, by block. compared:
-    the loss was compared with the unigram entropy."""
+    the loss was compared with the unigram entropy. ratios: update to weight, by step, around the end of the warm-up.
+    losses: "begin", "half" (of the rates) and, when it was judged whether the run learns, "end"."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -55,22 +71,28 @@ class SignsState(BaseModel):
     activation: dict[str, float] = {}
     entropy: dict[str, float] = {}
     compared: bool = False
+    ratios: dict[int, float] = {}
+    losses: dict[str, float] = {}
 
 
 class Signs(Watch):
-    """Judges the start of one run. width: of the residual stream. Pure: the same numbers give the same signs on every
-    rank."""
+    """Judges the start of one run. width: of the residual stream. peak: the step at the end of the warm-up, 0: none is
+    judged. Pure: the same numbers give the same signs on every rank."""
 
     name = "signs"
     state: SignsState
 
-    def __init__(self, config: SignsConfig, width: int) -> None:
+    def __init__(self, config: SignsConfig, width: int, peak: int = 0) -> None:
         self.config, self.width = config, width
+        self.peak = range(peak - 2, peak + 1) if peak else range(0)
+        self.later = range(peak * 3 // 2 - 2, peak * 3 // 2 + 1) if peak else range(0)
         self.state = SignsState()
 
     def measures(self, step: int) -> bool:
         """Whether the norms of weights and update are needed after this step: `engine.statistics`."""
-        return self.config.enabled and step in (*self.config.norms, *self.config.looks)
+        return self.config.enabled and step in (
+            *self.config.norms, *self.config.looks, *self.peak, *self.later
+        )  # fmt: skip
 
     def looks(self, step: int) -> bool:
         """Whether activations and attention of every block are needed as well: `probe.watch` before this step."""
@@ -86,7 +108,9 @@ class Signs(Watch):
         """
         if not self.measures(step):
             return []
-        found = {"update": self._update(step, overall)}
+        found = {"peak": self._peak(step, overall)}
+        if step in (*self.config.norms, *self.config.looks):
+            found["update"] = self._update(step, overall)
         if self.looks(step):
             found["activations"] = self._activations(step, layers)
             found["attention"] = self._attention(step, layers)
@@ -96,8 +120,7 @@ class Signs(Watch):
         """Called once, after the update given by `due`. losses: the latest, nats per token; entropy: of the corpus's
         tokens, nan if unknown; rates: the sum of those of all updates so far."""
         self.state.compared = True
-        latest = [loss for loss in losses[-RECENT:] if math.isfinite(loss)]
-        level = median(latest) if latest else math.nan
+        level = _level(losses)
         if not entropy - level < self.config.below_unigram:  # nan gives no sign
             return []
         text = (
@@ -107,12 +130,34 @@ class Signs(Watch):
         numbers = {"loss": level, "unigram_entropy": entropy, "rates": rates}
         return self._new(step, {"unigram": (text, numbers)})
 
+    def learns(
+        self, step: int, updates: int, losses: Sequence[float], entropy: Callable[[], float]
+    ) -> list[Warned]:
+        """Called once, at the end given by `halves`, with the number of updates. losses, entropy: see `unigram`; the
+        latter is asked for only if the loss falls in proportion."""
+        held = self.state.losses
+        held["end"] = level = _level(losses)
+        begin, half = held.get("begin", math.nan), held.get("half", math.nan)
+        fallen, late = begin - level, half - level
+        if not late >= self.config.slow_share * fallen - NOISE:  # nan gives no sign
+            return []
+        unigram = entropy()
+        if not (level > unigram and begin - unigram > self.config.below_unigram):
+            return []
+        text = (
+            f"after {updates} updates the loss is {level:.3f}, above the unigram entropy of {unigram:.3f}, and still "
+            f"falls in proportion to the sum of the learning rates ({late:.2f} of {fallen:.2f} nats in its second "
+            "half): the rate is too low to learn much"
+        )
+        numbers = {"loss": level, "unigram_entropy": unigram, "begin": begin, "half": half}
+        return self._new(step, {"slow": (text, numbers)})
+
     def _new(self, step: int, found: Mapping[str, Found]) -> list[Warned]:
         """What was not told before."""
         new = {name: sign for name, sign in found.items() if sign is not None and name not in self.state.told}
         self.state.told += new
         return [
-            Warned(step=step, text=f"{text}; {ADVICE}", sign=name, numbers=numbers)
+            Warned(step=step, text=f"{text}; {REMEDIES.get(name, ADVICE)}", sign=name, numbers=numbers)
             for name, (text, numbers) in new.items()
         ]
 
@@ -127,6 +172,24 @@ class Signs(Watch):
             "updates are too large"
         )
         return text, {"update_ratio": ratio, "change": change}
+
+    def _peak(self, step: int, overall: Mapping[str, float]) -> Found:
+        ratio, held = overall.get("update_ratio", math.nan), self.state.ratios
+        if 0 < ratio < math.inf and (step in self.peak or step in self.later):
+            held[step] = ratio
+        parts = [[held[s] for s in steps if s in held] for steps in (self.peak, self.later)]
+        if step not in self.later or not all(len(part) == len(self.peak) for part in parts):
+            return None
+        peak, now = (median(part) for part in parts)
+        change = now * math.sqrt(self.width) / 2
+        if now < self.config.peak * peak or change < self.config.change / 2:
+            return None
+        text = (
+            f"the warm-up ended at step {self.peak[-1]} with updates of {peak:.2%} of the weights' norm, and at step "
+            f"{step} they are {now:.2%}, though the rate no longer rises: the output of a layer may go on to change by "
+            f"{change:.2f} times itself a step"
+        )
+        return text, {"update_ratio": now, "at_peak": peak, "change": change}
 
     def _activations(self, step: int, layers: Rows) -> Found:
         now = _column(layers, "activation_rms")
@@ -175,6 +238,33 @@ def due(rates: Iterable[float], config: SignsConfig) -> tuple[int, float]:
     return 0, total
 
 
+def find_peak(rates: Sequence[float]) -> int:
+    """The number of updates after which the rate is highest first: the end of the warm-up; 0: it is too short to be
+    judged, or does not end. rates: of the run's updates."""
+    peak = rates.index(max(rates)) + 1 if rates else 0
+    return peak if SHORTEST <= peak < len(rates) else 0
+
+
+def halves(rates: Sequence[float], peak: int, config: SignsConfig) -> tuple[int, int]:
+    """After how many updates it is judged whether the run learns, and half of the sum of their rates before; (half,
+    end), 0 both: never. At that end the run has trained at its peak rate for as long as it has warmed up."""
+    end = max(config.slow_updates, 2 * peak)
+    if not 0 < end <= len(rates):
+        return 0, 0
+    whole, total = sum(rates[:end]), 0.0
+    for updates, lr in enumerate(rates, 1):
+        total += lr
+        if total >= whole / 2:
+            return updates, end
+    return 0, 0
+
+
+def _level(losses: Sequence[float]) -> float:
+    """The median of the latest losses; nan without any."""
+    latest = [loss for loss in losses[-RECENT:] if math.isfinite(loss)]
+    return median(latest) if latest else math.nan
+
+
 def _column(layers: Rows, key: str) -> dict[str, float]:
     """Values by block, without those that are zero or not finite."""
     return {name: row[key] for name, row in layers.items() if 0.0 < row.get(key, 0.0) < math.inf}
@@ -192,9 +282,12 @@ class StartSigns(Signs):
     def __init__(self, config: RunConfig, source: Source, log: RunLog) -> None:
         c = config.stability
         enabled = c.enabled and c.signs.enabled
-        super().__init__(c.signs.model_copy(update={"enabled": enabled}), config.model.hidden)
+        each = list(islice(rates(config), START)) if enabled else []
+        peak = find_peak(each)
+        super().__init__(c.signs.model_copy(update={"enabled": enabled}), config.model.hidden, peak)
         self.source, self.log, self.vocabulary = source, log, config.model.vocab_size
-        self._due, self._rates = due(islice(rates(config), START), c.signs) if enabled else (0, 0.0)
+        self._due, self._rates = due(each, c.signs)
+        self._half, self._end = halves(each, peak, c.signs)
         self._refused = -START  # last step with a refused update
         self._calm = c.policy.discards  # steps after it whose numbers say nothing
 
@@ -210,8 +303,19 @@ class StartSigns(Signs):
         due = 0 < self._due <= state.updates < self._due + RECENT
         if undisturbed and due and not self.state.compared:
             found += self.unigram(state.step, state.recent_losses, self._unigram_entropy(), self._rates)
+        found += self._learns(state, undisturbed)
         for sign in found:
             self.log.emit(sign, say=f"step {state.step}: WARNING: {sign.text}")
+
+    def _learns(self, state: RunState, undisturbed: bool) -> list[Warned]:
+        held, updates = self.state.losses, state.updates
+        if updates == BEGIN:
+            held["begin"] = _level(state.recent_losses[-BEGIN:])
+        if updates == self._half:
+            held["half"] = _level(state.recent_losses)
+        if undisturbed and 0 < self._end <= updates < self._end + RECENT and "end" not in held:
+            return self.learns(state.step, updates, state.recent_losses, self._unigram_entropy)
+        return []
 
     def _unigram_entropy(self) -> float:
         """Unigram entropy of the run's first samples, a mix as blended; nats."""

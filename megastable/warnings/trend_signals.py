@@ -178,7 +178,7 @@ def logits(look: TrendLook) -> Iterator[Reading]:
 
 
 @signal(
-    "a lower optimizer.lr, more optimizer.weight_decay; model.norms=both or model.swiglu_clamp (in a new run) bounds them"
+    "a lower optimizer.lr, more optimizer.weight_decay; in a new run model.norms=both or model.swiglu_clamp"
 )
 def outputs(look: TrendLook) -> Iterator[Reading]:
     """What a block's products for q, k and v, attention's projection or the MLP give grows without bound, as a SwiGLU's

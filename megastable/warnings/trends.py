@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,12 @@ VALIDATION = "validation"
 VALIDATION_REMEDY = (
     "fresh data, fewer epochs or a smaller share of the repeated corpus; more optimizer.weight_decay"
 )
+OSCILLATION = "oscillation"
+OSCILLATION_REMEDY = (
+    "a lower optimizer.lr; corpora that come mixed, not one after the other; more train.eval_samples, if losses "
+    "scatter"
+)
+SWINGS = 8  # evaluations in which there are two rises and two falls
 CALM = 0.8  # share of the limit below which a signal counts as recovered
 EVALUATIONS = 64  # kept
 OF_THE_DATA = "entropy ", "focus ", "gradient"  # series whose level is another one with other data
@@ -127,7 +134,28 @@ class Trends(Watch):
         )
         severe = min(risen, fallen) / self.config.overfit
         reading = Reading("", severe, text, {"risen": risen, "fallen": fallen, "best_step": float(best.step)})
-        return self._judged(VALIDATION, step, [reading], VALIDATION_REMEDY)
+        return [
+            *self._judged(VALIDATION, step, [reading], VALIDATION_REMEDY),
+            *self._judged(OSCILLATION, step, [self._oscillation()], OSCILLATION_REMEDY),
+        ]
+
+    def _oscillation(self) -> Reading:
+        """Of the validation loss: the second largest of its rises and of its falls between turning points of the latest
+        evaluations. One of each is a spike that is over."""
+        latest = self.state.evaluations[-SWINGS:]
+        swings = list[float]()
+        for before, after in pairwise(latest):
+            by = after.validation - before.validation
+            if swings and by * swings[-1] >= 0:
+                swings[-1] += by
+            else:
+                swings.append(by)
+        rise, fall = (sorted([0.0, 0.0, *(sign * by for by in swings)])[-2] for sign in (1, -1))
+        text = (
+            f"the validation loss oscillates: in the evaluations since step {latest[0].step} it has risen twice by "
+            f"{rise:.3f} or more, and fallen twice by {fall:.3f} or more"
+        )
+        return Reading("", min(rise, fall) / self.config.swing, text, {"rise": rise, "fall": fall})
 
     def _judged(self, name: str, step: int, readings: list[Reading], remedy: str) -> list[TrendEvent]:
         """Count looks beyond the limit, or within it, of each place; what there is to tell."""

@@ -1,4 +1,4 @@
-"""Signs of a rate that is too high: each at its threshold, once, and never of numbers that say nothing."""
+"""Signs of a rate that is too high or too low: each at its threshold, once, and never of numbers that say nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.config.stability import SignsConfig
 from megastable.run.events.training_events import Warned
-from megastable.warnings.signs import Signs, SignsState, due
+from megastable.warnings.signs import SHORTEST, Signs, SignsState, due, find_peak, halves
 
 CONFIG = SignsConfig()
 WIDTH = 256  # sqrt(width) / 2 is 8
@@ -196,6 +196,103 @@ def test_when_the_loss_is_compared() -> None:
     assert due([0.01] * 100, CONFIG)[0] == 25
     assert due([0.1] * 100, CONFIG)[0] == CONFIG.updates  # the latest losses would be the first ones
     assert due([0.001] * 100, CONFIG)[0] == due([], CONFIG)[0] == 0
+
+
+# Ratio of update to weight at the end of a warm-up of 60 steps, and half of it later, as recorded: medians of three
+# steps of runs of 2 layers of 128 (docs/stability-method.md). The first is the one on which the limits were chosen.
+PEAKS = {
+    "standard library": (0.01644, 0.01327, []),
+    "wikitext2": (0.01649, 0.01288, []),
+    "tinyshakespeare": (0.01809, 0.01355, []),
+    "rate 10 times too high": (0.0366, 0.0266, []),  # `update` tells of it at step 10
+    "rate 10 times too low": (0.00276, 0.00251, []),
+    "weight decay 5 at three times the rate, standard library": (0.0317, 0.0325, ["peak"]),
+    "the same, wikitext2": (0.0327, 0.0325, ["peak"]),
+    "the same, tinyshakespeare": (0.0292, 0.0298, ["peak"]),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_updates_that_stay_as_large_after_the_warmup(name: str) -> None:
+    peak, later, told = PEAKS[name]
+    signs, found = Signs(CONFIG, 128, 60), list[Warned]()
+    for step in range(1, 100):
+        if signs.measures(step):
+            ratio = peak if step <= 60 else later
+            found += signs.measured(step, {"update_ratio": ratio if step > 50 else 0.001}, {})
+            signs = signs if step != 59 else restored_at(60, signs.state_dict())
+    assert names(found) == told
+    assert all("ended at step 60" in sign.text and "weight_decay" in sign.text for sign in found)
+
+
+def restored_at(peak: int, saved: dict[str, Any]) -> Signs:
+    signs = Signs(CONFIG, 128, peak)
+    signs.load_state_dict(json.loads(json.dumps(saved)))
+    return signs
+
+
+def test_a_peak_with_a_refused_update_is_not_judged() -> None:
+    signs = Signs(CONFIG, 128, 60)
+    for step in (58, 60, 88, 89, 90):  # 59 has no update
+        assert signs.measured(step, {"update_ratio": 0.05 if step > 60 else 0.04}, {}) == []
+
+
+def test_where_a_warmup_ends() -> None:
+    def warmed(length: int, steps: int) -> list[float]:
+        return [min(1.0, (n + 1) / length) for n in range(steps)]
+
+    assert find_peak(warmed(60, 200)) == 60
+    assert find_peak(warmed(SHORTEST - 1, 200)) == find_peak(warmed(60, 60)) == find_peak([]) == 0
+    assert [step for step in range(200) if Signs(SignsConfig(norms=(), looks=()), 128, 60).measures(step)] == [
+        58, 59, 60, 88, 89, 90,
+    ]  # fmt: skip
+
+
+# Losses: after three updates, at half of the sum of rates and after 200 updates; the unigram entropy. As recorded, runs
+# of 2 layers of 128; limits were chosen on the standard library.
+LEARNING = {
+    "standard library": (6.938, 4.934, 3.924, 5.766, []),
+    "tinyshakespeare": (6.944, 5.480, 4.809, 5.959, []),
+    "wikitext2": (6.946, 4.476, 3.935, 5.615, []),
+    "rate 10 times too high": (6.865, 5.095, 4.690, 5.766, []),
+    "a 30th of the rate, standard library": (6.949, 6.516, 6.066, 5.766, ["slow"]),
+    "a 100th, standard library": (6.949, 6.841, 6.610, 5.766, ["slow"]),
+    "a 100th, tinyshakespeare": (6.967, 6.835, 6.626, 5.959, ["slow"]),
+    "a 100th, wikitext2": (6.974, 6.670, 6.434, 5.615, ["slow"]),
+    "a 30th, wikitext2: missed": (6.974, 6.258, 5.840, 5.615, []),
+    "nothing to learn but frequencies": (6.938, 5.8, 5.78, 5.766, []),
+    "nothing to learn at all": (6.940, 6.935, 6.939, 6.930, []),
+    "an unknown entropy": (6.949, 6.516, 6.066, math.nan, []),
+}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_loss_that_falls_in_proportion_to_the_sum_of_rates(name: str) -> None:
+    begin, half, end, entropy, told = LEARNING[name]
+    signs = Signs(CONFIG, 128)
+    signs.state.losses = {"begin": begin, "half": half}
+    found = signs.learns(200, 200, [9.0] * 10 + [end] * 10, lambda: entropy)
+    assert names(found) == told and "end" in signs.state.losses
+    assert all("too low" in sign.text and "a higher optimizer.lr" in sign.text for sign in found)
+
+
+def test_what_was_not_recorded_is_no_sign() -> None:
+    assert Signs(CONFIG, 128).learns(200, 200, [6.5] * 10, lambda: 5.7) == []
+    assert Signs(CONFIG, 128).learns(200, 200, [], lambda: 5.7) == []
+
+
+def test_when_it_is_judged_whether_a_run_learns() -> None:
+    assert halves([1e-3] * 500, 0, CONFIG) == (100, CONFIG.slow_updates)
+    assert halves([1e-3] * 500, 150, CONFIG) == (150, 300)
+    assert (
+        halves([1e-3] * 199, 0, CONFIG)
+        == halves([1e-3] * 500, 251, CONFIG)
+        == halves([], 0, CONFIG)
+        == (0, 0)
+    )
+    rising = [n * 1e-5 for n in range(1, 501)]
+    half, end = halves(rising, 0, CONFIG)
+    assert end == 200 and sum(rising[: half - 1]) < sum(rising[:end]) / 2 <= sum(rising[:half])
 
 
 numbers = st.floats(allow_nan=True, allow_infinity=True)

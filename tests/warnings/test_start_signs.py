@@ -120,6 +120,31 @@ def test_a_corpus_without_order_is_told_by_its_loss(corpus: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("lr", "slow"), [(1e-5, True), (2e-2, False)])
+def test_a_rate_that_is_too_low_is_told(lr: float, slow: bool, tmp_path: Path) -> None:
+    """Of 20 tokens of a larger vocabulary: their frequencies are to be learnt first."""
+    write_corpus(tmp_path / "corpus", ids=20)
+    c = recipe(
+        tmp_path / "corpus", tmp_path / "run", optimizer={"lr": lr}, stability={"signs": {"slow_updates": 40}},
+        schedule={"warmup_steps": 20, "kind": "constant", "total_steps": 40}, train={
+            "steps": 40, "global_batch": 8, "micro_batch": 4, "eval_samples": 0, "eval_interval": 0,
+        },
+    )  # fmt: skip
+    states = run_ranks(2, train, c)
+    state = states[0]
+    assert state == states[1]
+    assert ("slow" in state["told"]) == slow == ((40, "slow") in told(tmp_path / "run"))
+    assert set(state["losses"]) == {"begin", "half", "end"} and set(state["ratios"]) == {
+        18,
+        19,
+        20,
+        28,
+        29,
+        30,
+    }
+
+
+@pytest.mark.slow
 def test_trouble_later_in_the_start_is_no_sign(tmp_path: Path) -> None:
     """Step 33 is a look of the configuration, and the second refused update: the residual stream has grown a lot
     there. It is done again while the incident is open."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megastable.config.stability import TrendsConfig
 from megastable.run.events.stability_events import TrendEvent
 from megastable.warnings.trend_signals import SIGNALS, kind_of, slope
-from megastable.warnings.trends import VALIDATION, Trends, TrendsState
+from megastable.warnings.trends import OSCILLATION, VALIDATION, Trends, TrendsState
 from tests.tiers import examples
 
 CONFIG = TrendsConfig()
@@ -443,6 +443,43 @@ def test_a_validation_loss_that_rises_while_the_training_loss_falls(
     assert [trend.what == "over" for trend in found] == told and all(
         trend.signal == VALIDATION for trend in found
     )
+
+
+@pytest.mark.parametrize(
+    ("validation", "told"),
+    [
+        ([3.0, 2.8, 2.9, 2.8, 2.9, 2.8], 1),
+        ([3.0, 2.8, 2.9, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2, 2.1], 0),  # once: a spike that is over
+        ([3.0, 2.8, 2.84, 2.8, 2.84, 2.8, 2.84], 0),  # within the noise
+        ([3.0, 2.8, 2.7, 2.8, 2.9, 3.0, 3.1], 0),  # a rise is another signal
+        ([3.0, 2.8, 2.9, 2.8, 2.9, 2.8, *(2.7 - 0.1 * n for n in range(12))], 2),  # and is over
+    ],
+)
+def test_a_validation_loss_that_oscillates(validation: list[float], told: int) -> None:
+    found = evaluated(Trends(CONFIG, WIDTH), [(loss, 3.0) for loss in validation])
+    assert [(trend.signal, trend.what) for trend in found] == [
+        (OSCILLATION, "warned"), (OSCILLATION, "over")
+    ][:told]  # fmt: skip
+    assert not found or found[0].numbers == {"rise": pytest.approx(0.1), "fall": pytest.approx(0.1)}
+
+
+# Validation losses every 10 steps, as recorded: 2 layers of 128 on the standard library's source, a constant rate.
+HEALTHY = [
+    6.355, 5.667, 5.255, 4.973, 4.804, 4.653, 4.492, 4.408, 4.341, 4.239, 4.099, 3.988, 3.950, 3.865, 3.798, 3.793,
+    3.761, 3.716, 3.666, 3.639,
+]  # fmt: skip
+
+
+# The same every 5 steps at a rate of 0.09 without QK-norm, up to step 125.
+UNSTEADY = [
+    7.968, 7.306, 6.806, 6.340, 6.152, 5.872, 5.920, 5.877, 5.840, 5.894, 5.886, 5.817, 5.811, 5.765, 5.745, 5.769,
+    5.722, 5.806, 5.661, 5.661, 5.635, 5.732, 5.659, 5.625, 5.625,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("losses", "told"), [(HEALTHY, []), (UNSTEADY, [OSCILLATION])])
+def test_recorded_validation_losses(losses: list[float], told: list[str]) -> None:
+    assert [t.signal for t in evaluated(Trends(CONFIG, WIDTH), [(loss, 6.0) for loss in losses])] == told
 
 
 def test_a_rewind_keeps_the_evaluation_of_its_step() -> None:
