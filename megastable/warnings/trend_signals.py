@@ -193,7 +193,12 @@ def outputs(look: TrendLook) -> Iterator[Reading]:
             where = f"{block} {kind}"
             level, best = look.fallen(f"output {where}", 1 / rms)
             held = look.series[f"output {where}"]
-            grows, steps, slows = _reaches(held.steps, [-math.log(value) for value in held.values], BEYOND)
+            logs = [-math.log(value) for value in held.values]
+            grows, steps, _ = _reaches(held.steps, logs, BEYOND)
+            # Slopes of a quarter of the window are noisy: they only tell of growth that has ended.
+            half = max(2 * LATEST, len(logs) // 2)
+            ends = still(held.steps[-half:], logs[-half:]) if len(logs) >= half else math.inf
+            slows = len(logs) >= half and (still(held.steps, logs) < BEYOND or ends < math.log(2))
             grown = best / level
             severe = min(grown / c.output_growth, c.output_horizon / max(steps, 1.0))
             text = (
