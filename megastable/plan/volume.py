@@ -204,8 +204,9 @@ def step(
             Term("QK-clip", "world", "all-reduce", FP32 * config.model.layers * config.model.heads, 1)
         )
     # The gate's one sum: gradients of all data ranks, losses and squares of all samples, the norm and its validity,
-    # the ballot.
+    # the ballot; how often each token is in the batch.
     numbers = GRADIENT_COLUMNS * _watched(config, data) + 2 * config.train.global_batch + 2 + ballot
+    numbers += config.model.vocab_size or 0
     terms.append(Term("the gate", "world", "all-reduce", FP64 * numbers, 1))
     terms += _clipping(config, data, held)
     terms += _update_sums(config, data, held, zero or {})

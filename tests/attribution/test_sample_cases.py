@@ -16,7 +16,7 @@ import torch
 
 from megastable.attribution import sample_replay
 from megastable.attribution.conclusion import Conclusion
-from megastable.attribution.sample_history import Alarm, Waiting
+from megastable.attribution.sample_history import Alarm, Waiting, WatchState
 from megastable.attribution.sample_replay import Laboratory, Trained
 from megastable.base.errors import DataError
 from megastable.config.stability import PolicyConfig, StabilityConfig
@@ -32,6 +32,10 @@ from tests.journal import KeptLog
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 KEPT = Skips.of([])
+
+
+def state_of(watch: Any) -> WatchState:
+    return WatchState.model_validate(watch.state_dict())
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +106,7 @@ def test_a_case_that_has_no_room_to_wait_is_written_down() -> None:
     for step in range(1, CASES + 2):
         made.watch._wait(case(step, positions=[step]))
     (event,) = made.events
-    assert [waiting.first for waiting in made.watch.state.waiting] == list(range(2, CASES + 2))
+    assert [waiting.first for waiting in state_of(made.watch).waiting] == list(range(2, CASES + 2))
     assert (event["event"], event["first"], event["step"]) == ("samples_dropped", 1, CASES + 1)
     assert event["positions"] == [1] and event["reason"]
 
@@ -155,14 +159,14 @@ def test_another_level_is_not_examined_again_and_again() -> None:
     made.watch.nobody(case(7), Conclusion(Cause.STATE, [], [], "harmless"), 8, 0.1)
     assert waits(9)
     made.watch.nobody(case(7, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), 9, 0.1)
-    assert not waits(10) and made.watch.state.rest.until == 73
+    assert not waits(10) and state_of(made.watch).rest.until == 73
     assert not waits(72) and waits(73)
 
 
 def fruitless(watch: SampleWatch, step: int) -> int:
     """Steps of rest after a look at `step` that convicted nobody."""
     watch.nobody(case(step, kind="batch"), Conclusion(Cause.STATE, [], [], "harmless"), step, 0.1)
-    return watch.state.rest.until - step
+    return state_of(watch).rest.until - step
 
 
 def test_looks_for_nothing_cost_a_bounded_share_of_a_run() -> None:
@@ -182,15 +186,15 @@ def test_the_rest_is_kept_by_rewinds_and_restarts_and_short_again_where_somebody
     assert [fruitless(watch, step) for step in (10, 100)] == [64, 128]
     late = watch.state_dict()
     watch.rewound(5, early)
-    assert watch.state.rest.until == 228 and fruitless(watch, 228) == 256
+    assert state_of(watch).rest.until == 228 and fruitless(watch, 228) == 256
     again = Made().watch
     again.load_state_dict(json.loads(json.dumps(late)))
-    assert again.state.rest.until == 228 and fruitless(again, 228) == 256
+    assert state_of(again).rest.until == 228 and fruitless(again, 228) == 256
     watch.convicted(case(5, kind="discard"))
     assert fruitless(watch, 500) == 512
     watch.convicted(case(5, kind="batch"))
     watch.rewound(5, late)
-    assert watch.state.rest.until == 1012 and fruitless(watch, 1012) == 64
+    assert state_of(watch).rest.until == 1012 and fruitless(watch, 1012) == 64
 
 
 def test_a_sample_that_cannot_be_read_again_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +209,7 @@ def test_a_sample_that_cannot_be_read_again_is_told_and_ends_nothing(monkeypatch
     assert act(made, 20) == []
     (event,) = made.events
     assert event["event"] == "samples_dropped" and "shard-7.bin" in event["reason"]
-    assert not made.watch.state.waiting
+    assert not state_of(made.watch).waiting
 
 
 def act(made: Made, step: int, calm: bool = True, laboratory: Any = None) -> list[Conclusion]:
@@ -225,7 +229,7 @@ def test_a_case_is_examined_after_quiet_steps_and_its_bad_samples_are_skipped() 
     for step, calm in ((10, True), (11, False), (12, True), (13, True), (14, True)):
         assert act(made, step, calm, bench) == [] and not bench.examined
     assert act(made, 15, True, bench) == [bench.found] == made.convicted
-    assert bench.examined == [([3, 4, 5], [1, 2])] and not made.watch.state.waiting
+    assert bench.examined == [([3, 4, 5], [1, 2])] and not state_of(made.watch).waiting
 
 
 def test_suspicions_of_whole_batches_are_one_case_since_the_first() -> None:
@@ -233,7 +237,7 @@ def test_suspicions_of_whole_batches_are_one_case_since_the_first() -> None:
     made.watch._wait(case(4))
     for onset, step in ((7, 9), (8, 12), (6, 14)):
         made.watch._suspect(Alarm(onset, "higher"), step)
-    refused, batch = made.watch.state.waiting
+    refused, batch = state_of(made.watch).waiting
     assert refused.kind == "discard"
     assert (batch.kind, batch.first, batch.last, batch.verdict) == ("batch", 6, 14, Verdict.SHIFT)
 

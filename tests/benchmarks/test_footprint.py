@@ -79,7 +79,7 @@ def test_the_formula_of_a_look_at_the_attention_holds(shape: dict[str, Any]) -> 
     x = torch.randn(m.sequence_length, config.train.micro_batch, m.hidden).to(dtype)
 
     def look() -> None:
-        for entropy, highest in attention_chunks(*block.queries_and_keys(x), None, block.attention.scores):
+        for entropy, highest, _ in attention_chunks(*block.queries_and_keys(x), None, block.attention.scores):
             assert entropy.shape == highest.shape
 
     assert activations.watched(config) == pytest.approx(peak_of(look, again=footprint.PROFILED), rel=0.03)

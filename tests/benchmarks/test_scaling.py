@@ -286,12 +286,12 @@ def test_differences_are_told() -> None:
     assert not held.differences and {row.stages for row in held.rows} == {"0", "1-2", "3"}
     assert not Found([held], {}).differs and "as the formulas say" in printed(table(Found([held], {})))
 
-    message = ("world", "all-reduce", 432)
+    message = ("world", "all-reduce", 2432)
     wrong = replace(right[2], messages=right[2].messages | {message: 3, ("model", "barrier", 0): 1})
     held = compare("PP4", case, [*right[:2], wrong, right[3]])
     assert held.differences == [
         "PP4: rank 2 (stage 2): barrier of 0 bytes over the model group: 1 counted, 0 by the formulas",
-        "PP4: rank 2 (stage 2): all-reduce of 432 bytes over the world group: 3 counted, 1 by the formulas",
+        "PP4: rank 2 (stage 2): all-reduce of 2,432 bytes over the world group: 3 counted, 1 by the formulas",
     ]
     found = Found([held], {})
     assert found.differs and "3 / 1" in printed(table(found)) and "1 differ" in printed(table(found))
@@ -311,7 +311,7 @@ def test_a_recipe_is_forecast_without_running_it() -> None:
     lines = {(line.what, line.collective): line for line in forecast.lines}
     sends = lines["activations", "send"]
     assert (sends.stage, sends.calls, sends.bytes, sends.sent) == (0, 16, 16 * 4096, 16 * 4096)
-    assert lines["the gate", "all-reduce"].bytes == 8 * (2 * 64 + 2 + 9 + 9 * 2)
+    assert lines["the gate", "all-reduce"].bytes == 8 * (2 * 64 + 2 + 9 + 9 * 2 + (c.model.vocab_size or 0))
     assert forecast.busiest["pipeline"] == 16 * 4096 + 4
     text = printed(forecast_table(forecast))
     assert "8 ranks (tensor 2 x pipeline 2 x data 2)" in text and "sent in all: tensor" in text

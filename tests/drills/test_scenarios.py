@@ -24,7 +24,7 @@ from megastable.guard.actions import Cause
 
 
 def test_each_plants_one_thing() -> None:
-    assert (len(GROSS), len(THIN)) == (15, 15) and len(set(NAMES)) == 34
+    assert (len(GROSS), len(THIN)) == (15, 15) and len(set(NAMES)) == 36
     assert set(QUICK) <= {s.name for s in GROSS}
     for s in SCENARIOS:
         assert sum(x is not None for x in (s.region, s.fault, s.outside)) == (0 if s.warning else 1)

@@ -372,23 +372,26 @@ def test_attention_in_chunks_is_that_of_the_whole(
     k = torch.randn(b, kv, s, d, generator=g)
     segments = (torch.rand(b, s, generator=g) < 0.3).cumsum(1).int() if apart else None
     parts = list(attention_chunks(q, k, segments, AttentionScores(cap=cap, window=window), scores))
-    entropy, highest = (torch.cat(x, -1).flatten(1, 2) for x in zip(*parts, strict=True))
+    entropy, highest, _ = (torch.cat(x, -1) for x in zip(*parts, strict=True))
+    entropy, highest = entropy.flatten(1, 2), highest.flatten(1, 2)
     wanted, logits = whole_attention(q, k, segments, cap, window)
     assert torch.allclose(entropy.double(), wanted, rtol=1e-4, atol=1e-4)
     assert torch.allclose(highest.double(), logits, rtol=1e-4, atol=1e-5)
-    at_once = max(x.numel() for x, _ in parts) * s
+    at_once = max(x.numel() for x, *_ in parts) * s
     assert at_once <= max(scores, b * kv * groups * s)
     at = evenly(s, most)
     parts = list(
         attention_chunks(q[:, :, at], k, segments, AttentionScores(cap=cap, window=window), scores, at)
     )
-    entropy, highest = (torch.cat(x, -1).flatten(1, 2) for x in zip(*parts, strict=True))
+    entropy, highest, _ = (torch.cat(x, -1) for x in zip(*parts, strict=True))
+    entropy, highest = entropy.flatten(1, 2), highest.flatten(1, 2)
     assert torch.allclose(entropy.double(), wanted[..., at], rtol=1e-4, atol=1e-4)
     assert torch.allclose(highest.double(), logits[..., at], rtol=1e-4, atol=1e-5)
 
 
 def test_uniform_attention_has_the_entropy_of_its_length() -> None:
     q, k = torch.zeros(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
-    entropy, highest = (torch.cat(x, -1) for x in zip(*attention_chunks(q, k, None), strict=True))
+    entropy, highest, uniform = (torch.cat(x, -1) for x in zip(*attention_chunks(q, k, None), strict=True))
+    assert torch.allclose(entropy, uniform.expand_as(entropy), atol=1e-5)
     assert torch.allclose(entropy[0, 0, 0], torch.arange(1, 65).float().log(), atol=1e-5)
     assert float(highest.abs().max()) == 0.0

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -26,6 +27,7 @@ from megastable.checkpoint.snapshot import Ring
 from megastable.config.stability import DetectorConfig, PolicyConfig, StabilityConfig
 from megastable.config.tree import ScheduleConfig
 from megastable.config.warmups import Stages
+from megastable.engine import growth_locator
 from megastable.guard.actions import Action, Cause
 from megastable.guard.detector_state import DetectorState
 from megastable.guard.policy import Policy
@@ -103,7 +105,8 @@ def go_back(
     rewinding.trials.try_suspects.return_value = SuspectsTrial(suspects, harms_anyway)
     if chosen:
         rewinding.trials.try_remedies.return_value = RemedyTrial(chosen, 0.3, 0.01, 26)
-    rewinding.go_back(tripped)
+    with mock.patch.object(growth_locator, "measure_sizes", return_value={}):  # there is no model
+        rewinding.go_back(tripped)
     return rewinding, rewinding.incident_log.attribute.call_args.args[0]
 
 
@@ -124,8 +127,8 @@ def test_what_no_trial_has_clearly_shown_can_be_withdrawn(verdict: TrialVerdict 
         ("cap_lr", Action.CAP_LR, Cause.LEARNING_RATE, [RateCut]),
         ("cut_lr", Action.CUT_LR, Cause.LEARNING_RATE, [RateCut]),
         ("rewarm", Action.ADJUST, Cause.STATE, [RateWarmup]),
-        ("reset_moments", Action.ADJUST, Cause.STATE, [RateWarmup, SettingsAdjusted]),
-        ("beta2", Action.ADJUST, Cause.STATE, [SettingsAdjusted]),
+        ("reset_moments", Action.ADJUST, Cause.MOMENTS, [RateWarmup, SettingsAdjusted]),
+        ("beta2", Action.ADJUST, Cause.MOMENTS, [SettingsAdjusted]),
         ("swiglu_clamp", Action.ADJUST, Cause.STATE, [SettingsAdjusted]),
         ("other_kernels", Action.FALL_BACK, Cause.NUMERICS, []),
     ],
@@ -326,7 +329,8 @@ def test_what_is_new_is_trained_on_and_so_are_the_refused_batches_of_it(
         MagicMock(step=step, applied=step not in refused) for step in range(onset, 41)
     ]
     done = MagicMock(state=state, applied=False)
-    stands = rewinding.go_back(Tripped(decision, done, DetectorState(), ""))
+    with mock.patch.object(growth_locator, "measure_sizes", return_value={}):  # there is no model
+        stands = rewinding.go_back(Tripped(decision, done, DetectorState(), ""))
     assert (stands is not None) == back
     assert rewinding.points.restore.called == (not back) and rewinding.parts.loader.go_to.called == back
     assert not policy.state.taken and not policy.state.watching
