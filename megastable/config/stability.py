@@ -207,7 +207,7 @@ class PolicyConfig(Section):
     """Budget of resumes from an older checkpoint."""
     recur_steps: PositiveInt = 200
     """An incident without a conviction this soon after another, or after a lifted limit, is a recurrence. [steps]"""
-    wait: NonNegativeInt = 0
+    wait: Annotated[int, Field(ge=0, le=400)] = 0
     """For how long trouble is left to itself that a branch without any change makes again, and heals: updates that
     stand out are refused, and what is not over in time is rewound; 0: never. [steps]"""
     verify_steps: PositiveInt = 30

@@ -18,6 +18,7 @@ from torch import Tensor
 from megastable.base.collectives import gathered
 from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
+from megastable.engine.flatstate import CACHED, CHUNK
 from megastable.engine.layer_hooks import LayerHooks, watching
 from megastable.engine.layer_names import depth_of
 
@@ -74,24 +75,32 @@ class _SizeHooks(LayerHooks):
         place = TensorPlace(
             backward, depth_of(layer, self._blocks) * (-1 if backward else 1), tick, layer, tensor
         )
-        square = x.detach().float().square().mean()
+        # In parts, as a whole gradient of the embedding in fp32 may not fit.
+        parts = x.detach().reshape(-1).split(CHUNK if x.is_cuda else CACHED)
+        norms = torch.stack([torch.linalg.vector_norm(part.float()) for part in parts])
+        square = norms.double().square().sum() / max(1, x.numel())
         known = self._squares.get(place)
         self._squares[place] = square if known is None else torch.maximum(known, square)
 
-    def sizes(self) -> dict[TensorPlace, float]:
+    def sizes(self, loss_scale: float) -> dict[TensorPlace, float]:
+        """loss_scale: of the gradients."""
         if not self._squares:
             return {}
         roots = torch.stack([*self._squares.values()]).sqrt().tolist()
-        return dict(zip(self._squares, roots, strict=True))
+        return {
+            place: root / loss_scale if place.backward else root
+            for place, root in zip(self._squares, roots, strict=True)
+        }
 
 
 def measure_sizes(engine: Engine, micro_batches: Sequence[MicroBatch]) -> dict[TensorPlace, float]:
     """By a forward and backward of these samples on the state that the engine holds, which stays as it is. Collective;
     every rank gets the same. Costs about a step."""
     with watching(engine, _SizeHooks(engine.config.model.layers)) as hooks:
+        scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
         engine.measure(micro_batches)
     found = dict[TensorPlace, float]()
-    for sizes in gathered(hooks.sizes()):
+    for sizes in gathered(hooks.sizes(scale)):
         for place, size in sizes.items():
             found[place] = max(size if math.isfinite(size) else math.inf, found.get(place, 0.0))
     return found

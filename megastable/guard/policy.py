@@ -80,13 +80,16 @@ class Policy:
             healed = self._healed(finding)
             if s.watching and step >= s.watch_until and not finding.on_trend:
                 since = replace(finding, onset=min(finding.onset, s.tripped))
-                reason = f"not back on the trend {c.verify_steps} steps after the last action"
+                steps = c.wait if self._has_waited else c.verify_steps
+                reason = f"not back on the trend {steps} steps after the last action"
                 return self.escalate(since, reason, oldest)
             if finding.on_trend and policy_state.is_fallback_over(s, c):
                 s.returns.append(s.clock)
             return Decision(Action.APPLY, finding, "", healed=healed)
         if finding.verdict is Verdict.SHIFT or (finding.verdict is Verdict.OUTLIER and finding.severity < 1):
             return Decision(Action.APPLY, finding, finding.reason)
+        if self._has_waited:
+            finding = replace(finding, onset=min(finding.onset, s.tripped))
         wait = self.is_waiting(step) and finding.verdict is not Verdict.NON_FINITE
         waits = f"left to itself until step {s.waits_until}: {finding.reason}" if wait else ""
         if finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE):
@@ -108,6 +111,12 @@ class Policy:
     def is_waiting(self, step: int) -> bool:
         """Whether trouble is left to itself at a step."""
         return step < self.state.waits_until
+
+    @property
+    def _has_waited(self) -> bool:
+        """Whether the present trouble was left to itself, and nothing else was done about it."""
+        s = self.state
+        return s.watching and bool(s.taken) and s.taken[-1].action is Action.WAIT
 
     @property
     def may_wait(self) -> bool:
@@ -147,6 +156,7 @@ class Policy:
         if not s.watching or s.good < max(1, self.config.verify_steps // 2):
             return False
         s.watching, s.recurrences, s.alert = False, 0, None
+        s.waits_until = min(s.waits_until, finding.step)
         return True
 
     def trained_through(self, alone: bool) -> None:
@@ -354,7 +364,8 @@ class Policy:
         ]  # fmt: skip
         if len(here) >= SAME_PLACE:
             return f"it was rewound {SAME_PLACE} times around step {finding.step} already"
-        if not self.may_redo(finding.step - finding.onset):
+        # The steps of a wait are paid for: whoever allowed it allowed that they may be lost.
+        if not self._has_waited and not self.may_redo(finding.step - finding.onset):
             return f"{s.redone} steps were done again already, of {s.clock}"
         return ""
 

@@ -378,6 +378,8 @@ class Recovery:
         self.last_resort.tell_alert(state)
         if applied:
             self._relax(decision.finding, state)
+        if self.guard.policy.is_waiting(state.step):
+            return None  # the snapshots from before it must survive the wait
         if (
             decision.action is Action.DISCARD
             and not done.before.discards_in_a_row

@@ -32,6 +32,7 @@ from megastable.run.events.stability_events import NoSnapshots, SnapshotRejected
 
 Floats = npt.NDArray[np.float64]
 TOLD = 4  # ranks named in a sentence
+ALARM = 64  # steps, at least, that an alarm takes since the onset
 
 
 class RewindState(NamedTuple):
@@ -64,8 +65,9 @@ class Points:
         budget = budget_snapshots(parts) if parts.acts and c.interval else NO_SNAPSHOTS
         self.ring, self.may_look = Ring(parts.engine, budget.points, c.interval), budget.aside
         self._resumed_rate = resumed_rate
-        # As many steps as the ring reaches back, whichever snapshots it keeps.
-        self.trained: deque[Trained] = deque(maxlen=min(512, 2**c.keep * max(1, c.interval)))
+        # As many steps as the ring reaches back, whichever snapshots it keeps, or as what is waited for may last.
+        reach = max(2**c.keep * max(1, c.interval), self.config.policy.wait + ALARM)
+        self.trained: deque[Trained] = deque(maxlen=min(512, reach))
         self.finite: Snapshot | None = None  # the newest that `back` passed over although finite
 
     def take(

@@ -577,13 +577,23 @@ def test_what_heals_by_itself_is_left_to_itself_for_some_steps_once() -> None:
     assert policy.may_wait
 
 
+def test_trouble_after_what_has_healed_is_not_waited_for() -> None:
+    policy = Policy(PolicyConfig(wait=400))
+    policy.wait(policy.decide(seen(5000, Verdict.SPIKE, onset=4995), 0).finding)
+    run(policy, [seen(s) for s in range(5001, 5040)])
+    assert not policy.state.watching and not policy.is_waiting(5040)
+    assert policy.decide(seen(5050, Verdict.SPIKE, onset=5048), 5040).action is Action.REWIND
+
+
 @pytest.mark.parametrize("verdict", [Verdict.HEALTHY, Verdict.SPIKE])
 def test_what_has_not_healed_in_time_is_undone_to_before_it_began(verdict: Verdict) -> None:
-    policy = Policy(PolicyConfig(wait=40))
+    policy = Policy(PolicyConfig(wait=200))
     policy.wait(policy.decide(seen(100, Verdict.SPIKE, onset=95), 0).finding)
-    waiting = [seen(s, verdict, onset=95, on_trend=False) for s in range(101, 140)]
+    waiting = [seen(s, verdict, onset=s - 3, on_trend=False) for s in range(101, 300)]
     assert set(run(policy, waiting)) == {Action.APPLY}
-    decision = policy.decide(seen(140, verdict, onset=95, on_trend=False), 0)
+    decision = policy.decide(
+        seen(300, verdict, onset=297, on_trend=False), 0
+    )  # more steps than may be done again
     assert decision.action is Action.REWIND and decision.finding.onset == 95
     policy = Policy(PolicyConfig(wait=40))
     policy.wait(policy.decide(seen(100, Verdict.SPIKE, onset=95), 0).finding)
