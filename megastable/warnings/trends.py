@@ -1,8 +1,9 @@
 """Slow-moving signals through the whole run: a warning with its remedy each, and no action.
 
 `TrendWatch` measures and journals, `Trends` judges. Every `interval` steps a look is judged (`trend_signals`), and
-every evaluation against the training loss. A signal is warned of when it is beyond its limit at one place (a block, a
-kind of parameter) at several looks in a row. A place is told once; it is over when it has been well within the limit
+every evaluation against the training loss; every loss with those before it (`swings`), of which one is enough. Else a
+signal is warned of when it is beyond its limit at one place (a block, a kind of parameter) at several looks in a row. A
+place is told once; it is over when it has been well within the limit
 for as many looks, and may then be told again. A signal is over with the last of its places. The state is stored in
 checkpoints and snapshots: after a resume or a rewind the same numbers give the same warnings, bit for bit.
 """
@@ -23,10 +24,12 @@ from megastable.config.rules import ADAM_LIKE
 from megastable.config.stability import TrendsConfig
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
 from megastable.engine.watch import Watch
 from megastable.optim.schedule import progress, warmup
 from megastable.run.events.stability_events import TrendEvent
 from megastable.run.log import RunLog
+from megastable.warnings import swings
 from megastable.warnings.trend_signals import SIGNALS, Reading, Rows, Series, TrendLook
 
 VALIDATION = "validation"
@@ -38,7 +41,12 @@ OSCILLATION_REMEDY = (
     "a lower optimizer.lr; corpora that come mixed, not one after the other; more train.eval_samples, if losses "
     "scatter"
 )
-SWINGS = 8  # evaluations in which there are two rises and two falls
+SWINGS, SWINGS_REMEDY = (
+    "swings",
+    "a lower optimizer.lr, or a beta2 that forgets faster, if the data does not alternate: corpora come mixed",
+)
+CALM_PERIODS = 3  # without a swing, after which it is over
+TURNS = 8  # evaluations in which there are two rises and two falls
 CALM = 0.8  # share of the limit below which a signal counts as recovered
 EVALUATIONS = 64  # kept
 OF_THE_DATA = "entropy ", "focus ", "gradient"  # series whose level is another one with other data
@@ -66,11 +74,14 @@ class LossPair(_State):
 
 class TrendsState(_State):
     """State for checkpoints and snapshots. streaks: by signal and place, looks in a row beyond the limit, or, if it
-    was warned of, within it. standing: by signal, in the order of the warnings, the worst place of a look first."""
+    was warned of, within it. standing: by signal, in the order of the warnings, the worst place of a look first.
+    losses: of the latest steps; swung: the step at which they last did, and the period."""
 
     series: dict[str, Series] = {}
     streaks: dict[str, int] = {}
     standing: dict[str, list[StandingWarning]] = {}
+    losses: list[float] = []
+    swung: tuple[int, int] = (0, 0)
     evaluations: list[LossPair] = []
 
 
@@ -96,7 +107,7 @@ class Trends(Watch):
         """The coming step is the first of another data mix or sequence length: losses, gradients and attention have
         other levels from here on."""
         s = self.state
-        s.evaluations = []
+        s.evaluations, s.losses = [], []
         s.series = {name: held for name, held in s.series.items() if not name.startswith(OF_THE_DATA)}
 
     @property
@@ -139,10 +150,40 @@ class Trends(Watch):
             *self._judged(OSCILLATION, step, [self._oscillation()], OSCILLATION_REMEDY),
         ]
 
+    def trained(self, step: int, loss: float) -> list[TrendEvent]:
+        """Judge the losses of the latest steps, of which `step` is the last; nats."""
+        s = self.state
+        s.losses = [*s.losses, loss][-swings.LONGEST :] if math.isfinite(loss) else s.losses
+        found, told = swings.find_swing(s.losses, step), SWINGS in s.standing
+        if found is None:
+            last, period = s.swung
+            if not told or step - last <= CALM_PERIODS * period:
+                return []
+            text = f"no longer, since the warning of step {s.standing.pop(SWINGS)[-1].step}"
+            return [TrendEvent(what="over", step=step, signal=SWINGS, text=text, remedy="", numbers={})]
+        s.swung = step, found.period
+        text = (
+            f"the loss swings with a period of {found.period} steps and an amplitude of {found.amplitude:.3f} nats, "
+            f"{found.amplitude / max(found.sigma, 1e-12):.1f} times the scatter of single steps"
+        )
+        if told:
+            return []
+        s.standing[SWINGS] = [StandingWarning(where="", step=step, text=text)]
+        return [
+            TrendEvent(
+                what="warned",
+                step=step,
+                signal=SWINGS,
+                text=text,
+                remedy=SWINGS_REMEDY,
+                numbers=found._asdict(),
+            )
+        ]
+
     def _oscillation(self) -> Reading:
         """Of the validation loss: the second largest of its rises and of its falls between turning points of the latest
         evaluations. One of each is a spike that is over."""
-        latest = self.state.evaluations[-SWINGS:]
+        latest = self.state.evaluations[-TURNS:]
         swings = list[float]()
         for before, after in pairwise(latest):
             by = after.validation - before.validation
@@ -205,6 +246,10 @@ class TrendWatch(Trends):
         self.probe, self.engine, self.log = engine.trends, engine, log
         self.schedule, self.ratio = config.schedule, config.model.width_ratio
         self.adam_sized = config.optimizer.name in ADAM_LIKE
+
+    def after_update(self, measured: Measured, step: int, rate: float) -> None:
+        if self.config.enabled and step > self.config.start:
+            self._tell(self.trained(step, measured.loss))
 
     def begin(self, state: RunState) -> bool:
         """Before the step after `state`: watch it, if a look is due; whether it is. None is while the rate warms up:

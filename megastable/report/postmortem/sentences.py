@@ -225,7 +225,7 @@ def outcome(e: Evidence) -> str:
     i = e.incident
     if i.outcome != "healed":
         return OUTCOMES.get(i.outcome, f"Outcome: {i.outcome}.")
-    if i.breakdown or i.actions == ["skip"]:
+    if i.breakdown or i.actions in (["skip"], ["apply"]):  # nothing was to come back to the trend
         return OUTCOMES["healed"]
     after = f", at {i.loss_after:.2f}" if i.loss_after is not None else ""
     at = f"By step {e.healed_at:,} the" if e.healed_at is not None else "The"
