@@ -90,7 +90,7 @@ class Trainer:
                 peak_tflops=float(f"{peak:.4g}"), peak_source=source,
                 **({} if start.memory is None else {"lineage": start.lineage}),
             ))  # fmt: skip
-            self.checkpoints.begin(self.state.step, saved=start.restored is None)
+            self.checkpoints.begin(self.state, saved=start.restored is None)
             parts = RunParts(c, self.engine, loader, self.run, order.skipping, self.log, heart.phase)
             held_out, sets = (e.micro_batches, e.sets) if (e := self.evaluation) else ([], 1)
             settle = self.checkpoints.settle

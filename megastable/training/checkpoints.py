@@ -76,7 +76,7 @@ class Checkpoints:
         self.passed: set[str] = set()
         self.ill: int | None = None
         self.changes: dict[str, float] = {}  # rounding of the loaded state since it was saved
-        self._last_begun = time.monotonic()  # the last save, or these processes' training
+        self._last_begun = time.monotonic()  # the last save, or these processes' training from one
         self._moved: dict[str, str] = {}  # as saved, but with other losses here: passed over, with the reason
         self._doubted: set[int] = set()  # steps of those that cannot prove healthy
 
@@ -259,11 +259,21 @@ class Checkpoints:
         except MegastableError:
             return []
 
-    def begin(self, step: int, saved: bool = True) -> None:
-        """Training continues after `step`; saved: of which there is a checkpoint, or nothing to save."""
+    def begin(self, state: RunState, saved: bool = True) -> None:
+        """Training continues from `state`; saved: of which there is a checkpoint, or nothing to save."""
+        step = state.step
         self.last = max(self.last, step) if saved else first(lambda: max(self._steps(), default=-1))
-        self.saver.began, self._last_begun = first(time.time), time.monotonic()
+        # Without this, a run that is often resumed from memory would never be due by time.
+        unsaved = 0.0 if saved else first(lambda: self._count_unsaved(state))
+        self.saver.began, self._last_begun = first(time.time), time.monotonic() - unsaved
         self.trend.resumed(step, first(self._unproven))
+
+    def _count_unsaved(self, state: RunState) -> float:
+        """Seconds of training up to `state` since the newest checkpoint that can be read; all without one."""
+        for path in store.newest_first(self.folder):
+            with suppress(CheckpointError):
+                return max(0.0, state.seconds - store.read_state(path).seconds)
+        return state.seconds
 
     def prepare(self) -> None:
         """To be called once the snapshots have their share of the memory."""

@@ -21,6 +21,7 @@ from megastable.config.section import LONGEST, UNITS
 from megastable.config.tree import RunConfig
 from tests.conftest import tiny
 from tests.distributed import run_ranks
+from tests.engine.test_gate import trainer_of
 
 
 def train(config: RunConfig, tick: float) -> int:
@@ -46,6 +47,25 @@ def test_time_decides_alike_on_all_ranks_and_anew_after_a_resume(corpus: Path, t
     assert steps() == [2, 3]  # the last one is that of the end
     assert run_ranks(2, train, until(6), 60.0) == [0, 0]
     assert steps() == [2, 3, 5, 6]  # two minutes after the resume, not after the last save
+
+
+def is_due(config: RunConfig, lasting: list[tuple[float, bool]]) -> list[bool]:
+    """Whether a checkpoint is due as the run goes on from a state of so many seconds after the last one; saved."""
+    trainer = trainer_of(config)
+    trainer.train()
+    state, checkpoints, due = trainer.state, trainer.checkpoints, list[bool]()
+    for seconds, saved in lasting:
+        checkpoints.begin(state.model_copy(update={"seconds": state.seconds + seconds}), saved)
+        due.append(checkpoints.is_due(state.step, checkpoints.ballot()))
+    return due
+
+
+def test_what_was_trained_before_a_resume_from_memory_counts(corpus: Path, tmp_path: Path) -> None:
+    keep = {"interval": "2h", "vitals": {"probes": 0}}
+    parts = {"steps": 1, "global_batch": 4, "micro_batch": 2, "eval_samples": 0}
+    config = tiny(corpus, tmp_path / "run", train=parts, checkpoint=keep)
+    (due,) = run_ranks(1, is_due, config, [(7300.0, True), (7000.0, False), (7300.0, False)])
+    assert due == [False, False, True]
 
 
 def test_a_time_is_read_and_kept_as_written() -> None:
