@@ -13,7 +13,7 @@ from typing import Any
 from megastable.attribution.sample_replay import Trained
 from megastable.base.collectives import first
 from megastable.base.errors import MegastableError
-from megastable.checkpoint.origin import Origin
+from megastable.checkpoint.origin import CAUSES, Origin
 from megastable.checkpoint.store import RunState
 from megastable.data.loader import MicroBatch, Step
 from megastable.engine import nan_locator
@@ -48,6 +48,7 @@ from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 
 EVALUATED = "data.validation", "train.eval_samples"  # keys that say which samples are evaluated
+TRAINED = *CAUSES, "train.steps"  # keys that say how the run trains; the steps, as the schedule follows them
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class Recovery:
             )
         if any(change.startswith(EVALUATED) for change in changed):
             trends.state.evaluations = []  # of other samples
+        if any(change.startswith(TRAINED) for change in changed):
+            self._train_otherwise(state.step)
         origin = Origin(parts.run, self.config, state, changed, parts.log)
         self.points = Points(parts, origin, self.hardware.state.current, memory.rate)
         self.last_resort = LastResort(parts, self.guard, self.incident_log, self.points, settle)
@@ -150,13 +153,17 @@ class Recovery:
         new level. other_settings: a person has changed how the run trains: trends and tensors get another pace."""
         if other_data:
             self._mixed = True
-        if other_data or other_settings:
             self.watches.trends.begin_again()
         if other_settings:
-            self.watches.tensors.state.begin_again()
-            for watch in (self.watches.tensors, self.watches.probe):
-                watch.state.pause.hold(state.step)
+            self._train_otherwise(state.step)
         self.numerics.choose(state)
+
+    def _train_otherwise(self, step: int) -> None:
+        """A person has changed how the steps after `step` are trained: what follows at once is the effect of that."""
+        self.watches.trends.begin_again()
+        self.watches.tensors.state.begin_again()
+        for watch in (self.watches.tensors, self.watches.probe):
+            watch.state.pause.hold(step)
 
     # Before the update
 

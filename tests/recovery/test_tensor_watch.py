@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from megastable.config.tree import RunConfig
+from megastable.guard.damage import REST
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import Warned
 from tests.distributed import run_ranks
@@ -154,3 +155,28 @@ def test_rates_of_undone_steps_do_not_count() -> None:
     for damaged in ({"rates": "many"}, {"rates": None}, {"rates": []}, {"last": [1, 2]}):
         with pytest.raises(ValidationError):  # which a start tells of, and begins anew
             watch.load_state_dict(damaged)
+
+
+def paused(config: RunConfig, changes: list[list[str]]) -> list[tuple[bool, int, int]]:
+    """How the stability system begins after such changes of the recipe: whether tensors have a last look, and until
+    which step tensors and the probe are not judged."""
+    from megastable.recovery import recovery
+
+    recovery.EVERY = 2
+    trainer = trainer_of(config)
+    trainer.train()
+    state, found = trainer.state, list[tuple[bool, int, int]]()
+    for changed in changes:
+        made = recovery.Recovery(trainer.recovery.parts, state, changed=changed)
+        tensors, probe = made.watches.tensors.state, made.watches.probe.state
+        found.append((tensors.last is not None, tensors.pause.end, probe.pause.end))
+    return found
+
+
+def test_a_start_with_other_settings_rests_the_watches_as_a_live_change_does(
+    easy: Path, tmp_path: Path
+) -> None:
+    config = recipe(easy, tmp_path / "run", train={"steps": 4, "eval_samples": 0})
+    changes = [["logging.steps_interval: 1 -> 2"], ["optimizer.lr: 0.001 -> 0.003"], ["train.steps: 4 -> 40"]]
+    (found,) = run_ranks(1, paused, config, changes)
+    assert found == [(True, 0, 0), (False, 4 + 2 * REST, 4 + 2 * REST), (False, 4 + 2 * REST, 4 + 2 * REST)]
