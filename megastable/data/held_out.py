@@ -47,11 +47,12 @@ class HeldOut:
         """The corpora that have samples, of either source: the same on all hosts, or the losses would be wrong."""
         return [_names(source.order) if source else [] for source in (self.blend, self.alone)]
 
-    def verify(self) -> None:
-        """Read the sets of `data.validation` once in full. Raises DataError if one is not what its manifest says."""
-        for stream in self.blend.streams if self.blend is not None and self.in_turn else ():
-            for name in dict.fromkeys(segment.shard for segment in stream.segments):
-                stream.open(name).verify()
+    @property
+    def shards(self) -> list[tuple[Stream, str]]:
+        """Those of the sets of `data.validation`, each once: its stream, and its name for `Stream.open`."""
+        streams = self.blend.streams if self.blend is not None and self.in_turn else ()
+        found = {(one.directory, each.shard): (one, each.shard) for one in streams for each in one.segments}
+        return list(found.values())
 
 
 @dataclass(frozen=True)

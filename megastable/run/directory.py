@@ -55,6 +55,7 @@ class RunDirectory:
         self.summary = root / "summary.json"
         self.progress = root / "progress.json"
         self.control = root / "control.json"
+        self.verified = root / "verified.json"  # validation shards that were read in full, and how they were
         self.store = root / "store.json"  # address of the supervisor (wire.py)
         self.logs = root / "logs"
         self.incidents = root / "incidents"

@@ -51,6 +51,7 @@ from megastable.training.heartbeat import Heartbeat
 from megastable.training.live_changes import LiveChanges
 from megastable.training.memory_resume import Restoring
 from megastable.training.probe_samples import ProbeSamples
+from megastable.training.startup import verify_held_out
 
 
 class Start:
@@ -66,6 +67,7 @@ class Start:
         self.config, self.run, self.heart = config, run, heart
         self.log = RunLog(run, partial(print, flush=True), active=rank == 0)
         self.order = DataOrder(config, run, corpora, self.log, heart.strict)
+        verify_held_out(run, corpora.held_out)
         changed = first(lambda: run.compare(config))
         data = deepspeed_json.data_parallel(config, world)
         self.layout = Layout(p.tensor, p.pipeline, data, p.context)

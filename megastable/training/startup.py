@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
+from megastable.base import durable
 from megastable.base.collectives import agree, first, shared, strangers
 from megastable.base.errors import ConfigError
 from megastable.base.stop_signals import SAME, STOPS, release_stops
@@ -20,8 +23,10 @@ from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import Corpora, open_corpora
+from megastable.data.held_out import HeldOut
+from megastable.data.shards import Shard
 from megastable.run import directory
-from megastable.run.directory import RunDirectory
+from megastable.run.directory import RunDirectory, read_object
 
 
 class StopRequest:
@@ -103,7 +108,6 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
         return config.model_copy(update={"model": model}), corpora
 
     resolved, corpora = agree(read)
-    first(corpora.held_out.verify)
     ds_config = deepspeed_json.build(resolved, dist.get_world_size())
     view = {
         "recipe": resolved.model_dump_json(), "DeepSpeed file": json.dumps(ds_config),
@@ -117,3 +121,32 @@ def open_data(config: RunConfig) -> tuple[RunConfig, Corpora]:
                 )
             )
     return resolved, corpora
+
+
+def verify_held_out(run: RunDirectory, held_out: HeldOut) -> None:
+    """Read the shards of `data.validation` in full, each on one rank, except those that an earlier start of the run has
+    read and that have not changed since. Collective. Raises DataError if one is not what its manifest says."""
+    shards = held_out.shards
+    if not shards:
+        return
+
+    def find_unread() -> tuple[dict[str, list[object]], list[int]]:
+        known = read_object(run.verified)
+        states = dict(_state_of(stream.open(name)) for stream, name in shards)
+        return states, [i for i, (path, state) in enumerate(states.items()) if known.get(path) != state]
+
+    # How they were before they are read: what changes meanwhile is read again.
+    states, unread = first(find_unread)
+    mine = [shards[i] for i in unread[dist.get_rank() :: dist.get_world_size()]]
+    agree(lambda: [stream.open(name).verify() for stream, name in mine])
+    if unread and dist.get_rank() == 0:
+        with suppress(OSError):  # read again at the next start
+            durable.write_file(run.verified, json.dumps(states).encode())
+
+
+def _state_of(shard: Shard) -> tuple[str, list[object]]:
+    """The path of a shard, and what tells whether it has changed: what it should be, sizes and times of its files."""
+    assert shard.info is not None, "a manifest has them all"
+    files = [os.stat(path) for path in (shard.bin_path, shard.idx_path)]
+    state = [shard.vocab_size, shard.info.bin_xxh3, shard.info.idx_xxh3]
+    return str(shard.bin_path), [*state, *(n for file in files for n in (file.st_size, file.st_mtime_ns))]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megastable.base.errors import ConfigError, MegastableError
 from megastable.checkpoint.plain import load_plain
@@ -21,6 +22,7 @@ from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.held_out import corpus_samples, samples_in_turn
 from megastable.data.manifest import Manifest, Stream
 from megastable.data.order import BLOCK, Order, OrderedCorpus
+from megastable.data.shards import Shard
 from megastable.data.source import Source
 from megastable.model.loss import cross_entropy
 from megastable.run.directory import RunDirectory
@@ -415,9 +417,63 @@ def test_damaged_sets_are_refused_before_training(
 def read_all(made: RunConfig) -> None:
     """As the start does."""
     held_out = opened(made).held_out
-    held_out.verify()
+    for stream, name in held_out.shards:
+        stream.open(name).verify()
     assert held_out.blend is not None
     held_out.blend.samples(samples_in_turn(held_out.blend.order, EACH).further)
+
+
+def reads(made: RunConfig) -> list[str]:
+    """Verify as the start does; the shards that this rank has read in full."""
+    from megastable.training.startup import verify_held_out
+
+    read, verify = list[str](), Shard.verify
+
+    def verifying(self: Shard) -> Any:
+        read.append(self.name)
+        return verify(self)
+
+    Shard.verify = verifying  # type: ignore[method-assign, assignment]
+    assert made.run.dir is not None
+    try:
+        verify_held_out(RunDirectory(made.run.dir), opened(made).held_out)
+    finally:
+        Shard.verify = verify  # type: ignore[method-assign]
+    return read
+
+
+def starts(made: RunConfig, spoilt: Path) -> list[object]:
+    """What this rank reads at a start, at the next, after a shard got another time, and after it was spoilt."""
+    found: list[object] = [reads(made), reads(made)]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.utime(spoilt, ns=(0, 0))
+    dist.barrier()
+    found.append(reads(made))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        another(spoilt.parent)
+    dist.barrier()
+    for _ in range(2):  # what was found damaged is not remembered
+        try:
+            found.append(reads(made))
+        except MegastableError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_ranks_share_the_shards_and_the_next_start_reads_what_has_changed(
+    data: Path, tmp_path: Path
+) -> None:
+    paths, run = [tmp_path / "own", tmp_path / "other"], tmp_path / "run"
+    run.mkdir()
+    for seed, folder in enumerate(paths):
+        write_corpus(folder, 10 * LENGTH, seed, 0.0)
+    made = with_sets(config(data, run, {"big": 1.0}, {}), *({"path": str(path)} for path in paths))
+    first_rank, second_rank = run_ranks(2, starts, made, paths[0] / "part-0.bin")
+    assert first_rank[:3] == [["part-0"], [], ["part-0"]] and second_rank[:3] == [["part-0"], [], []]
+    for told in (*first_rank[3:], *second_rank[3:]):
+        assert "own/part-0.bin is not the file that the manifest describes" in told
 
 
 def test_two_sets_of_one_name_are_refused(sets: Path, tmp_path: Path) -> None:
