@@ -42,6 +42,7 @@ from megastable.plan.volume import (
 
 # Copied from model/ and optim/, which need torch; on a CPU only.
 LOSS_BLOCK, SUM_CHUNK, UPDATE_CHUNK, SCORES = 2**19, 2**18, {"cpu": 2**17, "cuda": 2**24}, 2**20
+ENTROPY_BLOCK = {"cpu": LOSS_BLOCK, "cuda": 2**22}
 CHUNK, FP8_CHUNK = 2**22, 2**20  # of flatstate.py and fp8/scale_factors.py
 ALIGN = 64  # of model/blocked.py
 
@@ -363,6 +364,9 @@ def _logits(config: RunConfig, kernels: PlannedKernels, elements: int, device: D
     )
     copies = 4 if m.logit_softcap is not None else 1  # in fp32; with a cap also given, divided, their tanh
     scratch = 0 if kernels.compile else rows * columns * FP32 * copies
+    if config.stability.trends.enabled:  # before that, entropies of the chunk
+        block = min(size, max(ENTROPY_BLOCK[device] // columns, 1)) * columns
+        scratch = max(scratch, block * FP32 * (3 if m.logit_softcap is not None else 2))
     yield Item("logits", "logits of a chunk", size * columns * z.e + scratch, ("loss",))
     yield Item("logits", "gradient of the head, summed", real * wide + part, ("loss",))
     yield Item("logits", "gradient of the features", features, ("loss",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,34 @@ def test_entropies_of_predictions_are_exact_and_change_no_bit_of_the_rest(
     torch.testing.assert_close(got.samples[2].double(), wanted, rtol=2e-5, atol=3e-6)
     assert torch.equal(got.samples[:2], without.samples) and torch.equal(got.objective, without.objective)
     assert torch.equal(got.dx, without.dx) and torch.equal(got.dw, without.dw)
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made within it. most: alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        out = function(*given, **(named or {}))
+        if isinstance(out, Tensor) and not function.is_view and all(out is not one for one in given):
+            self._made.append(weakref.ref(out))
+            self.most = max(self.most, sum(t.nbytes for made in self._made if (t := made()) is not None))
+        return out
+
+
+@pytest.mark.parametrize(("cap", "blocks"), [(None, 2), (30.0, 3)])
+def test_entropies_take_the_memory_that_is_said(
+    cap: float | None, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "BLOCK", 8 * 512)
+    logits = torch.randn(32, 512, dtype=torch.bfloat16)
+    with Living() as living:
+        chunked.own_entropy(logits, cap)
+    small = 4 * len(logits) * 4  # numbers of a token
+    assert blocks * 8 * 512 * 4 <= living.most <= blocks * 8 * 512 * 4 + small
 
 
 @given(

@@ -257,6 +257,7 @@ def test_what_is_restated_is_as_there() -> None:
 
     assert (activations.ROWS, activations.KEPT) == (blocked.ROWS, blocked.KEPT)
     assert (memory.LOSS_BLOCK, memory.SCORES) == (chunked.BLOCK, blocked.ELEMENTS)
+    assert {"cpu": chunked.BLOCK, "cuda": chunked.GPU_BLOCK} == memory.ENTROPY_BLOCK
     assert (memory.CHUNK, memory.FP8_CHUNK) == (flatstate.CHUNK, scale_factors.AT_ONCE)
     assert activations.SCORES == layer_stats.SCORES and memory.ALIGN == blocked.ALIGN
     assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (patches.CHUNK, adamw.CHUNKS)
