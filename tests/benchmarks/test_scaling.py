@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from benchmarks.scaling import (
     table,
 )
 from megastable.base.errors import ConfigError, MegastableError
+from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.model.flops import parameters
 from megastable.plan import volume
@@ -317,6 +319,14 @@ def test_a_recipe_is_forecast_without_running_it() -> None:
     assert "8 ranks (tensor 2 x pipeline 2 x data 2)" in text and "sent in all: tensor" in text
     with pytest.raises(ConfigError, match=r"model\.vocab_size"):
         predict(config(model={"vocab_size": None}), 8)
+
+
+def test_the_page_says_how_large_the_gates_sum_of_the_recipes_is() -> None:
+    said = []
+    for name, ranks, vocabulary in (("7b", 64, 32_000), ("70b", 512, 128_000)):
+        c = recipe.load(f"launch/recipes/{name}.yaml", [f"model.vocab_size={vocabulary}"])
+        said.append(f"{size_in_words(predict(c, ranks).busiest['world'])}, 1 call")
+    assert f"| world | {said[0]} | {said[1]} |" in Path("docs/scaling.md").read_text()
 
 
 @pytest.mark.parametrize(
