@@ -64,7 +64,7 @@ class Spam(AdamPieces):
             rate = piece.group["lr"] * warmed_up(count, self.warmup)
             if count == 1:
                 forget(piece)
-            chosen = draw(piece, (step - 1) // self.interval, self.density, self.at.tensor)
+            chosen = draw_elements(piece, (step - 1) // self.interval, self.density, self.at.tensor)
             for at in chunks(piece):
                 gradient = clipped(piece.gradient[at], piece.state["exp_avg_sq"][at], self.threshold)
                 self.adamw(piece, at, rate, count, gradient, chosen(at))
@@ -76,7 +76,7 @@ def forget(piece: Piece) -> None:
         moment.zero_()
 
 
-def draw(
+def draw_elements(
     piece: Piece, period: int, density: float, tensor: tuple[int, int]
 ) -> Callable[[slice], Tensor | None]:
     """Which elements of a part of a piece are trained in a period: bool, of each element; None: all, as of vectors.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megastable.optim.adam_pieces import AdamPieces, chunks
 from megastable.optim.pieces import Piece
-from megastable.optim.spam import draw, forget, since_reset
+from megastable.optim.spam import draw_elements, forget, since_reset
 
 KIND = "gradient_sizes"  # of a parameter: running averages of its largest |g|, its norm, and the square of its norm
 
@@ -79,7 +79,9 @@ class StableSpam(AdamPieces):
         for piece in pieces if count == 1 else ():
             forget(piece)
         period = (step - 1) // self.interval
-        chosen = {piece.fragment: draw(piece, period, self.density, self.at.tensor) for piece in pieces}
+        chosen = {
+            piece.fragment: draw_elements(piece, period, self.density, self.at.tensor) for piece in pieces
+        }
         for index, (piece, at) in enumerate(parts):
             gradient = clipped_part(index) * self._at(piece, scales)
             self.adamw(piece, at, piece.group["lr"], count, gradient, chosen[piece.fragment](at))

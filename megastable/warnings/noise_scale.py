@@ -63,7 +63,7 @@ class NoiseScale(BaseModel):
         return True
 
 
-def estimate(found: Sequence[RankGradient], samples: int, apart: int = 1) -> tuple[float, float] | None:
+def estimate_noise(found: Sequence[RankGradient], samples: int, apart: int = 1) -> tuple[float, float] | None:
     """Estimates of tr(S), times samples, and of |G|^2, from one update; None if nothing was measured.
 
     Args:
@@ -111,7 +111,7 @@ class NoiseScaleWatch(Watch):
         batch, micro = measured.losses.numel(), self._train.micro_batch
         apart = batch // (self._ranks * micro) if self._apart else 1
         samples = batch // self._ranks // apart
-        estimates = estimate(read_columns(measured.gradients), samples, apart)
+        estimates = estimate_noise(read_columns(measured.gradients), samples, apart)
         if estimates is None:
             return
         # Of other loss scales, and after a change of layout, the averages go on.

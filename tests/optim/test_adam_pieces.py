@@ -106,7 +106,7 @@ def test_every_shard_draws_as_the_whole_matrix(
             numel=part.stop - start, counted=True,
         )  # fmt: skip
         piece = Piece(f, torch.zeros(f.numel), torch.zeros(f.numel), {}, {})
-        drawn = spam.draw(piece, 3, density, (rank, 2))(slice(0, f.numel))
+        drawn = spam.draw_elements(piece, 3, density, (rank, 2))(slice(0, f.numel))
         assert drawn is not None and torch.equal(drawn, mine.flatten()[part])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megastable.report.postmortem import incidents_of, sentences, write_incidents
-from megastable.report.postmortem.evidence import expect
+from megastable.report.postmortem.evidence import expect_loss
 from megastable.report.postmortem.facts import LaterLoss
 from megastable.report.postmortem.tracker_links import find_trackers
 from megastable.run.directory import RunDirectory
@@ -67,21 +67,23 @@ def test_the_newest_look_that_can_be_compared_says_whether_it_was_worth_it(
         LaterLoss(step=539, after=500, loss=loss, expected=2.5, scatter=0.1),
         LaterLoss(step=9000, after=8961, loss=1.0, at_end=True),
     ]
-    assert sentences.worth(evidence.model_copy(update={"later": later})) == told
+    assert sentences.describe_worth(evidence.model_copy(update={"later": later})) == told
 
 
 def test_a_trend_is_continued_as_far_as_its_steps_reach() -> None:
     line = {step: 4.0 - 0.001 * step for step in range(1, 501)}
     for step in (601, 1001):
-        assert expect(line, 501, step)["expected"] == pytest.approx(4.0 - 0.001 * step)
-    assert expect(line, 501, 1502) == {}  # twice as many steps ahead
-    assert expect(dict.fromkeys(range(480, 501), 4.0), 501, 510) == {}  # too few
+        assert expect_loss(line, 501, step)["expected"] == pytest.approx(4.0 - 0.001 * step)
+    assert expect_loss(line, 501, 1502) == {}  # twice as many steps ahead
+    assert expect_loss(dict.fromkeys(range(480, 501), 4.0), 501, 510) == {}  # too few
     # A curve that flattens out is not continued by its steep beginning.
     curve = {step: 2 + 5 * step**-0.5 for step in range(1, 501)}
-    there = expect(curve, 501, 601)["expected"]
+    there = expect_loss(curve, 501, 601)["expected"]
     assert 2 + 5 * 601**-0.5 - 0.03 < there < curve[500]
     falls = {step: math.log(step) for step in range(1, 501)}
-    assert expect(falls, 501, 601)["expected"] <= falls[500]  # a loss that rises is not expected to go on
+    assert (
+        expect_loss(falls, 501, 601)["expected"] <= falls[500]
+    )  # a loss that rises is not expected to go on
 
 
 def test_a_report_says_where_the_trackers_of_the_run_show_it(corpus: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megastable.engine.local_gradients import RankGradient, read_columns
 from megastable.run import records
 from megastable.run.events.training_events import BatchFarOff
 from megastable.warnings import noise_scale
-from megastable.warnings.noise_scale import NoiseScale, estimate
+from megastable.warnings.noise_scale import NoiseScale, estimate_noise
 from tests import reference
 from tests.conftest import tiny
 from tests.distributed import run_ranks
@@ -55,7 +55,7 @@ def test_it_finds_the_scale_that_gradients_were_made_with(ranks: int) -> None:
     found = NoiseScale()
     for _ in range(400):
         noise = random.normal(size=(ranks, 4000)) * spread / np.sqrt(samples)
-        pair = estimate(rows(true + noise), samples)
+        pair = estimate_noise(rows(true + noise), samples)
         assert pair is not None
         found.add(*pair)
     assert found.samples == pytest.approx(wanted, rel=0.1)
@@ -74,15 +74,15 @@ def test_one_update_against_the_formulas_of_the_paper(
     small = np.mean([g @ g for group in gradients for g in group])
     large = np.mean([group.mean(0) @ group.mean(0) for group in gradients])
     wanted = (small - large) / (1 / b - 1 / large_b), (large_b * large - b * small) / (large_b - b)
-    assert estimate(added, samples, apart) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+    assert estimate_noise(added, samples, apart) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
 def test_nothing_measured_is_no_estimate() -> None:
     row = RankGradient(0, 1, 4.0, 0, 0, 0, 0, 0, 2.0)
-    assert estimate([], 1) is None and estimate([row], 1) is None  # no second size
-    assert estimate([row._replace(square=float("inf")), row], 1) is None
-    assert estimate([row._replace(summed=0.0)] * 2, 1) is None  # sums in 16 bits are not measured
-    assert estimate([row, row], 1) is not None
+    assert estimate_noise([], 1) is None and estimate_noise([row], 1) is None  # no second size
+    assert estimate_noise([row._replace(square=float("inf")), row], 1) is None
+    assert estimate_noise([row._replace(summed=0.0)] * 2, 1) is None  # sums in 16 bits are not measured
+    assert estimate_noise([row, row], 1) is not None
 
 
 def measured_rank(c: RunConfig, world: int) -> list[tuple[float, float]]:

@@ -278,7 +278,11 @@ class Gatherer:
         before = {row["step"]: row["loss"] for row in rows if row["applied"] and math.isfinite(row["loss"])}
         return [
             LaterLoss(
-                step=step, after=e.after or 0, loss=loss, at_end=bool(e.at_end), **expect(before, onset, step)
+                step=step,
+                after=e.after or 0,
+                loss=loss,
+                at_end=bool(e.at_end),
+                **expect_loss(before, onset, step),
             )
             for step, (e, loss) in sorted(told.items())
         ]
@@ -383,9 +387,19 @@ class Gatherer:
                     self.problems.append(f"{visible(told, 200)} is not understood")
 
 
-def expect(before: Mapping[int, float], onset: int, step: int) -> dict[str, float]:
-    """Where the losses before `onset`, by step, lead to at `step`, with their scatter. Of as many steps as it is ahead,
-    at least 60, as a curve that flattens out is no line; nothing if there are too few for that distance."""
+def expect_loss(before: Mapping[int, float], onset: int, step: int) -> dict[str, float]:
+    """The loss that those before a step lead to later, by the trend of the newest of them (guard/robust.py): of as many
+    steps as it is ahead, at least 60, as a curve that flattens out is no line.
+
+    Args:
+        before: losses by step, nats per token.
+        onset: the step; those before it count.
+        step: the later one.
+
+    Returns:
+        `expected`, and `scatter` of the losses around it (from the median distance, as a standard deviation), nats per
+        token; nothing if there are too few for that distance.
+    """
     ahead = step - onset
     steps = sorted(at for at in before if at >= onset - max(BEFORE, ahead))
     if len(steps) < FEWEST or ahead > 2 * len(steps):

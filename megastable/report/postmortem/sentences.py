@@ -243,10 +243,10 @@ def later_losses(e: Evidence) -> list[str]:
                 f"; the trend of the steps before it leads to {number(one.expected)} ± {number(one.scatter)}"
             )
         told.append(f"{text}.")
-    return [*told, *filter(None, [worth(e)])]
+    return [*told, *filter(None, [describe_worth(e)])]
 
 
-def worth(e: Evidence) -> str:
+def describe_worth(e: Evidence) -> str:
     """Whether what was done was worth it, by the newest look that can be compared with the trend from before. One
     scatter decides, which no set of runs was asked for: it changes nothing but these words."""
     newest = next((one for one in reversed(e.later) if one.expected is not None), None)

@@ -218,7 +218,7 @@ def _of_incident(e: Evidence) -> LogbookEntry:
     ]
     return LogbookEntry(
         _opened_at(e), i.onset or i.step, f"Incident {i.number}", sentences.seen(i),
-        " ".join(dict.fromkeys([*told, sequel, sentences.worth(e)])).strip(),
+        " ".join(dict.fromkeys([*told, sequel, sentences.describe_worth(e)])).strip(),
         cost_in_words(e), f"incidents/{i.number:04d}/report.html",
         {"healed": "good", "stopped": "bad"}.get(i.outcome, "warn"),
     )  # fmt: skip
