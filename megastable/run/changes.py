@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -139,14 +140,37 @@ def holding(made: Iterable[ChangeMade], step: int) -> list[ChangeMade]:
 
 
 def config_at(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> RunConfig:
-    """What a run trains with at a step. A change that this recipe cannot have is left out."""
+    """What a run trains with at a step. Of a change that this recipe cannot have, the keys that it can have hold."""
     config = recipe
     for change in holding(made, step):
         try:
             config = with_values(config, change.new)
         except ConfigError:
-            continue
+            for key, value in change.new.items():
+                with suppress(ConfigError):
+                    config = with_values(config, {key: value})
     return config
+
+
+def list_left_out(recipe: RunConfig, made: Iterable[ChangeMade], step: int) -> list[str]:
+    """What people have changed and the recipe cannot have at a step, a sentence for each key."""
+    held = holding(made, step)
+    now, newest = config_at(recipe, held, step), {key: change for change in held for key in change.new}
+    problems = list[str]()
+    for key, change in newest.items():
+        value = change.new[key]
+        try:
+            if _find(now, key) == value:
+                continue
+            with_values(now, {key: value})
+            problem = "the other settings of that change do not allow it"
+        except ConfigError as error:
+            problem = " ".join(str(error).split())
+        problems.append(
+            f"{key}={json.dumps(value)}, changed live at step {change.step}, does not hold from step {step} on: "
+            f"{problem}. Change it again, or the recipe"
+        )
+    return problems
 
 
 def answer(
@@ -167,6 +191,7 @@ def answer(
             )
         now = config_at(recipe, made, begin)
         config = with_values(now, request.values)
+        _check_later(request, recipe, made, begin)
         old, new = ({key: _find(c, key) for key in request.values} for c in (now, config))
         if old == new:
             raise ConfigError(f"{', '.join(f'{key} is {value}' for key, value in new.items())} already")
@@ -180,6 +205,22 @@ def answer(
         step=begin, until=request.until, change=request.id, who=request.who, asked=request.time,
         reason=request.reason, old=old, new=new, loss=loss, grad_norm=norm,
     )  # fmt: skip
+
+
+def _check_later(request: ChangeRequest, recipe: RunConfig, made: Sequence[ChangeMade], begin: int) -> None:
+    """Raises ConfigError if a request becomes impossible while it holds, as other changes end, or begin again after a
+    rewind: it would end without a word."""
+    edges = {change.until + 1 for change in made if change.until is not None}
+    edges |= {change.step for change in made if change.step is not None}
+    for step in sorted(edges):
+        if begin < step <= (step if request.until is None else request.until):
+            try:
+                with_values(config_at(recipe, made, step), request.values)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"from step {step} on, where other changes begin or end, it is impossible: {error}. Ask for it "
+                    f"then, or with --until {step - 1}"
+                ) from None
 
 
 def follow_recipe(

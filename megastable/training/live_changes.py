@@ -12,7 +12,7 @@ from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.guard.robust import median
 from megastable.recovery.run_parts import StepResult
-from megastable.run.changes import answer, config_at, follow_recipe, holding, read_requests
+from megastable.run.changes import answer, config_at, follow_recipe, holding, list_left_out, read_requests
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeRefused
 from megastable.run.events.training_events import Warned
@@ -83,6 +83,7 @@ class LiveChanges:
         if held != self._held:
             self.engine.follow(config_at(self.recipe, self.made, step + 1))
             self._held = held
+            self._warn(step, list_left_out(self.recipe, held, step + 1))
         if held != before and (ended := [change for change in before if change not in held]):
             keys = ", ".join(dict.fromkeys(key for change in ended for key in change.new))
             self.log.say(f"step {step + 1}: {keys} as before the change, which ended")
@@ -96,10 +97,7 @@ class LiveChanges:
             requests, problems = read_requests(self.file.path)
         except DataError as error:  # what cannot be read now ends no run
             requests, problems = [], [str(error)]
-        for problem in problems:
-            if problem not in self._told_problems:
-                self._told_problems.add(problem)
-                self.log.emit(Warned(step=step, text=problem), say=f"WARNING: {problem}")
+        self._warn(step, problems)
         for request in requests:
             if request.id not in self._answered:
                 self._answered.add(request.id)
@@ -107,3 +105,9 @@ class LiveChanges:
                 self.log.emit(event, say=True)
                 made += [event] if isinstance(event, ChangeMade) else []
         return made
+
+    def _warn(self, step: int, problems: Sequence[str]) -> None:
+        for problem in problems:
+            if problem not in self._told_problems:
+                self._told_problems.add(problem)
+                self.log.emit(Warned(step=step, text=problem), say=f"WARNING: {problem}")

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from megastable.base.errors import ConfigError
 from megastable.config.tree import RunConfig
 from megastable.run import changes
-from megastable.run.changes import ChangeRequest, answer, check_live, config_at, follow_recipe, parse_values
+from megastable.run.changes import (
+    ChangeRequest,
+    answer,
+    check_live,
+    config_at,
+    follow_recipe,
+    list_left_out,
+    parse_values,
+)
 from megastable.run.events.event import Event
 from megastable.run.events.people_events import ChangeMade, ChangeRefused
 from megastable.run.events.reading import event_of
@@ -149,6 +157,38 @@ def test_a_change_that_a_later_recipe_cannot_have_is_left_out() -> None:
     by_tokens = tiny(Path("corpus"), Path("run"), schedule={"warmup_steps": None, "warmup_tokens": 100,
                                                             "total_steps": None})  # fmt: skip
     assert config_at(by_tokens, [written(event)], 8) == by_tokens
+
+
+def test_of_a_change_the_keys_hold_that_a_later_recipe_can_have() -> None:
+    made = [written(answer(request(schedule__total_steps=50, optimizer__lr=1e-5), RECIPE, [], 7, None))]
+    assert list_left_out(RECIPE, made, 8) == []
+    by_tokens = tiny(Path("corpus"), Path("run"), schedule={"warmup_steps": None, "warmup_tokens": 100,
+                                                            "total_steps": None})  # fmt: skip
+    config = config_at(by_tokens, made, 8)
+    assert config.optimizer.lr == 1e-5 and config.schedule == by_tokens.schedule
+    [told] = list_left_out(by_tokens, made, 8)
+    assert told.startswith("schedule.total_steps=50, changed live at step 8, does not hold from step 8 on: ")
+    assert list_left_out(by_tokens, made, 7) == []
+
+
+def test_a_change_that_needs_another_one_that_ends_is_refused_unless_it_ends_with_it() -> None:
+    by_tokens = {"warmup_steps": None, "warmup_tokens": 0, "total_steps": None}
+    first = request(until=20, **{f"schedule__{key}": value for key, value in by_tokens.items()})
+    made = [written(answer(first, RECIPE, [], 7, None))]
+    for until in (None, 21):
+        event = answer(request(1, until=until, schedule__total_tokens=10**6), RECIPE, made, 9, None)
+        assert isinstance(event, ChangeRefused)
+        assert "from step 21 on" in str(event.problem) and "--until 20" in str(event.problem)
+    event = answer(request(1, until=20, schedule__total_tokens=10**6), RECIPE, made, 9, None)
+    made.append(written(event))
+    assert [config_at(RECIPE, made, step).schedule.total_tokens for step in (10, 20, 21)] == [
+        10**6,
+        10**6,
+        None,
+    ]
+    # A rewind to before the first: it begins again, and the other one with it.
+    event = answer(request(2, schedule__warmup_steps=3), RECIPE, made, 2, None)
+    assert isinstance(event, ChangeRefused) and "from step 8 on" in str(event.problem)
 
 
 def test_requests_are_read_whatever_else_is_in_the_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
+from megastable.training.heartbeat import WatchedFile
+from megastable.training.live_changes import LiveChanges
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import FIRST_BAD, hit_and_told, incidents, planted, recipe
@@ -134,6 +137,31 @@ def test_a_change_holds_from_the_next_step_on_and_is_undone_at_its_end(corpus: P
     told = list(run.events(ChangeMeasured))
     assert [(e.step, e.steps, e.change) for e in told] == [(9, 4, second.change), (12, 7, first.change)]
     assert all(e.loss_before and e.loss_after and e.norm_before and e.norm_after for e in told)
+
+
+def make_live(run: RunDirectory, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> LiveChanges:
+    """Of rank 0, without an engine."""
+    monkeypatch.setattr("megastable.training.live_changes.first", lambda action: action())
+    run.root.mkdir(exist_ok=True)
+    engine: Any = SimpleNamespace(follow=lambda config: None)
+    return LiveChanges(config, run, engine, RunLog(run), WatchedFile(run.changes))
+
+
+def test_what_a_later_recipe_cannot_have_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.root.mkdir()
+    values = {"schedule.total_steps": 50, "optimizer.lr": 1e-5}
+    RunLog(run).emit(ChangeMade(step=8, change="1", who="ann", reason="because", new=values))
+    by_tokens = {"warmup_steps": None, "warmup_tokens": 100, "total_steps": None}
+    live = make_live(run, small(tmp_path, run.root, schedule=by_tokens), monkeypatch)
+    live.begin(6)
+    assert not list(run.events(Warned))
+    for step in (7, 8, 6, 7):
+        live.begin(step)
+    [warned] = run.events(Warned)
+    assert warned.step == 7 and str(warned.text).startswith("schedule.total_steps=50, changed live at step 8")
 
 
 def kill(run: RunDirectory) -> None:
