@@ -50,7 +50,7 @@ def change(
     from megastable.run.directory import RunDirectory
     from megastable.run.events.event import whole
     from megastable.run.events.people_events import ChangeMade, ChangeRefused
-    from megastable.supervise.locks import nobody_trains
+    from megastable.supervise.locks import nobody_works
 
     directory, reason = RunDirectory(run), " ".join(reason.split())
     if not directory.recipe.is_file():
@@ -66,7 +66,7 @@ def change(
     refused = changes.answer(request, recipe, made, step, None)
     if isinstance(refused, ChangeRefused):
         raise ConfigError(str(refused.problem))
-    if nobody_trains(directory):
+    if nobody_works(directory):
         raise ConfigError(
             f"{directory.root}: no process trains here: start it again with {' '.join(settings)} "
             f"({directory.resuming}) and --reason"
@@ -98,7 +98,7 @@ def _answer(directory: RunDirectory, change: str) -> Event | None:
     import time
 
     from megastable.run.events.reading import read_events
-    from megastable.supervise.locks import nobody_trains
+    from megastable.supervise.locks import nobody_works
 
     until, ended = time.monotonic() + PATIENCE, False
     while True:
@@ -108,4 +108,4 @@ def _answer(directory: RunDirectory, change: str) -> Event | None:
         if ended or time.monotonic() > until:
             return None
         time.sleep(0.2)
-        ended = nobody_trains(directory)
+        ended = nobody_works(directory)

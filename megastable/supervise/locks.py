@@ -47,6 +47,12 @@ def nobody_trains(run: RunDirectory) -> bool:
     return True
 
 
+def nobody_works(run: RunDirectory) -> bool:
+    """Whether no process trains here, and no supervisor is there that would start one. Raises ConfigError if that
+    cannot be determined."""
+    return not is_held(run.root / SUPERVISOR) and nobody_trains(run)
+
+
 def wait_until_nobody_trains(run: RunDirectory, seconds: float, hurry: Callable[[], bool]) -> None:
     """Wait until no process of an earlier attempt trains here: those on other hosts end by themselves. hurry: whether
     to stop waiting. Raises UnstableError if one still trains after `seconds`."""

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from megastable.base.login import login_name
 from megastable.commands.root import app
 from megastable.report.publish.logbook import logbook
 from megastable.report.publish.public_run import public_event
 from megastable.report.publish.redaction import PublicNames, Redactor
 from megastable.report.run_page.journal_notes import JournalNotes, selected
+from megastable.run.changes import read_requests
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured, Note
 from megastable.run.events.reading import event_of
 from megastable.run.log import RunLog
+from megastable.supervise.locks import only_supervisor
+from tests.conftest import tiny
 from tests.report.run_page.made_runs import made_run
 from tests.tools.cli import Done, call
 
@@ -78,6 +83,31 @@ def _none():  # type: ignore[no-untyped-def]
     import numpy as np
 
     return np.empty(0)
+
+
+def started(root: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run that a person may change; nobody waits for its answer."""
+    monkeypatch.setattr("megastable.commands.change.PATIENCE", 0.0)
+    run = RunDirectory(root)
+    run.root.mkdir()
+    run.freeze(tiny(root / "corpus", root), [], {})
+    return run
+
+
+def change(*arguments: object, cwd: Path) -> Done:
+    return call(app, "change", "run", *arguments, "--reason", "because", cwd=cwd)
+
+
+def test_between_two_attempts_of_a_supervisor_a_change_waits_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(tmp_path / "run", monkeypatch)
+    assert "start it again" in change("optimizer.lr=1e-3", cwd=tmp_path).stderr
+    with only_supervisor(run, "here"):
+        done = change("optimizer.lr=1e-3", cwd=tmp_path)
+    assert done.returncode == 0 and "has not answered it yet" in done.stdout, done
+    [request] = read_requests(run.changes)[0]
+    assert request.values == {"optimizer.lr": "1e-3"}
 
 
 def test_what_is_no_note_is_bad_input(tmp_path: Path) -> None:
