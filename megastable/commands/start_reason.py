@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +37,7 @@ def note_reason(config: RunConfig, reason: str | None) -> None:
     if not changed:
         return
     told = "; ".join(changed[:SHOWN]) + (f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else "")
-    if reason is None and sys.stdin.isatty() and sys.stdout.isatty():
+    if reason is None and _is_in_front():
         print(f"{run.root} goes on with another recipe than before: {told}")
         print(f"Why? One line for the journal; nothing, or {PATIENCE:.0f} s without an answer: no reason.")
         reason = _answer()
@@ -44,9 +45,18 @@ def note_reason(config: RunConfig, reason: str | None) -> None:
         RunLog(run).emit(Note(who=login_name(), text=f"the recipe changes ({told}): {reason}"))
 
 
+def _is_in_front() -> bool:
+    """Whether what is typed on the terminal is for this process. One in a shell's background that reads is stopped."""
+    try:
+        terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        return terminal and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # not this session's terminal
+        return False
+
+
 def _answer() -> str:
     try:
         answered, _, _ = select.select([sys.stdin], [], [], PATIENCE)
-        return sys.stdin.readline() if answered else ""
+        return sys.stdin.readline() if answered and _is_in_front() else ""
     except (OSError, ValueError):  # a terminal that is gone
         return ""

@@ -52,9 +52,32 @@ def test_a_given_reason_is_journaled_if_the_recipe_has_changed(tmp_path: Path) -
         note_reason(tiny(run.root / "corpus", run.root, model={"layers": 3}), "other weights")
 
 
-@pytest.mark.parametrize(("typed", "wanted"), [("the loss swings\n", True), ("\n", False), (None, False)])
+# A session on the terminal that is its standard input, as a shell's: the program is a job in front, or in the
+# background, as with "&". The exit code says how it ended, 99 that it was stopped.
+SHELL = """
+import fcntl, os, signal, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+front, *words = sys.argv[1:]
+if front == "True":
+    os.execv(words[0], words)
+job = subprocess.Popen(words, process_group=0)
+_, how = os.waitpid(job.pid, os.WUNTRACED)
+job.kill()
+sys.exit(99 if os.WIFSTOPPED(how) else os.waitstatus_to_exitcode(how))
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "front", "wanted"),
+    [
+        ("the loss swings\n", True, True),
+        ("\n", True, False),
+        (None, True, False),
+        ("ls\n", False, False),
+    ],
+)
 def test_it_is_asked_on_a_terminal_and_an_empty_one_holds_nobody_up(
-    typed: str | None, wanted: bool, tmp_path: Path
+    typed: str | None, front: bool, wanted: bool, tmp_path: Path
 ) -> None:
     run = started(tmp_path / "run")
     recipe = tmp_path / "changed.yaml"
@@ -63,18 +86,21 @@ def test_it_is_asked_on_a_terminal_and_an_empty_one_holds_nobody_up(
         "import sys; from megastable.commands import start_reason; from megastable.config.recipe import load; "
         f"start_reason.PATIENCE = {60.0 if typed else 0.2}; start_reason.note_reason(load(sys.argv[1]), None)"
     )
+    words = [sys.executable, "-c", SHELL, str(front), sys.executable, "-c", code, str(recipe)]
     ours, theirs = pty.openpty()
     try:
-        process = subprocess.Popen([sys.executable, "-c", code, str(recipe)], stdin=theirs, stdout=theirs)
+        if not front:  # for the shell
+            os.write(ours, typed.encode() if typed else b"")
+        process = subprocess.Popen(words, stdin=theirs, stdout=theirs, start_new_session=True)
         said, until = b"", time.monotonic() + 60
-        while b"Why?" not in said and time.monotonic() < until:
+        while front and b"Why?" not in said and time.monotonic() < until:
             said += os.read(ours, 1000)
-        if typed:
+        if front and typed:
             os.write(ours, typed.encode())
         assert process.wait(60) == 0
     finally:
         os.close(ours)
         os.close(theirs)
-    assert b"optimizer.lr: 0.003 -> 0.001" in said
+    assert b"optimizer.lr: 0.003 -> 0.001" in said or not front
     text = "the recipe changes (optimizer.lr: 0.003 -> 0.001): the loss swings"
     assert notes(run) == ([text] if wanted else [])
