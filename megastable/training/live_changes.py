@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from megastable.base.collectives import first
-from megastable.base.errors import DataError
+from megastable.base.errors import DataError, SpaceError
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.guard.robust import median
@@ -51,7 +51,7 @@ class LiveChanges:
         self, recipe: RunConfig, run: RunDirectory, engine: Engine, log: RunLog, file: WatchedFile
     ) -> None:
         """Collective."""
-        self.recipe, self.engine, self.log, self.file = recipe, engine, log, file
+        self.recipe, self.run, self.engine, self.log, self.file = recipe, run, engine, log, file
         told = first(lambda: list(run.events(ChangeMade, ChangeRefused)))
         self.made = [event for event in told if isinstance(event, ChangeMade)]
         self._answered = {str(event.get("change")) for event in told}
@@ -61,12 +61,16 @@ class LiveChanges:
 
     def follow_recipe(self, changed: Sequence[str], step: int) -> None:
         """The run goes on after `step` with a recipe that differs from that of its last start: "key: old -> new" each.
-        Collective."""
+        Collective. Raises SpaceError."""
         keys = [text.partition(":")[0] for text in changed]
-        event = first(lambda: follow_recipe(self.recipe, keys, self.made, step))
-        if event is not None:
-            self.log.emit(event, say=True)
-            self.made.append(event)
+
+        def follow() -> list[ChangeMade]:
+            event = follow_recipe(self.recipe, keys, self.made, step)
+            if event is not None:
+                self.log.commit(event, say=True)
+            return [] if event is None else [event]
+
+        self.made += first(follow)
 
     def heard(self, ballot: Sequence[float], step: int) -> None:
         """Rank 0 has told all whether there are new requests, by the gate's sum."""
@@ -100,9 +104,17 @@ class LiveChanges:
         self._warn(step, problems)
         for request in requests:
             if request.id not in self._answered:
-                self._answered.add(request.id)
                 event = answer(request, self.recipe, [*self.made, *made], step, self.level.since())
-                self.log.emit(event, say=True)
+                try:
+                    self.log.commit(event, say=True)
+                except SpaceError:
+                    # A restart would train these steps without the change. Tried again after the next step.
+                    self.run.waiting.pop()
+                    self.file.has_news = True
+                    text = f"{self.run.journal} cannot be written to: changes that people ask for wait until it can"
+                    self._warn(step, [text])
+                    break
+                self._answered.add(request.id)
                 made += [event] if isinstance(event, ChangeMade) else []
         return made
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from megastable.base import jsonl
+from megastable.base.errors import DataError, SpaceError
 from megastable.commands.root import app
 from megastable.config.tree import RunConfig
 from megastable.data.plant import Planted
@@ -162,6 +164,37 @@ def test_what_a_later_recipe_cannot_have_is_warned_of_once(
         live.begin(step)
     [warned] = run.events(Warned)
     assert warned.step == 7 and str(warned.text).startswith("schedule.total_steps=50, changed live at step 8")
+
+
+def test_a_change_that_the_journal_does_not_take_is_not_made_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart would train the same steps without it."""
+    run = RunDirectory(tmp_path / "run")
+    live = make_live(run, small(tmp_path, run.root), monkeypatch)
+    for rate in (1e-3, 1e-4):
+        changes.ask(run.changes, {"optimizer.lr": rate}, "why", "ann", None)
+    real, full = jsonl.append, True
+
+    def append(path: Path, line: str) -> None:
+        if full:
+            raise DataError(f"{path} could not be written: no space")
+        real(path, line)
+
+    monkeypatch.setattr(jsonl, "append", append)
+    for step in (3, 4):
+        live.file.has_news = False
+        live.read(step)
+        assert live.made == [] and live.file.has_news
+    full = False
+    live.read(5)
+    assert [event.step for event in live.made] == [6, 6] and not live.file.has_news
+    assert [event.change for event in run.events(ChangeMade)] == [event.change for event in live.made]
+    [warned] = run.events(Warned)
+    assert warned.step == 3 and "wait until it can" in str(warned.text)
+    full = True
+    with pytest.raises(SpaceError):
+        make_live(run, small(tmp_path, run.root), monkeypatch).follow_recipe(["optimizer.lr: 1 -> 2"], 6)
 
 
 def kill(run: RunDirectory) -> None:
