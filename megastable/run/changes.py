@@ -47,7 +47,8 @@ class ChangeRequest(BaseModel):
 
 
 def ask(path: Path, values: Mapping[str, Any], reason: str, who: str, until: int | None) -> ChangeRequest:
-    """Append a request to `path`. Raises DataError if it cannot be written."""
+    """Append a request to `path`. A file that this makes can be read by the run, whoever's it is: its directory says
+    who else can. Raises DataError if it cannot be written."""
     request = ChangeRequest(
         id=_new_id(),
         time=round(time.time(), 3),
@@ -56,7 +57,11 @@ def ask(path: Path, values: Mapping[str, Any], reason: str, who: str, until: int
         values=dict(values),
         until=until,
     )
+    new = not path.exists()
     jsonl.append(path, request.model_dump_json())
+    if new:
+        with suppress(OSError):  # another person has made it just now
+            path.chmod(0o644 | path.parent.stat().st_mode & 0o666)
     return request
 
 

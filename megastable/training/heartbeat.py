@@ -34,10 +34,11 @@ SECONDS = 0.25  # seconds between polls of rank 0, and between its progress repo
 
 
 class WatchedFile:
-    """A file that other processes add lines to. has_news: it has changed since it was last read."""
+    """A file that other processes add lines to. has_news: it has changed since it was last read. denials: it is news,
+    too, that this process may not read it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.has_news = path, False
+    def __init__(self, path: Path, denials: bool = False) -> None:
+        self.path, self.denials, self.has_news = path, denials, False
         self._read = self._state()
 
     def begin_to_read(self) -> None:
@@ -54,6 +55,8 @@ class WatchedFile:
             # Opened, as a network file system may answer `stat` from a cache up to a minute old.
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
+        except PermissionError:
+            return (-1, 0) if self.denials else None
         except OSError:
             return None
         return found.st_size, found.st_mtime_ns
@@ -74,7 +77,7 @@ class Heartbeat:
         self._over, self._news = False, threading.Event()
         self._dumped = 0
         self._pause = pause_of(world) if rank else SECONDS
-        self.skips, self.changes = WatchedFile(run.skips), WatchedFile(run.changes)
+        self.skips, self.changes = WatchedFile(run.skips), WatchedFile(run.changes, denials=True)
         self._thread = threading.Thread(target=self._look, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:

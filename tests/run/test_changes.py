@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,20 @@ def test_requests_are_read_whatever_else_is_in_the_file(tmp_path: Path) -> None:
     assert found == [one, two] and [p.split(" is no")[0] for p in problems] == [
         f"{path} line 2", f"{path} line 4"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("directory", "file"), [(0o755, 0o644), (0o2775, 0o664), (0o700, 0o644)])
+def test_requests_of_another_person_can_be_read_by_the_run(tmp_path: Path, directory: int, file: int) -> None:
+    tmp_path.chmod(directory)
+    path, before = tmp_path / "changes.jsonl", os.umask(0o077)
+    try:
+        changes.ask(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
+        assert stat.S_IMODE(path.stat().st_mode) == file
+        path.chmod(0o600)  # as somebody wanted it
+        changes.ask(path, {"optimizer.lr": 1e-4}, "why", "ann", None)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_assignments_are_read_as_overrides_are() -> None:

@@ -146,7 +146,7 @@ def make_live(run: RunDirectory, config: RunConfig, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("megastable.training.live_changes.first", lambda action: action())
     run.root.mkdir(exist_ok=True)
     engine: Any = SimpleNamespace(follow=lambda config: None)
-    return LiveChanges(config, run, engine, RunLog(run), WatchedFile(run.changes))
+    return LiveChanges(config, run, engine, RunLog(run), WatchedFile(run.changes, denials=True))
 
 
 def test_what_a_later_recipe_cannot_have_is_warned_of_once(
@@ -195,6 +195,38 @@ def test_a_change_that_the_journal_does_not_take_is_not_made_until_it_does(
     full = True
     with pytest.raises(SpaceError):
         make_live(run, small(tmp_path, run.root), monkeypatch).follow_recipe(["optimizer.lr: 1 -> 2"], 6)
+
+
+def test_requests_that_the_run_may_not_read_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    live = make_live(run, small(tmp_path, run.root), monkeypatch)
+    changes.ask(run.changes, {"optimizer.lr": 1e-3}, "why", "ann", None)
+    may = False
+
+    def check(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opens(path: Path, *arguments: Any, **more: Any) -> Any:
+            if path == run.changes and not may:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *arguments, **more)
+
+        return opens
+
+    # Of a superuser, who runs tests in containers, no mode keeps a file.
+    for name in ("open", "read_bytes"):
+        monkeypatch.setattr(Path, name, check(getattr(Path, name)))
+    for step in (3, 4):
+        live.file.look()
+        assert live.file.has_news == (step == 3)
+        live.read(step)
+    [warned] = run.events(Warned)
+    assert "cannot be read" in str(warned.text) and "Permission denied" in str(warned.text)
+    may = True
+    live.file.look()
+    assert live.file.has_news
+    live.read(5)
+    assert [event.step for event in run.events(ChangeMade)] == [6]
 
 
 def kill(run: RunDirectory) -> None:
