@@ -11,7 +11,7 @@ import errno
 import itertools
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from megastable.parallel.pipeline import partition
 from megastable.parallel.sharding import shard
 from megastable.parallel.topology import TensorParallel
 from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
 from megastable.run.events.training_events import Imported
 from megastable.run.log import RunLog
 
@@ -66,6 +67,7 @@ def write_run(
     optimizer: OptimizerTensors | None,
     origin: dict[str, Any],
     ledgers: Path | None = None,
+    people: Sequence[Event] = (),
     watch: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Make the run directory `out` with one checkpoint, and return the checkpoint's folder.
@@ -73,7 +75,7 @@ def write_run(
     run: its recipe; tensor and pipeline size, ZeRO and precision are taken from it, the data-parallel size from
     state.layout. whole(name, kind): whole tensors, any float dtype, each requested once; optimizer: state to write,
     too. origin: fields of the journal's event `imported`. ledgers: a run directory whose skips and blends are copied.
-    watch: called with the bytes written since the last call.
+    people: further events, of what they have changed. watch: called with the bytes written since the last call.
 
     Raises CheckpointError if `out` exists, a tensor is missing, of another shape or not finite, or the disk is full;
     then nothing is left behind.
@@ -102,7 +104,10 @@ def write_run(
                 checkpoint, run, state, made.recipe.read_bytes(), whole, layout, optimizer, watch
             )
             durable.write_file(made.checkpoints / store.LATEST, checkpoint.name.encode())
-            RunLog(made).commit(Imported(step=state.step, **origin))
+            log = RunLog(made)
+            log.commit(Imported(step=state.step, **origin))
+            for event in people:
+                log.commit(event.of({key: value for key, value in event.fields.items() if key != "time"}))
     except OSError as error:
         raise CheckpointError(_refused(out, error)) from None
     except (DataError, ConfigError) as error:

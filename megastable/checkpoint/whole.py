@@ -31,6 +31,7 @@ from megastable.parallel.sharding import Placement, placement_of, shard, unshard
 from megastable.parallel.topology import TensorParallel
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
+from megastable.run.events.people_events import ChangeMade
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,17 @@ def run_of(checkpoint: Path) -> RunConfig:
 
 
 def next_run_of(checkpoint: Path) -> RunConfig:
-    """As `run_of`, with what people have changed live and what holds at the step after the checkpoint. Raises
+    """As `run_of`, with what people have changed live and what holds at the step after the checkpoint, for good. Raises
     DataError, too."""
+    return config_at(run_of(checkpoint), live_changes_of(checkpoint), store.read_state(checkpoint).step + 1)
+
+
+def live_changes_of(checkpoint: Path) -> list[ChangeMade]:
+    """What people have changed live that holds after the checkpoint, for some steps at least, as its run would go on:
+    events for the journal of one that is made of it. Raises CheckpointError, DataError."""
     journal = RunDirectory(checkpoint.resolve().parent.parent).journal
-    return config_at(run_of(checkpoint), changes_of(journal), store.read_state(checkpoint).step + 1)
+    step = store.read_state(checkpoint).step
+    return [change for change in changes_of(journal) if change.until is None or change.until > step]
 
 
 def policy_of(state: store.RunState) -> PolicyState:

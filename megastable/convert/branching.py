@@ -7,6 +7,7 @@ position continue as the parent's would; only the schedule and the length of the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import OptimizerTensors, origin_of
 from megastable.checkpoint.target import refuse_existing
-from megastable.checkpoint.whole import WholeState, next_run_of
+from megastable.checkpoint.whole import WholeState, live_changes_of, next_run_of
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.convert.reshaping import Made, ledgers_of, write_run_of
@@ -27,6 +28,7 @@ from megastable.guard.guard import GuardState
 from megastable.guard.learning_rate_limits import words
 from megastable.guard.policy import Policy
 from megastable.optim import schedule
+from megastable.run.changes import holding
 
 DecayKind = Literal["linear", "cosine", "sqrt"]
 
@@ -34,7 +36,8 @@ DecayKind = Literal["linear", "cosine", "sqrt"]
 @dataclass(frozen=True)
 class Branch:
     """A new run whose rate decays from `rate` to `floor`, over `decay_steps` updates. steps: its length. limits: what
-    lowers the rate below that of the schedule, in words: it holds in the branch, too."""
+    lowers the rate below that of the schedule, in words: it holds in the branch, too. changes: what people have changed
+    live, KEY=VALUE each: its recipe has it, for good."""
 
     made: Made
     rate: float
@@ -42,6 +45,7 @@ class Branch:
     decay_steps: int
     steps: int
     limits: tuple[str, ...]
+    changes: tuple[str, ...]
 
 
 def decaying(
@@ -110,10 +114,14 @@ def branch(
     refuse_existing(out)
     whole, state, old = WholeState(checkpoint), store.read_state(checkpoint), next_run_of(checkpoint)
     run = decaying(old, state, steps, kind, floor)
-    held = OptimizerTensors(whole.kinds_of, whole.shared) if whole.stateful else None
+    tensors = OptimizerTensors(whole.kinds_of, whole.shared) if whole.stateful else None
     made = write_run_of(
-        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=held,
+        out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=tensors,
         origin=origin_of(checkpoint, how="branched", decay_steps=steps, decay=kind), watch=watch,
     )  # fmt: skip
     peak = run.optimizer.lr
-    return Branch(made, peak, peak * run.schedule.floor, steps, run.train.steps, limits_of(old, state))
+    held = holding(live_changes_of(checkpoint), state.step + 1)
+    changes = {key: f"{key}={json.dumps(value)}" for change in held for key, value in change.new.items()}
+    return Branch(
+        made, peak, peak * run.schedule.floor, steps, run.train.steps, limits_of(old, state), tuple(changes.values())
+    )  # fmt: skip

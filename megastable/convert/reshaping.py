@@ -8,7 +8,7 @@ tensor, so weights, moments, step, schedule and cursor stay exactly the same.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
@@ -18,10 +18,14 @@ from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.new_run import OptimizerTensors, Whole, origin_of, write_run
 from megastable.checkpoint.target import refuse_existing
-from megastable.checkpoint.whole import WholeState, next_run_of
+from megastable.checkpoint.whole import WholeState, live_changes_of, run_of
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
+from megastable.run.directory import RunDirectory
+from megastable.run.events.event import Event
+from megastable.run.events.people_events import ChangeMade, ChangeMeasured
+from megastable.run.events.reading import read_events
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,26 @@ def reshape(
     """
     refuse_existing(out)
     whole, state = WholeState(checkpoint), store.read_state(checkpoint)
-    run, data = laid_out(next_run_of(checkpoint), state.layout, sizes)
+    run, data = laid_out(run_of(checkpoint), state.layout, sizes)
     state = state.model_copy(update={"layout": state.layout.model_copy(update={"data": data})})
     held = OptimizerTensors(whole.kinds_of, whole.shared)
     return write_run_of(
         out, run, state, whole.tensor, ledgers_of(checkpoint), optimizer=held if optimizer and whole.stateful else None,
         origin=origin_of(checkpoint, how="reshaped" if optimizer else "exported"), watch=watch,
+        people=_people_of(checkpoint, state.step),
     )  # fmt: skip
+
+
+def _people_of(checkpoint: Path, step: int) -> list[ChangeMade | ChangeMeasured]:
+    """What people have changed live and still holds after a step, and what was measured of it by then."""
+    changes = live_changes_of(checkpoint)
+    numbers = {change.change for change in changes}
+    journal = RunDirectory(checkpoint.resolve().parent.parent).journal
+    measured = [
+        event for event in read_events(journal, b'"change_measured"')
+        if isinstance(event, ChangeMeasured) and event.change in numbers and (event.step or 0) <= step
+    ]  # fmt: skip
+    return [*changes, *measured]
 
 
 def write_run_of(
@@ -118,10 +135,19 @@ def write_run_of(
     optimizer: OptimizerTensors | None,
     origin: dict[str, Any],
     watch: Callable[[int], None],
+    people: Sequence[Event] = (),
 ) -> Made:
     """`write_run`, with its result described."""
     written = write_run(
-        out, run, state, whole, optimizer=optimizer, origin=origin, ledgers=ledgers, watch=watch
+        out,
+        run,
+        state,
+        whole,
+        optimizer=optimizer,
+        origin=origin,
+        ledgers=ledgers,
+        people=people,
+        watch=watch,
     )
     layout = store.read_state(written).layout
     return Made(out, written, state.step, layout, optimizer is not None, ledgers)

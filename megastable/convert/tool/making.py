@@ -111,6 +111,7 @@ def text_of_branch(branch: Branch) -> str:
         f"The learning rate goes on at {branch.rate:.3g} and falls to {branch.floor:.3g} over {branch.decay_steps} "
         f"updates; the run ends at step {branch.steps}.",
         *(f"In force, as in the parent: {limit}." for limit in branch.limits),
+        *(f"Changed live in the parent, and for good in the branch's recipe: {it}." for it in branch.changes),
     ]
     return "\n".join([*lines, text_of(branch.made)])
 
@@ -119,7 +120,7 @@ def dict_of_branch(branch: Branch) -> dict[str, Any]:
     """The same for JSON."""
     return dict_of(branch.made) | {
         "rate": branch.rate, "floor": branch.floor, "decay_steps": branch.decay_steps, "steps": branch.steps,
-        "limits": list(branch.limits),
+        "limits": list(branch.limits), "changes": list(branch.changes),
     }  # fmt: skip
 
 
