@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from megastable.config.tree import RunConfig
+    from megastable.run.events.people_events import Note
 
 PATIENCE = 60.0  # seconds: nobody may be at the terminal of a supervisor
 SHOWN = 8  # changes
@@ -23,26 +24,37 @@ StartReason = Annotated[
 ]
 
 
-def note_reason(config: RunConfig, reason: str | None) -> None:
-    """Journal why a run goes on with a recipe that has changed: `reason`, or else what is answered on a terminal
-    within `PATIENCE`. Raises ConfigError if the directory belongs to another run."""
+def ask_reason(config: RunConfig, reason: str | None) -> Note | None:
+    """Why a run goes on with a recipe that has changed, for its journal once it is locked: `reason`, or else what is
+    answered on a terminal within `PATIENCE`. Raises ConfigError if the directory belongs to another run."""
     from megastable.base.login import login_name
     from megastable.run.directory import RunDirectory
     from megastable.run.events.people_events import Note
-    from megastable.run.log import RunLog
 
     if config.run.dir is None or not (run := RunDirectory(config.run.dir)).recipe.exists():
-        return
+        return None
     changed = run.compare(config)
     if not changed:
-        return
+        return None
     told = "; ".join(changed[:SHOWN]) + (f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else "")
     if reason is None and _is_in_front():
         print(f"{run.root} goes on with another recipe than before: {told}")
         print(f"Why? One line for the journal; nothing, or {PATIENCE:.0f} s without an answer: no reason.")
         reason = _answer()
-    if reason := " ".join((reason or "").split()):
-        RunLog(run).emit(Note(who=login_name(), text=f"the recipe changes ({told}): {reason}"))
+    reason = " ".join((reason or "").split())
+    return Note(who=login_name(), text=f"the recipe changes ({told}): {reason}") if reason else None
+
+
+def note_reason(config: RunConfig, reason: str | None) -> None:
+    """Journal what `ask_reason` gives, just before the ranks of `config` start, unless others are at work in its
+    directory: the ranks are refused then. Raises ConfigError as it does."""
+    from megastable.run.directory import RunDirectory
+    from megastable.run.log import RunLog
+    from megastable.supervise.locks import nobody_works
+
+    note = ask_reason(config, reason)
+    if note is not None and config.run.dir is not None and nobody_works(run := RunDirectory(config.run.dir)):
+        RunLog(run).emit(note)
 
 
 def _is_in_front() -> bool:

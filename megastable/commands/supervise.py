@@ -9,7 +9,7 @@ import typer
 
 from megastable.commands.app import App, WithLauncherArguments
 from megastable.commands.options import Overrides, Recipe
-from megastable.commands.start_reason import StartReason, note_reason
+from megastable.commands.start_reason import StartReason, ask_reason
 
 app = App()
 
@@ -61,7 +61,8 @@ def supervise(
     hooks.check(config.supervise)  # before anything is created
     address = interface(config.supervise.interface, place)
     run = directory.make(config, recipes.find(recipe))
-    note_reason(config.model_copy(update={"run": config.run.model_copy(update={"dir": run.root})}), reason)
+    here = config.model_copy(update={"run": config.run.model_copy(update={"dir": run.root})})
+    why = ask_reason(here, reason)
     notifiers = Notifiers(config, run)
     for text in config.supervise.exposed:
         notifiers.say(f"WARNING: {text}")
@@ -86,7 +87,7 @@ def supervise(
             )
 
         supervisor = Supervisor(
-            config, run, notifiers, recipe, overrides or [], fleet, given, module, address
+            config, run, notifiers, recipe, overrides or [], fleet, given, module, address, why
         )
         raise typer.Exit(supervisor.supervise())
     finally:

@@ -29,7 +29,7 @@ from megastable.data.skips import Range, ranges_of
 from megastable.guard.actions import Action, Cause, Remedy
 from megastable.guard.incident import Breakdown
 from megastable.run.directory import RunDirectory, read_object
-from megastable.run.events.event import whole
+from megastable.run.events.event import Event, whole
 from megastable.run.events.supervisor_events import Ended, Hang, Launched, Restart, SupervisorEvent
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.supervise import beside_process
@@ -61,7 +61,8 @@ LOG_TAIL = 64_000
 
 class Supervisor:
     """Supervises one run. recipe, overrides: for the training; given: for deepspeed's launcher;
-    module: to start; fleet: what it runs on; interface: that the store listens on."""
+    module: to start; fleet: what it runs on; interface: that the store listens on;
+    reason: why the run goes on as it does, for its journal."""
 
     def __init__(
         self,
@@ -74,8 +75,9 @@ class Supervisor:
         given: Sequence[str] = (),
         module: str = MODULE,
         interface: str = "127.0.0.1",
+        reason: Event | None = None,
     ) -> None:
-        self.config, self.run, self.say = config, run, listener.say
+        self.config, self.run, self.say, self.reason = config, run, listener.say, reason
         self.recipe, self.given, self.module = recipe, list(given), module
         self.store = Store(run, interface)
         self.fleet = fleet(self.store)
@@ -125,6 +127,8 @@ class Supervisor:
                 signal.signal(number, self._asked)
         release_stops()
         self._refuse_another_host(predecessor)
+        if self.reason is not None:
+            self.journal.emit(self.reason)
         self.journal.emit(SupervisorEvent(
             what="started" if predecessor is None else "took over", pid=os.getpid(), host=self.here,
             recipe=self.recipe, overrides=self.overrides, given=self.given, module=self.module,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -12,13 +13,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megastable.base.errors import ConfigError
+from megastable.base.errors import STOPPED, ConfigError
 from megastable.base.login import login_name
+from megastable.commands.root import app
 from megastable.commands.start_reason import note_reason
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import Note
+from megastable.supervise.locks import only_supervisor
+from megastable.supervise.outcome import RunExit
+from megastable.supervise.supervisor import Supervisor
 from tests.conftest import tiny
+from tests.tools.cli import call
 
 
 def started(root: Path) -> RunDirectory:
@@ -50,6 +56,41 @@ def test_a_given_reason_is_journaled_if_the_recipe_has_changed(tmp_path: Path) -
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match="another run"):
         note_reason(tiny(run.root / "corpus", run.root, model={"layers": 3}), "other weights")
+
+
+def test_where_others_are_at_work_nothing_is_journaled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is refused has not changed the run's recipe."""
+    run = started(tmp_path / "run")
+    recipe = tmp_path / "changed.yaml"
+    recipe.write_text(yaml.safe_dump(changed(run.root).model_dump(mode="json")))
+    monkeypatch.setattr("megastable.base.spared_output.spare_output", lambda: None)
+    with only_supervisor(run, "here"):
+        note_reason(changed(run.root), "the loss swings")
+        done = call(app, "supervise", recipe, "--reason", "the loss swings", cwd=tmp_path)
+    assert done.returncode == 2 and "another supervisor" in done.stderr, done
+    run.lock()
+    note_reason(changed(run.root), "the loss swings")
+    assert notes(run) == []
+
+
+def test_a_supervisor_journals_the_reason_once_the_run_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(tmp_path / "run")
+    recipe = tmp_path / "changed.yaml"
+    recipe.write_text(yaml.safe_dump(changed(run.root).model_dump(mode="json")))
+    monkeypatch.setattr("megastable.base.spared_output.spare_output", lambda: None)
+    monkeypatch.setattr(Supervisor, "_until_the_end", lambda *_: RunExit(STOPPED, "stopped"))
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        done = call(app, "supervise", recipe, "--reason", "the loss swings", cwd=tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert done.returncode == STOPPED, done
+    assert [event.event for event in run.events()] == ["note", "supervisor", "supervisor"]
+    assert notes(run) == ["the recipe changes (optimizer.lr: 0.003 -> 0.001): the loss swings"]
 
 
 # A session on the terminal that is its standard input, as a shell's: the program is a job in front, or in the
