@@ -10,7 +10,8 @@ from megastable.recovery.incident_log import IncidentLog
 from megastable.recovery.run_parts import StepResult
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMeasured
-from megastable.run.events.stability_events import IncidentEvent, IncidentLater
+from megastable.run.events.stability_events import Handover, IncidentEvent, IncidentLater
+from megastable.run.events.training_events import Resumed, RolledBack, Training
 from megastable.run.log import RunLog
 from megastable.training.live_changes import LiveChanges
 
@@ -72,9 +73,20 @@ def _recall(run: RunDirectory) -> tuple[dict[int, int], set[object]]:
     """By number, the steps at which incidents were over; and what was told: of which change, of which incident so many
     steps later."""
     closed, told = dict[int, int](), set[object]()
-    for event in run.events(IncidentEvent, IncidentLater, ChangeMeasured):
+    undone = (
+        False  # the next start goes back on purpose: not one after a crash, which trains the same steps again
+    )
+    for event in run.events(
+        IncidentEvent, IncidentLater, ChangeMeasured, RolledBack, Handover, Resumed, Training
+    ):
         if isinstance(event, ChangeMeasured):
             told.add(event.change)
+        elif isinstance(event, RolledBack | Handover):
+            undone = True
+        elif isinstance(event, Resumed | Training):  # without a checkpoint there is the latter only
+            if undone:
+                closed = {number: step for number, step in closed.items() if step <= (event.step or 0)}
+            undone = False
         elif isinstance(event, IncidentLater):
             told.add((event.number, event.after))
         elif not isinstance(event, IncidentEvent) or event.what != "closed":

@@ -10,9 +10,10 @@ import pytest
 
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured
-from megastable.run.events.stability_events import IncidentEvent, IncidentLater
+from megastable.run.events.stability_events import Handover, IncidentEvent, IncidentLater
+from megastable.run.events.training_events import Resumed, RolledBack, Training
 from megastable.run.log import RunLog
-from megastable.training.effects import Effects
+from megastable.training.effects import Effects, _recall
 from megastable.training.live_changes import Level
 
 
@@ -74,3 +75,33 @@ def test_effects_are_told_once_over_restarts_and_rewinds(
         (1, 700, 650, True), (4, 700, 570, True),
     ]  # fmt: skip
     assert next(e.loss for e in run.events(IncidentLater)) == 1000 - 140.5
+
+
+def test_what_was_over_in_steps_that_were_undone_on_purpose_is_not_told_of(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    log = RunLog(run)
+
+    def closes(*numbers: int) -> None:
+        for number in numbers:
+            summary = {"number": number, "outcome": "healed", "verdict": "spike"}
+            log.emit(IncidentEvent(what="closed", step=100 * number, number=number, summary=summary))
+
+    def starts(step: int) -> None:
+        if step:
+            log.emit(Resumed(step=step, checkpoint=f"step-{step}", cursor=0, changes={}))
+        log.emit(Training(step=step, cursor=0, world=1, seconds=0.0, software={}))
+
+    closes(1, 2, 3)
+    starts(150)  # after a crash
+    assert _recall(run)[0] == {1: 100, 2: 200, 3: 300}
+    log.emit(RolledBack(step=250, reason="because"))
+    starts(250)
+    starts(50)
+    assert _recall(run)[0] == {1: 100, 2: 200}
+    log.emit(Handover(before=180))
+    starts(150)
+    closes(4)
+    assert _recall(run)[0] == {1: 100, 4: 400}
+    log.emit(Handover(before=50))
+    starts(0)
+    assert _recall(run)[0] == {}
