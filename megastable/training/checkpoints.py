@@ -27,6 +27,7 @@ from megastable.checkpoint.whole import run_of
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.optim.build import AVERAGES
+from megastable.run.changes import changes_of
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import (
@@ -253,11 +254,18 @@ class Checkpoints:
         return True
 
     def _betas(self, found: Path) -> list[tuple[float, float]]:
-        """Adam's betas when `found` was saved; none if its recipe cannot be read, which nothing else here needs."""
-        try:
-            return [run_of(found).optimizer.betas]
-        except MegastableError:
-            return []
+        """Adam's betas when `found` was saved, and all that people have set live, which moments forget slowly; none of
+        what cannot be read, which nothing else here needs."""
+        betas = list[tuple[float, float]]()
+        with suppress(MegastableError):
+            betas.append(run_of(found).optimizer.betas)
+        with suppress(MegastableError, TypeError, ValueError):
+            for change in changes_of(self.run.journal):
+                for values in (change.old, change.new):
+                    if "optimizer.betas" in values:
+                        one, two = map(float, values["optimizer.betas"])
+                        betas.append((one, two))
+        return betas
 
     def begin(self, state: RunState, saved: bool = True) -> None:
         """Training continues from `state`; saved: of which there is a checkpoint, or nothing to save."""

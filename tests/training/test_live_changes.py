@@ -18,6 +18,8 @@ import pytest
 
 from megastable.base import jsonl
 from megastable.base.errors import DataError, SpaceError
+from megastable.checkpoint.vitals import ratio
+from megastable.checkpoint.whole import run_of
 from megastable.commands.root import app
 from megastable.config.tree import RunConfig
 from megastable.data.plant import Planted
@@ -34,8 +36,10 @@ from megastable.run.events.stability_events import (
 )
 from megastable.run.events.training_events import Warned
 from megastable.run.log import RunLog
+from megastable.training.checkpoints import Checkpoints
 from megastable.training.heartbeat import WatchedFile
 from megastable.training.live_changes import LiveChanges
+from tests.checkpoint.states import make_run
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.recovery.test_recovery import FIRST_BAD, hit_and_told, incidents, planted, recipe
@@ -227,6 +231,24 @@ def test_requests_that_the_run_may_not_read_are_warned_of(
     assert live.file.has_news
     live.read(5)
     assert [event.step for event in run.events(ChangeMade)] == [6]
+
+
+def test_a_checkpoint_is_judged_by_all_betas_that_its_moments_may_be_of(tmp_path: Path) -> None:
+    """Moments made under live betas look inconsistent under the recipe's, and a good checkpoint would be convicted."""
+    found, run = make_run(tmp_path / "run", step=7), RunDirectory(tmp_path / "run")
+    recipe = run_of(found).optimizer.betas
+    values = {"optimizer.betas": [0.5, 0.6]}
+    RunLog(run).emit(ChangeMade(step=3, until=6, change="1", reason="because", new=values,
+                                old={"optimizer.betas": list(recipe)}))  # fmt: skip
+    RunLog(run).emit(ChangeMade(step=4, change="2", reason="because", new={"optimizer.lr": 1e-3}))
+    of_run: Any = SimpleNamespace(run=run)
+    betas = Checkpoints._betas(of_run, found)
+    assert set(betas) == {recipe, (0.5, 0.6)}
+    # The bound that the live ones need is another one.
+    strange = 0.5, 0.2501
+    RunLog(run).emit(ChangeMade(step=8, change="3", reason="because", new={"optimizer.betas": list(strange)}))
+    assert ratio(*Checkpoints._betas(of_run, found)) == ratio(strange) > ratio(*betas)
+    assert set(Checkpoints._betas(of_run, tmp_path / "none")) == {recipe, (0.5, 0.6), strange}
 
 
 def kill(run: RunDirectory) -> None:
