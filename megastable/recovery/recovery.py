@@ -6,7 +6,7 @@ prove that it helped. Every decision is journaled with its reason. All methods a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -147,14 +147,15 @@ class Recovery:
 
     # Before a step
 
-    def begin(self, state: RunState, other_data: bool, other_settings: bool) -> None:
+    def begin(self, state: RunState, other_data: bool, other_settings: Collection[str]) -> None:
         """Prepare the step after `state`. other_data: its data is of another mix or length on purpose: the detector
         accepts a new level of the loss as its effect. Also while an incident is open, whose proof is then judged by the
-        new level. other_settings: a person has changed how the run trains: trends and tensors get another pace."""
+        new level. other_settings: keys that a person has changed: trends and tensors get another pace."""
         if other_data:
             self._mixed = True
             self.watches.trends.begin_again()
         if other_settings:
+            self.watches.signs.leave_rates(other_settings)
             self._train_otherwise(state.step)
         self.numerics.choose(state)
 

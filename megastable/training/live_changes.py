@@ -81,8 +81,9 @@ class LiveChanges:
         """Answer the requests that there are after `step`. Collective."""
         self.made += first(lambda: self._answer(step))
 
-    def begin(self, step: int) -> bool:
-        """Let the engine train with what holds at the step after `step`; whether that differs from what held before."""
+    def begin(self, step: int) -> set[str]:
+        """Let the engine train with what holds at the step after `step`; the keys of changes that begin there or have
+        ended."""
         held, before = holding(self.made, step + 1), holding(self.made, step)
         if held != self._held:
             self.engine.follow(config_at(self.recipe, self.made, step + 1))
@@ -91,7 +92,9 @@ class LiveChanges:
         if held != before and (ended := [change for change in before if change not in held]):
             keys = ", ".join(dict.fromkeys(key for change in ended for key in change.new))
             self.log.say(f"step {step + 1}: {keys} as before the change, which ended")
-        return held != before
+        return {
+            key for change in (*held, *before) if (change in held) != (change in before) for key in change.new
+        }
 
     def _answer(self, step: int) -> list[ChangeMade]:
         """Journal the answers to new requests; the changes that were made."""

@@ -57,6 +57,8 @@ REMEDIES = {
     "slow": "a higher optimizer.lr is likely to end lower (megastable study finds it)",
 }  # of signs that have another than ADVICE
 
+BY_RATES = ("peak", "slow", "unigram")  # signs that are judged by the recipe's rates
+
 Found = tuple[str, dict[str, float]] | None  # what was seen, as the begin of a sentence, and its numbers
 
 
@@ -87,6 +89,12 @@ class Signs(Watch):
         self.peak = range(peak - 2, peak + 1) if peak else range(0)
         self.later = range(peak * 3 // 2 - 2, peak * 3 // 2 + 1) if peak else range(0)
         self.state = SignsState()
+
+    def leave_rates(self, keys: Iterable[str]) -> None:
+        """People have changed these keys live: if the rates are no longer those of the recipe, signs that are judged
+        by them would be wrong, and are not told any more."""
+        if any(key == "optimizer.lr" or key.startswith("schedule.") for key in keys):
+            self.state.told += [sign for sign in BY_RATES if sign not in self.state.told]
 
     def measures(self, step: int) -> bool:
         """Whether the norms of weights and update are needed after this step: `engine.statistics`."""

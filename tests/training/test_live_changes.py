@@ -251,6 +251,19 @@ def test_a_checkpoint_is_judged_by_all_betas_that_its_moments_may_be_of(tmp_path
     assert set(Checkpoints._betas(of_run, tmp_path / "none")) == {recipe, (0.5, 0.6), strange}
 
 
+def test_a_step_says_which_keys_change_there_also_when_it_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.root.mkdir()
+    for number, until, key in (("1", 9, "optimizer.lr"), ("2", None, "model.z_loss")):
+        RunLog(run).emit(ChangeMade(step=8, until=until, change=number, reason="because", new={key: 1e-3}))
+    live = make_live(run, small(tmp_path, run.root), monkeypatch)
+    both = {"optimizer.lr", "model.z_loss"}
+    told = [live.begin(step) for step in (6, 7, 8, 9, 10, 7, 8)]
+    assert told == [set(), both, set(), {"optimizer.lr"}, set(), both, set()]
+
+
 def kill(run: RunDirectory) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -339,3 +339,15 @@ def test_no_looks_and_no_norms_are_asked_for_where_there_are_none() -> None:
     on = Signs(CONFIG, WIDTH)
     assert [step for step in range(200) if on.looks(step)] == [1, 20, 50, 100]
     assert [step for step in range(200) if on.measures(step)] == [1, 2, 5, 10, 20, 50, 100]
+
+
+def test_signs_that_the_rates_of_the_recipe_judge_are_left_once_people_change_them() -> None:
+    signs = Signs(CONFIG, WIDTH)
+    signs.leave_rates({"model.z_loss", "optimizer.betas"})
+    assert signs.state.told == []
+    for keys in ({"optimizer.lr"}, {"schedule.floor", "optimizer.lr"}):
+        signs.leave_rates(keys)
+        assert sorted(signs.state.told) == ["peak", "slow", "unigram"]
+    assert signs.unigram(20, [7.0] * 10, 6.0, 0.26) == []
+    assert names(Signs(CONFIG, WIDTH).unigram(20, [7.0] * 10, 6.0, 0.26)) == ["unigram"]
+    assert names(signs.measured(1, {"update_ratio": 1.0}, {})) == ["update"]
