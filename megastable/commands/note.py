@@ -45,10 +45,7 @@ def note(
         raise DataError("the note is empty: write it in quotes behind the run")
     at = whole(read_object(directory.progress).get("step")) if step is None else step
     written = Note(step=at, who=login_name(), text=text)
-    log = RunLog(directory)
-    log.emit(written)
-    if log.waiting:
-        raise DataError(f"{directory.journal}: the disk refuses the note: make room, then write it again")
+    RunLog(directory).write(written)
     if as_json:
         put_json(written.fields, True, None)
     else:

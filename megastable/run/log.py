@@ -35,7 +35,7 @@ class RunLog:
         if not self.active:
             return
         try:
-            self._write(event)
+            self.write(event)
         except DataError as error:
             log.warning("%s; waiting in memory: %s", error, self.run.waiting[-1])
         self._tell(event, say)
@@ -45,7 +45,7 @@ class RunLog:
         if not self.active:
             return
         try:
-            self._write(event)
+            self.write(event)
         except DataError as error:
             raise SpaceError(
                 f"{error}. A restart would not know of this: {event.event}: make room, then start again from the "
@@ -69,7 +69,8 @@ class RunLog:
             jsonl.append(self.run.journal, self.run.waiting[0])
             self.run.waiting.pop(0)
 
-    def _write(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
+        """Journal an event, which waits if the disk refuses it. Raises DataError then, which says why."""
         self.run.waiting.append(as_json({"time": round(time.time(), 3), **event.fields}))
         self.flush()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,20 @@ def test_between_two_attempts_of_a_supervisor_a_change_waits_for_the_next_one(
     assert done.returncode == 0 and "has not answered it yet" in done.stdout, done
     [request] = read_requests(run.changes)[0]
     assert request.values == {"optimizer.lr": "1e-3"}
+
+
+def test_why_a_note_could_not_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, real = made_run(tmp_path / "run", last=5, incidents=[]), Path.open
+
+    def opens(path: Path, mode: str = "r", *arguments: Any, **more: Any) -> Any:
+        if path.name == run.journal.name and "a" in mode:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, mode, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", opens)  # a superuser may write everywhere
+    done = note("run", TEXT, cwd=tmp_path)
+    assert done.returncode == 2 and "journal.jsonl could not be written" in done.stderr, done
+    assert "Permission denied" in done.stderr and "make room" not in done.stderr
 
 
 def test_what_is_no_note_is_bad_input(tmp_path: Path) -> None:
