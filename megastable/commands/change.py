@@ -12,6 +12,7 @@ from megastable.commands.options import Json, Run, put_json
 if TYPE_CHECKING:
     from megastable.run.directory import RunDirectory
     from megastable.run.events.event import Event
+    from megastable.run.events.follow import Follower
 
 app = App()
 PATIENCE = 60.0  # seconds to wait for the run's answer
@@ -49,6 +50,7 @@ def change(
     from megastable.run import changes
     from megastable.run.directory import RunDirectory
     from megastable.run.events.event import whole
+    from megastable.run.events.follow import Follower
     from megastable.run.events.people_events import ChangeMade, ChangeRefused
     from megastable.supervise.locks import nobody_works
 
@@ -62,7 +64,10 @@ def change(
     recipe, values = load(directory.recipe), changes.parse_values(settings)
     step = whole(read_step(directory)) or 0
     request = changes.ChangeRequest(id="", time=0.0, reason=reason, values=values, until=until)
-    made = list(directory.events(ChangeMade))
+    journal = Follower(directory.journal)
+    made = [event for event in journal.stream() if isinstance(event, ChangeMade)]
+    if journal.problem:
+        raise DataError(journal.problem)
     refused = changes.answer(request, recipe, made, step, None)
     if isinstance(refused, ChangeRefused):
         raise ConfigError(str(refused.problem))
@@ -72,7 +77,7 @@ def change(
             f"({directory.resuming}) and --reason"
         )
     request = changes.ask(directory.changes, values, reason, login_name(), until)
-    found = _answer(directory, request.id)
+    found = _answer(directory, journal, request.id)
     if isinstance(found, ChangeRefused):
         raise ConfigError(str(found.problem))
     if as_json:
@@ -93,16 +98,16 @@ def read_step(directory: RunDirectory) -> object:
     return read_object(directory.progress).get("step")
 
 
-def _answer(directory: RunDirectory, change: str) -> Event | None:
-    """What the run says of a request; None if it has not said anything within `PATIENCE`, or does not train."""
+def _answer(directory: RunDirectory, journal: Follower, change: str) -> Event | None:
+    """What the run says of a request in what is new in its journal; None if it has not said anything within `PATIENCE`,
+    or does not train."""
     import time
 
-    from megastable.run.events.reading import read_events
     from megastable.supervise.locks import nobody_works
 
     until, ended = time.monotonic() + PATIENCE, False
     while True:
-        for event in read_events(directory.journal, change.encode()):
+        for event in journal.stream():
             if event.get("change") == change:
                 return event
         if ended or time.monotonic() > until:
