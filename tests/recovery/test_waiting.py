@@ -10,11 +10,18 @@ import pytest
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import BranchesTried
+from tests.conftest import write_corpus
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
-from tests.recovery.test_recovery import LAYOUTS, easy, incidents, recipe
+from tests.recovery.test_recovery import LAYOUTS, incidents, recipe
 
-__all__ = ["easy"]
+
+@pytest.fixture(scope="module")
+def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus that is learnt quickly; by its name, which decides the order, a trial finds the window harmless."""
+    folder = tmp_path_factory.mktemp("waiting") / "easy0"
+    write_corpus(folder, ids=20)
+    return folder
 
 
 def excited(config: RunConfig, spoilt: int, factor: float, always: bool) -> int:
