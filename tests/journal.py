@@ -22,5 +22,5 @@ class KeptLog(RunLog):
         self.events, self.said = list[Event](), list[str]()
         self.active, self.console = True, self.said.append
 
-    def _write(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         self.events.append(event)

@@ -72,6 +72,11 @@ def change(
     if isinstance(refused, ChangeRefused):
         raise ConfigError(str(refused.problem))
     if nobody_works(directory):
+        if step >= recipe.train.steps:
+            raise ConfigError(
+                f"{directory.root} is finished: with a larger train.steps it goes on, with another setting from any "
+                "checkpoint (megastable checkpoint branch)"
+            )
         raise ConfigError(
             f"{directory.root}: no process trains here: start it again with {' '.join(settings)} "
             f"({directory.resuming}) and --reason"

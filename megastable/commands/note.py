@@ -43,7 +43,10 @@ def note(
         )
     if not text:
         raise DataError("the note is empty: write it in quotes behind the run")
-    at = whole(read_object(directory.progress).get("step")) if step is None else step
+    done = whole(read_object(directory.progress).get("step"))
+    if step is not None and done is not None and step > done:
+        raise DataError(f"--step {step}: the run has done {done} steps; a note is about what has happened")
+    at = done if step is None else step
     written = Note(step=at, who=login_name(), text=text)
     RunLog(directory).write(written)
     if as_json:

@@ -72,7 +72,8 @@ class Rise:
         """As a sentence."""
         return (
             f"the loss of the probe samples, which are never trained on, changed by {self.change:+.3f} nats from step "
-            f"{self.before} to step {self.step}, {self.nats:.3f} more than expected; usual are at most {self.limit:.3f}"
+            f"{self.before} to step {self.step}, where {self.change - self.nats:+.3f} was expected: it is "
+            f"{self.nats:.3f} higher, and usual is at most {self.limit:.3f}"
         )
 
 
@@ -131,6 +132,10 @@ class ProbeTrend(_LookState):
         shift = losses - np.array(self.looks[-1][1])
         before = [(at, (np.array(known) + shift).tolist()) for at, known in self.looks[:-1]]
         self.looks = [*before, (step, losses.tolist())]
+
+    def begin_again(self) -> None:
+        """The run trains otherwise from here on: how fast the loss fell until now says nothing."""
+        self.looks = self.looks[-1:]
 
     def rewind(self, step: int) -> None:
         """The run is back after `step`."""

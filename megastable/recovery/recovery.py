@@ -162,8 +162,8 @@ class Recovery:
     def _train_otherwise(self, step: int) -> None:
         """A person has changed how the steps after `step` are trained: what follows at once is the effect of that."""
         self.watches.trends.begin_again()
-        self.watches.tensors.state.begin_again()
         for watch in (self.watches.tensors, self.watches.probe):
+            watch.state.begin_again()
             watch.state.pause.hold(step)
 
     # Before the update

@@ -59,7 +59,7 @@ def test_damage_is_seen_while_the_loss_falls_as_fast(seed: int) -> None:
     before, fallen = np.array(trend.looks[-1][1]), 2.0 * (math.exp(-1) - math.exp(-9 / 8))
     rise = trend.judge(90, before - fallen + 0.09)
     assert rise is not None and abs(rise.change) < 0.02 and rise.nats == pytest.approx(0.09, abs=0.02)
-    assert "more than expected" in rise.reason
+    assert "was expected" in rise.reason
     trend, _ = falling(8, 0.003, seed)
     assert trend.judge(90, before - fallen + 0.01) is None
 

@@ -80,6 +80,9 @@ def test_a_trend_is_continued_as_far_as_its_steps_reach() -> None:
     curve = {step: 2 + 5 * step**-0.5 for step in range(1, 501)}
     there = expect_loss(curve, 501, 601)["expected"]
     assert 2 + 5 * 601**-0.5 - 0.03 < there < curve[500]
+    # Nor is the steep beginning of a run, whose newer half leads elsewhere: the quickstart's.
+    start = {step: 3.8 + 4.5 * math.exp(-step / 50) + 0.1 * math.sin(7 * step) for step in range(1, 120)}
+    assert expect_loss(start, 120, 220) == {}
     falls = {step: math.log(step) for step in range(1, 501)}
     assert (
         expect_loss(falls, 501, 601)["expected"] <= falls[500]

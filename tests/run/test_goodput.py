@@ -497,3 +497,10 @@ def test_of_a_long_journal_all_events_that_count_are_chosen() -> None:
     block = "".join(f"{line}\n" for line in lines).encode()
     assert [line.decode() for line in chosen(block)[0]] == lines[:-2]
     assert WANTED.search(b'{"time": 1, "event": "checkpoint_healthy"}') is None
+
+
+def test_a_note_after_the_end_is_no_time_of_the_run() -> None:
+    events = [at(0.0, "training", step=0), at(10.0, "finished", step=10)]
+    rows = steps(1, 10, 0.0)
+    later = at(5000.0, "note", step=10, who="ann", text="done")
+    assert shown(account(events, rows)) == shown(account([*events, later], rows, now=10.0))

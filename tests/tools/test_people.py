@@ -160,6 +160,13 @@ def test_why_a_note_could_not_be_written_is_said(tmp_path: Path, monkeypatch: py
     assert "Permission denied" in done.stderr and "make room" not in done.stderr
 
 
+def test_a_step_that_the_run_has_not_done_has_no_note(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", last=20, incidents=[])
+    run.progress.write_text('{"step": 20}')
+    done = note("run", "ahead", "--step", 21, cwd=tmp_path)
+    assert done.returncode == 2 and "the run has done 20 steps" in done.stderr and not list(run.events(Note))
+
+
 def test_what_is_no_note_is_bad_input(tmp_path: Path) -> None:
     made_run(tmp_path / "run", last=5, incidents=[])
     done = note("run", "  \n ", cwd=tmp_path)

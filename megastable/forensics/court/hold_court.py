@@ -91,6 +91,10 @@ def hold_court(history: History, case: CourtCase, only: Sequence[str], steps: in
         choice = case.choice if case.choice in [candidate.name for candidate in every] else NOTHING
         candidates = choose_candidates(every, only, choice)
         bar.more(len(case.steps) + len(candidates) * steps)
+        bar.say(
+            f"{len(case.steps)} steps are replayed, then {len(candidates)} branches of {steps} steps trained (--only "
+            "NAME: fewer)"
+        )
         bar.doing("replaying the run")
         run.load()
         replayed = run.replay(case.steps, bar)

@@ -54,6 +54,7 @@ from megastable.run.records import LAYER_SCHEMA, SCHEMA
 BEFORE, AFTER = 60, 40  # steps shown around an incident
 LONG_BEFORE = 500  # steps before the onset whose trend what came later is compared with
 FEWEST = 24  # of them that tell a trend
+SAME = 0.02  # nats
 LONGEST = 20_000  # most steps read of one
 COLUMNS = (
     "step", "time", "first_position", "next_position", "applied", "finite", "loss", "grad_norm", "lr", "seconds",
@@ -389,7 +390,7 @@ class Gatherer:
 
 def expect_loss(before: Mapping[int, float], onset: int, step: int) -> dict[str, float]:
     """The loss that those before a step lead to later, by the trend of the newest of them (guard/robust.py): of as many
-    steps as it is ahead, at least 60, as a curve that flattens out is no line.
+    steps as it is ahead, at least 60.
 
     Args:
         before: losses by step, nats per token.
@@ -398,13 +399,20 @@ def expect_loss(before: Mapping[int, float], onset: int, step: int) -> dict[str,
 
     Returns:
         `expected`, and `scatter` of the losses around it (from the median distance, as a standard deviation), nats per
-        token; nothing if there are too few for that distance.
+        token; nothing if there are too few for that distance, or if their newer half leads elsewhere: a loss that
+        flattens out is no line.
     """
     ahead = step - onset
     steps = sorted(at for at in before if at >= onset - max(BEFORE, ahead))
     if len(steps) < FEWEST or ahead > 2 * len(steps):
         return {}
-    found = trend(steps, [before[at] for at in steps], step, floor=0.0, full=len(steps))
+    newer = steps[len(steps) // 2 :]
+    found, checked = (
+        trend(chosen, [before[at] for at in chosen], step, floor=0.0, full=len(chosen))
+        for chosen in (steps, newer)
+    )
+    if abs(found.level - checked.level) > max(SAME, found.scale):
+        return {}
     return {"expected": found.level, "scatter": found.scale}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from megastable.base import errors
 from megastable.run.events.event import Event, Other, real, tree, whole
 from megastable.run.events.follow import PassedOver
+from megastable.run.events.people_events import Note
 from megastable.run.events.stability_events import Handover, IncidentEvent
 from megastable.run.events.supervisor_events import (
     Ended,
@@ -96,8 +97,8 @@ class Lifecycle:
         """Take in one event. Those without a time, and unknown ones, are passed over."""
         event = self.clocks.event(event, self.attempt if self.supervised else None)
         moment = event.time
-        if moment is None or not abs(moment) < 1e12 or isinstance(event, PassedOver):
-            return
+        if moment is None or not abs(moment) < 1e12 or isinstance(event, PassedOver | Note):
+            return  # people write notes also of runs that are over
         if self.newest - moment > SET_BACK:
             self.set_back = max(self.set_back, self.newest - moment)
         self.newest = max(self.newest, moment)
