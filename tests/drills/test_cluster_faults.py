@@ -54,8 +54,15 @@ def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
 
 
 def agents(host: Host) -> list[psutil.Process]:
-    """Not the shell that starts one."""
-    return [process for process in host.find(AGENT) if process.cmdline()[1:3] == AGENT.split()]
+    """Not the shell that starts one, nor what has just ended."""
+
+    def command(process: psutil.Process) -> list[str]:
+        try:
+            return process.cmdline()
+        except psutil.Error:
+            return []
+
+    return [process for process in host.find(AGENT) if command(process)[1:3] == AGENT.split()]
 
 
 def unreachable(cluster: Cluster, host: Host) -> bool:

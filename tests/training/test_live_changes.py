@@ -358,16 +358,17 @@ def test_the_command_asks_waits_and_tells_the_step(corpus: Path, tmp_path: Path)
         return call(app, "change", "run", *arguments, cwd=tmp_path)
 
     done = change("optimizer.lr=1e-3", "--reason", "x")
-    assert (
-        done.returncode == 2
-        and "no process trains here: start it again with optimizer.lr=1e-3" in done.stderr
-    )
+    assert done.returncode == 2 and "is finished: with a larger train.steps it goes on" in done.stderr
+    (tmp_path / "run/progress.json").write_text('{"step": 1}')
+    done = change("optimizer.lr=1e-3", "--reason", "x")
+    told = "no process trains here: start it again with optimizer.lr=1e-3"
+    assert done.returncode == 2 and told in done.stderr
     for arguments, told in (
         (["model.layers=3", "--reason", "x"], "begin another run"),
         (["optimizer.lr=-3", "--reason", "x"], "optimizer.lr=-3"),
         (["optimizer.lr", "--reason", "x"], "key=value"),
         (["optimizer.lr=1e-3", "--reason", " "], "--reason is empty"),
-        (["optimizer.lr=1e-3", "--reason", "x", "--until", "1"], "step 2 already"),
+        (["optimizer.lr=1e-3", "--reason", "x", "--until", "1"], "step 1 already"),
     ):
         done = change(*arguments)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done
