@@ -48,7 +48,6 @@ from megastable.warnings.signs import StartSigns
 from megastable.warnings.trends import TrendWatch
 
 EVALUATED = "data.validation", "train.eval_samples"  # keys that say which samples are evaluated
-TRAINED = *CAUSES, "train.steps"  # keys that say how the run trains; the steps, as the schedule follows them
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,10 @@ class Recovery:
             )
         if any(change.startswith(EVALUATED) for change in changed):
             trends.state.evaluations = []  # of other samples
-        if any(change.startswith(TRAINED) for change in changed):
+        schedule = self.config.schedule
+        # The steps are a cause, too, if the schedule follows them.
+        follows = schedule.total_steps is None and schedule.total_tokens is None
+        if any(change.startswith((*CAUSES, *["train.steps"] * follows)) for change in changed):
             self._train_otherwise(state.step)
         origin = Origin(parts.run, self.config, state, changed, parts.log)
         self.points = Points(parts, origin, self.hardware.state.current, memory.rate)
