@@ -109,8 +109,8 @@ class Policy:
         return self.escalate(finding, finding.reason, oldest)
 
     def is_waiting(self, step: int) -> bool:
-        """Whether trouble is left to itself at a step."""
-        return step < self.state.waits_until
+        """Whether trouble is left to itself at a step; not where it is done again, once something was done about it."""
+        return self._has_waited and step < self.state.waits_until
 
     @property
     def _has_waited(self) -> bool:
@@ -156,7 +156,6 @@ class Policy:
         if not s.watching or s.good < max(1, self.config.verify_steps // 2):
             return False
         s.watching, s.recurrences, s.alert = False, 0, None
-        s.waits_until = min(s.waits_until, finding.step)
         return True
 
     def trained_through(self, alone: bool) -> None:
@@ -250,7 +249,6 @@ class Policy:
             return self._train_on(finding, f"{reason}; {spent}", damaged)
         if s.watching:
             s.recurrences += 1
-        s.waits_until = min(s.waits_until, finding.step)
         s.outliers = [(at, severity) for at, severity in s.outliers if finding.onset - at >= SUSPICION]
         s.refused, s.good = [], 0
         s.watching, s.tripped, s.watch_until = True, finding.step, finding.step + self.config.verify_steps

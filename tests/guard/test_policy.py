@@ -599,3 +599,18 @@ def test_what_has_not_healed_in_time_is_undone_to_before_it_began(verdict: Verdi
     policy.wait(policy.decide(seen(100, Verdict.SPIKE, onset=95), 0).finding)
     healed = [policy.decide(seen(s), 0).healed for s in range(101, 140)]
     assert sum(healed) == 1
+
+
+def test_steps_that_are_done_again_after_a_wait_are_not_waited_for() -> None:
+    """Neither after its end, nor after a rewind in its middle: trouble there is acted on, and looked for."""
+    for last, verdict in ((140, Verdict.SPIKE), (120, Verdict.NON_FINITE)):
+        policy = Policy(PolicyConfig(wait=40, non_finite=1))
+        policy.wait(policy.decide(seen(100, Verdict.SPIKE, onset=95), 0).finding)
+        assert policy.is_waiting(last - 1)
+        decision = policy.decide(seen(last, verdict, onset=95), 0)
+        assert decision.action is Action.REWIND
+        policy.remedy(Cause.STATE, 90)
+        policy.rewound(94, last - 94)
+        assert not any(policy.is_waiting(step) for step in range(95, 200))
+        run(policy, [seen(s, on_trend=False) for s in range(95, 115)])
+        assert policy.decide(seen(118, Verdict.SPIKE, onset=117), 110).action is not Action.APPLY
