@@ -1,9 +1,9 @@
 """Locates the layer in which a numerical cascade began: the first one whose activations, or gradients, are many times
 as large as on a good state, for the same samples.
 
-before = measure_sizes(engine, micro_batches)      # on the state in question
-now = measure_sizes(engine, micro_batches)         # on a good one
-growth = find_first_growth(now, before)
+now = measure_sizes(engine, micro_batches)         # on the state in question
+good = measure_sizes(engine, micro_batches)        # on a good one, which the engine has restored
+growth = find_first_growth(good, now)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megastable.engine.flatstate import CACHED, CHUNK
 from megastable.engine.layer_hooks import LayerHooks, watching
 from megastable.engine.layer_names import depth_of
 
-# Times as large. States of healthy runs some steps apart differ by less than 2 from the end of the warm-up on.
+# Times as large. Chosen, not measured: planted noise on a good state stays below it (tests/recovery/test_recovery.py).
 GROWN = 4.0
 
 

@@ -96,12 +96,8 @@ class Rewinding:
         adjacent = self.incident_log.adjacent(window)
         recurred = policy.recurred(adjacent)
         unsteady, damage, harmless = self._replayed(t)
-        left_out, present, outlook, sizes = (
-            self.parts.select_unskipped(),
-            None,
-            None,
-            dict[growth_locator.TensorPlace, float](),
-        )
+        left_out, present, outlook = self.parts.select_unskipped(), None, None
+        sizes: growth_locator.Sizes = {}
         # What is proven needs no trial.
         proven = bool(damage) or harmless is not None or finding.verdict is Verdict.CORRUPTED
         if not proven:
@@ -147,9 +143,7 @@ class Rewinding:
         start = TrialStart(window, snapshot, left_out, outlook)
         return self._undo(t.decision, t.done.state, conclusion, start, begin, remedy)
 
-    def _locate_growth(
-        self, found: Conclusion, t: Tripped, sizes: Mapping[growth_locator.TensorPlace, float]
-    ) -> Conclusion:
+    def _locate_growth(self, found: Conclusion, t: Tripped, sizes: growth_locator.Sizes) -> Conclusion:
         """A conclusion that says which layer grew first, if any did. The engine holds a good state. sizes: those of the
         tripping samples on the state that tripped."""
         if not sizes:
