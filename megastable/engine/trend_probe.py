@@ -12,7 +12,7 @@ each data rank's first micro-batch. The cost of a look, per rank:
 - attention: of that sample the projection to q and k, and the scores of at most 512 evenly spaced queries, without
   gradients: less than a sixth of the sample's share of the step. Entropy and largest logit of a longer sample are those
   of these queries;
-- outputs of qkv, attention and MLP: the block once more for the first 512 tokens of that sample, without gradients,
+- outputs of qkv, attention and MLP: the block once more for the first 64 tokens of that sample, without gradients,
   as code that is compiled whole runs no hooks within; for all of them where ranks share a sample. That is a third of
   these tokens' share of the step;
 - memory passes over this rank's part of gradients and weights (8 bytes a parameter in fp32), over the second moments of
@@ -38,7 +38,7 @@ from megastable.parallel.fragments import Fragment, rectangles
 OUTPUTS = ("qkv", "projection", "ffn")
 KINDS = ("attention", "focus", *OUTPUTS, "added", "stream", "gradient", "weight", "update", "table", "stale")
 QUERIES = 512  # of a sample whose attention is examined
-PREFIX = 512  # tokens of a sample whose outputs are
+PREFIX = 64  # tokens of a sample whose outputs are
 TABLES = ("embedding.weight", "head.weight")  # a row for every token
 # From here on a row moves by a full learning rate in one step, whatever came before: Adam's first moment takes up a
 # tenth of a fresh gradient g, and 0.1 g / sqrt(v) = 1 at g^2 / v = 100. Only beta2 > 0.99 lets it get this far.
