@@ -17,6 +17,7 @@ from itertools import chain, islice
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -258,9 +259,9 @@ class Engine:
         t, size = self.topology, self.loss.vocabulary
         if not t.is_last_stage or t.tensor_rank:
             return torch.zeros(size, dtype=torch.float64, device=self.device)
-        ids = torch.cat([m.tokens.flatten() for m in micro_batches])
-        counts = torch.bincount(ids[(ids >= 0) & (ids < size)], minlength=size)
-        return counts.to(self.device, torch.float64)
+        ids = np.concatenate([m.tokens.numpy().ravel() for m in micro_batches])
+        counts = np.bincount(ids[(ids >= 0) & (ids < size)], minlength=size)
+        return torch.from_numpy(counts).to(self.device, torch.float64)
 
     def _collect(self, micro_batches: int, extra: Tensor) -> tuple[Tensor, Tensor]:
         """One sum over the world: per-sample numbers of the last stage [2 or 3, samples], and `extra` (fp64 [n]) of

@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from megastable.engine.flatstate import CACHED, CHUNK, FlatState
 from megastable.engine.layer_stats import LayerTally, Probe, attention_chunks
 from megastable.model.gpt import Block, open_stream
+from megastable.model.sizes import evenly
 from megastable.parallel.fragments import Fragment, rectangles
 
 OUTPUTS = ("qkv", "projection", "ffn")
@@ -190,12 +191,6 @@ class TrendProbe:
             # Counted, not weighed: one rare token that fills a document is no trend.
             self._sum(f.name, "table", (squares > 0).sum(), squares.numel())
             self._sum(f.name, "stale", (squares * kept**2 > STALE * known).sum(), squares.numel())
-
-
-def evenly(length: int, most: int) -> list[int]:
-    """At most so many positions of a sequence, evenly spaced, with the last one."""
-    n = min(length, most)
-    return [(i + 1) * length // n - 1 for i in range(n)]
 
 
 def _row(numbers: Tensor) -> dict[str, float]:

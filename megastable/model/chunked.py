@@ -42,8 +42,8 @@ def chunked_objective(
     entropies: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(objective, samples): mean(cross-entropy) + z_loss * mean(logsumexp^2), fp32, and fp32 [2, b] without a gradient:
-    the means of cross-entropy and logsumexp^2 of every sample; [3, b] with `entropies`, and that of the prediction,
-    nats. They are measured apart, so that the rest has the same bits with and without them.
+    the means of cross-entropy and logsumexp^2 of every sample; [3, b] with `entropies`, and that of the predictions at
+    `sizes.predicted_positions`, nats. They are measured apart: the rest has the same bits with and without them.
 
     x: [s, b, h], whole on every rank of the tensor group (see `mappings.enter`); its gradient is this rank's part.
     weight: [padded vocabulary / tensor, h], this rank's rows. labels: [b, s], int64; a label that is no token makes the
@@ -103,12 +103,13 @@ class _Chunked(torch.autograd.Function):
         buffer = flat.new_empty((size, columns))
         buffer[:, rows:] = 0.0
         buffer = buffer[:, :rows]
-        own = list[Tensor]()
+        own, measured = list[Tensor](), _predicted_rows(x) if of.entropies else None
         for start in range(0, tokens, size):
             part = slice(start, start + size)
             logits = products.mm(flat[part], real.t(), out=buffer[: flat[part].shape[0]])
-            if of.entropies:
-                own.append(own_entropy(logits, of.cap))
+            if measured is not None:
+                within = measured[(measured >= start) & (measured < start + size)] - start
+                own.append(own_entropy(logits[within], of.cap))
             loss[part], lse[part] = _between(logits, local[part], of, any(grads))
             gradient = logits  # overwritten in place
             if dx is not None:
@@ -116,10 +117,10 @@ class _Chunked(torch.autograd.Function):
             if dw is not None:
                 dw.add(gradient, flat[part])
         square = lse.pow(2)
-        numbers = [loss, square]
+        samples = torch.stack([loss, square]).view(2, *x.shape[:2]).mean(1)
         if own:
-            numbers.append(joined_entropy(torch.cat(own, 1), of.tp))
-        samples = torch.stack(numbers).view(-1, *x.shape[:2]).mean(1)
+            entropy = joined_entropy(torch.cat(own, 1), of.tp).view(-1, x.shape[1]).mean(0)
+            samples = torch.cat((samples, entropy[None]))
         ctx.save_for_backward(dx, dw and dw.total)
         ctx.x_shape, ctx.weight_shape, ctx.weight_dtype = x.shape, weight.shape, weight.dtype
         ctx.mark_non_differentiable(samples)
@@ -261,6 +262,13 @@ def _joined(own: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     dist.all_gather(ranks, own.contiguous(), group=tp.group)
     lse, target = torch.stack(ranks, 1)
     return lse.logsumexp(0), target.amax(0)
+
+
+def _predicted_rows(x: Tensor) -> Tensor:
+    """Rows of [s * b] tokens at `sizes.predicted_positions`, in order."""
+    length, samples = x.shape[:2]
+    first = torch.tensor(sizes.predicted_positions(length), device=x.device) * samples
+    return (first[:, None] + torch.arange(samples, device=x.device)).flatten()
 
 
 @torch.no_grad()

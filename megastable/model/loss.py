@@ -99,7 +99,7 @@ class LossFunction:
 
     Every call leaves the per-sample means in `samples`: a list of fp32 [2, b] (cross-entropy, logsumexp^2), one
     for each micro-batch, which the engine collects: DeepSpeed itself hands on only one scalar. entropies: [3, b], with
-    the entropy of the prediction (nats); it takes another pass over the logits.
+    the entropy of the prediction (nats), in the mean over `sizes.predicted_positions`.
     """
 
     vocabulary: int
@@ -128,7 +128,7 @@ class LossFunction:
         square = lse.pow(2)
         numbers = [loss.detach(), square.detach()]
         if self.entropies:
-            numbers.append(self._predicted(given).view_as(loss))
+            numbers.append(self._predicted(given).view(-1, loss.shape[1]))
         self.samples.append(torch.stack([of.mean(0) for of in numbers]))
         return loss.mean() + self.z_loss * square.mean()
 
@@ -137,9 +137,10 @@ class LossFunction:
 
     @torch.no_grad()
     def _predicted(self, given: Tensor | Features) -> Tensor:
-        """Entropy of what is predicted for every token, nats, fp32 [s * b]."""
+        """Entropy of what is predicted at `sizes.predicted_positions`, nats, fp32 [positions * b]."""
         features = isinstance(given, tuple)
-        parts = projected(given) if isinstance(given, tuple) else [given.flatten(0, 1)]
+        at = sizes.predicted_positions(len(given[0] if isinstance(given, tuple) else given))
+        parts = projected((given[0][at], given[1])) if isinstance(given, tuple) else [given[at].flatten(0, 1)]
         own = list[Tensor]()
         for part in parts:
             rows = min(max(self.vocabulary - self.tp.rank * part.shape[1], 0), part.shape[1])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megastable.config.tree import RunConfig
 from megastable.engine.layer_stats import LayerStatistics, attention_chunks
-from megastable.engine.trend_probe import evenly
 from megastable.model.attention_scores import AttentionScores
 from megastable.model.gpt import GPT, Block
+from megastable.model.sizes import evenly
 from megastable.parallel.layout import Layout
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megastable.engine import trend_probe
+from megastable.model.sizes import evenly, predicted_positions
 from tests.distributed import run_ranks
 from tests.engine.test_layer_stats import (
     CLIP,
@@ -71,7 +72,9 @@ def look(cases: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
 @torch.no_grad()
 def predicted(engine: Any, batch: Any) -> list[float]:
     """The mean entropy of the predictions of each sample, by plain torch in fp64."""
-    logits = engine.ds.module(batch.tokens)[..., : recipe().model.vocab_size].double()
+    logits = engine.ds.module(batch.tokens)[..., : recipe().model.vocab_size].double()[
+        predicted_positions(recipe().model.sequence_length)
+    ]
     entropies = torch.distributions.Categorical(logits=logits).entropy()
     return entropies.mean(0).tolist()
 
@@ -228,9 +231,10 @@ def test_outputs_are_those_of_the_first_tokens() -> None:
 
 
 def test_positions_are_evenly_spaced_with_the_last_one() -> None:
-    assert trend_probe.evenly(8, 4) == [1, 3, 5, 7] and trend_probe.evenly(3, 4) == [0, 1, 2]
+    assert predicted_positions(65) == [20, 42, 64] and predicted_positions(64) == [31, 63]
+    assert evenly(8, 4) == [1, 3, 5, 7] and evenly(3, 4) == [0, 1, 2]
     for length in (513, 1000, 131072):
-        at = trend_probe.evenly(length, 512)
+        at = evenly(length, 512)
         gaps = {b - a for a, b in pairwise(at)}
         assert len(at) == 512 and at[-1] == length - 1 and max(gaps) - min(gaps) <= 1
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megastable.model import chunked
 from megastable.model.chunked import chunked_objective
 from megastable.model.loss import LossFunction, project
-from megastable.model.sizes import chunk_size
+from megastable.model.sizes import chunk_size, predicted_positions
 from megastable.parallel.topology import TensorParallel
 from tests.tiers import examples
 
@@ -120,13 +120,20 @@ def test_objective_samples_and_gradients_are_the_references(
 
 @settings(deadline=None, max_examples=examples(10))
 @given(
-    vocabulary=st.integers(1, 40), padding=st.integers(0, 20), elements=st.integers(1, 1500),
+    s=st.integers(1, 99), vocabulary=st.integers(1, 40), padding=st.integers(0, 20), elements=st.integers(1, 1500),
     block=st.integers(1, 300), seed=st.integers(0, 99), cap=st.sampled_from([None, 1.5]), compiled=st.booleans(),
 )  # fmt: skip
 def test_entropies_of_predictions_are_exact_and_change_no_bit_of_the_rest(
-    vocabulary: int, padding: int, elements: int, block: int, seed: int, cap: float | None, compiled: bool
+    s: int,
+    vocabulary: int,
+    padding: int,
+    elements: int,
+    block: int,
+    seed: int,
+    cap: float | None,
+    compiled: bool,
 ) -> None:
-    x, weight, labels = inputs(vocabulary=vocabulary, columns=vocabulary + padding, seed=seed)
+    x, weight, labels = inputs(s, vocabulary=vocabulary, columns=vocabulary + padding, seed=seed)
     how: dict[str, Any] = {"elements": elements, "cap": cap, "compiled": compiled}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "BLOCK", block)
@@ -135,7 +142,7 @@ def test_entropies_of_predictions_are_exact_and_change_no_bit_of_the_rest(
         without = by_chunks(x, weight, labels, vocabulary, 0.1, **how)
     logits = F.linear(x.double(), weight.double())[..., :vocabulary]
     logits = logits if cap is None else cap * (logits / cap).tanh()
-    wanted = torch.distributions.Categorical(logits=logits).entropy().mean(0).detach()
+    wanted = torch.distributions.Categorical(logits=logits[predicted_positions(s)]).entropy().mean(0).detach()
     for plain in (False, True):
         loss = LossFunction(vocabulary, 0.1, ONE, cap=cap, plain=plain, entropies=True)
         loss((x, weight), labels) if plain else loss(project((x, weight), cap), labels)
