@@ -71,12 +71,12 @@ class StepRecord:
     mfu_full and mfu_causal: share of the peak, counting the full attention matrix or its causal half. clipped_fraction:
     of the steps since it was last recorded. norm_kept: the share of the gradient's norm that clipping left, None if the
     update was refused. token_entropy: of the distribution of the batch's tokens, nats: the loss of the best model of
-    this batch without context. predictive_entropy: mean entropy of the model's predictions at every 32nd token, nats, at the looks of the
-    slow signals. noise_scale: the smoothed gradient noise scale in samples, None where there is no estimate
-    (warnings/noise_scale.py). fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for it. attempt: of
-    the supervisor, None without one. forward_seconds to other_seconds: of rank 0, see step_phases.py; on a GPU None in
-    the last record of a file, whose kernels still run when it is written. Other values that may be None: see
-    `probe.Statistics`.
+    this batch without context. predictive_entropy: mean entropy of the model's predictions (of every 32nd token),
+    nats, at the looks of the slow signals. noise_scale: the smoothed gradient noise scale in samples, None where there
+    is no estimate (warnings/noise_scale.py). fp8: 1 or 0, whether the step was computed in FP8, if the recipe asks for
+    it. attempt: of the supervisor, None without one. forward_seconds to other_seconds: of rank 0, see step_phases.py;
+    on a GPU None in the last record of a file, whose kernels still run when it is written. Other values that may be
+    None: see `probe.Statistics`.
     """
 
     step: int
