@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from megastable.base import jsonl
 from megastable.base.errors import DataError
@@ -17,12 +17,22 @@ from megastable.base.errors import DataError
 log = logging.getLogger(__name__)
 
 
+def _as_utc(time: datetime) -> datetime:
+    try:
+        return time.astimezone(UTC)
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+
+
+Time = Annotated[datetime, AfterValidator(_as_utc)]
+
+
 class LedgerEntry(BaseModel):
     """A line of a ledger."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    time: datetime | None = None  # `append` fills it in
+    time: Time | None = None  # `append` fills it in
 
 
 E = TypeVar("E", bound=LedgerEntry)
@@ -42,41 +52,53 @@ def append_all(path: Path, entries: Sequence[LedgerEntry]) -> None:
 
 
 def read(path: Path, kind: Callable[[Any], type[E]], odd: list[str] | None = None) -> list[E]:
-    """The entries of a ledger, oldest first, each of the `kind` chosen by its content; empty if the file does not
-    exist. Empty lines are ignored.
+    """The entries of a ledger, oldest first; empty if the file does not exist.
 
-    A torn last line (a crash during the write) is left out with a warning. Any other invalid line raises a DataError
-    that names it, unless `odd` is given: then the problem is added to `odd` and the line is left out, so that a
-    running run continues.
+    A torn last line (a crash during the write) is left out with a warning.
+
+    Args:
+        path: Of the ledger.
+        kind: Chooses the class of a line by its content.
+        odd: Gets the problems of invalid lines, which are left out, so that a running run continues.
+
+    Raises:
+        DataError: for an invalid line, which it names, if `odd` is not given; if the file cannot be read.
     """
-    lines, torn = jsonl.read(path)
+    whole, torn = jsonl.content(path)
+    warn_of_torn(path, whole, torn)
+    return list(parse_lines(path, whole, 1, kind, odd))
+
+
+def warn_of_torn(path: Path, whole: bytes, torn: bytes) -> None:
+    """Log that the last line of a ledger is ignored, if a crash tore it (`jsonl.content`)."""
     if torn:
-        log.warning("%s: line %d was torn by a crash and is ignored: %r", path, len(lines) + 1, torn[:200])
-    found = []
-    for number, line in enumerate(lines, start=1):
+        number = whole.count(b"\n") + 1
+        log.warning("%s: line %d was torn by a crash and is ignored: %r", path, number, torn[:200])
+
+
+def parse_lines(
+    path: Path, content: bytes, first_number: int, kind: Callable[[Any], type[E]], odd: list[str] | None
+) -> Iterator[E]:
+    """The entries of the lines of `content`, of which the first has the number `first_number` in the file. Empty lines
+    are ignored; `kind`, `odd` and errors as in `read`."""
+    for number, line in enumerate(content.split(b"\n"), start=first_number):
         try:
-            found += [parse(path, number, line, kind)] if line.strip() else []
+            if line.strip():
+                yield _parse_line(path, number, line, kind)
         except DataError as error:
             if odd is None:
                 raise
             odd.append(str(error))
-    return found
 
 
-def parse(path: Path, number: int, line: bytes, kind: Callable[[Any], type[E]]) -> E:
-    """Line `number` of `path`, of the kind chosen by its content. Raises DataError with the problem."""
+def _parse_line(path: Path, number: int, line: bytes, kind: Callable[[Any], type[E]]) -> E:
+    remedy = f"correct or delete line {number} of {path}, nothing else depends on it"
     try:
-        content = json.loads(line)
-        return kind(content).model_validate(content)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep, not an entry
-        problem = error
-    if isinstance(problem, ValidationError):
-        detail = problem.errors()[0]
+        # Python's parser refuses what is nested too deep; pydantic's refuses strings that cannot be written again.
+        return kind(json.loads(line)).model_validate_json(line)
+    except ValidationError as error:
+        detail = error.errors()[0]
         message = ".".join(str(part) for part in detail["loc"]) + " " + str(detail["msg"])
-        raise DataError(f"{path} line {number}: {message.strip()}: {remedy(path, number)}") from problem
-    raise DataError(f"{path} line {number} is not JSON ({problem}): {remedy(path, number)}") from problem
-
-
-def remedy(path: Path, number: int) -> str:
-    """The advice for an invalid line."""
-    return f"correct or delete line {number} of {path}, nothing else depends on it"
+        raise DataError(f"{path} line {number}: {message.strip()}: {remedy}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
+        raise DataError(f"{path} line {number} is not JSON ({error}): {remedy}") from error

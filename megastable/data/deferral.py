@@ -24,7 +24,7 @@ from megastable.config.tree import RunConfig
 from megastable.data.blends import ExchangeEntry
 from megastable.data.exchange import Exchange, swaps_of
 from megastable.data.order import Order
-from megastable.data.skip_entries import RANGES
+from megastable.data.skip_ledger import RANGES
 from megastable.data.skipping import persist
 from megastable.data.skips import Selection
 from megastable.data.source import Source

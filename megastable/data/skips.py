@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.data.bitmap import Bitmap
 from megastable.data.order import LAST_POSITION, Order
 
 Range = tuple[int, int]
@@ -187,7 +186,6 @@ class Selection:
                 "delete that line"
             )
         self.sequences: dict[int, Skips] = {}
-        self._bitmaps: dict[int, Bitmap] = {}
         self._out: dict[int, Skips] = {}
         for index, corpus in enumerate(order.corpora):
             out = excluded.swapped.get(corpus.name, NONE).union(Skips.of(order.absent(index)))
@@ -195,8 +193,6 @@ class Selection:
             chosen = sequences_of(tokens, order.sequence_length, order.sequences[index])
             if chosen.count() == order.sequences[index]:
                 out = Skips.of([(0, LAST_POSITION)])  # otherwise the search for a kept one would not end
-            elif chosen.count():
-                self._bitmaps[index] = Bitmap(order.sequences[index], *chosen.edges.T)
             if chosen.count():
                 self.sequences[index] = chosen
             if out.count():
@@ -283,14 +279,13 @@ class Selection:
     def _left_out(self, positions: Int64s) -> Bools:
         """Which of n positions hold a sample that is skipped by identity or by its corpus: bool [n]."""
         out = np.zeros(positions.shape, dtype=bool)
-        if not self._out and not self._bitmaps:
+        if not self._out and not self.sequences:
             return out
         places = self._order.locate(positions)
         for corpus, skips in self._out.items():
             out |= (places.corpus == corpus) & skips.mask(positions)
-        for corpus, bitmap in self._bitmaps.items():
-            mine = np.flatnonzero(places.corpus == corpus)
-            out[mine] |= bitmap[places.sequence[mine]]
+        for corpus, sequences in self.sequences.items():
+            out |= (places.corpus == corpus) & sequences.mask(places.sequence)
         return out
 
     def _gone(self) -> set[int]:

@@ -23,6 +23,7 @@ from megastable.data.order import LAST_POSITION
 from megastable.data.skip_ledger import (
     RANGES,
     AnyEntry,
+    Ledger,
     SampleEntry,
     ShardDocuments,
     SkipEntry,
@@ -178,7 +179,9 @@ def _tokens(stream: Stream, documents: Mapping[str, Named]) -> Iterator[tuple[st
 
 def _add(history: History, entries: Sequence[AnyEntry], added: Skipped) -> Skipped:
     order, more = history.library().source.order, history.config.data.skip
-    Selection(order, history.ledger.and_also(entries).exclusions, more)  # refuses what would stop the run
+    Selection(
+        order, Ledger([*history.ledger.entries, *entries]).exclusions, more
+    )  # refuses what would stop the run
     live, before = _is_live(history), len(_told(history))
     if not entries:
         return added

@@ -288,9 +288,7 @@ class IncidentLog:
 
         entries = first(lines)
         persist(self.run.skips, entries, f"incident {incident.number} wants released")
-        mine = Selection(
-            order, Ledger.of([e.model_copy(update={"released": None}) for e in entries]).exclusions
-        )
+        mine = Selection(order, Ledger([e.model_copy(update={"released": None}) for e in entries]).exclusions)
         freed = chosen[mine.mask(chosen)]
         incident.positions = Skips.of(incident.positions).minus(Skips.of_numbers(freed)).ranges
         incident.released += freed.size

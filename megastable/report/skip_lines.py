@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megastable.base.text import ranges
 from megastable.data.order import LAST_POSITION
-from megastable.data.skip_entries import AnyEntry, SampleEntry
+from megastable.data.skip_ledger import AnyEntry, SampleEntry
 from megastable.data.skips import ranges_of
 
 RANGES = 4  # of a line that are told

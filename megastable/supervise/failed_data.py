@@ -66,7 +66,9 @@ def samples_of(config: RunConfig, run: RunDirectory, end: End, cursor: int, inci
     left, _ = before.usable(run.skips, order, config.data.skip)
     positions, _ = left.next_kept(cursor, config.batches.at(cursor))
     entries = sample_entries(order, positions, reason, incident=incident, step=end.step)
-    return FailedSamples(positions.tolist(), entries, len(ledger.table) - len(before.table) < len(entries))
+    return FailedSamples(
+        positions.tolist(), entries, len(ledger.entries) - len(before.entries) < len(entries)
+    )
 
 
 def _open(config: RunConfig, run: RunDirectory) -> Corpora:

@@ -371,7 +371,7 @@ def test_what_was_convicted_since_is_no_measure_of_harmless_samples() -> None:
     """A sample that was trained on in this epoch, and convicted when it came again."""
     order = Order([OrderedCorpus("web", 32 * 20 + 1, 1.0, "f")], 32, seed=0)
     again = order.positions_of(0, [order.locate_one(3).sequence, order.locate_one(9).sequence], 20, 40)
-    selection = Selection(order, Ledger.of(sample_entries(order, again, "bad")).exclusions)
+    selection = Selection(order, Ledger(sample_entries(order, again, "bad")).exclusions)
     steps = [Trained(n, np.arange(8 * n, 8 * n + 8), np.arange(8 * n, 8 * n + 8) / 10, True) for n in (0, 1)]
     positions, losses = harmless(steps, selection)
     assert positions.tolist() == [p for p in range(16) if p not in (3, 9)]

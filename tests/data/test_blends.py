@@ -130,7 +130,7 @@ def test_swapping_out_the_only_corpus_of_a_phase_is_refused(three: dict[str, Pat
     run = opened(three, {"b": 1.0}, [entry(first, 0), entry(second, BLOCK)])
     out = SkipEntry(first=BLOCK, end=2**62, reason="bad", corpus="b")
     with pytest.raises(DataError, match="swaps out every corpus"):
-        Selection(run.train.order, Ledger.of([out]).exclusions)
+        Selection(run.train.order, Ledger([out]).exclusions)
     kept, _ = Selection(run.train.order).next_kept(BLOCK - 5, 10)
     assert kept.tolist() == list(range(BLOCK - 5, BLOCK + 5))
 

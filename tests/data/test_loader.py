@@ -225,7 +225,7 @@ def test_go_to_after_an_error_of_what_was_read_ahead(source: Source) -> None:
 def test_without_a_corpus_that_was_swapped_out(source: Source) -> None:
     """Only its samples are missing; those of the others come in the same order."""
     out = SkipEntry(first=30, end=2**62, reason="x", corpus="books")
-    selection = Selection(source.order, Ledger.of([out]).exclusions, SKIPS.ranges)
+    selection = Selection(source.order, Ledger([out]).exclusions, SKIPS.ranges)
     steps = load(source, 4, skips=selection)
     walked = np.concatenate([step.positions for step in steps])
     everything = np.concatenate([step.positions for step in load(source, 30)])

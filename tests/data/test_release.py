@@ -48,6 +48,6 @@ def test_what_incidents_said_is_withdrawn_and_what_others_say_stays(
         if len(own | persons) < len(WHOLE):
             assert left_out(Ledger.read(path).exclusions) == own | persons
             assert left_out(again_and_again.read()[0]) == own | persons  # only the new lines are parsed
-            assert left_out(Ledger.of(Ledger.read(path).entries).exclusions) == own | persons
+            assert left_out(Ledger(Ledger.read(path).entries).exclusions) == own | persons
         if len(ever) < len(WHOLE):
             assert left_out(Ledger.read(path).ever.exclusions) == ever

@@ -12,7 +12,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
-from megastable.data.bitmap import PAGE, Bitmap
 from megastable.data.order import LAST_POSITION, Order, OrderedCorpus, Phase
 from megastable.data.skip_ledger import (
     AnyEntry,
@@ -23,7 +22,7 @@ from megastable.data.skip_ledger import (
     append_all,
     sample_entries,
 )
-from megastable.data.skips import Range, Selection, Skips
+from megastable.data.skips import Range, Selection
 from tests.tiers import examples
 
 NAMES = ("books", "code", "web")
@@ -41,7 +40,7 @@ def sample(name: str, *tokens: Range, fingerprint: str | None = None) -> SampleE
 
 
 def selection(order: Order, entries: Sequence[AnyEntry], more: Sequence[Range] = ()) -> Selection:
-    return Selection(order, Ledger.of(entries).exclusions, more)
+    return Selection(order, Ledger(entries).exclusions, more)
 
 
 def naive(order: Order, entries: Sequence[AnyEntry], more: Sequence[Range], end: int) -> list[int]:
@@ -151,42 +150,6 @@ def test_what_was_convicted_comes_in_no_epoch_and_nothing_else_is_lost(
         assert np.flatnonzero(~selection(longer, entries).mask(np.arange(SHOWN))).tolist() == kept
     except DataError:
         assert len(kept) < SHOWN
-
-
-@settings(deadline=None)
-@given(st.integers(1, 4 * PAGE), st.data())
-def test_a_bitmap_is_a_set(size: int, data: st.DataObject) -> None:
-    edge = st.integers(0, size) | st.sampled_from([*range(0, size + 1, PAGE), size])
-    pairs = data.draw(st.lists(st.tuples(edge, edge).filter(lambda p: p[0] != p[1]), max_size=8))
-    skips = Skips.of((min(pair), max(pair)) for pair in pairs)
-    numbers = np.arange(size)
-    assert Bitmap(size, *skips.edges.T)[numbers].tolist() == skips.mask(numbers).tolist()
-
-
-def test_many_numbers_are_set_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megastable.data.bitmap.AT_ONCE", 100)
-    skips = Skips.of([(7 * n, 7 * n + n % 7 + 1) for n in range(3000)])
-    assert (
-        Bitmap(21_001, *skips.edges.T)[np.arange(21_000)].tolist() == skips.mask(np.arange(21_000)).tolist()
-    )
-
-
-@pytest.mark.slow
-def test_a_bitmap_of_a_large_corpus_is_small() -> None:
-    """10^12 tokens, of which a million samples are named: what is touched is a page of each, and few bytes in all."""
-    tokens, length = 10**12, 4096
-    order = Order([OrderedCorpus("web", tokens, 1.0, "web")], length, seed=1)
-    chosen = np.random.default_rng(0).choice(order.sequences[0], 1_000_000, replace=False)
-    bitmap = Bitmap(order.sequences[0], *Skips.of_numbers(chosen).edges.T)
-    assert bitmap[chosen].all() and bitmap.nbytes < 40e6
-    few = Bitmap(order.sequences[0], *Skips.of([(5, 6), (10**8, 2 * 10**8)]).edges.T)
-    assert few.nbytes < 1e6 and few[np.array([4, 5, 6, 10**8, 2 * 10**8])].tolist() == [
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
 
 
 def test_a_corpus_of_which_all_is_named_is_gone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -173,40 +172,6 @@ def test_a_torn_line_is_reported(ledger: Path, caplog: pytest.LogCaptureFixture)
     assert "line 2 was torn" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{broken", "not JSON"),
-        ("[1, 2]", "line 2"),
-        ('{"first": 9, "end": 5, "reason": "x"}', "first 9 is not below end 5"),
-        ('{"first": 5, "end": 5, "reason": "x"}', "not below"),
-        ('{"first": -1, "end": 5, "reason": "x"}', "first .*greater than or equal to 0"),
-        ('{"first": 1.0, "end": 5, "reason": "x"}', "first .*integer"),
-        ('{"first": true, "end": 5, "reason": "x"}', "first .*integer"),
-        ('{"first": "1", "end": 5, "reason": "x"}', "first .*integer"),
-        (json.dumps({"first": 1, "end": 2**62 + 1, "reason": "x"}), "end .*less than or equal"),
-        ('{"first": 1, "reason": "x"}', "end Field required"),
-        ('{"first": 1, "end": 2}', "reason Field required"),
-        ('{"first": 1, "end": 2, "reason": "x", "why": 1}', "why Extra"),
-        ('{"first": 1, "end": 2, "reason": "x", "corpus": 3}', "corpus .*string"),
-        ('{"first": 1, "end": 1e30, "reason": "x"}', "end .*integer"),
-        ('{"first": 1, "end": 99999999999999999999999, "reason": "x"}', "end .*less than or equal"),
-        ('{"first": NaN, "end": 2, "reason": "x"}', "first .*integer"),
-        ('{"first": null, "end": 2, "reason": "x"}', "first .*integer"),
-        ('{"first": [1], "end": 2, "reason": "x"}', "first .*integer"),
-        ("null", "line 2"),
-        ("\udcff", "not JSON"),
-    ],
-)
-def test_bad_lines(ledger: Path, line: str, message: str) -> None:
-    good = '{"first": 1, "end": 2, "reason": "x"}\n'
-    ledger.write_bytes(f"{good}{line}\n{good}".encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=message) as caught:
-        read_ledger(ledger)
-    assert f"{ledger} line 2" in str(caught.value)
-    assert "correct or delete line 2" in str(caught.value)
-
-
 def test_entries_refused() -> None:
     for first, end in [(5, 5), (-1, 3), (0, 2**62 + 1)]:
         with pytest.raises(ValidationError):
@@ -235,7 +200,7 @@ def out(name: str | None, first: int, end: int = LAST_POSITION) -> SkipEntry:
 
 
 def selection_of(entries: Sequence[AnyEntry], more: Sequence[Range] = (), order: Order = ORDER) -> Selection:
-    return Selection(order, Ledger.of(entries).exclusions, more)
+    return Selection(order, Ledger(entries).exclusions, more)
 
 
 ENTRIES = st.lists(
@@ -308,9 +273,7 @@ def test_all_corpora_out() -> None:
     with pytest.raises(DataError, match=r"swaps out every corpus, or .*: delete one of those lines"):
         selection_of(entries)
     with pytest.raises(DataError, match="swaps out every corpus"):
-        Selection(
-            Order([OrderedCorpus("only", 500, 1.0)], 16, seed=3), Ledger.of([out("only", 7)]).exclusions
-        )
+        Selection(Order([OrderedCorpus("only", 500, 1.0)], 16, seed=3), Ledger([out("only", 7)]).exclusions)
 
 
 def test_all_corpora_out_for_long_are_not_walked_through() -> None:

@@ -116,7 +116,7 @@ class Book:
         """The positions of the first epoch that are left out by identity."""
         order = self.source.order
         named = [e for e in read_ledger(self.run.skips) if isinstance(e, SampleEntry)]
-        chosen = Selection(order, Ledger.of(named).exclusions)
+        chosen = Selection(order, Ledger(named).exclusions)
         return chosen.named_between(0, order.sequences[0]).tolist()
 
     def shown(self) -> list[tuple[int, str, Any]]:

@@ -227,7 +227,7 @@ def test_the_same_failure_at_the_same_step_skips_it_and_then_gives_up(ladder: La
     assert code == errors.UNSTABLE and len(ends) == 4
     (entry,), c = read_ledger(ladder.run.skips), ladder.config
     order = open_corpora(c.data.corpora, c.model.sequence_length, c.run.seed).train.order
-    chosen = Selection(order, Ledger.of([entry]).exclusions)
+    chosen = Selection(order, Ledger([entry]).exclusions)
     batch = list(range(56, 56 + c.train.global_batch))
     assert chosen.named_between(0, order.sequences[0]).tolist() == batch and entry.step == 8
     told = [e["summary"] for e in ladder.run.events(IncidentEvent)]

@@ -294,11 +294,11 @@ def test_a_conviction_is_not_named_where_a_later_blend_put_other_samples(tmp_pat
     share = Share(name="a", path="a", weight=1.0, tokens=10_000, fingerprint="f")
     for position, later, named in ((0, -1, 1), (0, 1, 0), (BLOCK, 1, 1)):
         blend = BlendEntry(position=position, corpora=[share], time=now + timedelta(seconds=later))
-        assert len(named_skips(Ledger.of([line]), [blend], order)) == named
+        assert len(named_skips(Ledger([line]), [blend], order)) == named
     behind = line.model_copy(update={"first": BLOCK - 1, "end": BLOCK + 1})
-    assert not named_skips(Ledger.of([behind]), [blend], order)
+    assert not named_skips(Ledger([behind]), [blend], order)
     others = [
         line.model_copy(update=change)
         for change in ({"incident": None}, {"corpus": "a"}, {"reason": "state: x"})
     ]
-    assert not named_skips(Ledger.of(others), [], order)
+    assert not named_skips(Ledger(others), [], order)

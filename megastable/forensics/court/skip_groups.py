@@ -54,8 +54,8 @@ class TriedSamples:
 def find_groups(ledger: Ledger, order: Order, selection: Selection, cursor: int) -> list[SkipGroup]:
     """The groups that are skipped now, by their incidents. selection: what the whole ledger leaves."""
     by_others = Selection(order, replace(ledger.by_others.exclusions, positions=NONE, swapped={})).sequences
-    named = ledger.by_identity.ever.table
-    numbers = sorted({number for number in named.column("incident").to_pylist() if number is not None})
+    named = ledger.by_identity.ever.entries
+    numbers = sorted({entry.incident for entry in named if entry.incident is not None})
     found = []
     for number in numbers:
         lines = ledger.of_incident(number).by_identity.ever
@@ -65,7 +65,7 @@ def find_groups(ledger: Ledger, order: Order, selection: Selection, cursor: int)
             skipped = sequences.minus(out.gaps()).minus(by_others.get(corpus, NONE))
             chosen = skipped.gaps().next_kept(0, skipped.count())[0]
             positions.append(find_positions(order, corpus, chosen, cursor))
-        steps = [step for step in lines.table.column("step").to_pylist() if step is not None]
+        steps = [entry.step for entry in lines.entries if entry.step is not None]
         group = SkipGroup(number, max(steps, default=0), np.concatenate(positions))
         found += [group] if group.positions.size else []
     return found

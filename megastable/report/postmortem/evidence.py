@@ -76,7 +76,7 @@ class Run:
         self.journal = Journal(self.directory)
         self.problems = list(self.journal.problems)
         self.config: RunConfig | None = None
-        self.recipe, self.ledger = b"", Ledger.of([])
+        self.recipe, self.ledger = b"", Ledger([])
         try:
             self.config, self.recipe = load(self.directory.recipe), self.directory.recipe.read_bytes()
         except (ConfigError, OSError) as error:

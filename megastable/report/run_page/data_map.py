@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from megastable.base.errors import DataError
 from megastable.base.text import visible
 from megastable.data.blends import Share, in_force, read_blends
-from megastable.data.skip_entries import AnyEntry
-from megastable.data.skip_ledger import Ledger
+from megastable.data.skip_ledger import AnyEntry, Ledger
 from megastable.data.skips import NOTHING, Exclusions, Skips
 from megastable.report.skip_lines import skip_lines
 from megastable.run.directory import RunDirectory
@@ -36,7 +34,7 @@ class DataMap:
         self._exclusions: Exclusions = NOTHING
         self._shares: dict[str, Share] = {}
         self._reasons: Counter[str] = Counter()
-        self._newest: list[AnyEntry] = []
+        self._newest: Sequence[AnyEntry] = []
         self._count = 0  # of lines
 
     def look(self) -> bool:
@@ -47,10 +45,11 @@ class DataMap:
         self._stamp, self.problems = stamp, []
         try:
             ledger = Ledger.read(self.run.skips, odd := list[str]())
-            self._exclusions, self._reasons = ledger.exclusions, ledger.reasons
-            self._count, self._newest = len(ledger.table), ledger.newest(LINES)
+            self._exclusions = ledger.exclusions
+            self._reasons = Counter(entry.reason for entry in ledger.entries)
+            self._count, self._newest = len(ledger.entries), ledger.entries[-LINES:]
             self.problems += odd[:3]
-        except (DataError, OSError, pa.ArrowException) as error:
+        except (DataError, OSError) as error:
             self.problems.append(f"the skip ledger: {error}")
         try:
             blends = in_force(read_blends(self.run.blends))

@@ -31,7 +31,7 @@ def test_the_groups_are_what_incidents_skip_and_nobody_else() -> None:
         *sample_entries(order, second, "data: bad", (), 2, 12),
         *sample_entries(order, np.arange(150, 155), "by a person"),
     ]
-    ledger = Ledger.of(lines)
+    ledger = Ledger(lines)
     ledger = ledger.and_also(released(ledger, order, np.arange(100, 105), "innocent", 3, 13))
     groups = find_groups(ledger, order, Selection(order, ledger.exclusions), 200)
     assert [(group.incident, group.step) for group in groups] == [(1, 11), (2, 12)]
