@@ -24,7 +24,7 @@ from benchmarks.peak_memory import peak_mib
 from megastable.base.errors import MegastableError
 from megastable.base.installation import ROOT
 from megastable.data.shards import ShardWriter
-from megastable.forensics.scanning import workplace
+from megastable.forensics import document_map
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.shard_set import Shelf, open_shelf
 
@@ -97,8 +97,8 @@ def scan_cost(
             _repeat(shelf, folder / "repeated", size)
             learning.append(_measured(folder, shelf, near))
             # The baseline stays, the rows go.
-            (folder / "scan" / workplace.RESULT).unlink()
-            for name in (workplace.PARTS, workplace.NEAR):
+            (folder / "scan" / document_map.RESULT).unlink()
+            for name in (document_map.PARTS, document_map.NEAR):
                 shutil.rmtree(folder / "scan" / name)
                 (folder / "scan" / name).mkdir()
             scanning.append(_measured(folder, shelf, near))

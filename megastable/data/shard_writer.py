@@ -32,27 +32,31 @@ from megastable.data.shard_format import (
 
 
 class HashedFile:
-    """A file that is hashed (xxh3-128) while it is written."""
+    """A file that is hashed (xxh3-128) while it is written. path: None to hash only."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self.bytes = 0
-        self._file: BinaryIO = path.open("wb", buffering=1 << 20)
+        self._file: BinaryIO | None = None if path is None else path.open("wb", buffering=1 << 20)
         self._hash = xxhash.xxh3_128()
 
     def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
+        if self._file is not None:
+            self._file.write(data)
         self._hash.update(data)
         self.bytes += len(data)
 
     def finish(self) -> str:
         """Flush it to disk. Returns the hash."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         return self._hash.hexdigest()
 
     def discard(self) -> None:
+        if self._file is None or self.path is None:
+            return
         self.path.unlink(missing_ok=True)
         with suppress(OSError):  # on a full disk the buffered rest fails, but the file is gone already
             self._file.close()
@@ -155,8 +159,8 @@ class ShardWriter:
             bin_xxh3, idx_xxh3 = self._bin.finish(), self._idx.finish()
             final_bin, final_idx = with_suffix(self.prefix, ".bin"), with_suffix(self.prefix, ".idx")
             final_idx.unlink(missing_ok=True)
-            os.replace(self._bin.path, final_bin)
-            os.replace(self._idx.path, final_idx)
+            os.replace(with_suffix(self.prefix, ".bin.tmp"), final_bin)
+            os.replace(with_suffix(self.prefix, ".idx.tmp"), final_idx)
             sync_directory(self.prefix.parent)
         except OSError as error:
             self._fail(error)

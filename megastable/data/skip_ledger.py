@@ -164,6 +164,11 @@ class Ledger:
         """The exclusions of all lines together."""
         return exclusions_of(self.entries)
 
+    @property
+    def reasons(self) -> Counter[str]:
+        """Number of lines by reason."""
+        return Counter(entry.reason for entry in self.entries)
+
     def usable(self, path: Path, order: Order, more: Iterable[Range] = ()) -> tuple[Selection, list[str]]:
         """The selection by the lines that still leave `order` something to train on, for readers of a ledger that
         others write to.

@@ -10,7 +10,6 @@ document.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -289,15 +288,6 @@ class Gaps:
         """The new number of the first remaining document from each of `old` [n] on."""
         more = np.append(0, np.cumsum(self._more))[np.searchsorted(self._cut, old)]
         return np.asarray(old - np.searchsorted(self.documents, old) + more)
-
-    def original(self, new: int) -> tuple[int, int]:
-        """(document, token) of the original at which a remaining document begins."""
-        numbers = range(new + self.documents.size + 1)
-        old = bisect_right(numbers, new, key=lambda number: int(self._at(np.array([number]))[0])) - 1
-        at = int(np.searchsorted(self._cut, old))
-        if at == self._cut.size or self._cut[at] != old:
-            return old, 0
-        return old, self.cuts[at].pieces[new - int(self._at(np.array([old]))[0])].first
 
     def cut_among(self, first: int, count: int) -> tuple[CutDocument, ...]:
         """The documents of [first, first + count) that are cut."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import xxhash
@@ -116,11 +116,9 @@ def _write(
         writer.close()
     with (staging / MAP).open("rb") as file:
         os.fsync(file.fileno())
-    gone = sum(cut.documents for cut in cuts)
-    tokens = sum(cut.tokens for cut in cuts)
-    what = (
-        plural(gone, "document") if not spans else f"{plural(gone, 'document')} and {plural(tokens, 'token')}"
-    )
+    facts = pruned_facts(cuts, removed, infos, all_gaps, spans)
+    what = plural(facts["documents"], "document")
+    what += f" and {plural(facts['tokens'], 'token')}" if spans else ""
     source = f"{manifest.source}; {what} pruned of {manifest.fingerprint()}".lstrip("; ")
     pruned = Manifest(
         name=manifest.name, tokenizer=manifest.tokenizer, dtype=manifest.dtype, shards=infos, source=source,
@@ -130,13 +128,25 @@ def _write(
     pruned.save(staging)
     return Pruned(
         original=str(directory.resolve()), fingerprint=manifest.fingerprint(), plan=plan.path.name,
-        plan_sha256=plan.sha256, removed=str(removed), documents=gone, tokens=tokens,
-        cut=sum(cut.cut or 0 for cut in cuts) if spans else None,
-        added=sum(gaps.added for gaps in all_gaps.values()) if spans else None,
-        documents_left=sum(info.documents for info in infos), tokens_left=sum(info.tokens for info in infos),
-        shards=cuts, made=datetime.now(UTC), manifest_xxh3=hash_file(staging / MANIFEST),
-        map_xxh3=hash_file(staging / MAP),
+        plan_sha256=plan.sha256, made=datetime.now(UTC), manifest_xxh3=hash_file(staging / MANIFEST),
+        map_xxh3=hash_file(staging / MAP), **facts,
     ).sealed()  # fmt: skip
+
+
+def pruned_facts(
+    cuts: list[Cut], removed: Removed, infos: list[ShardInfo], all_gaps: dict[str, Gaps], spans: bool
+) -> dict[str, Any]:
+    """What pruned.json says of the documents. spans: the plan has some."""
+    return {
+        "shards": cuts,
+        "removed": str(removed),
+        "documents": sum(cut.documents for cut in cuts),
+        "tokens": sum(cut.tokens for cut in cuts),
+        "documents_left": sum(info.documents for info in infos),
+        "tokens_left": sum(info.tokens for info in infos),
+        "cut": sum(cut.cut or 0 for cut in cuts) if spans else None,
+        "added": sum(gaps.added for gaps in all_gaps.values()) if spans else None,
+    }
 
 
 def cut_of(shard: str, gaps: Gaps, left: bool, spans: bool) -> Cut:
@@ -145,8 +155,10 @@ def cut_of(shard: str, gaps: Gaps, left: bool, spans: bool) -> Cut:
     return Cut(shard=shard, documents=gaps.documents.size, tokens=gaps.gone, left=left, cut=cut)
 
 
-def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, progress: Progress) -> ShardInfo:
-    """Write the shard without its gaps into `directory`, durably.
+def write_shard(
+    shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path | None, progress: Progress
+) -> ShardInfo:
+    """Write the shard without its gaps into `directory`, durably; None: only say what would be written.
 
     Raises DataError if it is not the shard that `info` describes, OSError if the disk fails.
     """
@@ -154,7 +166,7 @@ def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, prog
         raise DataError(f"{shard.idx_path} is not the file that its manifest describes: restore it")
     shard.verify_index()
     itemsize = little_endian(shard.dtype).itemsize
-    before, after = xxhash.xxh3_128(), HashedFile(directory / f"{shard.name}.bin")
+    before, after = xxhash.xxh3_128(), _hashed_file(directory, f"{shard.name}.bin")
     try:
         holes, put = gaps.token_holes(itemsize)
         for first, block in blocks(shard.bin_path, end=shard.bin_bytes):
@@ -165,7 +177,7 @@ def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, prog
         bin_xxh3 = after.finish()
         if (before.hexdigest() if holes.firsts.size else bin_xxh3) != info.bin_xxh3:
             raise DataError(f"{shard.bin_path} is not the file that its manifest describes: restore it")
-        index = HashedFile(directory / f"{shard.name}.idx")
+        index = _hashed_file(directory, f"{shard.name}.idx")
     except BaseException:
         after.discard()
         raise
@@ -180,6 +192,10 @@ def write_shard(shard: Shard, info: ShardInfo, gaps: Gaps, directory: Path, prog
         documents=shard.documents - gaps.fewer, sequences=shard.sequences - gaps.sequences.less,
         bin_bytes=after.bytes, idx_bytes=index.bytes, bin_xxh3=bin_xxh3, idx_xxh3=idx_xxh3,
     )  # fmt: skip
+
+
+def _hashed_file(directory: Path | None, name: str) -> HashedFile:
+    return HashedFile(None if directory is None else directory / name)
 
 
 def _write_index(shard: Shard, gaps: Gaps, index: HashedFile) -> None:

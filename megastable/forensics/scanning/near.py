@@ -1,7 +1,8 @@
 """Find near duplicates: signatures of all documents, candidates by banding, verified pairs, groups.
 
-Memory grows only with the findings: some 300 bytes for each near duplicate. Disk space is 256 bytes per document,
-plus 16 per document for each band during the search for candidates.
+Memory grows only with the findings: some 300 bytes for each near duplicate. Disk space is 256 bytes per document. The
+keys of all bands, 16 bytes each, are computed several times for a corpus of millions of documents, each time for
+another share of them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy.typing as npt
 from megastable.base.errors import DataError
 from megastable.data.local_copy import write_file
 from megastable.data.shards import Shard
-from megastable.forensics.scanning import workplace
-from megastable.forensics.scanning.duplicates import COPY, Copies, Duplicates
+from megastable.forensics import document_map
+from megastable.forensics.document_map import KeptPart
+from megastable.forensics.scanning.duplicates import COPY, Records, count_passes
 from megastable.forensics.scanning.minhash import (
     BINS,
     GRAM,
@@ -27,11 +29,9 @@ from megastable.forensics.scanning.minhash import (
     band_keys,
     banding,
     estimate,
-    mix,
     signatures,
     similarities,
 )
-from megastable.forensics.scanning.partition_files import Records, Spool, partitions_for
 from megastable.forensics.scanning.units import BLOCK, Int64s, Raw, Unit, edges_of, open_unit
 
 SMALL = 16  # documents of a bucket up to which all pairs are compared; in a larger one each with two others
@@ -45,16 +45,17 @@ BAND = np.dtype([("key", "<u8"), ("document", "<i8")])
 PAIR = np.dtype([("one", "<i8"), ("other", "<i8")])
 
 
-def sign(unit: Unit, folder: Path) -> int:
-    """Write the signatures of a unit, unless they exist; returns its number of tokens. Runs in worker processes."""
-    path = workplace.near_part(folder, unit.number)
-    if _load(path, unit.documents) is None:
+def sign(unit: Unit, folder: Path) -> KeptPart:
+    """Write the signatures of a unit, unless they exist."""
+    path = document_map.near_part(folder, unit.number)
+    missing = _load(path, unit.documents) is None
+    if missing:
         shard = open_unit(unit)
         edges = edges_of(shard, unit)
         content = io.BytesIO()
         np.save(content, signatures(_parts(shard, edges), unit.documents))
         write_file(path, content.getvalue())
-    return unit.tokens
+    return KeptPart(unit.tokens, unit.documents, missing)
 
 
 def _parts(shard: Shard, edges: Int64s) -> Iterator[tuple[Raw, Int64s, Int64s]]:
@@ -74,27 +75,26 @@ def _parts(shard: Shard, edges: Int64s) -> Iterator[tuple[Raw, Int64s, Int64s]]:
 
 
 def find_near(
-    shards: Sequence[Shard], units: Sequence[Unit], folder: Path, copies: Copies, threshold: float
-) -> Duplicates:
-    """Add the documents to `copies` that are at least `threshold` like an earlier one.
+    shards: Sequence[Shard], units: Sequence[Unit], folder: Path, copies: Records, threshold: float
+) -> Records:
+    """The documents that are at least `threshold` like an earlier one: `COPY` [n], ascending.
 
-    Exact copies, already in `copies`, are represented by their first one. Documents of fewer than 5 tokens have no
-    signature. A copy refers to the first document of its group, possibly linked through others, with its
-    similarity to that one. Raises DataError.
+    Exact copies, `copies`, are represented by their first one. Documents of fewer than 5 tokens have no signature. A
+    copy refers to the first document of its group, possibly linked through others, with its similarity to that one.
+    Raises DataError.
     """
     look = _Look(shards, units, folder, threshold)
     groups = _Groups()
-    for one, other in look.pairs(copies):
+    for one, other in look.pairs(copies["document"]):
         groups.join(one, other)
     found = groups.members()
     records = np.empty(len(found), COPY)
     for at in range(0, len(found), BATCH):
-        part = found[at : at + BATCH]
-        records["similarity"][at : at + BATCH] = look.similarities(part[:, 1], part[:, 0])
+        batch = found[at : at + BATCH]
+        records["similarity"][at : at + BATCH] = look.similarities(batch[:, 1], batch[:, 0])
     records["document"], records["of"], records["near"] = found[:, 0], found[:, 1], True
     records["tokens"] = [look.tokens_of(document) for document in found[:, 0].tolist()]
-    copies.add(records)
-    return Duplicates(len(records), int(records["tokens"].sum()), len(np.unique(records["of"])))
+    return records
 
 
 @dataclass
@@ -136,38 +136,31 @@ class _Look:
         self._table = lru_cache(maxsize=64)(self._open)
         self._span = lru_cache(maxsize=1 << 16)(self._find)
 
-    def pairs(self, copies: Copies) -> Iterator[tuple[int, int]]:
-        """Pairs with at least the required similarity; each once."""
-        documents = sum(unit.documents for unit in self.units)
+    def pairs(self, copied: Int64s) -> Iterator[tuple[int, int]]:
+        """Pairs with at least the required similarity, without the documents `copied`, ascending."""
         bands, rows = banding(self.threshold)
-        spool = self.folder / workplace.SPOOL
-        count = partitions_for(documents * bands * BAND.itemsize)
-        with (
-            Spool(spool / "bands", count, BAND) as banded,
-            Spool(spool / "pairs", count, PAIR) as paired,
-        ):
+        passes = count_passes(sum(unit.documents for unit in self.units) * bands * BAND.itemsize)
+        for number in range(passes):
+            share = [np.empty(0, BAND)]
             for unit, first in zip(self.units, self.firsts.tolist()):
-                lengths = np.diff(self.shards[unit.shard].document_edges(unit.first_document, unit.documents))
-                keep = lengths >= GRAM
-                known = copies.between(first, first + unit.documents)["document"] - first
-                keep[known] = False
-                chosen = np.flatnonzero(keep)
+                chosen = self._signed(unit, first, copied)
                 keys = band_keys(self._table(unit.number)[chosen], bands, rows).ravel()
-                records = np.empty(len(keys), BAND)
-                records["key"], records["document"] = keys, np.repeat(chosen + first, bands)
-                banded.add(records, (keys % np.uint64(count)).astype(np.int64))
-            for part in banded:
-                found = _candidates(part)
-                mixed = mix(
-                    found["one"].astype(np.uint64) ^ (found["other"].astype(np.uint64) << np.uint64(32))
-                )
-                paired.add(found, (mixed % np.uint64(count)).astype(np.int64))
-            for part in paired:
-                unique = np.unique(part)
-                for at in range(0, len(unique), BATCH):
-                    batch = unique[at : at + BATCH]
-                    alike = self.similarities(batch["one"], batch["other"]) >= self.threshold
-                    yield from zip(batch["one"][alike].tolist(), batch["other"][alike].tolist())
+                mine = keys % np.uint64(passes) == number
+                records = np.empty(int(mine.sum()), BAND)
+                records["key"], records["document"] = keys[mine], np.repeat(chosen + first, bands)[mine]
+                share.append(records)
+            pairs = _candidates(np.concatenate(share))
+            for at in range(0, len(pairs), BATCH):
+                batch = pairs[at : at + BATCH]
+                alike = self.similarities(batch["one"], batch["other"]) >= self.threshold
+                yield from zip(batch["one"][alike].tolist(), batch["other"][alike].tolist())
+
+    def _signed(self, unit: Unit, first: int, copied: Int64s) -> Int64s:
+        """The documents of a unit that have a signature, without those `copied`, counted from its first."""
+        keep = np.diff(self.shards[unit.shard].document_edges(unit.first_document, unit.documents)) >= GRAM
+        low, high = np.searchsorted(copied, (first, first + unit.documents))
+        keep[copied[low:high] - first] = False
+        return np.flatnonzero(keep)
 
     def similarities(self, one: Int64s, other: Int64s) -> npt.NDArray[np.float64]:
         """Similarities of pairs, float64 [n]: by their texts if those are short and near the threshold."""
@@ -219,7 +212,7 @@ class _Look:
         return found
 
     def _open(self, number: int) -> Signatures:
-        path = workplace.near_part(self.folder, number)
+        path = document_map.near_part(self.folder, number)
         table = _load(path, self.units[number].documents)
         if table is None:
             raise DataError(f"{path} is missing or damaged: scan again, other results are kept")

@@ -3,36 +3,41 @@
     scan = scan_shards(open_shelf([Path("data/mine")]), Path("scans/mine"), workers=8)
 
 The baseline is learnt from a sample of the shards themselves, or of a reference known to be good. Rows are written to
-disk unit by unit (`workplace.py`); this process keeps counters, histograms and the worst documents.
+disk unit by unit (`document_map.py`); then this process keeps counters, histograms and the worst documents.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
 from megastable import __version__
 from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.data.local_copy import write_file
-from megastable.data.pool import ordered_map
 from megastable.data.progress import Meter
 from megastable.data.shards import Shard
+from megastable.forensics import document_map
+from megastable.forensics.document_map import KeptPart, keep_rows, map_documents
 from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick
-from megastable.forensics.scanning import workplace
-from megastable.forensics.scanning.duplicates import HASHED, Copies, Duplicates, exact
+from megastable.forensics.scanning.duplicates import (
+    COPY,
+    HASHED,
+    Records,
+    find_exact,
+    sort_copies,
+    write_copies,
+)
 from megastable.forensics.scanning.near import find_near, sign
-from megastable.forensics.scanning.partition_files import Records
 from megastable.forensics.scanning.rows import (
     EMPTY,
     UInt64s,
@@ -118,7 +123,7 @@ def scan_shards(
         "tokenizer": _tokenizer(shelf), "against": against.fingerprint if against else "",
         "files": _files(shelf, against),
     }  # fmt: skip
-    with workplace.occupied(folder, asked, again):
+    with document_map.occupied(folder, asked, again):
         job = _ScanJob(shelf, folder, against, workers, near, threshold, top, progress, warnings)
         return job.finished() or job.run()
 
@@ -160,38 +165,11 @@ def _described(shelf: Shelf) -> str:
     return f"{shelf.name}: {shelf.vocab_size or 'unknown number of'} tokens, xxh3 {_tokenizer(shelf)[:8] or 'unknown'}"
 
 
-@dataclass(frozen=True)
-class _ScanWork:
-    """A worker's settings beside the unit."""
-
-    folder: Path
-    changed: int  # of the yardstick's file
-    documents: int
-    top: int
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A worker's report on a unit; measured: tokens, 0 if the part existed."""
-
-    tokens: int
-    documents: int
-    measured: int
-    tally: ScanSummary
-
-
-def _measure(unit: Unit, work: _ScanWork) -> _Done:
-    """Measure a unit, unless its part exists; runs in the worker processes."""
-    path, measured = workplace.part(work.folder, unit.number), 0
-    rows = workplace.read_rows(path)
-    if rows is None or len(rows) != unit.documents:
-        shard = open_unit(unit)
-        yardstick = cached_yardstick(work.folder / workplace.YARDSTICK, work.changed)
-        rows = measure_rows(yardstick, shard, unit.first_document, edges_of(shard, unit))
-        workplace.write_rows(path, rows)
-        measured = unit.tokens
-    counted = tally(rows, unit.shard, unit.before, work.documents, work.top)
-    return _Done(unit.tokens, unit.documents, measured, counted)
+def _measure_unit(unit: Unit, folder: Path, changed: int) -> pa.Table:
+    """The rows of a unit, in a worker process. changed: of the baseline's file."""
+    shard = open_unit(unit)
+    yardstick = cached_yardstick(folder / document_map.YARDSTICK, changed)
+    return measure_rows(yardstick, shard, unit.first_document, edges_of(shard, unit))
 
 
 @dataclass
@@ -209,7 +187,7 @@ class _ScanJob:
 
     def finished(self) -> Scan | None:
         """The result, if an earlier call has completed it."""
-        if not (self.folder / workplace.RESULT).exists():
+        if not (self.folder / document_map.RESULT).exists():
             return None
         scan = Scan.load(self.folder)
         alike = not self.near or scan.near_threshold == self.threshold
@@ -222,10 +200,10 @@ class _ScanJob:
         self.units = list(units(self.shelf.shards, unit_size(self.shelf.tokens)))
         yardstick, usual = self._yardstick()
         ready = time.monotonic()
-        found, measured = self._measure()
+        measured = self._measure()
         seconds = time.monotonic() - ready
         copies, near = self._duplicates()
-        scan = self._result(yardstick, usual, found, copies, near)
+        scan = self._result(yardstick, usual, self._summarise(), copies, near)
         scan = scan.model_copy(
             update={
                 "yardstick_seconds": ready - begin,
@@ -239,7 +217,7 @@ class _ScanJob:
 
     def _yardstick(self) -> tuple[Yardstick, ScanSummary]:
         """The baseline, and the sample's results by it; from the folder if they exist."""
-        path, told_path = self.folder / workplace.YARDSTICK, self.folder / workplace.REFERENCE
+        path, told_path = self.folder / document_map.YARDSTICK, self.folder / document_map.REFERENCE
         if path.exists() and told_path.exists():
             try:
                 return Yardstick.load(path), _read_usual(told_path)
@@ -268,48 +246,41 @@ class _ScanJob:
         write_file(told_path, json.dumps(content).encode())
         return yardstick, usual
 
-    def _measure(self) -> tuple[ScanSummary, int]:
-        found, measured, read, documents = ScanSummary(self.top), 0, 0, 0
-        changed = (self.folder / workplace.YARDSTICK).stat().st_mtime_ns
-        work = _ScanWork(self.folder, changed, self.shelf.documents, self.top)
-        with self._meter("scanning", "scanned") as meter:
-            results = ordered_map(partial(_measure, work=work), self.units, self.workers)
-            with closing(results):
-                for done in results:
-                    found.add(done.tally)
-                    read, measured = read + done.tokens, measured + done.measured
-                    documents += done.documents if done.measured else 0
-                    meter.update(read, documents, measured)
-        return found, measured
+    def _measure(self) -> int:
+        """Complete the rows of all units; how many tokens were measured for it."""
+        changed = (self.folder / document_map.YARDSTICK).stat().st_mtime_ns
+        measure = partial(_measure_unit, folder=self.folder, changed=changed)
+        keep = partial(keep_rows, measure=measure, folder=self.folder)
+        return self._map(keep, "scanning", "scanned")
 
-    def _meter(self, doing: str, done: str) -> Meter:
-        return Meter(self.shelf.tokens, not self.progress, doing, done, "tokens")
+    def _map(self, keep: Callable[[Unit], KeptPart], doing: str, done: str) -> int:
+        labels, tokens = (doing, done), self.shelf.tokens
+        return map_documents(
+            self.units, keep, tokens, labels=labels, progress=self.progress, workers=self.workers
+        )[1]
 
-    def _duplicates(self) -> tuple[Duplicates, Duplicates | None]:
-        """Find copies and write them."""
-        spool, near = self.folder / workplace.SPOOL, None
+    def _summarise(self) -> ScanSummary:
+        found = ScanSummary(self.top)
+        for unit, rows in zip(self.units, self._read_rows()):
+            found.add(tally(rows, unit.shard, unit.before, self.shelf.documents, self.top))
+        return found
+
+    def _read_rows(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        return document_map.read_parts(self.folder, len(self.units), "scan again", columns)
+
+    def _duplicates(self) -> tuple[Records, Records | None]:
+        """Find exact copies and near ones, and write them."""
+        exact = find_exact(self._hashes, self.shelf.documents)
+        near = None
         if self.near:
-            with self._meter("signing", "signed") as meter:
-                tokens = documents = 0
-                results = ordered_map(partial(sign, folder=self.folder), self.units, self.workers)
-                with closing(results):
-                    for unit, done in zip(self.units, results):
-                        tokens, documents = tokens + done, documents + unit.documents
-                        meter.update(tokens, documents, tokens)
-        with Copies(spool / "copies", self.shelf.documents) as copies:
-            found = exact(self._hashes(), self.shelf.documents, spool / "hashes", copies)
-            if self.near:
-                near = find_near(self.shelf.shards, self.units, self.folder, copies, self.threshold)
-            copies.write(self.folder / workplace.DUPLICATES)
-        shutil.rmtree(spool, ignore_errors=True)
-        return found, near
+            self._map(partial(sign, folder=self.folder), "signing", "signed")
+            near = find_near(self.shelf.shards, self.units, self.folder, exact, self.threshold)
+        both = sort_copies([exact, np.empty(0, COPY) if near is None else near])
+        write_copies(self.folder / document_map.DUPLICATES, both)
+        return exact, near
 
     def _hashes(self) -> Iterator[Records]:
-        for unit in self.units:
-            path = workplace.part(self.folder, unit.number)
-            rows = workplace.read_rows(path, ["high", "low", "tokens"])
-            if rows is None:
-                raise DataError(f"{path} vanished while it was in use: scan again, other results are kept")
+        for unit, rows in zip(self.units, self._read_rows(["high", "low", "tokens"])):
             records = np.empty(len(rows), HASHED)
             for name in ("high", "low", "tokens"):
                 records[name] = rows[name].to_numpy()
@@ -321,8 +292,8 @@ class _ScanJob:
         yardstick: Yardstick,
         usual: ScanSummary,
         found: ScanSummary,
-        copies: Duplicates,
-        near: Duplicates | None,
+        copies: Records,
+        near: Records | None,
     ) -> Scan:
         shelf, before = self.shelf, 0
         shards = []
@@ -346,8 +317,8 @@ class _ScanJob:
             scores=found.scores().tolist(), advised=advised(found, times), thresholds=_thresholds(found, usual, times),
             top=self.top,
             worst=[_worst(row, yardstick) for row in found.worst],
-            copies=CopyFacts(**vars(copies)), near=CopyFacts(**vars(near)) if near else None,
-            near_threshold=self.threshold if near else None, workers=self.workers, seconds=0.0,
+            copies=CopyFacts.of(copies), near=None if near is None else CopyFacts.of(near),
+            near_threshold=self.threshold if self.near else None, workers=self.workers, seconds=0.0,
             measured_tokens=0, yardstick_seconds=0.0, duplicates_seconds=0.0,
             warnings=[*self.warnings, *_doubts(shelf, self.against or shelf, yardstick, usual)],
         )  # fmt: skip

@@ -12,12 +12,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.base.errors import DataError
 from megastable.data.local_copy import write_file
+from megastable.forensics import document_map
 from megastable.forensics.oddness.kinds import ODD
 from megastable.forensics.oddness.windows import Span, spans_of
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick
-from megastable.forensics.scanning import workplace
-from megastable.forensics.scanning.duplicates import COPY, read_copies
-from megastable.forensics.scanning.partition_files import Records
+from megastable.forensics.scanning.duplicates import COPY, Records, read_copies
 from megastable.forensics.scanning.rows import (
     ALL_KINDS,
     EMPTY,
@@ -78,6 +77,11 @@ class CopyFacts(_ScanPart):
     documents: int
     tokens: int
     groups: int
+
+    @classmethod
+    def of(cls, copies: Records) -> CopyFacts:
+        groups = len(np.unique(copies["of"]))
+        return cls(documents=len(copies), tokens=int(copies["tokens"].sum()), groups=groups)
 
 
 class WorstDocument(_ScanPart):
@@ -151,16 +155,16 @@ class Scan(_ScanPart):
 
     def save(self, folder: Path) -> None:
         """Write FOLDER/scan.json. Raises DataError when the disk refuses."""
-        write_file(folder / workplace.RESULT, (self.model_dump_json(indent=1) + "\n").encode())
+        write_file(folder / document_map.RESULT, (self.model_dump_json(indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, folder: Path) -> Scan:
         """The result in a folder. Raises DataError when there is none, or it is damaged."""
-        path = folder / workplace.RESULT
+        path = folder / document_map.RESULT
         try:
             return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
-            if (folder / workplace.BEGUN).exists():
+            if (folder / document_map.BEGUN).exists():
                 raise DataError(
                     f"{folder} holds a scan that was interrupted: repeat the command to resume it"
                 ) from None
@@ -205,7 +209,7 @@ def suspects(
     kinds: Collection[str] | None = None,
     duplicates: bool = False,
 ) -> Iterator[SuspectDocument]:
-    """The documents of a scan that are odd, in the order of the shards; memory does not grow with their number.
+    """The documents of a scan that are odd, in the order of the shards; memory grows with the copies only.
 
     least: minimum score; kinds: only these (`ALL_KINDS`); with neither, none for its score. "empty" among
     the kinds selects documents without tokens, which have no score. duplicates: also those with an earlier copy,
@@ -217,21 +221,18 @@ def suspects(
         raise DataError(f"there is no kind {unknown[0]!r}: the kinds are {', '.join(ALL_KINDS[1:])}")
     odd = least is not None or kinds is not None
     take = np.array([odd and kind in wanted for kind in ALL_KINDS])
-    yardstick = Yardstick.load(folder / workplace.YARDSTICK)
-    copies = _Ahead(folder / workplace.DUPLICATES if duplicates else None)
+    yardstick = Yardstick.load(folder / document_map.YARDSTICK)
+    copies = read_copies(folder / document_map.DUPLICATES) if duplicates else np.empty(0, COPY)
     befores = {shard.name: shard.before for shard in scan.shards}
-    for number in range(scan.units):
-        path = workplace.part(folder, number)
-        rows = workplace.read_rows(path, ["shard", *COLUMNS])
-        if rows is None:
-            raise DataError(f"{path} is missing or damaged: scan again with --again")
+    for rows in document_map.read_parts(folder, scan.units, "scan again", ["shard", *COLUMNS]):
         if not len(rows):
             continue
         shard = rows["shard"][0].as_py()
         kind, score = codes(rows["kind"], ALL_KINDS), rows["score"].to_numpy()
         high = take[kind] & ((score >= (0.0 if least is None else least)) | (kind == len(ALL_KINDS) - 1))
         first = int(rows["document"][0].as_py()) + befores[shard]
-        copied = copies.between(first, first + len(rows))
+        low, end = np.searchsorted(copies["document"], (first, first + len(rows)))
+        copied = copies[low:end]
         of = dict(zip((copied["document"] - first).tolist(), copied))
         chosen = np.union1d(np.flatnonzero(high), np.fromiter(of, np.int64)).astype(np.int64)
         for index, row in zip(chosen.tolist(), rows.select(COLUMNS).take(chosen).to_pylist()):
@@ -255,7 +256,7 @@ def suspects(
 def odd_spans(folder: Path, shelf: Shelf, suspect: SuspectDocument, least: float | None = None) -> list[Span]:
     """The odd tokens [first, end) of a scanned document: with a score of `least`, or of its kind's default."""
     shard = shelf.shard(suspect.shard)
-    path = folder / workplace.YARDSTICK
+    path = folder / document_map.YARDSTICK
     yardstick = cached_yardstick(path, path.stat().st_mtime_ns)
     ids = shard.raw(suspect.first_token, suspect.tokens)
     if suspect.tokens > BLOCK:
@@ -280,25 +281,3 @@ def _copy(scan: Scan, copy: Records) -> tuple[str, str]:
     if not copy["near"]:
         return f"a copy of document {document} of {shard}", DUPLICATE
     return f"{copy['similarity']:.0%} the same as document {document} of {shard}", NEAR_DUPLICATE
-
-
-class _Ahead:
-    """The copies in a file, ascending, by ranges that also ascend."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._batches = iter(()) if path is None else read_copies(path)
-        self._held = np.empty(0, COPY)
-
-    def between(self, first: int, end: int) -> Records:
-        parts = []
-        while True:
-            low, high = np.searchsorted(self._held["document"], (first, end))
-            parts.append(self._held[low:high])
-            self._held = self._held[high:]
-            if len(self._held):
-                break
-            following = next(self._batches, None)
-            if following is None:
-                break
-            self._held = following
-        return np.concatenate(parts)

@@ -49,6 +49,11 @@ class Unit:
     first_token: int
     tokens: int
 
+    @property
+    def numbers(self) -> Int64s:
+        """Its documents, in their shard: int64 [documents]."""
+        return np.arange(self.first_document, self.first_document + self.documents)
+
 
 @dataclass(frozen=True)
 class PieceBlock:

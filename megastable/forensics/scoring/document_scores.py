@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,9 @@ import torch
 from megastable import __version__
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
-from megastable.data.progress import Meter
+from megastable.forensics import document_map
+from megastable.forensics.document_map import keep_rows, map_documents
 from megastable.forensics.oddness.lexicon import Lexicon
-from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.rows import coded
 from megastable.forensics.scoring.losses import (
     BATCH,
@@ -39,8 +40,6 @@ from megastable.forensics.scoring.losses import (
     tokenizer_of,
 )
 from megastable.forensics.scoring.pick import Parcel, Picked, digest, parcels, spread
-from megastable.forensics.scoring.score_windows import Windows, batches, windows, worst
-from megastable.forensics.scoring.score_windows import rows as window_rows
 from megastable.forensics.scoring.scored import (
     ODD,
     SCHEMA,
@@ -49,7 +48,6 @@ from megastable.forensics.scoring.scored import (
     histogram,
     judged,
     likes,
-    parts,
     rows,
 )
 from megastable.forensics.shard_set import Shelf
@@ -62,6 +60,7 @@ MOST_PARTS = 2048  # parts grow if there would be more
 
 Int64s = npt.NDArray[np.int64]
 Raw = npt.NDArray[np.integer]
+Floats = npt.NDArray[np.floating]
 
 
 def score_shelf(
@@ -98,7 +97,7 @@ def score_shelf(
         "format": FORMAT, "version": __version__, "scores": shelf.name, "fingerprint": shelf.fingerprint,
         "checkpoint": model.fingerprint, "precision": precision, "gradients": gradients, "documents": digest(documents),
     }  # fmt: skip
-    with workplace.occupied(folder, asked, again):
+    with document_map.occupied(folder, asked, again):
         work = _ScoreWork(scorer, shelf, folder, documents, progress)
         work.measure()
         scores = work.result(precision)
@@ -158,7 +157,7 @@ class Scorer:
             bits = totals / math.log(2) / self._bytes(tokens, edges, first)
         columns = {
             "shard": coded(np.zeros(len(lengths), np.int8), [parcel.shard.name]),
-            "document": parcel.documents,
+            "document": parcel.numbers,
             "first_token": parcel.first,
             "tokens": lengths,
             "loss": loss.astype(np.float32),
@@ -241,25 +240,20 @@ class _ScoreWork:
         """Measure every parcel without a part."""
         if not self.shelf.documents:
             raise DataError(f"{self.shelf.name} has no documents: there is nothing to score")
-        begin, tokens, documents = time.monotonic(), 0, 0
-        total = self.shelf.tokens
+        begin, total = time.monotonic(), self.shelf.tokens
         if self.documents is not None:
             total = sum(parcel.tokens for parcel in self._parcels())
-        with Meter(total, not self.progress, "scoring", "scored", "tokens") as meter:
-            for parcel in self._parcels():
-                path = workplace.part(self.folder, parcel.number)
-                there = workplace.read_rows(path, ["document"])
-                if there is None or not np.array_equal(there["document"].to_numpy(), parcel.documents):
-                    workplace.write_rows(path, self.scorer.measure(parcel))
-                    self.measured += parcel.tokens
-                    documents += len(parcel.documents)
-                tokens, self.number = tokens + parcel.tokens, parcel.number + 1
-                meter.update(tokens, documents, self.measured)
+        keep = partial(keep_rows, measure=self.scorer.measure, folder=self.folder)
+        labels = ("scoring", "scored")
+        self.number, self.measured = map_documents(
+            self._parcels(), keep, total, labels=labels, progress=self.progress
+        )
         self.seconds = time.monotonic() - begin
 
     def result(self, precision: str) -> Scores:
         columns = ["tokens", "loss", "worst_window", "worst_tokens", "bits_per_byte"]
-        held = [[t[name].to_numpy() for name in columns] for t in parts(self.folder, self.number, columns)]
+        parts = document_map.read_parts(self.folder, self.number, "score again", columns)
+        held = [[rows[name].to_numpy() for name in columns] for rows in parts]
         tokens, loss, worse, length, bits = (np.concatenate(values) for values in zip(*held, strict=True))
         model, shelf, first = self.scorer.model, self.shelf, int(self.scorer.eod is None)
         good = np.isfinite(loss)
@@ -286,6 +280,72 @@ class _ScoreWork:
             counts=counts, quantiles=np.quantile(loss[good], SHARES).tolist() if good.any() else [],
             seconds=self.seconds, measured_tokens=self.measured, warnings=warnings,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Stretches of documents whose tokens get a loss from those before them in the stretch, int64 [w] each.
+
+    owner: index of the document. begin, length: tokens [begin, begin + length) get a loss; the one before is
+    also read. fresh: how many of the first ones another window has covered already.
+    """
+
+    owner: Int64s
+    begin: Int64s
+    length: Int64s
+    fresh: Int64s
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+
+def windows(lengths: Int64s, size: int, first: int) -> Windows:
+    """The windows of documents of these lengths [d], with losses from token `first` (0 or 1) on.
+
+    Each starts with a fresh context, as a training sample does, `size` tokens after the last. Only a document's last
+    window overlaps the previous one, so that its tokens have as much context as others: a short rest would look bad.
+    """
+    told = np.maximum(lengths - first, 0)
+    count = -(-told // size)
+    owner = np.repeat(np.arange(len(lengths)), count)
+    at = (np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)) * size
+    length = np.minimum(told[owner], size)
+    begin = np.minimum(at, told[owner] - length)
+    return Windows(owner, begin + first, length, at - begin)
+
+
+def batches(of: Windows, tokens: int) -> Iterator[Int64s]:
+    """The indices of windows, in batches of similar length with at most `tokens` tokens when padded to the longest
+    (at least one window)."""
+    order = np.argsort(-of.length, kind="stable")
+    begin = 0
+    while begin < len(order):
+        count = max(1, tokens // int(of.length[order[begin]]))
+        yield order[begin : begin + count]
+        begin += count
+
+
+def window_rows(of: Windows, chosen: Int64s, tokens: Raw, edges: Int64s, before: int) -> Int64s:
+    """The tokens of the `chosen` windows, int64 [b, longest + 1], padded with zeros at the end.
+
+    tokens [n], edges int64 [d + 1]: of the documents; before: the token before the first token of each.
+    """
+    table = np.zeros((len(chosen), int(of.length[chosen].max()) + 1), np.int64)
+    for row, window in zip(table, chosen.tolist(), strict=True):
+        at, length = int(edges[of.owner[window]] + of.begin[window]), int(of.length[window])
+        row[1 : length + 1] = tokens[at : at + length]
+        row[0] = tokens[at - 1] if of.begin[window] else before
+    return table
+
+
+def worst(of: Windows, means: Floats, documents: int) -> Int64s:
+    """The window with the highest mean [w] of each document, the first of equals: int64 [documents], -1 without any."""
+    found = np.full(documents, -1, np.int64)
+    # nan, from a broken model, counts as the highest.
+    order = np.lexsort((np.arange(len(of)), np.where(np.isnan(means), -np.inf, -means), of.owner))
+    firsts = np.flatnonzero(np.append(True, np.diff(of.owner[order]) != 0)) if len(of) else order
+    found[of.owner[order[firsts]]] = order[firsts]
+    return found
 
 
 def _read(parcel: Parcel) -> tuple[Raw, Int64s]:

@@ -26,7 +26,7 @@ class Parcel:
 
     number: int
     shard: Shard
-    documents: Int64s
+    numbers: Int64s
     first: Int64s
     end: Int64s
 
@@ -104,8 +104,7 @@ def parcels(shelf: Shelf, picked: Picked | None, size: int) -> Iterator[Parcel]:
         for unit in units(shelf.shards, size):
             shard = shelf.shards[unit.shard]
             edges = shard.document_edges(unit.first_document, unit.documents)
-            numbers = np.arange(unit.first_document, unit.first_document + unit.documents)
-            yield Parcel(unit.number, shard, numbers, edges[:-1], edges[1:])
+            yield Parcel(unit.number, shard, unit.numbers, edges[:-1], edges[1:])
         return
     number = 0
     for shard in shelf.shards:

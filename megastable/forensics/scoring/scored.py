@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.base.errors import DataError
 from megastable.data.local_copy import write_file
-from megastable.forensics.scanning import workplace
+from megastable.forensics import document_map
 
-RESULT = workplace.SCORES
+RESULT = document_map.SCORES
 FEW = 32  # minimum documents per length class: neighbouring classes are merged
 FEWEST = 8  # minimum documents to judge anything
 SIGMA = 1.4826  # median absolute deviations of a normal distribution in its standard deviation
@@ -128,7 +128,7 @@ def rows(folder: Path) -> Iterator[dict[str, Any]]:
     for losses that are not numbers. None for unknown values. Raises DataError for a missing part.
     """
     scores = Scores.load(folder)
-    for table in parts(folder, scores.parts):
+    for table in document_map.read_parts(folder, scores.parts, "score again"):
         tokens, loss, worst, length = (
             table[key].to_numpy() for key in ("tokens", "loss", "worst_window", "worst_tokens")
         )
@@ -168,16 +168,6 @@ def first_rows(folder: Path, most: int, by: str = "window") -> list[dict[str, An
         return -math.inf if row[key] is None else sign * float(row[key])
 
     return heapq.nlargest(most, rows(folder), key=place)
-
-
-def parts(folder: Path, count: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """The tables of all parts. Raises DataError for one that is missing or damaged."""
-    for number in range(count):
-        path = workplace.part(folder, number)
-        table = workplace.read_rows(path, columns)
-        if table is None:
-            raise DataError(f"{path} is missing or damaged: score again with --again")
-        yield table
 
 
 def likes(tokens: Int64s, loss: Floats) -> list[Like]:

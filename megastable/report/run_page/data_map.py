@@ -45,8 +45,7 @@ class DataMap:
         self._stamp, self.problems = stamp, []
         try:
             ledger = Ledger.read(self.run.skips, odd := list[str]())
-            self._exclusions = ledger.exclusions
-            self._reasons = Counter(entry.reason for entry in ledger.entries)
+            self._exclusions, self._reasons = ledger.exclusions, ledger.reasons
             self._count, self._newest = len(ledger.entries), ledger.entries[-LINES:]
             self.problems += odd[:3]
         except (DataError, OSError) as error:

@@ -187,9 +187,7 @@ def test_a_forgery_with_true_hashes_is_found_and_named(original: Path) -> None:
     content[2 * (3 * 4 + 1)] ^= 1
     path.write_bytes(content)
     reseal(output)
-    with pytest.raises(
-        DataError, match=r"b\.bin: token 1 of document 4 is 53; in the original, as document 5 of .*52"
-    ):
+    with pytest.raises(DataError, match=r"b\.bin is not what .* gives without the documents"):
         verify(output)
     content[2 * (3 * 4 + 1)] ^= 1
     path.write_bytes(content)
@@ -197,7 +195,7 @@ def test_a_forgery_with_true_hashes_is_found_and_named(original: Path) -> None:
     index[-1] ^= 1
     (output / "a.idx").write_bytes(index)
     reseal(output)
-    with pytest.raises(DataError, match=r"a\.idx: modes\[6\]"):
+    with pytest.raises(DataError, match=r"a\.idx is not what"):
         verify(output)
 
 
@@ -209,7 +207,7 @@ def test_a_document_too_many_or_too_few_is_found(original: Path) -> None:
     for suffix in (".bin", ".idx"):
         shutil.copy(other / f"b{suffix}", output / f"b{suffix}")
     reseal(output)
-    with pytest.raises(DataError, match=r"b\.idx: modes\[0\]"):
+    with pytest.raises(DataError, match=r"b\.idx is not what"):
         verify(output)
     shutil.copy(other / "documents.parquet", output / "documents.parquet")
     reseal(output)

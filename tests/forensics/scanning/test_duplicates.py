@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
-from megastable.forensics.scanning import partition_files
-from megastable.forensics.scanning.duplicates import COPY, HASHED, Copies, exact, read_copies
+from megastable.forensics.scanning import duplicates, near
+from megastable.forensics.scanning.duplicates import (
+    COPY,
+    HASHED,
+    find_exact,
+    read_copies,
+    sort_copies,
+    write_copies,
+)
 from megastable.forensics.scanning.minhash import (
     BINS,
     GRAM,
@@ -27,10 +34,8 @@ from megastable.forensics.scanning.minhash import (
 from megastable.forensics.scanning.near import BAND, SMALL, find_near, sign
 from megastable.forensics.scanning.near import _candidates as candidates
 from megastable.forensics.scanning.near import _Groups as Groups
-from megastable.forensics.scanning.partition_files import Spool
 from megastable.forensics.scanning.units import units
 from tests.forensics.shelves import Plain, write
-from tests.full_disk import files_no_larger_than
 from tests.tiers import examples
 
 
@@ -48,47 +53,30 @@ def hashed(values: list[int], empty: Sequence[int] = ()) -> np.ndarray:
 def test_every_document_but_the_first_of_its_hash_is_a_copy(
     tmp_path_factory: pytest.TempPathFactory, values: list[int], parts: int, size: int, data: st.DataObject
 ) -> None:
-    """Whatever the partitions and however the documents come; ranges read as the file does."""
+    """However often the documents are read, and in whichever parts they come."""
     empty = data.draw(st.lists(st.integers(0, max(len(values) - 1, 0)), unique=True, max_size=5))
     first: dict[int, int] = {}
     expected = {}
     for number, value in enumerate(values):
         if number not in empty and first.setdefault(value, number) != number:
             expected[number] = first[value]
-    folder = tmp_path_factory.mktemp("copies")
     records = hashed(values, empty)
+    given_parts = [records[at : at + size] for at in range(0, len(records), size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition_files, "PARTITION", max(1, records.nbytes // parts))
-        with Copies(folder / "copies", len(values)) as copies:
-            given_parts = [records[at : at + size] for at in range(0, len(records), size)]
-            found = exact(given_parts, len(values), folder / "hashes", copies)
-            copies.write(folder / "copies.parquet")
-            ranges = [copies.between(at, at + size) for at in range(0, len(values), size)]
-    written = np.concatenate([np.empty(0, COPY), *read_copies(folder / "copies.parquet")])
-    assert written["document"].tolist() == sorted(expected)
-    assert written["of"].tolist() == [expected[number] for number in sorted(expected)]
-    assert np.concatenate([np.empty(0, COPY), *ranges]).tolist() == written.tolist()
-    assert (found.documents, found.tokens) == (len(expected), 7 * len(expected))
-    assert found.groups == len(set(expected.values()))
-    assert not (folder / "copies").exists() and not (folder / "hashes").exists()
-
-
-def test_a_full_disk_is_an_error_that_leaves_no_spool(tmp_path: Path) -> None:
-    def fill() -> None:
-        with Spool(tmp_path / "spool", 1, HASHED) as held:
-            for _ in range(100):
-                held.add(hashed([1] * 100), np.zeros(100, np.int64))
-            held.read(0)
-
-    with files_no_larger_than(1000), pytest.raises(DataError, match="cannot be used"):
-        fill()
-    assert not list(tmp_path.iterdir())
+        patch.setattr(duplicates, "BYTES", max(1, records.nbytes // parts))
+        found = find_exact(lambda: given_parts, len(values))
+    path = tmp_path_factory.mktemp("copies") / "copies.parquet"
+    write_copies(path, found)
+    assert read_copies(path).tolist() == found.tolist()
+    assert found["document"].tolist() == sorted(expected)
+    assert found["of"].tolist() == [expected[number] for number in sorted(expected)]
+    assert (found["tokens"] == 7).all() and (found["similarity"] == 1).all() and not found["near"].any()
 
 
 def test_a_foreign_file_of_copies_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "copies.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="scan again"):
-        list(read_copies(tmp_path / "copies.parquet"))
+        read_copies(tmp_path / "copies.parquet")
 
 
 def sets(tokens: list[int]) -> set[tuple[int, ...]]:
@@ -208,8 +196,12 @@ def test_groups_are_the_connected_parts_with_their_first_document(pairs: list[tu
 
 
 @pytest.mark.slow
-def test_near_duplicates_of_shards_are_those_of_a_plain_comparison(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passes", [1, 3])
+def test_near_duplicates_of_shards_are_those_of_a_plain_comparison(
+    tmp_path: Path, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sets of 5-grams of all pairs: nothing is found that is not as alike, and next to nothing is missed."""
+    monkeypatch.setattr(near, "count_passes", lambda size: passes)
     random = np.random.default_rng(3)
     documents: list[list[int]] = []
     for number in range(60):
@@ -227,13 +219,10 @@ def test_near_duplicates_of_shards_are_those_of_a_plain_comparison(tmp_path: Pat
     found = list(units(shards, 3000))
     for unit in found:
         sign(unit, tmp_path)
-    with Copies(tmp_path / "copies", len(documents)) as copies:
-        extra = np.zeros(2, COPY)
-        extra["document"], extra["of"] = [len(documents) - 2, len(documents) - 1], 8
-        copies.add(extra)
-        near = find_near(shards, found, tmp_path, copies, 0.8)
-        written = copies.between(0, len(documents))
-    written = written[written["near"]]
+    copies = np.zeros(2, COPY)
+    copies["document"], copies["of"] = [len(documents) - 2, len(documents) - 1], 8
+    written = find_near(shards, found, tmp_path, copies, 0.8)
+    assert sort_copies([copies, written])["document"].tolist()[-2:] == copies["document"].tolist()
     groups, alike = Groups(), {}
     for b in range(len(documents) - 2):
         for a in range(b):
@@ -245,7 +234,7 @@ def test_near_duplicates_of_shards_are_those_of_a_plain_comparison(tmp_path: Pat
     assert len(expected) > 30
     assert got.keys() <= expected.keys()
     assert sum(expected[document] == first for document, first in got.items()) >= 0.97 * len(expected)
-    assert near.documents == len(got) and near.groups == len(set(got.values()))
+    assert len(written) == len(got)
     for copy in written:
         exact_value = alike[int(copy["of"]), int(copy["document"])]
         assert copy["similarity"] == pytest.approx(exact_value, abs=1e-6 if exact_value >= 0.8 else 0.2)

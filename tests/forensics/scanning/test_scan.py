@@ -18,11 +18,11 @@ import zstandard
 from megastable.base.durable import hold
 from megastable.base.errors import DataError
 from megastable.data.shards import Shard
+from megastable.forensics import document_map
 from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick, cut
 from megastable.forensics.scanning import rows as rows_module
 from megastable.forensics.scanning import scan as scan_module
 from megastable.forensics.scanning import units as units_module
-from megastable.forensics.scanning import workplace
 from megastable.forensics.scanning.rows import COMPRESSED, EMPTY, LARGEST, document_keys, measure_rows
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.scanning.scanned import Scan, SuspectDocument, suspects
@@ -187,16 +187,16 @@ def test_units_and_workers_change_nothing(
     assert scan_shards(shelf(shards), folder, top=5, **given).worst == scan.worst[:5]
 
     # As an interruption leaves it: no result, some parts missing, one damaged; of another size of units.
-    (folder / workplace.RESULT).unlink()
+    (folder / document_map.RESULT).unlink()
     for number in (0, 4):
-        workplace.part(folder, number).unlink()
-    for path in (workplace.part(folder, 2), workplace.near_part(folder, 3)):
+        document_map.part(folder, number).unlink()
+    for path in (document_map.part(folder, 2), document_map.near_part(folder, 3)):
         path.write_bytes(path.read_bytes()[:100])
-    before = workplace.part(folder, 5).stat().st_mtime_ns
+    before = document_map.part(folder, 5).stat().st_mtime_ns
     again = scan_shards(shelf(shards), folder, **given)
     assert outcome(again) == outcome(scan)
-    assert workplace.part(folder, 5).stat().st_mtime_ns == before
-    sizes = [pq.read_table(workplace.part(folder, n))["tokens"].to_numpy().sum() for n in (0, 2, 4)]
+    assert document_map.part(folder, 5).stat().st_mtime_ns == before
+    sizes = [pq.read_table(document_map.part(folder, n))["tokens"].to_numpy().sum() for n in (0, 2, 4)]
     assert again.measured_tokens == sum(sizes)
 
 
@@ -205,7 +205,7 @@ def test_parts_of_another_size_of_units_are_measured_again(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scan = scan_shards(shelf(shards), tmp_path / "scan", progress=False)
-    (tmp_path / "scan" / workplace.RESULT).unlink()
+    (tmp_path / "scan" / document_map.RESULT).unlink()
     monkeypatch.setattr(units_module, "UNIT", 5000)
     again = scan_shards(shelf(shards), tmp_path / "scan", progress=False)
     assert again.units > scan.units and again.worst == scan.worst and again.thresholds == scan.thresholds
@@ -217,11 +217,12 @@ import signal
 import sys
 from pathlib import Path
 from megastable.base.errors import user_errors
-from megastable.forensics.scanning import units, workplace
+from megastable.forensics import document_map
+from megastable.forensics.scanning import units
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.shard_set import open_shelf
 units.UNIT = 800
-write_rows = workplace.write_rows
+write_rows = document_map.write_rows
 def write_five(path, rows):
     if len(list(path.parent.iterdir())) == 5:
         print("waiting", flush=True)
@@ -229,7 +230,7 @@ def write_five(path, rows):
             signal.pause()
     write_rows(path, rows)
 if __name__ == "__main__":
-    workplace.write_rows = write_five
+    document_map.write_rows = write_five
     with user_errors():
         scan_shards(open_shelf([Path(sys.argv[1])]), Path(sys.argv[2]), progress=False)
 """
@@ -283,11 +284,11 @@ def test_a_folder_of_something_else_is_left_alone(shards: Path, reference: Path,
     with pytest.raises(DataError, match="other: the reference"):
         scan_shards(shelf(shards), folder, against=shelf(reference), progress=False)
     assert scan_shards(shelf(reference), folder, again=True, progress=False).name == "good"
-    held = hold(folder / workplace.LOCK)
+    held = hold(folder / document_map.LOCK)
     assert held is not None
     with held, pytest.raises(DataError, match="another process scans into it"):
         scan_shards(shelf(reference), folder, progress=False)
-    (folder / workplace.BEGUN).write_text("{")
+    (folder / document_map.BEGUN).write_text("{")
     with pytest.raises(DataError, match="--again"):
         scan_shards(shelf(reference), folder, progress=False)
 
@@ -332,7 +333,7 @@ def test_a_tokenizer_of_either_tells_what_its_ids_are(tmp_path: Path) -> None:
     reference, known = open_shelf([tmp_path / "bare"]), open_shelf([tmp_path / "bare"], model)
     scan = scan_shards(known, tmp_path / "scan", against=reference, progress=False)
     assert scan.vocab_size == known.vocab_size
-    assert Yardstick.load(tmp_path / "scan" / workplace.YARDSTICK).lexicon.known
+    assert Yardstick.load(tmp_path / "scan" / document_map.YARDSTICK).lexicon.known
     assert not any("vocabulary is not known" in warning for warning in scan.warnings)
 
 
@@ -354,7 +355,7 @@ def test_what_a_loop_and_noise_compress_to(tmp_path: Path) -> None:
         "uint16",
     )
     scan = scan_shards(open_shelf([tmp_path / "some"]), tmp_path / "scan", progress=False)
-    rows = workplace.read_rows(workplace.part(tmp_path / "scan", 0))
+    rows = document_map.read_rows(document_map.part(tmp_path / "scan", 0))
     assert rows is not None and scan.units == 1
     found = rows["compression"].to_pylist()
     for ids, ratio in zip([loop, [], noise, loop[:7], loop + noise], found, strict=True):
@@ -418,7 +419,7 @@ def test_a_full_disk_is_an_error_and_what_is_measured_stays(
     folder = tmp_path / "scan"
     scan_shards(shelf(shards), folder, progress=False)
     complete = Scan.load(folder)
-    for path in (folder / workplace.RESULT, workplace.part(folder, 1)):
+    for path in (folder / document_map.RESULT, document_map.part(folder, 1)):
         path.unlink()
     with files_no_larger_than(3000), pytest.raises(DataError, match="could not be written"):
         scan_shards(shelf(shards), folder, progress=False)
@@ -429,10 +430,10 @@ def test_a_full_disk_is_an_error_and_what_is_measured_stays(
 def test_a_damaged_result_is_an_error(done: tuple[Scan, Path], tmp_path: Path) -> None:
     folder = tmp_path / "scan"
     shutil.copytree(done[1], folder)
-    workplace.part(folder, 0).write_bytes(b"PAR1")
+    document_map.part(folder, 0).write_bytes(b"PAR1")
     with pytest.raises(DataError, match="missing or damaged"):
         list(suspects(folder, least=0.0))
-    (folder / workplace.RESULT).write_text('{"format": 1}')
+    (folder / document_map.RESULT).write_text('{"format": 1}')
     with pytest.raises(DataError, match=r"scan.json is damaged.*--again"):
         Scan.load(folder)
 

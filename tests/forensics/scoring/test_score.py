@@ -20,11 +20,17 @@ from megastable.data.manifest import TokenizerInfo, adopt
 from megastable.data.shards import ShardWriter
 from megastable.forensics.scoring import losses as losses_module
 from megastable.forensics.scoring import pick
-from megastable.forensics.scoring.document_scores import Scorer, rows, score_shelf
+from megastable.forensics.scoring.document_scores import (
+    Scorer,
+    batches,
+    rows,
+    score_shelf,
+    window_rows,
+    windows,
+    worst,
+)
 from megastable.forensics.scoring.losses import losses_of, losses_under, token_losses
 from megastable.forensics.scoring.score_sheet import score_sheet
-from megastable.forensics.scoring.score_windows import batches, windows, worst
-from megastable.forensics.scoring.score_windows import rows as window_rows
 from megastable.forensics.scoring.scored import first_rows, judged, likes
 from megastable.forensics.shard_set import Shelf, open_shelf
 from megastable.model.gpt import GPT

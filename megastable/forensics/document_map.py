@@ -1,11 +1,14 @@
-"""The folder of a scan: its settings and finished parts, locked against other processes.
+"""A resumable map over the documents of some shards: a folder with a part for every run of documents.
 
-begun.json         settings of the scan: it resumes only with the same ones
+`scan` and `score` compute a row for each document. A part that is complete is not computed again, so that an
+interrupted call goes on where it was; the folder is locked against other processes.
+
+begun.json         settings: it resumes only with the same ones
 yardstick.npz      the baseline; reference.json: results of its own sample by it
-parts/N.parquet    the rows of unit N, complete when it has its name
+parts/N.parquet    the rows of run N, complete when it has its name
 near/N.npy         signatures of its documents, for near duplicates
 duplicates.parquet copies, ascending
-scan.json          the result: the scan is complete when it exists
+scan.json, scores.json  the result: it is complete when it exists
 """
 
 from __future__ import annotations
@@ -14,22 +17,27 @@ import fcntl
 import io
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megastable.base.durable import hold
 from megastable.base.errors import DataError
 from megastable.data.local_copy import write_file
+from megastable.data.pool import ordered_map
+from megastable.data.progress import Meter
 
 BEGUN, RESULT, YARDSTICK, REFERENCE = "begun.json", "scan.json", "yardstick.npz", "reference.json"
 SCORES = "scores.json"  # the result in a folder of scores
-DUPLICATES, PARTS, NEAR, SPOOL, LOCK = "duplicates.parquet", "parts", "near", "spool", ".lock"
-NAMES = {
+DUPLICATES, PARTS, NEAR, LOCK = "duplicates.parquet", "parts", "near", ".lock"
+SETTINGS = {
     "fingerprint": "the shards",
     "files": "the shards or the reference, whose files changed",
     "tokenizer": "the tokenizer",
@@ -40,6 +48,74 @@ NAMES = {
     "precision": "the precision, see --exact",
     "gradients": "--gradients",
 }
+
+
+class DocumentRun(Protocol):
+    """Documents of a shard that make one part; `numbers` int64 [d]: in their shard, `number`: of the part."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def numbers(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+Run = TypeVar("Run", bound=DocumentRun)
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """A part that is complete now; measured: in this call."""
+
+    tokens: int
+    documents: int
+    measured: bool
+
+
+def map_documents(
+    runs: Iterable[Run],
+    keep: Callable[[Run], KeptPart],
+    total: int,
+    *,
+    labels: tuple[str, str],
+    progress: bool,
+    workers: int = 1,
+) -> tuple[int, int]:
+    """Complete the parts of all runs.
+
+    Args:
+        runs: Of documents, in the order of their parts.
+        keep: Completes the part of one, unless it is; `keep_rows` for tables. Runs in the worker processes.
+        total: Tokens of all runs.
+        labels: Of the progress: what is done, and what was ("scanning", "scanned").
+        progress: Shown on stderr.
+        workers: Processes; with 1, `keep` runs in this one.
+
+    Returns:
+        The number of parts, and how many tokens were measured in this call.
+    """
+    parts = read = documents = measured = 0
+    with (
+        Meter(total, not progress, *labels, "tokens") as meter,
+        closing(ordered_map(keep, runs, workers)) as all_kept,
+    ):
+        for kept in all_kept:
+            parts, read = parts + 1, read + kept.tokens
+            if kept.measured:
+                documents, measured = documents + kept.documents, measured + kept.tokens
+            meter.update(read, documents, measured)
+    return parts, measured
+
+
+def keep_rows(run: Run, measure: Callable[[Run], pa.Table], folder: Path) -> KeptPart:
+    """Write the rows that `measure` computes of a run, unless its part has them."""
+    path, numbers = part(folder, run.number), run.numbers
+    there = read_rows(path, ["document"])
+    missing = there is None or not np.array_equal(there["document"].to_numpy(), numbers)
+    if missing:
+        write_rows(path, measure(run))
+    return KeptPart(run.tokens, len(numbers), missing)
 
 
 def part(folder: Path, number: int) -> Path:
@@ -88,7 +164,7 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
         if there == asked:
             return
         keys = [key for key in asked if not isinstance(there, dict) or there.get(key) != asked[key]]
-        what = ", ".join(dict.fromkeys(NAMES.get(key, key) for key in keys))
+        what = ", ".join(dict.fromkeys(SETTINGS.get(key, key) for key in keys))
         raise DataError(
             f"{folder} holds the results of something else (other: {what}): choose another --keep, or replace "
             "them with --again"
@@ -96,7 +172,7 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
     # The settings are removed last: a half-cleared folder is still recognised.
     for name in (RESULT, SCORES, YARDSTICK, REFERENCE, DUPLICATES):
         (folder / name).unlink(missing_ok=True)
-    for name in (PARTS, NEAR, SPOOL):
+    for name in (PARTS, NEAR):
         shutil.rmtree(folder / name, ignore_errors=True)
     write_file(path, (json.dumps(asked, indent=1) + "\n").encode())
     for name in (PARTS, NEAR):
@@ -108,6 +184,16 @@ def write_rows(path: Path, rows: pa.Table) -> None:
     content = io.BytesIO()
     pq.write_table(rows, content, compression="zstd", compression_level=1)
     write_file(path, content.getvalue())
+
+
+def read_parts(folder: Path, count: int, again: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """The rows of all parts. Raises DataError for one that is missing or damaged; again: the command that repairs
+    it."""
+    for number in range(count):
+        rows = read_rows(path := part(folder, number), columns)
+        if rows is None:
+            raise DataError(f"{path} is missing or damaged: {again} with --again")
+        yield rows
 
 
 def read_rows(path: Path, columns: list[str] | None = None) -> pa.Table | None:
