@@ -13,7 +13,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -259,7 +259,10 @@ def _lines(plan: PrunePlan, lines: list[str]) -> Iterator[tuple[str, PlanLine]]:
         if not line or line.startswith("#"):
             continue
         if line.startswith("{"):
-            yield _json(plan.path, number, line)
+            try:
+                yield _line_of_row(plan.path, number, line, json.loads(line))
+            except (ValueError, RecursionError):
+                _bad(plan.path, number, line)
         elif not plan.lines and (key := _KEY.fullmatch(line)):
             _take(plan, number, key[1], _unquoted(plan.path, number, key[2]))
         else:
@@ -277,44 +280,30 @@ def _take(plan: PrunePlan, number: int, key: str, value: str) -> None:
         plan.fingerprint = value
 
 
-def _json(path: Path, number: int, line: str) -> tuple[str, PlanLine]:
-    try:
-        entry = json.loads(line)
-        shard, numbers = entry["shard"], [entry["document"], *_both(entry.get("first"), entry.get("end"))]
-    except (ValueError, KeyError, RecursionError, AttributeError):
-        _bad(path, number, line)
-    if not isinstance(shard, str) or not all(type(n) is int and 0 <= n < 10**18 for n in numbers):
-        _bad(path, number, line)
-    return shard, PlanLine(number, numbers[0], (numbers[1], numbers[2]) if numbers[1:] else None)
-
-
 def _table(path: Path, lines: list[str], start: int) -> Iterator[tuple[str, PlanLine]]:
     rows = csv.DictReader(lines[start:])
     try:
         for row in rows:
-            number, shard = start + rows.line_num, row["shard"]
-            cells = [(row.get(name) or "").strip().replace(",", "") for name in ("document", "first", "end")]
-            try:
-                cells = [cells[0], *_both(cells[1] or None, cells[2] or None)]
-            except ValueError:
-                _bad(path, number, lines[number - 1])
-            if shard is None or not all(re.fullmatch("[0-9]{1,18}", cell) for cell in cells):
-                _bad(path, number, lines[number - 1])
-            span = (int(cells[1]), int(cells[2])) if cells[1:] else None
-            yield shard.strip(), PlanLine(number, int(cells[0]), span)
+            number = start + rows.line_num
+            yield _line_of_row(path, number, lines[number - 1], row)
     except csv.Error as error:
         raise DataError(
             f"{path} line {start + rows.line_num + 1}: {error}: correct or delete the line"
         ) from None
 
 
-def _both(first: Any, end: Any) -> list[Any]:
-    """The span of a list's row: both ends or none. Raises ValueError for only one."""
-    if first is None and end is None:
-        return []
-    if first is None or end is None:
-        raise ValueError("first and end belong together")
-    return [first, end]
+def _line_of_row(path: Path, number: int, line: str, row: Mapping[str, Any]) -> tuple[str, PlanLine]:
+    """Shard and content of a row of a table, or of a JSON object: a document, or a span of it with both ends."""
+    try:
+        shard, cells = row["shard"], [row.get(name) for name in ("document", "first", "end")]
+        known = [cell not in (None, "") for cell in cells]
+        numbers = [int(str(cell).replace(",", "")) for cell in cells if cell not in (None, "")]
+    except (ValueError, KeyError):
+        _bad(path, number, line)
+    whole, span = [True, False, False], [True, True, True]
+    if not isinstance(shard, str) or known not in (whole, span) or not all(0 <= n < 10**18 for n in numbers):
+        _bad(path, number, line)
+    return shard.strip(), PlanLine(number, numbers[0], (numbers[1], numbers[2]) if known == span else None)
 
 
 def _bad(path: Path, number: int, line: str) -> NoReturn:

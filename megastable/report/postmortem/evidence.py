@@ -128,7 +128,7 @@ class Gatherer:
         self.begin, self.end = min([indexes[0], *rejected]) if damage else indexes[0], indexes[-1]
         self.own = [self.journal.events[index] for index in indexes]
         self.incident = self._lenient(IncidentFacts, summary_of(self.own[-1]), "the incident")
-        self.skipped = run.ledger.of_incident(number).entries
+        self.skipped = list(run.ledger.of_incident(number).entries)
         # A process that dies while an incident of the training is open has tried nothing.
         self.trials = [] if self.incident.breakdown else find_trials(self.journal, indexes)
 
