@@ -1,6 +1,6 @@
 """Measure the cost of a large skip ledger: reading it at a start, rereading it with one more line, and per step.
 
-python -m benchmarks.ledger_speed [--entries 1000000] [--rounds 5] [--threads 2] [--output FILE]
+python -m benchmarks.ledger_speed [--entries 1000000] [--rounds 5] [--output FILE]
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from megastable.base.errors import user_errors
 from megastable.data.order import Order, OrderedCorpus
@@ -95,18 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger_speed", description=__doc__)
     parser.add_argument("--entries", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of pyarrow; as many as cores if not given")
     parser.add_argument("--output", type=Path, help="all numbers, as JSON")
     args = parser.parse_args(arguments)
     with user_errors():
-        if args.threads:
-            pa.set_cpu_count(args.threads)
         rows, load = measure(args.entries, args.rounds), os.getloadavg()[0]
         for row in rows:
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
-        print(f"{pa.cpu_count()} threads, {os.cpu_count()} cores, load of the last minute {load:.1f}")
+        print(f"{os.cpu_count()} cores, load of the last minute {load:.1f}")
         if args.output:
-            args.output.write_text(json.dumps({"threads": pa.cpu_count(), "load": load, "rows": rows}))
+            args.output.write_text(json.dumps({"load": load, "rows": rows}))
 
 
 if __name__ == "__main__":

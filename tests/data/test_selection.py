@@ -85,8 +85,14 @@ LINES = st.lists(
             st.sampled_from(NAMES), st.sampled_from([None, None, None, "old"]), TOKENS,
         ),
         st.builds(
-            lambda first, length: SkipEntry(first=first, end=first + length, reason="x"),
-            st.integers(0, 400), st.integers(1, 60),
+            lambda first, length, corpus: SkipEntry(
+                first=first, end=first + length, reason="x", corpus=corpus
+            ),
+            st.integers(0, 400), st.integers(1, 60), st.sampled_from([None, None, *NAMES]),
+        ),
+        st.builds(
+            lambda first, corpus: SkipEntry(first=first, end=LAST_POSITION, reason="x", corpus=corpus),
+            st.integers(0, 400), st.sampled_from(NAMES),
         ),
     ), max_size=6,
 )  # fmt: skip
@@ -98,6 +104,8 @@ MORE = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20)).map(lambda r:
 def test_a_selection_is_the_naive_walk_in_every_epoch(
     order: Order, entries: list[AnyEntry], more: list[Range], cursor: int, counts: list[int]
 ) -> None:
+    known = {None, *(corpus.name for corpus in order.corpora)}
+    entries = [e for e in entries if isinstance(e, SampleEntry) or e.corpus in known]
     kept = naive(order, entries, more, SHOWN)
     try:
         chosen = selection(order, entries, more)

@@ -8,6 +8,7 @@ import resource
 import struct
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,14 +191,6 @@ def test_missing_file(prefix: Path, suffix: str) -> None:
         Shard(prefix)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 6])
-def test_truncated_bin(prefix: Path, cut: int) -> None:
-    write(prefix, [[1, 2], [3, 4, 5]])
-    os.truncate(f"{prefix}.bin", 10 - cut)
-    with pytest.raises(DataError, match="truncated"):
-        Shard(prefix)
-
-
 @pytest.mark.parametrize("size", [0, 5, 20, 34, 60])
 def test_truncated_index(prefix: Path, size: int) -> None:
     write(prefix, [[1, 2], [3, 4, 5]])
@@ -223,39 +216,43 @@ def test_index_removed_while_in_use(prefix: Path) -> None:
         shard.document_of(0)
 
 
-def test_foreign_files(prefix: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "index", "message"),
+    [
+        ([1, 2, 3], {"lengths": [3], "document_indices": [0, 1], "version": 2}, "version 2"),
+        (
+            [1, 2, 3],
+            {"lengths": [4], "document_indices": [0, 1]},
+            r"describes a \.bin of 16 bytes, but .* has 12",
+        ),
+        ([], {"lengths": [], "document_indices": []}, "damaged"),
+        *(
+            (
+                [1, 2, 3],
+                {"lengths": [3], "document_indices": [0, 1], "code": code},
+                f"type code {code}: only 4 .* and 8",
+            )
+            for code in (0, 1, 2, 3, 5, 6, 7, 9, 255)
+        ),
+        *(
+            ([1, 2, 3, 4], {"lengths": [2, 2], "document_indices": indices}, "without merging")
+            for indices in ([0, 1], [1, 2], [0])
+        ),
+    ],
+)
+def test_a_wrong_index_is_refused(
+    prefix: Path, tokens: list[int], index: dict[str, Any], message: str
+) -> None:
+    write_bin(prefix, tokens)
+    write_index(prefix, **index)
+    with pytest.raises(DataError, match=message):
+        Shard(prefix)
+
+
+def test_a_file_of_another_format_is_refused(prefix: Path) -> None:
     write_bin(prefix, [1, 2, 3])
     Path(f"{prefix}.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(100))
     with pytest.raises(DataError, match="not a Megatron index"):
-        Shard(prefix)
-    write_index(prefix, [3], [0, 1], version=2)
-    with pytest.raises(DataError, match="version 2"):
-        Shard(prefix)
-    for code in (0, 1, 2, 3, 5, 6, 7, 9, 255):
-        write_index(prefix, [3], [0, 1], code=code)
-        with pytest.raises(DataError, match=f"type code {code}: only 4 .* and 8"):
-            Shard(prefix)
-
-
-def test_an_index_of_another_shard(prefix: Path) -> None:
-    write_bin(prefix, [1, 2, 3])
-    write_index(prefix, [4], [0, 1])
-    with pytest.raises(DataError, match=r"describes a \.bin of 16 bytes, but .* has 12"):
-        Shard(prefix)
-
-
-def test_merged_without_the_document_index(prefix: Path) -> None:
-    write_bin(prefix, [1, 2, 3, 4])
-    for indices in ([0, 1], [1, 2], [0]):
-        write_index(prefix, [2, 2], indices)
-        with pytest.raises(DataError, match="without merging"):
-            Shard(prefix)
-
-
-def test_no_document_entries(prefix: Path) -> None:
-    write_bin(prefix, [])
-    write_index(prefix, [], [])
-    with pytest.raises(DataError, match="damaged"):
         Shard(prefix)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,12 @@ def test_both_kinds_of_lines_come_back_as_they_were(ledger: Path) -> None:
         SkipEntry(first=9, end=LAST_POSITION, reason="out", corpus="code"),
         SampleEntry(**IDENTITY | {"tokens": [[64, 96], [0, 10]], "reason": "ü"}),
     ]
-    append_all(ledger, entries)
+    before, set_time = datetime.now(UTC), datetime(2020, 1, 1, tzinfo=UTC)
+    append_all(ledger, [*entries[:3], entries[3].model_copy(update={"time": set_time})])
     found = read_ledger(ledger)
     assert [e.model_copy(update={"time": None}) for e in found] == entries
-    assert all(e.time is not None for e in found)
+    assert all(e.time is not None and before <= e.time <= datetime.now(UTC) for e in found[:3])
+    assert found[3].time == set_time and ledger.read_text().count("\n") == 4
     excluded = Ledger.read(ledger).exclusions
     assert excluded.positions.ranges == [(5, 9)] and excluded.lines == 4
     assert {name: skips.ranges for name, skips in excluded.swapped.items()} == {"code": [(9, LAST_POSITION)]}

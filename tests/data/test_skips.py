@@ -118,26 +118,6 @@ def ledger(tmp_path: Path) -> Path:
     return tmp_path / "skips.jsonl"
 
 
-def test_append_and_read(ledger: Path) -> None:
-    assert read_ledger(ledger) == []
-    before = datetime.now(UTC)
-    entries = [
-        SkipEntry(first=5, end=9, reason="spike"),
-        SkipEntry(first=7, end=12, reason="overlaps", incident=3, step=44),
-        SkipEntry(first=0, end=1, reason="set", time=datetime(2020, 1, 1, tzinfo=UTC)),
-    ]
-    for entry in entries:
-        append(ledger, entry)
-    found = read_ledger(ledger)
-    assert [entry.model_copy(update={"time": None}) for entry in found] == [
-        entry.model_copy(update={"time": None}) for entry in entries
-    ]
-    assert all(before <= entry.time <= datetime.now(UTC) for entry in found[:2] if entry.time)
-    assert found[2].time == entries[2].time
-    assert Skips.of((entry.first, entry.end) for entry in found).ranges == [(0, 1), (5, 12)]
-    assert ledger.read_text().count("\n") == 3
-
-
 def test_written_by_hand(ledger: Path) -> None:
     ledger.write_text('{"first": 1200, "end": 1300, "reason": "mine"}\n\n{"first":0,"end":4,"reason":""}')
     assert [(entry.first, entry.end) for entry in read_ledger(ledger)] == [(1200, 1300), (0, 4)]
@@ -201,44 +181,6 @@ def out(name: str | None, first: int, end: int = LAST_POSITION) -> SkipEntry:
 
 def selection_of(entries: Sequence[AnyEntry], more: Sequence[Range] = (), order: Order = ORDER) -> Selection:
     return Selection(order, Ledger(entries).exclusions, more)
-
-
-ENTRIES = st.lists(
-    st.builds(
-        lambda name, first, length: out(name, first, first + length),
-        st.sampled_from([None, *CORPORA]), st.integers(0, 60), st.integers(1, 60),
-    ), max_size=8,
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(
-    ENTRIES,
-    st.none() | st.tuples(st.sampled_from(CORPORA), st.integers(0, 99)),
-    RANGES,
-    st.integers(0, 80),
-    st.lists(st.integers(0, 9), max_size=5),
-)
-def test_a_selection_is_the_naive_walk(
-    entries: list[SkipEntry], gone: tuple[str, int] | None, more: list[Range], cursor: int, counts: list[int]
-) -> None:
-    """Whatever is skipped and swapped out, for a while or (one corpus) for good; in steps of any sizes."""
-    if gone is not None:
-        entries = [*entries, out(*gone)]
-    selection = selection_of(entries, more)
-    left = [
-        p for p in range(cursor, 400)
-        if p not in positions(more)
-        and not any(e.corpus in (None, CORPORA[OF[p]]) and e.first <= p < e.end for e in entries)
-    ]  # fmt: skip
-    walked = 0
-    for count in counts:
-        kept, following = selection.next_kept(cursor, count)
-        assert kept.dtype == np.int64 and kept.tolist() == left[walked : walked + count]
-        assert following == (kept[-1] + 1 if count else cursor)
-        walked, cursor = walked + count, following
-    assert selection.corpora_left == (3 if gone is None else 2)
 
 
 def test_corpora_that_are_left() -> None:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.forensics import cut_at_lines, evaluate_documents, line_ends
-from megastable.forensics.oddness.corruption import PLANTED, babble, corrupt, corrupt_span
-from megastable.forensics.oddness.foreign import LANGUAGES
+from megastable.forensics.oddness.corruption import LANGUAGES, PLANTED, babble, corrupt, corrupt_span
 from megastable.forensics.oddness.kinds import KINDS
 from tests.forensics.texts import documents, scores, tokenizer, yardstick
 

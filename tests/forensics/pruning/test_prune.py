@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
@@ -28,9 +26,8 @@ from megastable.forensics.pruning.proof import verify
 from megastable.forensics.pruning.prune import apply
 from megastable.forensics.pruning.prune_plan import Removal, text_of
 from megastable.forensics.pruning.pruned import Pruned
-from tests.forensics.shelves import Plain, corpus, read, shelves
+from tests.forensics.shelves import Plain, corpus, read
 from tests.full_disk import files_no_larger_than
-from tests.tiers import examples
 
 EIGHT = [[([10 * n + 1, 10 * n + 2, 10 * n + 3], n)] for n in range(8)]
 SPLITS = {"train": [("a", 0, 6), ("b", 0, 8)], "validation": [("a", 6, 8)]}
@@ -63,74 +60,6 @@ def small_blocks(size: int) -> Iterator[None]:
         yield
     finally:
         gaps.BLOCK = old
-
-
-@settings(max_examples=examples(60))
-@given(
-    given_=shelves(), choice=st.randoms(use_true_random=False), block=st.sampled_from([4, 8, 12, 64, 1 << 20])
-)
-def test_what_is_left_is_what_a_plain_reading_leaves(given_, choice, block: int) -> None:  # type: ignore[no-untyped-def]
-    shards, splits, dtype = given_
-    everything = [(shard.name, n) for shard in shards for n in range(len(shard.documents))]
-    gone = choice.sample(everything, choice.randint(1, len(everything)))
-    kept = {
-        name: [n for n in range(99) if (name, n) in set(everything) - set(gone)]
-        for name in "part-0 part-1 part-2".split()
-    }
-    by_name = {shard.name: shard for shard in shards}
-
-    def tokens_of(parts: list[tuple[str, int, int]]) -> list[int]:
-        return [
-            token for name, first, end in parts for n in kept[name] if first <= n < end
-            for tokens, _ in by_name[name].documents[n] for token in tokens
-        ]  # fmt: skip
-
-    with tempfile.TemporaryDirectory() as place, small_blocks(block):
-        folder, output = Path(place) / "corpus", Path(place) / "pruned"
-        manifest = corpus(folder, shards, splits, dtype)
-        wanted = {split: tokens_of(parts) for split, parts in splits.items()}
-        plan = plan_of(folder, manifest, gone)
-        if any(manifest.splits[split] and not wanted[split] for split in wanted) or len(gone) == len(
-            everything
-        ):
-            with pytest.raises(DataError, match="delete its line"):
-                apply(plan, output)
-            assert not output.exists()
-            return
-        made = apply(plan, output)
-        assert (made.documents, made.documents_left) == (len(gone), len(everything) - len(gone))
-        for shard in shards:
-            left = [shard.documents[n] for n in kept[shard.name]]
-            if not left and shard.documents:
-                assert not (output / f"{shard.name}.idx").exists()
-                continue
-            found = read(output, shard.name)
-            assert found.documents == left
-            assert found.modes == (shard.modes and bool(found.sequences))
-        pruned = Manifest.load(output)
-        for split, tokens in wanted.items():
-            there = [
-                token for part in pruned.splits[split]
-                for token in Shard(output / part.shard).read(part.first_token, part.tokens).tolist()
-            ]  # fmt: skip
-            assert there == tokens
-        rows = pq.read_table(output / "documents.parquet").to_pylist()
-        assert rows == [
-            {
-                "shard": shard.name,
-                "old": n,
-                "new": kept[shard.name].index(n) if n in kept[shard.name] else None,
-                "first": None,
-                "end": None,
-                "closed": False,
-                "opened": False,
-            }
-            for shard in shards
-            for n in range(len(shard.documents))
-        ]
-        proof = verify(output, plan=plan)
-        assert (proof.documents, proof.gone) == (made.documents_left, len(gone))
-        assert manifest.name == pruned.name and manifest.fingerprint() != pruned.fingerprint()
 
 
 @given(

@@ -71,8 +71,7 @@ def pieces(document: Sequences, spans: list[Span], bos: int | None) -> list[Sequ
     return made
 
 
-@pytest.mark.slow
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(60))
 @given(
     given_=shelves(), data=st.data(), block=st.sampled_from([4, 8, 12, 64, 1 << 20]),
     bos=st.sampled_from([None, BOS]),
@@ -152,6 +151,7 @@ def test_what_is_left_is_what_a_plain_reading_leaves(
             sum(info.tokens for info in there.shards),
         )
         assert before - made.tokens + proof.added == after == made.tokens_left
+        assert manifest.name == there.name and manifest.fingerprint() != there.fingerprint()
 
 
 def test_a_cut_is_an_end_of_a_document_and_the_map_says_so(tmp_path: Path) -> None:
@@ -270,21 +270,6 @@ def made(tmp_path: Path) -> Path:
     spans = {("a", 1): [(2, 4)], ("a", 3): [(0, 3), (6, 9)]}
     apply(cut(tmp_path / "corpus", spans, [("a", 4)]), tmp_path / "pruned")
     return tmp_path / "pruned"
-
-
-@pytest.mark.slow
-def test_every_changed_byte_is_found(made: Path) -> None:
-    verify(made, plan=made.parent / "plan.txt")
-    for path in sorted(made.iterdir()):
-        content = path.read_bytes()
-        for at in range(0, len(content), 1 if path.suffix in (".bin", ".idx") else 23):
-            changed = bytearray(content)
-            changed[at] ^= 1 << (at % 8)
-            path.write_bytes(changed)
-            with pytest.raises(DataError):
-                verify(made)
-        path.write_bytes(content)
-    verify(made)
 
 
 @pytest.mark.parametrize("at", [11, 12, 27])
