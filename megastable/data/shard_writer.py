@@ -70,10 +70,19 @@ class ShardWriter:
     appears last, so that an `.idx` implies a complete `.bin`. A shard of the same name is replaced.
     """
 
-    def __init__(self, prefix: Path, vocab_size: int, modes: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        vocab_size: int,
+        modes: bool = False,
+        dtype: DType | None = None,
+        hash_only: bool = False,
+    ) -> None:
+        """dtype: if it is not the one that `vocab_size` asks for. hash_only: write no file."""
         self.prefix = prefix
         self.vocab_size = vocab_size
-        self.dtype = dtype_for(vocab_size)
+        self.dtype = dtype or dtype_for(vocab_size)
+        self._hash_only = hash_only
         self.tokens = 0
         self.documents = 0  # written so far
         self._lengths = array("i")
@@ -152,16 +161,46 @@ class ShardWriter:
         self.documents += 1
         self.tokens += int(tokens.size)
 
+    def add_documents(
+        self,
+        tokens: npt.NDArray[np.integer],
+        lengths: npt.NDArray[np.int32],
+        modes: npt.NDArray[np.int8],
+        counts: npt.NDArray[np.int64],
+    ) -> None:
+        """Append d documents of another shard, which may be empty, as they are.
+
+        Args:
+            tokens: Of all documents [n].
+            lengths: Of their sequences, int32 [s].
+            modes: Of their sequences, int8 [s]; without effect in a shard without modes.
+            counts: How many sequences each has, int64 [d].
+        """
+        try:
+            self._bin.write(np.ascontiguousarray(tokens, little_endian(self.dtype)).data.cast("B"))
+        except OSError as error:
+            self._fail(error)
+        if self._counts is None and (counts != 1).any():
+            self._counts = array("i", [1]) * self.documents
+        if self._counts is not None:
+            self._counts.frombytes(counts.astype(np.int32).tobytes())
+        if self._modes is not None:
+            self._modes.frombytes(modes.tobytes())
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self.documents += len(counts)
+        self.tokens += int(tokens.size)
+
     def close(self) -> ShardInfo:
         """Write the index, move both files into place and return their description."""
         try:
             self._write_index()
             bin_xxh3, idx_xxh3 = self._bin.finish(), self._idx.finish()
-            final_bin, final_idx = with_suffix(self.prefix, ".bin"), with_suffix(self.prefix, ".idx")
-            final_idx.unlink(missing_ok=True)
-            os.replace(with_suffix(self.prefix, ".bin.tmp"), final_bin)
-            os.replace(with_suffix(self.prefix, ".idx.tmp"), final_idx)
-            sync_directory(self.prefix.parent)
+            if not self._hash_only:
+                final_bin, final_idx = with_suffix(self.prefix, ".bin"), with_suffix(self.prefix, ".idx")
+                final_idx.unlink(missing_ok=True)
+                os.replace(with_suffix(self.prefix, ".bin.tmp"), final_bin)
+                os.replace(with_suffix(self.prefix, ".idx.tmp"), final_idx)
+                sync_directory(self.prefix.parent)
         except OSError as error:
             self._fail(error)
         self._open.clear()
@@ -180,11 +219,11 @@ class ShardWriter:
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         write = self._idx.write
-        write(index_header(self.dtype, len(lengths), self.documents))
+        write(_index_header(self.dtype, len(lengths), self.documents))
         parts = [lengths[part] for part in chunks(len(lengths))]
         for part in parts:
             write(part.astype("<i4").tobytes())
-        for pointers in pointers_of(parts, self.dtype):
+        for pointers in _pointers_of(parts, self.dtype):
             write(pointers)
         sequence = 0
         write(np.zeros(1, "<i8").tobytes())
@@ -199,7 +238,7 @@ class ShardWriter:
             write(self._modes.tobytes())
 
     def _create(self, suffix: str) -> HashedFile:
-        file = HashedFile(with_suffix(self.prefix, suffix))
+        file = HashedFile(None if self._hash_only else with_suffix(self.prefix, suffix))
         self._open.append(file)
         return file
 
@@ -212,13 +251,13 @@ class ShardWriter:
         raise DataError(f"shard {self.prefix} could not be written: {error}") from error
 
 
-def index_header(dtype: DType, sequences: int, documents: int) -> bytes:
+def _index_header(dtype: DType, sequences: int, documents: int) -> bytes:
     """The first 34 bytes of an `.idx`."""
     code = next(code for code, known in CODES.items() if known == dtype)
     return HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1)
 
 
-def pointers_of(lengths: Iterable[npt.NDArray[np.int32]], dtype: DType) -> Iterator[bytes]:
+def _pointers_of(lengths: Iterable[npt.NDArray[np.int32]], dtype: DType) -> Iterator[bytes]:
     """The stored pointers of sequences, part by part as their lengths come."""
     pointer, itemsize = 0, little_endian(dtype).itemsize
     for part in lengths:

@@ -9,72 +9,23 @@ document.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megastable.base.errors import DataError
-from megastable.data.shard_format import LONGEST_SEQUENCE, chunks, little_endian
+from megastable.data.shard_format import LONGEST_SEQUENCE, chunks
 from megastable.data.shards import Shard
+from megastable.forensics.scanning.units import units
 
-BLOCK = 1 << 20  # bytes of a file in memory at a time: fits in the cache between two hashes
+RUN = 1 << 20  # tokens of the original in memory at a time; a longer document is whole
 
 Int64s = npt.NDArray[np.int64]
 Span = tuple[int, int]  # tokens [first, end) of a document
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """Ascending ranges [first, end) that do not overlap, int64 [n] each; some may be empty. added: size of the
-    replacement of each, int64 [n]; None for nothing."""
-
-    firsts: Int64s
-    ends: Int64s
-    added: Int64s | None = None
-
-    @property
-    def total(self) -> int:
-        """Total size of the ranges."""
-        return int((self.ends - self.firsts).sum())
-
-    @property
-    def less(self) -> int:
-        """How much shorter the file is without them and with their replacements."""
-        return self.total - int(self._added.sum())
-
-    @property
-    def _added(self) -> Int64s:
-        return np.zeros_like(self.firsts) if self.added is None else self.added
-
-    def before(self, edges: Int64s) -> Int64s:
-        """How far each of `edges` [k], none of which is inside a range, moves towards the beginning without them: int64
-        [k]."""
-        sums = np.append(0, np.cumsum(self.ends - self.firsts - self._added))
-        return sums[np.searchsorted(self.firsts, edges)]
-
-    def inside(self, edge: int) -> bool:
-        """Whether `edge` lies strictly inside a range."""
-        number = int(np.searchsorted(self.firsts, edge)) - 1
-        return number >= 0 and edge < int(self.ends[number])
-
-    def merged(self) -> Ranges:
-        """The same without empty ranges and with touching ranges merged; a replacement starts a new range."""
-        full = self.ends > self.firsts
-        firsts, ends, added = self.firsts[full], self.ends[full], self._added[full]
-        if not full.any():
-            return Ranges(firsts, ends)
-        apart = np.append(True, (firsts[1:] != ends[:-1]) | (added[1:] > 0))
-        return Ranges(firsts[apart], ends[np.append(apart[1:], True)], added[apart])
-
-    def scaled(self, size: int, offset: int = 0) -> Ranges:
-        """In bytes of a file, with entries of `size` bytes that start at `offset`."""
-        return Ranges(self.firsts * size + offset, self.ends * size + offset, self.added)
 
 
 @dataclass(frozen=True)
@@ -91,53 +42,31 @@ class RemainingPiece:
     modes: tuple[int, ...]
 
 
-class Hole(NamedTuple):
-    """Removed tokens [first, end) of a shard. closed, opened: replaced by a token that ends the piece before, and one
-    that begins the piece after."""
-
-    first: int
-    end: int
-    closed: bool
-    opened: bool
-
-    @property
-    def put(self) -> int:
-        """Number of tokens put in its place."""
-        return self.closed + self.opened
-
-
 @dataclass(frozen=True)
 class CutDocument:
-    """A partly removed document. first: its first token in the shard; pieces: at least one, ascending;
-    sequences: [first, end) of the shard; gone: removed tokens, never including those that end and begin the
-    document."""
+    """A partly removed document. pieces: at least one, ascending; gone: removed tokens, never including those that end
+    and begin the document."""
 
     number: int
-    first: int
     tokens: int
     pieces: tuple[RemainingPiece, ...]
-    sequences: Span
     gone: int
-
-    @property
-    def holes(self) -> Iterator[Hole]:
-        """Its removed parts."""
-        edges = [0, *(edge for piece in self.pieces for edge in (piece.first, piece.end)), self.tokens]
-        closed = [False, *(piece.closed for piece in self.pieces)]
-        opened = [*(piece.opened for piece in self.pieces), False]
-        for first, end, *put in zip(edges[::2], edges[1::2], closed, opened, strict=True):
-            if first < end:
-                yield Hole(self.first + first, self.first + end, *put)
 
     @property
     def spans(self) -> list[Span]:
         """Its removed tokens, as [first, end) of the document."""
-        return [(hole.first - self.first, hole.end - self.first) for hole in self.holes]
+        edges = [0, *(edge for piece in self.pieces for edge in (piece.first, piece.end)), self.tokens]
+        return [(first, end) for first, end in zip(edges[::2], edges[1::2], strict=True) if first < end]
+
+    @property
+    def left(self) -> int:
+        """Number of tokens of its pieces."""
+        return sum(sum(piece.lengths) for piece in self.pieces)
 
     @property
     def added(self) -> int:
         """Number of added end and begin tokens: its own still end its last piece and begin its first."""
-        return sum(hole.put - (hole.end - hole.first) for hole in self.holes) + self.gone
+        return self.left + self.gone - self.tokens
 
 
 def cut_document(
@@ -179,7 +108,7 @@ def cut_document(
     pieces = tuple(
         _piece(first, stop, stop < count, opens and first > 0, lengths, modes) for first, stop in kept
     )
-    return CutDocument(number, begin, count, pieces, (low, high), gone)
+    return CutDocument(number, count, pieces, gone)
 
 
 def _piece(
@@ -204,18 +133,26 @@ def _piece(
     )
 
 
+class RemainingRun(NamedTuple):
+    """Documents that remain: their tokens [n], as stored; the lengths and modes of their sequences, int32 and int8 [s];
+    and how many sequences each document has, int64 [d]."""
+
+    tokens: npt.NDArray[np.integer]
+    lengths: npt.NDArray[np.int32]
+    modes: npt.NDArray[np.int8]
+    counts: Int64s
+
+
 @dataclass(frozen=True)
 class Gaps:
-    """The removed parts of a shard: whole `documents`, ascending, int64 [n], and spans of `cuts`, also ascending; the
-    sequences and tokens of both, with their replacements; closing, opening: the bytes of the tokens
-    that end and begin documents."""
+    """The removed parts of a shard: whole `documents`, ascending, int64 [n], with their `tokens` [n], and spans of
+    `cuts`, also ascending; eod, bos: the tokens that end and begin the pieces of these."""
 
     documents: Int64s
+    tokens: Int64s
     cuts: tuple[CutDocument, ...]
-    sequences: Ranges
-    tokens: Ranges
-    closing: bytes
-    opening: bytes
+    eod: int
+    bos: int | None
 
     @classmethod
     def of(
@@ -233,40 +170,23 @@ class Gaps:
                 cuts.append(cut)
         if covered:
             documents = np.union1d(documents, np.array(covered, np.int64))
-        parts: list[list[Int64s]] = []
+        tokens = [np.empty(0, np.int64)]
         for part in chunks(shard.documents):
             low, high = np.searchsorted(documents, (part.start, part.stop)).tolist()
-            if low == high:
-                continue
-            inside = documents[low:high] - part.start
-            sequences = shard.document_sequences(part.start, part.stop - part.start)
-            edges = sequences[inside], sequences[inside + 1]
-            parts.append([*edges, *(shard.sequence_edges(edge) for edge in edges)])
-        empty = np.empty(0, np.int64)
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [empty] * 4
-        replaced = [(*cut.sequences, sum(len(piece.lengths) for piece in cut.pieces)) for cut in cuts]
-        holes = [(hole.first, hole.end, hole.put) for cut in cuts for hole in cut.holes]
-        closing, opening = (
-            np.array(token).astype(little_endian(shard.dtype)).tobytes() for token in (eod, bos or 0)
-        )
-        runs, stretches = _with(columns[0], columns[1], replaced), _with(columns[2], columns[3], holes)
-        return cls(documents, tuple(cuts), runs, stretches, closing, opening)
+            if low < high:
+                lengths = np.diff(shard.document_edges(part.start, part.stop - part.start))
+                tokens.append(lengths[documents[low:high] - part.start])
+        return cls(documents, np.concatenate(tokens), tuple(cuts), eod, bos)
 
     @property
     def gone(self) -> int:
         """Number of removed tokens."""
-        whole = self.tokens.total - sum(hole.end - hole.first for cut in self.cuts for hole in cut.holes)
-        return whole + sum(cut.gone for cut in self.cuts)
+        return int(self.tokens.sum()) + sum(cut.gone for cut in self.cuts)
 
     @property
     def added(self) -> int:
         """Number of added tokens that end and begin documents."""
         return sum(cut.added for cut in self.cuts)
-
-    @property
-    def fewer(self) -> int:
-        """By how many documents the shard shrinks: a document cut into several makes it longer."""
-        return self.documents.size - int(self._more.sum())
 
     @cached_property
     def _cut(self) -> Int64s:
@@ -276,117 +196,79 @@ class Gaps:
     def _more(self) -> Int64s:
         return np.array([len(cut.pieces) - 1 for cut in self.cuts], np.int64)
 
+    def tokens_lost_before(self, document: int) -> int:
+        """How many tokens nearer to the beginning a document lies without what is removed before it."""
+        whole = self.tokens[: np.searchsorted(self.documents, document)].sum()
+        cuts = self.cuts[: np.searchsorted(self._cut, document)]
+        return int(whole) + sum(cut.tokens - cut.left for cut in cuts)
+
     def renumbered(self, first: int, count: int) -> Int64s:
         """The new numbers of the documents [first, first + count), for a cut one that of its first piece: int64
         [count], -1 for removed ones."""
-        new = self._at(np.arange(first, first + count))
+        old = np.arange(first, first + count)
+        more = np.append(0, np.cumsum(self._more))[np.searchsorted(self._cut, old)]
+        new = np.asarray(old - np.searchsorted(self.documents, old) + more)
         low, high = np.searchsorted(self.documents, (first, first + count))
         new[self.documents[low:high] - first] = -1
         return new
-
-    def _at(self, old: Int64s) -> Int64s:
-        """The new number of the first remaining document from each of `old` [n] on."""
-        more = np.append(0, np.cumsum(self._more))[np.searchsorted(self._cut, old)]
-        return np.asarray(old - np.searchsorted(self.documents, old) + more)
 
     def cut_among(self, first: int, count: int) -> tuple[CutDocument, ...]:
         """The documents of [first, first + count) that are cut."""
         low, high = np.searchsorted(self._cut, (first, first + count)).tolist()
         return self.cuts[low:high]
 
-    def sequence_counts(self, first: int, counts: Int64s) -> Int64s:
-        """Sequences of each remaining document of [first, first + n), which had `counts` int64 [n] of them."""
-        copies = (self.renumbered(first, counts.size) >= 0).astype(np.int64)
-        cuts = self.cut_among(first, counts.size)
-        for cut in cuts:
-            copies[cut.number - first] = len(cut.pieces)
-        found, at = np.repeat(counts, copies), np.cumsum(copies) - copies
-        for cut in cuts:
-            begin = int(at[cut.number - first])
-            found[begin : begin + len(cut.pieces)] = [len(piece.lengths) for piece in cut.pieces]
-        return found
 
-    def token_holes(self, itemsize: int) -> tuple[Ranges, dict[int, bytes]]:
-        """Removed ranges of the .bin, in bytes, for `without`."""
-        put = {
-            hole.first * itemsize: self.closing * hole.closed + self.opening * hole.opened
-            for cut in self.cuts for hole in cut.holes if hole.put
-        }  # fmt: skip
-        return self.tokens.scaled(itemsize).merged(), put
-
-    def length_holes(self, offset: int) -> tuple[Ranges, dict[int, bytes]]:
-        """Removed ranges of the lengths in the .idx, which start at byte `offset`, for `without`."""
-        return self._sequence_holes(4, offset, [[piece.lengths for piece in cut.pieces] for cut in self.cuts])
-
-    def mode_holes(self, offset: int) -> tuple[Ranges, dict[int, bytes]]:
-        """Removed ranges of the modes in the .idx, which start at byte `offset`, for `without`."""
-        return self._sequence_holes(1, offset, [[piece.modes for piece in cut.pieces] for cut in self.cuts])
-
-    def _sequence_holes(
-        self, size: int, offset: int, values: Sequence[Sequence[tuple[int, ...]]]
-    ) -> tuple[Ranges, dict[int, bytes]]:
-        put = {
-            cut.sequences[0] * size + offset: np.concatenate([np.array(some, f"<i{size}") for some in new]).tobytes()
-            for cut, new in zip(self.cuts, values, strict=True)
-        }  # fmt: skip
-        return self.sequences.scaled(size, offset).merged(), put
+def remaining_runs(shard: Shard, gaps: Gaps) -> Iterator[tuple[npt.NDArray[np.integer], list[RemainingRun]]]:
+    """What is left of a shard, in order: for every run of its documents the tokens as they were, and the remainder."""
+    for unit in units([shard], RUN):
+        first, count = unit.first_document, unit.documents
+        edges, sequences = shard.document_edges(first, count), shard.document_sequences(first, count)
+        tokens = shard.raw(unit.first_token, unit.tokens)
+        inside = slice(int(sequences[0]), int(sequences[-1]))
+        lengths, modes = shard.sequence_lengths(inside), shard.modes(inside)
+        whole = RemainingRun(
+            tokens, lengths, np.zeros(len(lengths), np.int8) if modes is None else modes, np.diff(sequences)
+        )
+        kept = gaps.renumbered(first, count) >= 0
+        edges, sequences, done, found = edges - edges[0], sequences - sequences[0], 0, list[RemainingRun]()
+        for cut in (*gaps.cut_among(first, count), None):
+            end = count if cut is None else cut.number - first
+            found.append(_without(whole, slice(done, end), edges, sequences, kept))
+            if cut is not None:
+                own = tokens[edges[end] : edges[end + 1]]
+                found += [_run_of_piece(piece, own, gaps) for piece in cut.pieces]
+            done = end + 1
+        yield tokens, found
 
 
-def _with(firsts: Int64s, ends: Int64s, more: Sequence[tuple[int, int, int]]) -> Ranges:
-    """Ranges without replacement, and `more` (first, end, size of the replacement), in order."""
-    if not more:
-        return Ranges(firsts, ends)
-    table = np.array(more, np.int64)
-    firsts, ends = np.append(firsts, table[:, 0]), np.append(ends, table[:, 1])
-    added = np.append(np.zeros(len(firsts) - len(table), np.int64), table[:, 2])
-    order = np.lexsort((ends, firsts))
-    return Ranges(firsts[order], ends[order], added[order])
+def _without(
+    whole: RemainingRun, documents: slice, edges: Int64s, sequences: Int64s, kept: npt.NDArray[np.bool_]
+) -> RemainingRun:
+    """Those of some `documents` of a run that are `kept`, bool [d]; edges, sequences: where each begins in it, int64
+    [d + 1]."""
+    some = kept[documents]
+    bounds = slice(documents.start, documents.stop + 1)
+    tokens = slice(int(edges[bounds.start]), int(edges[bounds.stop - 1]))
+    parts = slice(int(sequences[bounds.start]), int(sequences[bounds.stop - 1]))
+    run = RemainingRun(
+        whole.tokens[tokens], whole.lengths[parts], whole.modes[parts], whole.counts[documents]
+    )
+    if some.all():
+        return run
+    of_token, of_part = np.repeat(some, np.diff(edges[bounds])), np.repeat(some, run.counts)
+    return RemainingRun(run.tokens[of_token], run.lengths[of_part], run.modes[of_part], run.counts[some])
 
 
-def blocks(path: Path, first: int = 0, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
-    """Bytes [first, end) of a file: the offset of each block, and the block, valid until the next.
-
-    Raises DataError when the disk fails or the file ends too early.
-    """
-    buffer = memoryview(bytearray(BLOCK))
-    try:
-        with path.open("rb", buffering=0) as file:
-            end = os.fstat(file.fileno()).st_size if end is None else end
-            os.posix_fadvise(file.fileno(), first, end - first, os.POSIX_FADV_SEQUENTIAL)
-            while first < end:
-                block = buffer[: min(BLOCK, end - first)]
-                done = 0
-                while done < len(block):
-                    got = os.preadv(file.fileno(), [block[done:]], first + done)
-                    if got == 0:
-                        raise DataError(f"{path} became shorter while it was read: restore it")
-                    done += got
-                yield first, block
-                first += len(block)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def without(
-    first: int, block: memoryview, gaps: Ranges, put: Mapping[int, bytes] | None = None
-) -> memoryview | bytes:
-    """The remainder of a block that begins at byte `first` of its file; gaps: of the file, in bytes, merged; put: the
-    replacement of a gap, by its first byte."""
-    end = first + len(block)
-    low = int(np.searchsorted(gaps.ends, first, side="right"))
-    high = int(np.searchsorted(gaps.firsts, end))
-    if low >= high:
-        return block
-    # The edges of the remainder: the ends of the gaps and, shifted by one, their beginnings.
-    begins = np.clip(np.append(first, gaps.ends[low:high]) - first, 0, len(block)).tolist()
-    stops = np.clip(np.append(gaps.firsts[low:high], end) - first, 0, len(block)).tolist()
-    if len(begins) <= 2 and not put:
-        parts = [block[a:b] for a, b in zip(begins, stops, strict=True) if a < b]
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-    whole = bytes(block)  # slicing bytes is several times faster than slicing a memoryview
-    left = [whole[a:b] for a, b in zip(begins, stops, strict=True)]
-    if put:
-        # A gap from an earlier block has its replacement there.
-        there = [put.get(at, b"") if at >= first else b"" for at in gaps.firsts[low:high].tolist()]
-        left = [part for pair in zip(left, [*there, b""], strict=True) for part in pair]
-    return b"".join(left)
+def _run_of_piece(piece: RemainingPiece, tokens: npt.NDArray[np.integer], gaps: Gaps) -> RemainingRun:
+    """A piece of a document with these tokens."""
+    opening = [gaps.bos] if piece.opened and gaps.bos is not None else []
+    closing = [gaps.eod] if piece.closed else []
+    framed = np.concatenate(
+        [np.array(some, tokens.dtype) for some in (opening, tokens[piece.first : piece.end], closing)]
+    )
+    return RemainingRun(
+        framed,
+        np.array(piece.lengths, np.int32),
+        np.array(piece.modes, np.int8),
+        np.array([len(piece.lengths)]),
+    )

@@ -123,7 +123,7 @@ def _compare(
     for key, value in pruned_facts(cuts, removed, infos, all_gaps, spans).items():
         if getattr(pruned, key) != value:
             raise DataError(f"{directory / FILE}: {key} does not match map and shards: prune again")
-    if new.splits != splits_at(directory, moved(old, all_gaps)):
+    if new.splits != splits_at(directory, moved(original, old, all_gaps)):
         raise DataError(
             f"{directory / MANIFEST}: its splits are not those of {original} without the documents"
         )

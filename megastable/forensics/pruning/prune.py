@@ -1,20 +1,19 @@
 """Apply a pruning plan: write a new corpus without its documents and spans, with everything else byte for byte equal.
 
 Where a span is cut out of a document, tokens that end and begin documents replace it: `gaps.py`. Sequences,
-modes and documents without tokens are unchanged; shards keep their names. Files are read a block at a time, hashed
-before and after, and written on: memory does not grow with the corpus, and damage of the original is not hidden by new
-hashes. The proof: `proof.py`.
+modes and documents without tokens are unchanged; shards keep their names. Files are read a run of documents at a time,
+hashed before and after, and written on: memory grows by a few bytes for each sequence of a shard, and damage of the
+original is not hidden by new hashes. The proof: `proof.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import xxhash
 
 from megastable.base.errors import DataError
@@ -23,10 +22,9 @@ from megastable.config.recipe import find
 from megastable.data.local_copy import staged_directory, write_file
 from megastable.data.manifest import FILE as MANIFEST
 from megastable.data.manifest import Manifest, Segment, Stream
-from megastable.data.shard_format import HEADER, ShardInfo, chunks, little_endian
-from megastable.data.shard_writer import HashedFile, index_header, pointers_of
-from megastable.data.shards import Shard, hash_file
-from megastable.forensics.pruning.gaps import Gaps, blocks, without
+from megastable.data.shard_format import ShardInfo, chunks
+from megastable.data.shards import Shard, ShardWriter, hash_file
+from megastable.forensics.pruning.gaps import Gaps, remaining_runs
 from megastable.forensics.pruning.prune_plan import NOTHING, Named, PrunePlan, read_plan
 from megastable.forensics.pruning.pruned import MAP, Cut, MapWriter, Pruned, Removed
 from megastable.forensics.pruning.token_loss import Loss
@@ -95,7 +93,7 @@ def _write(
     progress: Progress,
 ) -> Pruned:
     """Write all files except the tokenizer's and pruned.json, which is returned."""
-    places = moved(manifest, all_gaps)
+    places = moved(directory, manifest, all_gaps)
     for split, found in places.items():
         if not found and manifest.splits[split]:
             _nothing_left(plan, split, directory, manifest.splits[split][0])
@@ -160,88 +158,42 @@ def write_shard(
 ) -> ShardInfo:
     """Write the shard without its gaps into `directory`, durably; None: only say what would be written.
 
-    Raises DataError if it is not the shard that `info` describes, OSError if the disk fails.
+    Raises DataError if it is not the shard that `info` describes, or the disk fails.
     """
     if hash_file(shard.idx_path) != info.idx_xxh3:
         raise DataError(f"{shard.idx_path} is not the file that its manifest describes: restore it")
     shard.verify_index()
-    itemsize = little_endian(shard.dtype).itemsize
-    before, after = xxhash.xxh3_128(), _hashed_file(directory, f"{shard.name}.bin")
-    try:
-        holes, put = gaps.token_holes(itemsize)
-        for first, block in blocks(shard.bin_path, end=shard.bin_bytes):
-            if holes.firsts.size:
-                before.update(block)
-            after.write(without(first, block, holes, put))
-            progress(len(block))
-        bin_xxh3 = after.finish()
-        if (before.hexdigest() if holes.firsts.size else bin_xxh3) != info.bin_xxh3:
+    before = xxhash.xxh3_128()
+    with ShardWriter(
+        (directory or shard.bin_path.parent) / shard.name, 1, shard.has_modes, shard.dtype, directory is None
+    ) as writer:
+        for tokens, runs in remaining_runs(shard, gaps):
+            before.update(tokens.tobytes())
+            progress(tokens.nbytes)
+            for run in runs:
+                writer.add_documents(*run)
+        if before.hexdigest() != info.bin_xxh3:
             raise DataError(f"{shard.bin_path} is not the file that its manifest describes: restore it")
-        index = _hashed_file(directory, f"{shard.name}.idx")
-    except BaseException:
-        after.discard()
-        raise
-    try:
-        _write_index(shard, gaps, index)
-        idx_xxh3 = index.finish()
-    except BaseException:
-        index.discard()
-        raise
-    return ShardInfo(
-        name=shard.name, dtype=shard.dtype, tokens=shard.tokens - gaps.tokens.less,
-        documents=shard.documents - gaps.fewer, sequences=shard.sequences - gaps.sequences.less,
-        bin_bytes=after.bytes, idx_bytes=index.bytes, bin_xxh3=bin_xxh3, idx_xxh3=idx_xxh3,
-    )  # fmt: skip
+        return writer.close()
 
 
-def _hashed_file(directory: Path | None, name: str) -> HashedFile:
-    return HashedFile(None if directory is None else directory / name)
-
-
-def _write_index(shard: Shard, gaps: Gaps, index: HashedFile) -> None:
-    index.write(
-        index_header(shard.dtype, shard.sequences - gaps.sequences.less, shard.documents - gaps.fewer)
-    )
-
-    def lengths() -> Iterator[bytes]:
-        end = HEADER.size + 4 * shard.sequences
-        holes = gaps.length_holes(HEADER.size)
-        return (bytes(without(*block, *holes)) for block in blocks(shard.idx_path, HEADER.size, end))
-
-    for part in lengths():
-        index.write(part)
-    for pointers in pointers_of((np.frombuffer(part, "<i4") for part in lengths()), shard.dtype):
-        index.write(pointers)
-    sequence = 0
-    for some in chunks(shard.documents):
-        counts = np.diff(shard.document_sequences(some.start, some.stop - some.start))
-        ends = sequence + np.cumsum(gaps.sequence_counts(some.start, counts))
-        index.write(np.append(sequence, ends[:-1])[: ends.size].astype("<i8").tobytes())
-        sequence = int(ends[-1]) if ends.size else sequence
-    index.write(np.array(sequence, dtype="<i8").tobytes())
-    if shard.has_modes:
-        begin = shard.idx_bytes - shard.sequences
-        for block in blocks(shard.idx_path, begin, shard.idx_bytes):
-            index.write(without(*block, *gaps.mode_holes(begin)))
-
-
-def moved(manifest: Manifest, gaps: dict[str, Gaps]) -> dict[str, list[Place]]:
-    """Where the splits of `manifest` lie in shards without `gaps`; segments without any token are dropped.
+def moved(directory: Path, manifest: Manifest, gaps: dict[str, Gaps]) -> dict[str, list[Place]]:
+    """Where the splits of the corpus in `directory` lie in shards without `gaps`; segments without any token are
+    dropped.
 
     Raises DataError for a split that does not consist of whole documents.
     """
+    check_splits(directory, manifest)
+    infos = {info.name: info for info in manifest.shards}
     places: dict[str, list[Place]] = {}
     for split, segments in manifest.splits.items():
         places[split] = []
         for segment in segments:
-            holes = gaps[segment.shard].tokens
-            edges = np.array([segment.first_token, segment.end])
-            if any(holes.inside(edge) for edge in edges.tolist()):
-                raise DataError(
-                    f"{MANIFEST}: split {split!r} does not consist of whole documents of {segment.shard}: "
-                    "prepare the corpus again"
-                )
-            first, end = (edges - holes.before(edges)).tolist()
+            shard, of = Shard(directory / segment.shard, infos[segment.shard]), gaps[segment.shard]
+            first, end = (
+                edge - of.tokens_lost_before(shard.documents_before(edge))
+                for edge in (segment.first_token, segment.end)
+            )
             if first < end:
                 places[split].append((segment.shard, first, end))
     return places

@@ -19,13 +19,13 @@ from megastable.base.errors import DataError
 from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
 from megastable.forensics.pruning.choose import make_plan
-from megastable.forensics.pruning.gaps import Ranges, Span, without
+from megastable.forensics.pruning.gaps import Span
 from megastable.forensics.pruning.proof import verify
 from megastable.forensics.pruning.prune import apply
 from megastable.forensics.pruning.prune_plan import Removal, read_plan, text_of
 from megastable.forensics.pruning.pruned import MAP, Pruned
 from megastable.forensics.pruning.token_loss import Loss, share_of
-from tests.forensics.pruning.test_prune import reseal, small_blocks
+from tests.forensics.pruning.test_prune import reseal, small_runs
 from tests.forensics.shelves import Plain, Sequences, corpus, read, shelves
 from tests.tiers import examples
 
@@ -73,7 +73,7 @@ def pieces(document: Sequences, spans: list[Span], bos: int | None) -> list[Sequ
 
 @settings(max_examples=examples(60))
 @given(
-    given_=shelves(), data=st.data(), block=st.sampled_from([4, 8, 12, 64, 1 << 20]),
+    given_=shelves(), data=st.data(), block=st.sampled_from([1, 3, 12, 64, 1 << 20]),
     bos=st.sampled_from([None, BOS]),
 )  # fmt: skip
 def test_what_is_left_is_what_a_plain_reading_leaves(
@@ -110,7 +110,7 @@ def test_what_is_left_is_what_a_plain_reading_leaves(
         )
 
     wanted = {s.name: [left(s.name, n, d) for n, d in enumerate(s.documents)] for s in shards}
-    with tempfile.TemporaryDirectory() as place, small_blocks(block):
+    with tempfile.TemporaryDirectory() as place, small_runs(block):
         folder, output = Path(place) / "corpus", Path(place) / "pruned"
         manifest = corpus(folder, shards, splits, dtype, bos)
         plan = cut(folder, spans, whole)
@@ -151,7 +151,8 @@ def test_what_is_left_is_what_a_plain_reading_leaves(
             sum(info.tokens for info in there.shards),
         )
         assert before - made.tokens + proof.added == after == made.tokens_left
-        assert manifest.name == there.name and manifest.fingerprint() != there.fingerprint()
+        assert manifest.name == there.name
+        assert (manifest.fingerprint() != there.fingerprint()) == bool(made.tokens or whole)
 
 
 def test_a_cut_is_an_end_of_a_document_and_the_map_says_so(tmp_path: Path) -> None:
@@ -236,26 +237,6 @@ def test_empty_sequences_stay_with_what_they_touch(tmp_path: Path) -> None:
         apply(cut(tmp_path / "corpus", {("a", 0): [span]}), output)
         assert read(output, "a").documents == [*documents, [([9], 7)]]
         verify(output)
-
-
-@given(
-    edges=st.lists(st.integers(0, 40), min_size=2, max_size=12, unique=True).map(sorted),
-    data=st.binary(min_size=40, max_size=40),
-    block=st.integers(1, 50),
-)
-def test_what_is_put_in_place_of_a_gap_comes_once(edges: list[int], data: bytes, block: int) -> None:
-    """However the file is cut into blocks, in one of which a gap may begin, and end in another."""
-    pairs = list(pairwise(edges))[::2]
-    firsts, ends = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
-    put = dict.fromkeys(firsts.tolist()[::2], b"<>")
-    parts = [
-        without(at, memoryview(data)[at : at + block], Ranges(firsts, ends), put)
-        for at in range(0, 40, block)
-    ]
-    expected, at = b"", 0
-    for first, end in pairs:
-        expected, at = expected + data[at:first] + put.get(first, b""), end
-    assert b"".join(parts) == expected + data[at:]
 
 
 @pytest.fixture
