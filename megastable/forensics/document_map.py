@@ -4,7 +4,7 @@
 interrupted call goes on where it was; the folder is locked against other processes.
 
 begun.json         settings: it resumes only with the same ones
-yardstick.npz      the baseline; reference.json: results of its own sample by it
+yardstick.npz      the baseline of a scan
 parts/N.parquet    the rows of run N, complete when it has its name
 near/N.npy         signatures of its documents, for near duplicates
 duplicates.parquet copies, ascending
@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megastable.base.durable import hold
 from megastable.base.errors import DataError
@@ -34,7 +35,7 @@ from megastable.data.local_copy import write_file
 from megastable.data.pool import ordered_map
 from megastable.data.progress import Meter
 
-BEGUN, RESULT, YARDSTICK, REFERENCE = "begun.json", "scan.json", "yardstick.npz", "reference.json"
+BEGUN, RESULT, YARDSTICK = "begun.json", "scan.json", "yardstick.npz"
 SCORES = "scores.json"  # the result in a folder of scores
 DUPLICATES, PARTS, NEAR, LOCK = "duplicates.parquet", "parts", "near", ".lock"
 SETTINGS = {
@@ -118,6 +119,39 @@ def keep_rows(run: Run, measure: Callable[[Run], pa.Table], folder: Path) -> Kep
     return KeptPart(run.tokens, len(numbers), missing)
 
 
+class MapResult(BaseModel):
+    """What is said of all documents together: a JSON file in the folder, which is complete when it exists."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    file: ClassVar[str]
+    doing: ClassVar[str]  # the command that makes it
+
+    def save(self, folder: Path) -> None:
+        """Write the file. Raises DataError when the disk refuses."""
+        write_file(folder / self.file, (self.model_dump_json(indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """The result in a folder. Raises DataError when there is none, or it is damaged."""
+        path = folder / cls.file
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            if (folder / BEGUN).exists():
+                problem = f"holds a {cls.doing} that was interrupted: repeat the command to resume it"
+            else:
+                problem = f"holds no {cls.doing}: make one with megastable inspect {cls.doing} SHARDS --keep {folder}"
+            raise DataError(f"{folder} {problem}") from None
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        except ValidationError as error:
+            detail = error.errors()[0]
+            where = ".".join(str(part) for part in detail["loc"])
+            raise DataError(
+                f"{path} is damaged or of another version ({where}: {detail['msg']}): {cls.doing} again with --again"
+            ) from error
+
+
 def part(folder: Path, number: int) -> Path:
     """The file of the rows of unit `number`."""
     return folder / PARTS / f"{number:06d}.parquet"
@@ -170,7 +204,7 @@ def _begin(folder: Path, asked: dict[str, Any], again: bool) -> None:
             "them with --again"
         )
     # The settings are removed last: a half-cleared folder is still recognised.
-    for name in (RESULT, SCORES, YARDSTICK, REFERENCE, DUPLICATES):
+    for name in (RESULT, SCORES, YARDSTICK, DUPLICATES):
         (folder / name).unlink(missing_ok=True)
     for name in (PARTS, NEAR):
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 
-from megastable.data.append_only import append
 from megastable.data.order import LAST_POSITION
-from megastable.data.skip_ledger import Ledger, SampleEntry, ShardDocuments, SkipEntry
-from megastable.report.skip_lines import skip_line, skip_lines
+from megastable.data.skip_ledger import SampleEntry, ShardDocuments, SkipEntry
+from megastable.report.skip_lines import skip_line
 
 AT = datetime(2026, 11, 26, 12, 30, 59, tzinfo=UTC)
 
@@ -46,11 +44,3 @@ def test_samples_by_position() -> None:
     assert skip_line(SkipEntry(first=8, end=9, reason="guilty"), 64).what == "positions 8"
     gone = skip_line(SkipEntry(first=8, end=LAST_POSITION, reason="swapped", corpus="web"), 64)
     assert (gone.what, gone.samples) == ("web, from position 8 on", None)
-
-
-def test_the_newest_of_a_long_ledger(tmp_path: Path) -> None:
-    for n in range(7):
-        append(tmp_path / "skips.jsonl", SkipEntry(first=n, end=n + 1, reason=f"r{n}"))
-    ledger = Ledger.read(tmp_path / "skips.jsonl")
-    assert [line.reason for line in skip_lines(ledger.newest(3), 8)] == ["r4", "r5", "r6"]
-    assert len(ledger.newest(100)) == 7

@@ -8,7 +8,6 @@ disk unit by unit (`document_map.py`); then this process keeps counters, histogr
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ import xxhash
 from megastable import __version__
 from megastable.base.errors import DataError
 from megastable.base.text import plural
-from megastable.data.local_copy import write_file
 from megastable.data.progress import Meter
 from megastable.data.shards import Shard
 from megastable.forensics import document_map
@@ -78,7 +76,6 @@ FORMAT = 4  # of what is in the folder
 TOP = 100  # worst documents that the result holds
 THRESHOLD = 0.8  # minimum similarity of near duplicates
 LARGEST_VOCABULARY = 1 << 20  # of int32 shards without a tokenizer
-COUNTED = ("documents", "tokens", "lengths")  # fields of a summary of the sample
 ENOUGH = 1_000_000  # tokens of a sample below which scores are unreliable
 
 
@@ -216,14 +213,8 @@ class _ScanJob:
         return scan
 
     def _yardstick(self) -> tuple[Yardstick, ScanSummary]:
-        """The baseline, and the sample's results by it; from the folder if they exist."""
-        path, told_path = self.folder / document_map.YARDSTICK, self.folder / document_map.REFERENCE
-        if path.exists() and told_path.exists():
-            try:
-                return Yardstick.load(path), _read_usual(told_path)
-            except DataError:
-                pass  # damaged: made again
-        reference = self.against or self.shelf
+        """The baseline, from the folder if it is there, and the results of its own sample by it."""
+        path, reference = self.folder / document_map.YARDSTICK, self.against or self.shelf
         usual, done, count = ScanSummary(1), 0, 0
         total = 2 * min(reference.tokens, SAMPLE)  # it is read, and later measured by what was learnt of it
         with Meter(total, not self.progress, "learning the baseline", "learnt", "tokens") as meter:
@@ -235,15 +226,16 @@ class _ScanJob:
                     meter.update(done, count, done)
                     yield tokens, edges, keys
 
-            yardstick = Yardstick.of(noted(), _lexicon(self.shelf, reference))
+            try:
+                yardstick = Yardstick.load(path)
+            except DataError:  # not there, or damaged
+                yardstick = Yardstick.of(noted(), _lexicon(self.shelf, reference))
+                yardstick.save(path)
             for shard, edges, documents, key in _keyed(reference):
                 rows = measure_rows(yardstick, shard, int(documents[0]), edges, key)
                 usual.add(tally(rows, 0, 0, 1 << 62, 1))
                 done, count = done + int(edges[-1] - edges[0]), count + len(rows)
                 meter.update(done, count, done)
-        yardstick.save(path)
-        content = {name: getattr(usual, name).tolist() for name in COUNTED}
-        write_file(told_path, json.dumps(content).encode())
         return yardstick, usual
 
     def _measure(self) -> int:
@@ -397,15 +389,3 @@ def _doubts(shelf: Shelf, reference: Shelf, yardstick: Yardstick, usual: ScanSum
             f"The vocabulary is not known: ids from {yardstick.lexicon.vocab_size:,} on were taken for outside of it."
         )
     return found
-
-
-def _read_usual(path: Path) -> ScanSummary:
-    """The counters of the sample."""
-    counted = ScanSummary(1)
-    try:
-        found = json.loads(path.read_bytes())
-        for name in COUNTED:
-            setattr(counted, name, getattr(counted, name) + np.array(found[name], np.int64))
-        return counted
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from megastable.base.errors import DataError
-from megastable.data.local_copy import write_file
 from megastable.forensics import document_map
+from megastable.forensics.document_map import MapResult
 from megastable.forensics.oddness.kinds import ODD
 from megastable.forensics.oddness.windows import Span, spans_of
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick
@@ -103,7 +103,7 @@ class WorstDocument(_ScanPart):
     features: dict[str, float]
 
 
-class Scan(_ScanPart):
+class Scan(MapResult):
     """shards are `name` (fingerprint, tokenizer: xxh3 or ""); against: the name of the reference, itself if it is "".
 
     lengths: documents by powers of two: of 0 tokens, of 1, of 2 and 3, ... scores: documents by score, in steps of
@@ -113,6 +113,9 @@ class Scan(_ScanPart):
     large corpus. seconds: of the measuring in this call, of `measured_tokens`, by `workers`; yardstick_seconds: before
     that. sample_documents: those with tokens, with parts of long ones counted separately.
     """
+
+    file = document_map.RESULT
+    doing = "scan"
 
     format: Literal[3] = 3
     name: str
@@ -152,33 +155,6 @@ class Scan(_ScanPart):
     def tokens_per_second(self) -> float:
         """Measuring speed of all workers together; 0 if nothing was left to measure."""
         return self.measured_tokens / self.seconds if self.measured_tokens else 0.0
-
-    def save(self, folder: Path) -> None:
-        """Write FOLDER/scan.json. Raises DataError when the disk refuses."""
-        write_file(folder / document_map.RESULT, (self.model_dump_json(indent=1) + "\n").encode())
-
-    @classmethod
-    def load(cls, folder: Path) -> Scan:
-        """The result in a folder. Raises DataError when there is none, or it is damaged."""
-        path = folder / document_map.RESULT
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            if (folder / document_map.BEGUN).exists():
-                raise DataError(
-                    f"{folder} holds a scan that was interrupted: repeat the command to resume it"
-                ) from None
-            raise DataError(
-                f"{folder} holds no scan: make one with megastable inspect scan SHARDS --keep {folder}"
-            ) from None
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(str(part) for part in problem["loc"])
-            raise DataError(
-                f"{path} is damaged or of another version ({where}: {problem['msg']}): scan again with --again"
-            ) from error
 
     def place(self, number: int) -> tuple[str, int]:
         """(shard, document) of document `number`, counted over all shards."""

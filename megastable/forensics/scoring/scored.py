@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from megastable.base.errors import DataError
-from megastable.data.local_copy import write_file
 from megastable.forensics import document_map
+from megastable.forensics.document_map import MapResult
 
-RESULT = document_map.SCORES
 FEW = 32  # minimum documents per length class: neighbouring classes are merged
 FEWEST = 8  # minimum documents to judge anything
 SIGMA = 1.4826  # median absolute deviations of a normal distribution in its standard deviation
@@ -50,12 +49,10 @@ Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating]
 
 
-class _ScorePart(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
-
-
-class Like(_ScorePart):
+class Like(BaseModel):
     """Texts of fewer tokens than `below`, and not in an earlier entry: median and robust deviation of a loss."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     below: int
     documents: int
@@ -63,7 +60,7 @@ class Like(_ScorePart):
     scale: float
 
 
-class Scores(_ScorePart):
+class Scores(MapResult):
     """checkpoint: with its `step`, by its fingerprint; precision: of the arithmetic; window: tokens read at once.
 
     loss: mean over all tokens with a loss, nats; bits_per_byte: over all documents, None if the tokenizer is
@@ -71,6 +68,9 @@ class Scores(_ScorePart):
     documents' losses; quantiles: of them, at `shares`; high, low: number of documents that are odd by `ODD` and more.
     seconds: of the measuring in this call, of `measured_tokens`.
     """
+
+    file = document_map.SCORES
+    doing = "score"
 
     format: int = 1
     name: str
@@ -98,22 +98,6 @@ class Scores(_ScorePart):
     seconds: float
     measured_tokens: int
     warnings: list[str]
-
-    def save(self, folder: Path) -> None:
-        write_file(folder / RESULT, (self.model_dump_json(indent=1) + "\n").encode())
-
-    @classmethod
-    def load(cls, folder: Path) -> Scores:
-        """The result in a folder. Raises DataError when there is none, or it is damaged."""
-        path = folder / RESULT
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise DataError(
-                f"{path} cannot be read ({error.strerror}): an interrupted scoring resumes with the same command"
-            ) from None
-        except ValidationError as error:
-            raise DataError(f"{path} is damaged or of another version: score again with --again") from error
 
     @property
     def tokens_per_second(self) -> float:

@@ -32,7 +32,7 @@ def test_the_groups_are_what_incidents_skip_and_nobody_else() -> None:
         *sample_entries(order, np.arange(150, 155), "by a person"),
     ]
     ledger = Ledger(lines)
-    ledger = ledger.and_also(released(ledger, order, np.arange(100, 105), "innocent", 3, 13))
+    ledger = Ledger([*lines, *released(ledger, order, np.arange(100, 105), "innocent", 3, 13)])
     groups = find_groups(ledger, order, Selection(order, ledger.exclusions), 200)
     assert [(group.incident, group.step) for group in groups] == [(1, 11), (2, 12)]
     wanted = [set(range(105, 130)), set(range(120, 160)) - set(range(150, 155))]
@@ -44,7 +44,7 @@ def test_the_groups_are_what_incidents_skip_and_nobody_else() -> None:
             zip(given.corpus, given.sequence, strict=True)
         )
         assert (group.positions >= 200).all()
-    ledger = ledger.and_also(released(ledger, order, groups[1].positions, "harmless", 2, 12))
+    ledger = Ledger([*ledger.entries, *released(ledger, order, groups[1].positions, "harmless", 2, 12)])
     left = find_groups(ledger, order, Selection(order, ledger.exclusions), 200)
     # Of those that both name, the later line is the one that counts.
     assert [(group.incident, group.positions.size) for group in left] == [(1, 15)]

@@ -286,7 +286,7 @@ def test_it_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(Scorer, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):
         score_shelf(shelf, run, folder, progress=False)
-    with pytest.raises(DataError, match="an interrupted scoring resumes"):
+    with pytest.raises(DataError, match="holds a score that was interrupted"):
         list(rows(folder))
     done.append(-1)
     (folder / "parts/000001.parquet").write_bytes(b"torn")
