@@ -27,7 +27,7 @@ from megastable.data.manifest import Stream
 from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
 from megastable.data.shards import Shard
 from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, sample_entries
-from megastable.data.skips import Skips
+from megastable.data.skips import Skips, numbers_of
 
 CONVICTED = "data: "  # prefix of the reason of samples convicted by an incident (incident_log.py)
 Slot = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
@@ -147,7 +147,7 @@ def moved_skips(
     known = Skips.of((e.first, e.end) for e in places if e.corpus is None)
     found = []
     for reason, chosen in by_reason.items():
-        positions = np.concatenate([np.arange(first, end) for first, end in Skips.of(chosen).ranges])
+        positions = numbers_of(Skips.of(chosen).ranges)
         there = old.moved_to(new, positions)
         new_ranges = Skips.of((p, p + 1) for p in there[~known.mask(there)].tolist()).ranges
         found += [SkipEntry(first=first, end=end, reason=reason) for first, end in new_ranges]

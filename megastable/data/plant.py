@@ -31,7 +31,7 @@ from megastable.data.lost_text import check_text
 from megastable.data.manifest import FILE, Manifest, Stream
 from megastable.data.shard_format import little_endian, with_suffix
 from megastable.data.shards import Shard
-from megastable.data.skips import Range, Skips
+from megastable.data.skips import Range, Skips, numbers_of
 from megastable.data.tokenizer import load_tokenizer
 
 PLANTED = "planted.json"
@@ -129,7 +129,7 @@ def positions_of(
         chosen = random.permutation(batches.at(begin))[: samples - number * of_each][:of_each]
         places.append(begin + chosen)
         begin += batches.at(begin)
-    return Skips.of_numbers(np.concatenate(places).astype(np.int64)).ranges
+    return Skips.ofnumbers_of(np.concatenate(places).astype(np.int64)).ranges
 
 
 def plant(
@@ -199,7 +199,7 @@ def plant(
         positions=positions,
         seed=seed,
         order=corpora.order_fingerprint,
-        documents=documents_at(corpora.train, _numbers(positions)),
+        documents=documents_at(corpora.train, numbers_of(positions)),
         kind=kind,
         other=source,
     )
@@ -241,10 +241,6 @@ def _encoded(text: str, corpus: Path, corpora: Corpora, count: int) -> Tokens:
     if not ids.size:
         raise DataError(f"the text has no tokens ({len(text)} characters): give one that is not empty")
     return np.resize(ids, count)
-
-
-def _numbers(positions: list[Range]) -> list[int]:
-    return [position for first, end in positions for position in range(first, end)]
 
 
 def _occupied(output: Path, planted: Planted, overwrite: bool) -> bool:
@@ -300,7 +296,7 @@ def _write(
 def _replace(staging: Path, corpora: Corpora, planted: Planted, foreign: Tokens | None) -> None:
     order, (stream,), eod = corpora.train.order, corpora.train.streams, corpora.train.eod
     draw = _drawer(corpora, planted, foreign)
-    for begin in order.locate(_numbers(planted.positions)).first_token.tolist():
+    for begin in order.locate(numbers_of(planted.positions)).first_token.tolist():
         for shard, at, count, _ in stream.pieces(begin + 1, order.sequence_length - 1):
             noise = np.where(shard.read(at, count) == eod, eod, draw(count))
             dtype = little_endian(shard.dtype)

@@ -29,6 +29,11 @@ def ranges_of(numbers: npt.ArrayLike) -> list[Range]:
     return Skips.of_numbers(np.asarray(numbers, dtype=np.int64)).ranges
 
 
+def numbers_of(ranges: Iterable[Range]) -> Int64s:
+    """The numbers of ranges [first, end), one range after another: int64."""
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in ranges)])
+
+
 class Skips:
     """A set of numbers (positions, tokens, sequences) as sorted ranges that neither overlap nor touch. Immutable."""
 

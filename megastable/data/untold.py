@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megastable.data.blends import ExchangeEntry, Line
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skip_ledger import Ledger, SampleEntry, SkipEntry
-from megastable.data.skips import Range, Skips, sequences_of
+from megastable.data.skips import Range, Skips, numbers_of, sequences_of
 
 Int64s = npt.NDArray[np.int64]
 
@@ -59,18 +59,18 @@ def find_untold(
     mine = ledger.of_incident(incident)
     entries = mine.entries
     told = Skips.of(skipped)
-    places = order.locate(_numbers(told))
+    places = order.locate(numbers_of(told.ranges))
     convicted, freed = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for index, corpus in enumerate(order.corpora):
         some = (key for key in mine.exclusions.tokens if tuple(key) == (corpus.name, corpus.fingerprint))
         named = np.empty(0, np.int64)
         for key in some:
             tokens = mine.exclusions.tokens[key]
-            named = _numbers(sequences_of(tokens, order.sequence_length, order.sequences[index]))
+            named = numbers_of(sequences_of(tokens, order.sequence_length, order.sequences[index]).ranges)
         known = places.sequence[places.corpus == index]
         convicted.append(_nearest(order, index, np.setdiff1d(named, known), cursor))
         if any(isinstance(entry, SampleEntry) and entry.released for entry in entries):
-            there = _numbers(told)[places.corpus == index]
+            there = numbers_of(told.ranges)[places.corpus == index]
             freed.append(there[~np.isin(known, named)])
     by_position = [e for e in entries if isinstance(e, SkipEntry)]
     more = Skips.of((e.first, e.end) for e in by_position if e.corpus is None).minus(told)
@@ -81,7 +81,7 @@ def find_untold(
     exchanged = [e for e in lines if isinstance(e, ExchangeEntry) and e.incident == incident]
     reasons = [e.reason for e in [*exchanged, *entries]]
     return UntoldSamples(
-        np.sort(np.concatenate(convicted)), _numbers(more), free[~positions.mask(free)], here, there,
+        np.sort(np.concatenate(convicted)), numbers_of(more.ranges), free[~positions.mask(free)], here, there,
         reasons[-1] if reasons else "",
     )  # fmt: skip
 
@@ -121,7 +121,3 @@ def _nearest(order: Order, corpus: int, sequences: Int64s, cursor: int) -> Int64
             return found[index]
         reach *= 4
     return sequences
-
-
-def _numbers(skips: Skips) -> Int64s:
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in skips.ranges)])

@@ -11,7 +11,7 @@ import numpy as np
 
 from megastable.base.text import plural
 from megastable.data.blends import in_force
-from megastable.data.skips import Range, Skips
+from megastable.data.skips import Range, Skips, numbers_of
 from megastable.forensics.history import SPANS, Done, History, blends_text
 from megastable.report.postmortem.passes import LAST
 from megastable.report.sheet import Column, Sheet
@@ -94,7 +94,7 @@ def _out(history: History, done: Sequence[Done]) -> list[Range]:
     named = selection.named_between(0, history.cursor)
     told = selection.positions.union(Skips.of_numbers(named))
     few = [(first, end) for first, end in told.between(0, history.cursor) if end - first <= FEW]
-    positions = np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in few)])
+    positions = numbers_of(few)
     read = (p for _, mine in history.that_read(positions, done) for p in mine.tolist())
     return Skips.of([*told.gaps().ranges, *((p, p + 1) for p in read)]).gaps().ranges
 

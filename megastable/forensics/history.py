@@ -23,7 +23,7 @@ from megastable.base.text import plural
 from megastable.config.recipe import load
 from megastable.data.blends import BlendEntry, Share, in_force, read_blends
 from megastable.data.skip_ledger import Ledger
-from megastable.data.skips import Selection, Skips
+from megastable.data.skips import Selection, Skips, numbers_of
 from megastable.report.postmortem.facts import SuspectFacts
 from megastable.report.postmortem.passes import LAST, NAMES, RecordFolder
 from megastable.report.postmortem.sample_texts import Library
@@ -151,7 +151,7 @@ class History:
         """The positions that the step trained on: int64, ascending."""
         # Whole epochs may be skipped: do not enumerate them.
         kept = self._left_out(done).gaps().between(done.first_position, done.next_position)
-        return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in kept)])
+        return numbers_of(kept)
 
     def that_read(self, positions: Int64s, among: Sequence[Done] | None = None) -> list[tuple[Done, Int64s]]:
         """Every step, of `among` or of all, that trained on any of `positions`, with those positions: in the order of

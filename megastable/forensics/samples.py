@@ -13,7 +13,7 @@ import numpy.typing as npt
 from megastable.base.errors import DataError
 from megastable.base.text import plural, put_off, ranges
 from megastable.data.documents import DocumentPart, parts_by_position
-from megastable.data.skips import Skips
+from megastable.data.skips import Skips, numbers_of
 from megastable.forensics.history import History
 from megastable.forensics.spans import spans
 from megastable.report.postmortem.facts import IncidentFacts
@@ -118,7 +118,7 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         raise DataError(f"incident {number} has {size:,} positions: look at its steps, a few at a time")
     # Each by the order of its time, and with its role.
     given = [
-        (history.library(time), _numbers(some), kind)
+        (history.library(time), numbers_of(some), kind)
         for time, skipped, deferred in named_when(told)
         for some, kind in ((skipped, "guilty"), (deferred, "deferred"))
         if some
@@ -165,10 +165,6 @@ def incident_sheet(history: History, number: int, texts: int, losses: TokenLosse
         passages=passages, notes=notes, legend="loss of a token", counts=("position", "sample"),
         data={"samples_named": count, "other_samples": int(others.size), "incident": incident.model_dump(mode="json")},
     )  # fmt: skip
-
-
-def _numbers(ranges: Sequence[tuple[int, int]]) -> Int64s:
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(first, end) for first, end in ranges)])
 
 
 def step_range(text: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from megastable.data.blends import BlendEntry
 from megastable.data.documents import DocumentPart, parts_by_position
 from megastable.data.manifest import Manifest
 from megastable.data.shards import Shard
-from megastable.data.skips import Skips
+from megastable.data.skips import Skips, numbers_of
 from megastable.forensics.pruning.gaps import Span
 from megastable.forensics.pruning.prune_plan import EXCERPT, Removal, loss_of, read_plan, text_of
 from megastable.forensics.pruning.token_loss import Loss
@@ -202,7 +202,7 @@ def _run_of(named: str, what: str, form: str) -> tuple[History, str]:
 def _numbers(spans: Sequence[tuple[int, int]], what: str) -> npt.NDArray[np.int64]:
     if sum(end - first for first, end in spans) > MOST:
         raise DataError(f"{what}: more than {MOST:,} positions: name the documents in a list")
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(*span) for span in spans)])
+    return numbers_of(spans)
 
 
 def _at(
