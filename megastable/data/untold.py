@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megastable.data.blends import ExchangeEntry, Line
 from megastable.data.order import LAST_POSITION, Order
 from megastable.data.skip_ledger import Ledger, SampleEntry, SkipEntry
-from megastable.data.skips import Range, Skips, numbers_of, sequences_of
+from megastable.data.skips import NONE, Identity, Range, Skips, numbers_of, sequences_of
 
 Int64s = npt.NDArray[np.int64]
 
@@ -57,16 +57,13 @@ def find_untold(
             nearest to it.
     """
     mine = ledger.of_incident(incident)
-    entries = mine.entries
+    entries, exclusions = mine.entries, mine.exclusions
     told = Skips.of(skipped)
     places = order.locate(numbers_of(told.ranges))
     convicted, freed = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for index, corpus in enumerate(order.corpora):
-        some = (key for key in mine.exclusions.tokens if tuple(key) == (corpus.name, corpus.fingerprint))
-        named = np.empty(0, np.int64)
-        for key in some:
-            tokens = mine.exclusions.tokens[key]
-            named = numbers_of(sequences_of(tokens, order.sequence_length, order.sequences[index]).ranges)
+        tokens = exclusions.tokens.get(Identity(corpus.name, corpus.fingerprint), NONE)
+        named = numbers_of(sequences_of(tokens, order.sequence_length, order.sequences[index]).ranges)
         known = places.sequence[places.corpus == index]
         convicted.append(_nearest(order, index, np.setdiff1d(named, known), cursor))
         if any(isinstance(entry, SampleEntry) and entry.released for entry in entries):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import zstandard
 
 
 def tar_bytes(members: Sequence[tuple[str | tarfile.TarInfo, bytes]]) -> bytes:
@@ -23,3 +28,11 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, target
     return info
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
 import lzma
@@ -15,20 +14,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from megastable.base.errors import DataError
 from megastable.data.text_files import TextFiles
+from tests.data.archives import COMPRESS as compressions
 from tests.data.archives import special, tar_bytes
 
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    ".tar": bytes,
-    ".tar.gz": gzip.compress,
-    ".tgz": gzip.compress,
-    ".tar.zst": zstandard.compress,
-    ".tar.xz": lzma.compress,
-    ".tar.bz2": bz2.compress,
-}
+COMPRESS = {".tar": bytes, ".tgz": gzip.compress, **{f".tar{end}": of for end, of in compressions.items()}}
 
 
 def line(text: str, key: str = "text") -> bytes:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
 import random
-from collections.abc import Callable
 
 import pytest
 import zstandard
 
 from megastable.base.errors import DataError
 from megastable.data.decompress import PIECE, decompress
+from tests.data.archives import COMPRESS
 
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
-    ".zst": zstandard.compress,
-    ".xz": lzma.compress,
-    ".bz2": bz2.compress,
-}
 TEXT = b"".join(b"line %d of a text\n" % number for number in range(20_000))
 
 

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
-import lzma
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.data import text_files as readers
 from megastable.data.text_files import TextFiles
+from tests.data.archives import COMPRESS as compressions
 
 TEXTS = ["one\r\ntwo\n", "  spaces\tand tabs ", "日本語 🤷 é", '"quoted" \\ {}', "x" * 70_000]
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".zst": zstandard.compress,
-    ".ZSTD": zstandard.compress,
-    ".xz": lzma.compress,
-    ".bz2": bz2.compress,
-}
+COMPRESS = {"": bytes, ".ZSTD": compressions[".zst"], **compressions}
 
 
 def json_lines(texts: list[str], key: str = "text") -> bytes:
