@@ -129,7 +129,7 @@ def positions_of(
         chosen = random.permutation(batches.at(begin))[: samples - number * of_each][:of_each]
         places.append(begin + chosen)
         begin += batches.at(begin)
-    return Skips.ofnumbers_of(np.concatenate(places).astype(np.int64)).ranges
+    return Skips.of_numbers(np.concatenate(places).astype(np.int64)).ranges
 
 
 def plant(
