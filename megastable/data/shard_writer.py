@@ -147,19 +147,12 @@ class ShardWriter:
                 f"{where} contains the token id {low if low < 0 else high}, outside of "
                 f"0..{self.vocab_size - 1}: tokenizer and vocabulary size do not belong together"
             )
-        try:
-            self._bin.write(tokens.astype(little_endian(self.dtype)).tobytes())
-        except OSError as error:
-            self._fail(error)
-        if len(lengths) != 1 and self._counts is None:
-            self._counts = array("i", [1]) * self.documents
-        if self._counts is not None:
-            self._counts.append(len(lengths))
-        if self._modes is not None and modes is not None:
-            self._modes.extend(modes)
-        self._lengths.extend(lengths)
-        self.documents += 1
-        self.tokens += int(tokens.size)
+        self.add_documents(
+            tokens,
+            np.array(lengths, np.int32),
+            np.array(modes or [0] * len(lengths), np.int8),
+            np.array([len(lengths)]),
+        )
 
     def add_documents(
         self,
