@@ -24,8 +24,8 @@ from megastable.forensics.history import History
 from megastable.forensics.oddness.kinds import KINDS
 from megastable.forensics.oddness.yardstick import FEATURES, HEAD, Lexicon, Yardstick, cut, document_keys
 from megastable.forensics.places import live_place
-from megastable.forensics.scanning.rows import long_key
-from megastable.forensics.scanning.units import BLOCK, sample
+from megastable.forensics.scanning.rows import long_key, sample_with_keys
+from megastable.forensics.scanning.units import BLOCK
 from megastable.forensics.spans import spans
 from megastable.report.postmortem.sample_texts import Library
 from megastable.report.sheet import Column, Passage, Sheet
@@ -159,18 +159,10 @@ def learn(stream: Stream, tokenizer: Tokenizer | None, most: int = SAMPLE) -> Ya
     assert not isinstance(stream, GoneStream)
     shards = [Shard(stream.directory / info.name, info) for info in stream.manifest.shards]
 
-    def samples() -> Iterator[tuple[Any, Int64s, npt.NDArray[np.uint64]]]:
-        for shard, edges, documents in sample(shards, most):
-            first, end = shard.document_bounds(int(documents[0]))
-            inside = np.unique(edges - edges[0])
-            tokens = shard.raw(int(edges[0]), int(inside[-1]))
-            if len(documents) == 1 and end - first > BLOCK:
-                yield tokens, inside, np.array([long_key(shard.name, int(documents[0]))], dtype=np.uint64)
-            else:
-                yield tokens, inside, document_keys(tokens, inside)
-
     info = stream.manifest.tokenizer
-    return Yardstick.of(samples(), Lexicon.of(tokenizer, info.vocab_size, info.eod))
+    return Yardstick.of(
+        sample_with_keys(shards, document_keys, most), Lexicon.of(tokenizer, info.vocab_size, info.eod)
+    )
 
 
 def to_come(history: History, steps: int) -> tuple[int, list[Int64s]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from megastable.data.shards import Shard
 from megastable.forensics.oddness.kinds import KINDS
 from megastable.forensics.oddness.windows import JudgedPieces, judge_pieces
 from megastable.forensics.oddness.yardstick import NAMES, Yardstick, cut
-from megastable.forensics.scanning.units import BLOCK, Int64s, PieceBlock, Raw, blocks
+from megastable.forensics.scanning.units import BLOCK, SAMPLE, Int64s, PieceBlock, Raw, blocks, sample
 
 EMPTY = "empty"  # the kind of a document without tokens, which is not measured
 ALL_KINDS = (*KINDS, EMPTY)
@@ -135,6 +135,27 @@ def document_keys(tokens: Raw, edges: Int64s) -> UInt64s:
 def long_key(shard: str, document: int) -> int:
     """The key of a document longer than a block, which is never in memory as a whole."""
     return xxhash.xxh3_64_intdigest(f"{document} {shard}".encode())
+
+
+def keyed_sample(
+    shards: Sequence[Shard], most: int = SAMPLE
+) -> Iterator[tuple[Shard, Int64s, Int64s, int | None]]:
+    """A sample of shards (`units.sample`), with the keys of parts of long documents."""
+    for shard, edges, documents in sample(shards, most):
+        key = None
+        if len(documents) == 1:
+            first, end = shard.document_bounds(int(documents[0]))
+            key = long_key(shard.name, int(documents[0])) if end - first > BLOCK else None
+        yield shard, edges, documents, key
+
+
+def sample_with_keys(
+    shards: Sequence[Shard], keys_of: Callable[[Raw, Int64s], UInt64s], most: int = SAMPLE
+) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
+    """The sample with its tokens and keys, for a yardstick. keys_of: whole documents, by tokens and edges."""
+    for shard, edges, _, key in keyed_sample(shards, most):
+        tokens, inside = shard.raw(int(edges[0]), int(edges[-1] - edges[0])), np.unique(edges - edges[0])
+        yield tokens, inside, keys_of(tokens, inside) if key is None else np.array([key], np.uint64)
 
 
 def _digests(tokens: Raw, edges: Int64s) -> npt.NDArray[np.uint64]:

@@ -23,7 +23,6 @@ from megastable import __version__
 from megastable.base.errors import DataError
 from megastable.base.text import plural
 from megastable.data.progress import Meter
-from megastable.data.shards import Shard
 from megastable.forensics import document_map
 from megastable.forensics.document_map import KeptPart, keep_rows, map_documents
 from megastable.forensics.oddness.yardstick import NAMES, Lexicon, Yardstick
@@ -41,8 +40,9 @@ from megastable.forensics.scanning.rows import (
     UInt64s,
     cached_yardstick,
     document_keys,
-    long_key,
+    keyed_sample,
     measure_rows,
+    sample_with_keys,
 )
 from megastable.forensics.scanning.scan_summary import STEP, THRESHOLDS, ScanSummary, tally
 from megastable.forensics.scanning.scanned import (
@@ -58,7 +58,6 @@ from megastable.forensics.scanning.scanned import (
 )
 from megastable.forensics.scanning.score_threshold import advised, excess, ordinary
 from megastable.forensics.scanning.units import (
-    BLOCK,
     SAMPLE,
     Int64s,
     Raw,
@@ -221,7 +220,7 @@ class _ScanJob:
 
             def noted() -> Iterator[tuple[Raw, Int64s, UInt64s]]:
                 nonlocal done, count
-                for tokens, edges, keys in _samples(reference):
+                for tokens, edges, keys in sample_with_keys(reference.shards, document_keys):
                     done, count = done + len(tokens), count + len(keys)
                     meter.update(done, count, done)
                     yield tokens, edges, keys
@@ -231,7 +230,7 @@ class _ScanJob:
             except DataError:  # not there, or damaged
                 yardstick = Yardstick.of(noted(), _lexicon(self.shelf, reference))
                 yardstick.save(path)
-            for shard, edges, documents, key in _keyed(reference):
+            for shard, edges, documents, key in keyed_sample(reference.shards):
                 rows = measure_rows(yardstick, shard, int(documents[0]), edges, key)
                 usual.add(tally(rows, 0, 0, 1 << 62, 1))
                 done, count = done + int(edges[-1] - edges[0]), count + len(rows)
@@ -340,24 +339,6 @@ def _worst(row: dict[str, Any], yardstick: Yardstick) -> WorstDocument:
         **{name: row[name] for name in WorstDocument.model_fields if name in row},
         why=told(yardstick, row), features={name: row[name] for name in NAMES},
     )  # fmt: skip
-
-
-def _keyed(shelf: Shelf) -> Iterator[tuple[Shard, Int64s, Int64s, int | None]]:
-    """The sample, with the keys of parts of long documents."""
-    for shard, edges, documents in sample(shelf.shards):
-        key = None
-        if len(documents) == 1:
-            first, end = shard.document_bounds(int(documents[0]))
-            key = long_key(shard.name, int(documents[0])) if end - first > BLOCK else None
-        yield shard, edges, documents, key
-
-
-def _samples(shelf: Shelf) -> Iterator[tuple[Raw, Int64s, UInt64s]]:
-    """The sample with its tokens and keys, for a yardstick."""
-    for shard, edges, _, key in _keyed(shelf):
-        tokens, edges = shard.raw(int(edges[0]), int(edges[-1] - edges[0])), np.unique(edges - edges[0])
-        keys = document_keys(tokens, edges) if key is None else np.array([key], np.uint64)
-        yield tokens, edges, keys
 
 
 def _lexicon(shelf: Shelf, reference: Shelf) -> Lexicon:
