@@ -21,6 +21,7 @@ from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
 from megastable.engine.engine import Engine
+from megastable.engine.measured import Measured
 from megastable.parallel.layout import Layout
 from megastable.parallel.topology import Topology
 
@@ -91,12 +92,12 @@ class _Timed:
         )
         self.steps: list[float] = []
         self.updates: list[float] = []
-        self._update, self._spent = self.engine._step, 0.0
-        self.engine._step = self._timed  # type: ignore[method-assign]
+        self._update, self._spent = self.engine._apply_update, 0.0
+        self.engine._apply_update = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, lr_kwargs: Any, known: Any) -> None:
+    def _timed(self, measured: Measured, norm: Any) -> None:
         begin = self._now()
-        self._update(lr_kwargs, known)
+        self._update(measured, norm)
         self._spent = self._now() - begin
 
     def step(self, batches: Sequence[MicroBatch], *, keep: bool) -> None:

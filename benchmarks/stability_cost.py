@@ -254,14 +254,11 @@ class Bench:
 
     def _bare(self, batch: Step) -> None:
         """DeepSpeed's own update instead of the gate."""
-
-        def update(lr_kwargs: Any = None) -> None:
-            self.engine._update(lr_kwargs)
-            self.engine.measured = nothing
-
-        nothing = Measured(torch.empty(0), torch.empty(0), 0.0, {}, 1.0)
-        with patches.instead(self.engine.ds, "_take_model_step", update):
-            self.engine.train_step(batch.micro_batches, RATE, _finite)
+        e = self.engine
+        e._begin_step(batch.micro_batches, RATE)
+        e._count_tokens(batch.micro_batches)
+        with patches.instead(e.ds, "_take_model_step", e._update_by_deepspeed):
+            e._run_forward_and_backward(batch.micro_batches)
 
     def _gate(self, batch: Step) -> None:
         self.engine.train_step(batch.micro_batches, RATE, _finite)
@@ -287,12 +284,15 @@ class Bench:
         inside = Stopwatch(self.engine.device)
         e, t = self.engine, inside.seconds
         calls = [
-            ("all", e.ds, "_take_model_step"), ("update", e, "_update"), ("norm", e.zero, "squared_norm"),
-            ("own norm", *self._own_norm()), ("collect", e, "_collect"), ("counters", e, "counters"),
+            ("all", e, "train_step"), ("before", e, "_begin_step"), ("before", e, "_count_tokens"),
+            ("passes", e, "_run_forward_and_backward"), ("update", e, "_update_by_deepspeed"),
+            ("norm", e.zero, "squared_norm"), ("own norm", *self._own_norm()), ("collect", e, "_collect"),
+            ("counters", e, "counters"),
         ]  # fmt: skip
         with _stopwatches(inside, calls):
             e.train_step(batch.micro_batches, RATE, inside.timed("finite", _finite))
-        rest = t["all"] - t["update"] - t["norm"] - t["collect"] - t["finite"]
+        others = ("counters", "before", "passes", "update", "norm", "collect", "finite")
+        rest = t["all"] - sum(t[name] for name in others)
         norm = t["norm"] - t["own norm"]
         for name in ("collect", "finite", "counters"):
             watch.seconds[name] = t[name]

@@ -107,12 +107,10 @@ class Engine:
         if layout.pipeline > 1:
             patches.untimed(self.ds)
             patches.told(self.ds)
-        self._update = patches.gated(self.ds, self._gate)
+        self._update_by_deepspeed = patches.hold_update_back(self.ds)
         if self.device.type == "cuda":
             activity.clock = DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
         self.updates = 0
-        self._judge: Judge | None = None
-        self._ballot: Callable[[], Ballot] = dict
         self._probing = self._segmented = False
         self.measures_update = False  # whether the coming update's size is measured, for `statistics`
         self._copies: list[Filled | torch.cuda.Event] = []
@@ -166,44 +164,70 @@ class Engine:
         judge: Judge,
         ballot: Callable[[], Ballot] = dict,
     ) -> tuple[Measured, bool]:
-        """One step on this rank's micro-batches: its measurements, and whether the update was applied.
+        """One step: forward, backward, gate, and the update or its refusal.
 
-        `ballot` is called after the backward pass and returns the same names with as many numbers on every rank, in the
-        same order. The sums over the ranks are in `Measured.ballot`: they piggyback on the gate's all-reduce.
+        Args:
+            micro_batches: this rank's.
+            lr: learning rate of the update.
+            judge: whether it may be applied.
+            ballot: called after the backward pass; returns the same names with as many numbers on every rank, in the
+                same order. Their sums over the ranks piggyback on the gate's all-reduce (`Measured.ballot`).
+
+        Returns:
+            What was measured, and whether the update was applied.
         """
         if not self._probing:
             self.counters_before = self.counters()
-        self._judge, self._ballot, self.measured = judge, ballot, None
-        self._accumulate(len(micro_batches))
-        self._pass_on(micro_batches)
-        self.loss.samples.clear()
-        self.loss.entropies = self.trends.watching and not self._probing
-        self._counts = self._counted(micro_batches)
-        self.zero.begin()
-        self.qk_clip.begin()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-        activity.enter(activity.FORWARD)
-        with self._computing():
-            if self.topology.layout.pipeline > 1:
-                self.ds.train_batch(iter([self._inputs(m) for m in micro_batches]))
-            else:
-                self.ds.train()
-                for micro_batch in micro_batches:
-                    activity.enter(activity.FORWARD)
-                    inputs, labels = self._inputs(micro_batch)
-                    loss = self.ds(inputs, labels)
-                    activity.enter(activity.BACKWARD)
-                    self.ds.backward(loss)
-                    del loss
-                    self.ds.step()
+        self._begin_step(micro_batches, lr)
+        # Before the passes: on a GPU, a copy to it would wait for all that is queued.
+        token_counts = self._count_tokens(micro_batches)
+        self._run_forward_and_backward(micro_batches)
+
+        # The gate: every rank has the same measurements, and decides alike.
+        self._sum_gradients()
+        self.measured, norm = self._measure_step(len(micro_batches), token_counts, ballot)
+        self._show_gradients(self.measured.loss_scale)
+        self._wait_for_copies()
+        # A non-finite norm goes on to DeepSpeed, which drops the update whatever the judge says. It skips an fp16
+        # overflow itself and lowers the loss scale.
+        if judge(self.measured) or (self.measured.overflow and not self._probing):
+            self._apply_update(self.measured, norm)
+        else:
+            self._refuse_update()
+
         activity.enter(activity.REST)
         if self.fp8 is not None:
             self.fp8.settle(self.applied)
         if self.applied:
             self.updates += 1
-        assert self.measured is not None, "the step ended without reaching the gate"
         return self.measured, self.applied
+
+    def _begin_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> None:
+        self._accumulate(len(micro_batches))
+        self._pass_on(micro_batches)
+        self.loss.samples.clear()
+        self.loss.entropies = self.trends.watching and not self._probing
+        self.zero.begin()
+        self.qk_clip.begin()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+
+    def _run_forward_and_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Leave the gradients of all micro-batches with DeepSpeed, whose `step` and `train_batch` do not update."""
+        activity.enter(activity.FORWARD)
+        with self._computing():
+            if self.topology.layout.pipeline > 1:
+                self.ds.train_batch(iter([self._inputs(m) for m in micro_batches]))
+                return
+            self.ds.train()
+            for micro_batch in micro_batches:
+                activity.enter(activity.FORWARD)
+                inputs, labels = self._inputs(micro_batch)
+                loss = self.ds(inputs, labels)
+                activity.enter(activity.BACKWARD)
+                self.ds.backward(loss)
+                del loss
+                self.ds.step()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -253,7 +277,7 @@ class Engine:
             return (tokens, keys if segments is None else segments, keys), labels
         return (tokens if segments is None else (tokens, segments)), labels
 
-    def _counted(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def _count_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """How often each token is in this rank's part of the batch, fp64 [vocabulary]; 0 where another rank has the
         same tokens. Ids outside the vocabulary are left out."""
         t, size = self.topology, self.loss.vocabulary
@@ -290,65 +314,74 @@ class Engine:
             for probe in watching:
                 probe.gradients(flat, pieces, scale)
 
-    def _gate(self, lr_kwargs: Any = None) -> None:
-        """Replaces DeepSpeed's update: measure, judge, then update or drop. Every rank decides alike."""
+    def _sum_gradients(self) -> None:
+        """Finish what DeepSpeed has left of the sum over data ranks, and sum tied ones."""
         activity.enter(activity.REDUCE)
         self.zero.average()
         if self.tied is not None:
             self._sum_tied(self.tied)
+
+    def _measure_step(
+        self, micro_batches: int, token_counts: Tensor, ballot: Callable[[], Ballot]
+    ) -> tuple[Measured, Any]:
+        """Make one sum over the world of all that a step is judged by.
+
+        Args:
+            micro_batches: how many were computed.
+            token_counts: of this rank's part of the batch, fp64 [vocabulary].
+            ballot: as in `train_step`.
+
+        Returns:
+            The measurements, and the norm that the update clips by, as DeepSpeed's wrapper wants it.
+        """
         part, valid, known = self.zero.squared_norm()
-        part = torch.where(valid, part, 0.0)
-        told = [] if self.zero.local is None else [self.zero.local.columns()]
-        columns = sum(map(len, told))
-        ballot = self._ballot()
-        cast = self.zero.scalar(list(chain.from_iterable(ballot.values())))
-        extra = torch.cat((self._counts, *told, torch.stack((part, (~valid).double())), cast))
+        own_gradient = self.zero.scalar([]) if self.zero.local is None else self.zero.local.columns()
+        own_ballot = ballot()
+        votes = self.zero.scalar(list(chain.from_iterable(own_ballot.values())))
+        norms = torch.stack((torch.where(valid, part, 0.0), (~valid).double()))
+        summands = token_counts, own_gradient, norms, votes
         activity.enter(activity.GATE)
-        (losses, squares, *rest_of), summed_up = self._collect(self.ds.gradient_accumulation_steps(), extra)
-        counts, summed = summed_up[: len(self._counts)], summed_up[len(self._counts) :].tolist()
-        gradients, (squared_norm, broken, *sums) = tuple(summed[:columns]), summed[columns:]
-        grad_norm = math.sqrt(squared_norm)
+        (losses, squares, *entropies), sums = self._collect(micro_batches, torch.cat(summands))
+        counts, gradients, (squared_norm, broken), votes = sums.split([len(numbers) for numbers in summands])
+        norm = math.inf if broken else math.sqrt(float(squared_norm))
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
         # A non-finite loss is not an overflow of the scaled gradients: a smaller scale would not fix it.
         overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
-        overflow &= bool(torch.isfinite(losses).all())
-        norm_or_inf = math.inf if broken else grad_norm
-        fp8 = None if self.fp8 is None else self.fp8.on
-        rest = iter(sums)
-        by_name = {name: tuple(islice(rest, len(numbers))) for name, numbers in ballot.items()}
-        entropies = rest_of[0] if rest_of else None
-        self.measured = Measured(
-            losses, squares, norm_or_inf, by_name, scale, overflow, fp8, gradients, counts, entropies
-        )
-        self._show_gradients(scale)
-        assert self._judge is not None
-        self._wait_for_copies()
-        # A non-finite norm goes on to DeepSpeed, which drops the update whatever the judge says. It skips an fp16
-        # overflow itself and lowers the loss scale.
-        if self._judge(self.measured) or (self.measured.overflow and not self._probing):
-            self._step(lr_kwargs, norm_or_inf if known is None else known)
-        else:
-            self._discard()
-            self.applied = False
+        rest = iter(votes.tolist())
+        measured = Measured(
+            losses=losses, squares=squares, grad_norm=norm,
+            ballot={name: tuple(islice(rest, len(given))) for name, given in own_ballot.items()},
+            loss_scale=scale, overflow=overflow and bool(torch.isfinite(losses).all()),
+            fp8=None if self.fp8 is None else self.fp8.on, gradients=tuple(gradients.tolist()), counts=counts,
+            entropies=entropies[0] if entropies else None,
+        )  # fmt: skip
+        return measured, norm if known is None else known
 
-    def _step(self, lr_kwargs: Any, known: Any) -> None:
+    def _apply_update(self, measured: Measured, norm: Any) -> None:
+        """Clip, and let DeepSpeed update; it drops gradients that are not finite. norm: as from `_measure_step`."""
         activity.enter(activity.OPTIMIZER)
         inner = self.optimizer.optimizer
         if isinstance(inner, PieceOptimizer):
             inner.sizes, inner.recording = [], self.measures_update
-        self.kept = self._clip()
+        self.kept = self._clip(measured.grad_norm, measured.loss_scale)
         with contextlib.ExitStack() as during:
-            during.enter_context(self.zero.clipping_by(known))
+            during.enter_context(self.zero.clipping_by(norm))
             if self.qk_clip.threshold is not None:
                 step = self.qk_clip.after_update(self.qk_clip.measured(), inner, self._flat)
                 during.enter_context(patches.instead(inner, "step", step))
-            self._update(lr_kwargs)
+            self._update_by_deepspeed(None)
         self.applied = bool(self.ds.was_step_applied())
 
-    def _clip(self) -> float:
+    def _refuse_update(self) -> None:
+        """Drop the gradients instead of an update."""
+        self.zero.discard()
+        self.ds._step_applied = self.applied = False
+        self.ds.skipped_steps += 1
+        self.ds.global_steps += 1
+        self.ds.global_samples += self.ds.train_batch_size()
+
+    def _clip(self, norm: float, scale: float) -> float:
         """Clip the gradients, where DeepSpeed does not; the share of their norm that is left. Collective."""
-        assert self.measured is not None
-        norm, scale = self.measured.grad_norm, self.measured.loss_scale
         if not math.isfinite(norm):
             return 1.0  # DeepSpeed drops the update
         if self.clipping is None:
@@ -375,14 +408,6 @@ class Engine:
     @property
     def _lowest_scale(self) -> float:
         return float(getattr(self.optimizer.loss_scaler, "min_scale", 0.0))
-
-    def _discard(self) -> None:
-        """Drop the gradients instead of an update."""
-        self.zero.discard()
-        self.ds._step_applied = False
-        self.ds.skipped_steps += 1
-        self.ds.global_steps += 1
-        self.ds.global_samples += self.ds.train_batch_size()
 
     def follow(self, config: RunConfig) -> None:
         """Train with the settings of `config` from the next update on: those that are read anew at every step

@@ -324,8 +324,9 @@ def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-def gated(engine: Any, gate: Callable[..., None]) -> Callable[..., None]:
-    """Replace the engine's update by `gate`; returns the original. Needless with a hook between backward and update."""
+def hold_update_back(engine: Any) -> Callable[..., None]:
+    """Let the engine's `step` and `train_batch` end before the update; returns what updates. Needless with a hook
+    between backward and update."""
     update: Callable[..., None] = engine._take_model_step
-    engine._take_model_step = gate
+    engine._take_model_step = lambda lr_kwargs=None: None
     return update

@@ -83,7 +83,7 @@ def net_of(engine: Any, batch: MicroBatch) -> int:
     events = profile.profiler.kineto_results.events()
     net = sum(e.nbytes() for e in events if e.name() == "[memory]")
     engine.ds.backward(loss)
-    engine._discard()
+    engine._refuse_update()
     return net
 
 

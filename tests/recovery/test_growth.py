@@ -22,7 +22,7 @@ __all__ = ["easy"]
 def spoilt_weight(config: RunConfig, spoilt: int, name: str, factor: float) -> int:
     """Train; the update of step `spoilt` multiplies a weight besides."""
     trainer = trainer_of(config)
-    engine, real, done = trainer.engine, trainer.engine._step, [0]
+    engine, real, done = trainer.engine, trainer.engine._apply_update, [0]
 
     def step(*given: Any) -> None:
         real(*given)
@@ -34,7 +34,7 @@ def spoilt_weight(config: RunConfig, spoilt: int, name: str, factor: float) -> i
                     piece.mul_(factor)
             engine.refresh_weights()
 
-    engine._step = step  # type: ignore[method-assign]
+    engine._apply_update = step  # type: ignore[method-assign]
     code: int = trainer.train()
     return code
 

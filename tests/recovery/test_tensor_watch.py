@@ -32,7 +32,7 @@ def spoilt_update(config: RunConfig, spoilt: int | None, always: bool, kind: str
 
     recovery.EVERY = EVERY
     trainer = trainer_of(config)
-    engine, real, done = trainer.engine, trainer.engine._step, 0
+    engine, real, done = trainer.engine, trainer.engine._apply_update, 0
 
     def step(*given: Any) -> None:
         nonlocal done
@@ -48,7 +48,7 @@ def spoilt_update(config: RunConfig, spoilt: int | None, always: bool, kind: str
                 piece.mul_(0.2 if kind == "weight" else 1e-4)
         engine.refresh_weights()
 
-    engine._step = step  # type: ignore[method-assign]
+    engine._apply_update = step  # type: ignore[method-assign]
     return {"code": trainer.train(), "done": done}
 
 

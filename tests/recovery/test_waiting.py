@@ -28,7 +28,7 @@ def excited(config: RunConfig, spoilt: int, factor: float, always: bool) -> int:
     """Train; the update of step `spoilt` makes the last norm larger besides, which is unlearnt in some steps: always,
     also where it is repeated, or once."""
     trainer = trainer_of(config)
-    engine, real, done = trainer.engine, trainer.engine._step, [0]
+    engine, real, done = trainer.engine, trainer.engine._apply_update, [0]
 
     def step(*given: Any) -> None:
         real(*given)
@@ -40,7 +40,7 @@ def excited(config: RunConfig, spoilt: int, factor: float, always: bool) -> int:
                     piece.mul_(factor)
             engine.refresh_weights()
 
-    engine._step = step  # type: ignore[method-assign]
+    engine._apply_update = step  # type: ignore[method-assign]
     code: int = trainer.train()
     return code
 
