@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -90,107 +91,170 @@ class End(BaseModel):
         )  # fmt: skip
 
 
-def end_of(
-    events: Iterable[Event],
-    words: Sequence[LastWords],
-    fates: Mapping[int, Fate],
-    code: int | None,
-    log: str,
-    progress: Progress | None,
-    here: str,
-    gone: Mapping[str, str] | None = None,
-    called: Callable[[str], str] = str,
-    silent: FirstSilent = UNKNOWN,
-) -> End:
-    """events: of the journal since the attempt began. words: last words of its ranks. fates: of its ranks, where they
-    could be seen. code: the launcher's, None = unknown. log: the end of its output. progress: the last one. here: this
-    host. gone: hosts that were lost, and how: the end of a sentence. called: a host's name in the host file, from
-    the one that its ranks see. silent: the ranks that were lost first, by their connections."""
-    events = list(events)
-    said = [SAID[type(event)] for event in events if type(event) in SAID]
-    if said:
-        hosts = [str(host) for event in events if isinstance(event, HostFaulty) for host in event.hosts]
-        return End(code=said[-1], certain=True, faulty=tuple(dict.fromkeys(map(called, hosts))))
-    step = cursor = None
-    if progress is not None and progress.step is not None:
-        step, cursor = progress.step + 1, progress.cursor
-    for word in words:
-        # Written at that moment; progress may be a quarter of a second old.
-        if word.step is not None and (step is None or word.step + 1 > step):
-            step, cursor = word.step + 1, word.cursor
-    trained = progress is not None and progress.seconds is not None
-    place: dict[str, Any] = {"step": step, "cursor": cursor, "trained": trained}
-    # The launcher ends the other ranks by SIGTERM. Of several hosts, the order in which their agents were asked says
-    # nothing; that in which connections ended does: NCCL's watchdog aborts those that lost a killed rank.
-    killed = [(rank, fate.signal, fate.host) for rank, fate in fates.items() if fate.signal is not None]
-    killed.sort(key=lambda of: (of[1] == signal.SIGTERM, of[0] not in silent.ranks))
-    if any(fate.code for fate in fates.values()) or gone:
-        killed = [of for of in killed if of[1] != signal.SIGTERM]
-    others = progress is None or progress.world > 1
-    to_blame = [w for w in sorted(words, key=lambda w: w.time) if not (others and BEREFT.search(w.error))]
-    if to_blame:
-        w = to_blame[0]
-        host: str | None = called(w.host)
-        text = f"rank {w.rank} on {host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")
+class FirstExit(NamedTuple):
+    """How the process ended that ended first, as far as is known. who: its name in a sentence."""
+
+    who: str = "a rank"
+    rank: int | None = None
+    host: str | None = None
+    signal: int | None = None
+    code: int | None = None
+
+
+@dataclass(frozen=True)
+class AttemptEvidence:
+    """What is known of an attempt that has ended.
+
+    events: of the journal since it began. words: last words of its ranks. fates: of its ranks, where they could be
+    seen. code: the launcher's, None = unknown. log: the end of its output. progress: the last one. here: this host.
+    gone: hosts that were lost, and how: the end of a sentence. called: a host's name in the host file, from the one
+    that its ranks see. silent: the ranks that were lost first, by their connections.
+    """
+
+    events: Sequence[Event]
+    words: Sequence[LastWords]
+    fates: Mapping[int, Fate]
+    code: int | None
+    log: str
+    progress: Progress | None
+    here: str
+    gone: Mapping[str, str] = field(default_factory=dict)
+    called: Callable[[str], str] = str
+    silent: FirstSilent = UNKNOWN
+
+    @cached_property
+    def killed(self) -> FirstExit:
+        """Of the ranks that were killed by a signal: the one that was killed first."""
+        # The launcher ends the other ranks by SIGTERM. Of several hosts, the order in which their agents were asked
+        # says nothing; that in which connections ended does: NCCL's watchdog aborts those that lost a killed rank.
+        killed = [(rank, fate) for rank, fate in self.fates.items() if fate.signal is not None]
+        killed.sort(key=lambda of: (of[1].signal == signal.SIGTERM, of[0] not in self.silent.ranks))
+        if any(fate.code for fate in self.fates.values()) or self.gone:
+            killed = [of for of in killed if of[1].signal != signal.SIGTERM]
+        if not killed:
+            return FirstExit(code=self.code)
+        rank, fate = killed[0]
+        return FirstExit(f"rank {rank}", rank, fate.host, fate.signal, self.code)
+
+    @cached_property
+    def first_exit(self) -> FirstExit:
+        """Of the rank that was killed; where none was seen to be, of the one that the launcher's output names."""
+        told = LAUNCHER.search(self.log) if self.killed.signal in (None, signal.SIGTERM) else None
+        if told is None:
+            return self.killed
+        status, host = int(told["code"]), told["host"] or self.here
+        how = (-status, self.code) if status < 0 else (None, status)
+        if told["host"] or not told["rank"]:
+            return FirstExit("a rank", None, host, *how)
+        # Rank 0 reports progress: its host is the only one on which both numbers are the same.
+        if self.progress is None or self.called(self.progress.host) != self.here:
+            return FirstExit(f"local rank {told['rank']}", None, host, *how)
+        return FirstExit(f"rank {told['rank']}", int(told["rank"]), host, *how)
+
+    def end(self, what: str, failure: str, certain: bool = True, **known: Any) -> End:
+        """An end at the place that the attempt had reached."""
+        step = cursor = None
+        if self.progress is not None and self.progress.step is not None:
+            step, cursor = self.progress.step + 1, self.progress.cursor
+        for word in self.words:
+            # Written at that moment; progress may be a quarter of a second old.
+            if word.step is not None and (step is None or word.step + 1 > step):
+                step, cursor = word.step + 1, word.cursor
+        trained = self.progress is not None and self.progress.seconds is not None
         return End(
-            code=w.code,
-            what=w.error[:200],
-            rank=w.rank,
-            host=_faulty(host, w.code),
-            failure=text,
-            certain=True,
-            **place,
+            what=what, failure=failure, certain=certain, step=step, cursor=cursor, trained=trained, **known
         )
-    rank, number, host = killed[0] if killed else (None, None, None)
-    local: int | None = None  # number of a rank within its host, where its own is unknown
-    if number is None and gone:
-        # The ranks elsewhere only lost it.
-        name, why = next(iter(gone.items()))
-        text = f"host {name} {why}"
-        if len(gone) > 1:
-            more = list(gone)[1 : NAMED + 1]
-            text += f"; and {', '.join(more)}" + (
-                f" and {len(gone) - 1 - NAMED} more" if len(gone) - 1 > NAMED else ""
-            )
-        return End(
-            what="host gone", host=name if len(gone) == 1 else None, failure=text, certain=True,
-            gone=tuple(gone), **place,
-        )  # fmt: skip
-    ended = {rank for rank, fate in fates.items() if fate.code is not None}
-    if words and number in FOLLOWS and silent.ranks and not ended.union([rank]).intersection(silent.ranks):
-        return End(
-            what="rank lost", rank=silent.rank, host=silent.host, failure=silent.told, certain=True, **place
-        )
-    if number in (None, signal.SIGTERM) and (told := LAUNCHER.search(log)):
-        host, status = told["host"] or here, int(told["code"])
-        number = -status if status < 0 else None
-        code = status if number is None else code
-        rank = None
-        if told["rank"] and not told["host"]:
-            # Rank 0 reports progress: its host is the only one on which both numbers are the same.
-            first = progress is not None and called(progress.host) == here
-            rank, local = (int(told["rank"]), None) if first else (None, int(told["rank"]))
-    if number is not None:
-        name = _name(number)
-        who = f"rank {rank}" if rank is not None else "a rank" if local is None else f"local rank {local}"
-        text = f"{who} on {host or 'a host'} was killed by signal {number} ({name})"
-        return End(signal=number, what=name, rank=rank, host=host, failure=text, certain=True, **place)
+
+
+def end_of(evidence: AttemptEvidence) -> End:
+    """The end by the first of the rules that applies: what a rank reports counts before what others saw of it."""
+    return next(end for rule in RULES if (end := rule(evidence)) is not None)
+
+
+def read_announcement(e: AttemptEvidence) -> End | None:
+    """The training itself said in the journal how it ends."""
+    said = [SAID[type(event)] for event in e.events if type(event) in SAID]
+    if not said:
+        return None
+    hosts = [str(host) for event in e.events if isinstance(event, HostFaulty) for host in event.hosts]
+    return End(code=said[-1], certain=True, faulty=tuple(dict.fromkeys(map(e.called, hosts))))
+
+
+def blame_first_error(e: AttemptEvidence) -> End | None:
+    """A rank ended with an error of its own, and not because it lost another."""
+    others = e.progress is None or e.progress.world > 1
+    own = [words for words in e.words if not (others and BEREFT.search(words.error))]
+    if not own:
+        return None
+    w = min(own, key=lambda words: words.time)
+    host = e.called(w.host)
+    text = f"rank {w.rank} on {host} ended with: {w.error}" + (f" ({w.where})" if w.where else "")
+    return e.end(w.error[:200], text, code=w.code, rank=w.rank, host=_faulty(host, w.code))
+
+
+def blame_lost_hosts(e: AttemptEvidence) -> End | None:
+    """Hosts were lost, and nobody was killed: the ranks elsewhere only lost them."""
+    if e.killed.signal is not None or not e.gone:
+        return None
+    (name, why), *others = e.gone.items()
+    text = f"host {name} {why}"
+    if others:
+        more = len(others) - NAMED
+        text += f"; and {', '.join(other for other, _ in others[:NAMED])}"
+        text += f" and {more} more" if more > 0 else ""
+    return e.end("host gone", text, host=None if others else name, gone=tuple(e.gone))
+
+
+def blame_first_silent(e: AttemptEvidence) -> End | None:
+    """All that was seen followed from the loss of ranks whose own end nobody saw."""
+    seen = {e.killed.rank, *(rank for rank, fate in e.fates.items() if fate.code is not None)}
+    if not e.words or e.killed.signal not in FOLLOWS or not e.silent.ranks or seen & set(e.silent.ranks):
+        return None
+    return e.end("rank lost", e.silent.told, rank=e.silent.rank, host=e.silent.host)
+
+
+def blame_signal(e: AttemptEvidence) -> End | None:
+    """A rank was killed."""
+    first = e.first_exit
+    if first.signal is None:
+        return None
+    name = _name(first.signal)
+    text = f"{first.who} on {first.host or 'a host'} was killed by signal {first.signal} ({name})"
+    return e.end(name, text, signal=first.signal, rank=first.rank, host=first.host)
+
+
+def blame_nobody_for_lost_connections(e: AttemptEvidence) -> End | None:
+    """All that spoke had lost a rank that left no last words; NCCL also reports its own failures so."""
+    if not e.words:
+        return None
+    w = min(e.words, key=lambda words: words.time)
+    text = f"{len(e.words)} ranks lost another; rank {w.rank} on {e.called(w.host)} first: {w.error}"
+    return e.end("connection lost", text, certain=False)  # whoever lost it first is a witness
+
+
+def blame_exit_code(e: AttemptEvidence) -> End | None:
+    """A process ended with a code, and perhaps an error that its user can fix."""
+    code = e.first_exit.code
     if code is None:
-        code = next((fate.code for fate in fates.values() if fate.code), None)
-    if words:  # all of them lost a rank that left no last words; NCCL also reports its own failures so
-        w = min(words, key=lambda w: w.time)
-        text = f"{len(words)} ranks lost another; rank {w.rank} on {called(w.host)} first: {w.error}"
-        # Whoever lost it first is a witness.
-        return End(what="connection lost", host=None, failure=text, **place)
-    if code:
-        told_last = TOLD.findall(log)
-        text = f"the training ended with code {code}" + (f": {told_last[-1][:500]}" if told_last else "")
-        return End(
-            code=code, what=f"code {code}", host=_faulty(host, code), failure=text, certain=True, **place
-        )
-    if code is None and not fates:
-        return End(what="processes gone", failure="its processes are gone, and nobody saw them end", **place)
-    return End(what="no word", host=host, failure="a rank ended without a word", **place)
+        code = next((fate.code for fate in e.fates.values() if fate.code), None)
+    if not code:
+        return None
+    told = TOLD.findall(e.log)
+    text = f"the training ended with code {code}" + (f": {told[-1][:500]}" if told else "")
+    return e.end(f"code {code}", text, code=code, host=_faulty(e.first_exit.host, code))
+
+
+def blame_nobody(e: AttemptEvidence) -> End:
+    """Nothing is known."""
+    if e.first_exit.code is None and not e.fates:
+        return e.end("processes gone", "its processes are gone, and nobody saw them end", certain=False)
+    return e.end("no word", "a rank ended without a word", certain=False, host=e.first_exit.host)
+
+
+RULES: Sequence[Callable[[AttemptEvidence], End | None]] = (
+    read_announcement, blame_first_error, blame_lost_hosts, blame_first_silent, blame_signal,
+    blame_nobody_for_lost_connections, blame_exit_code, blame_nobody,
+)  # fmt: skip
 
 
 def _faulty(host: str | None, code: int) -> str | None:

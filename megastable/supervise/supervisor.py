@@ -34,7 +34,7 @@ from megastable.run.events.supervisor_events import Ended, Hang, Launched, Resta
 from megastable.run.rank_ipc import Beat, Progress, folder_of, log_of
 from megastable.supervise import beside_process
 from megastable.supervise.bars import bars_after
-from megastable.supervise.exit_cause import End, Suspects, end_of
+from megastable.supervise.exit_cause import AttemptEvidence, End, Suspects, end_of
 from megastable.supervise.failed_data import bad_data, can_be_read, samples_of
 from megastable.supervise.first_silent import first_silent
 from megastable.supervise.gathering import Gathering
@@ -386,10 +386,11 @@ class Supervisor:
         ]
         said, heard = self.journal.state.since, list(self.store.ranks.values())
         silent = first_silent(heard, {w.rank for w in words}, self.fleet.called, time.monotonic())
-        end = end_of(
-            said, words, attempt.fates, attempt.code, end_of_log(log, LOG_TAIL), progress, witness, attempt.gone,
+        evidence = AttemptEvidence(
+            list(said), words, attempt.fates, attempt.code, end_of_log(log, LOG_TAIL), progress, witness, attempt.gone,
             self.fleet.called, silent,
         )  # fmt: skip
+        end = end_of(evidence)
         return end if hang is None else end.by_hang(self.hangs, hang)
 
     def _settle(self, attempt: Attempt, end: End) -> RunExit | StartAgain:

@@ -10,7 +10,7 @@ from megastable.base import errors
 from megastable.cluster.local_attempt import Fate
 from megastable.run.events.reading import event_of
 from megastable.run.rank_ipc import LastWords, Progress
-from megastable.supervise.exit_cause import End, end_of
+from megastable.supervise.exit_cause import AttemptEvidence, End, end_of
 from megastable.supervise.first_silent import UNKNOWN, FirstSilent
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2759: Connection reset by peer."
@@ -35,10 +35,10 @@ def end(
     silent: FirstSilent = UNKNOWN,
 ) -> End:
     progress = Progress(pid=1, host="here", time=0, phase="step", world=world, steps=9, step=step, cursor=80)
+    events = [event_of({"event": e}) for e in said]
     return end_of(
-        [event_of({"event": e}) for e in said], last or [], fates or {}, code, log, progress, "here",
-        silent=silent,
-    )  # fmt: skip
+        AttemptEvidence(events, last or [], fates or {}, code, log, progress, "here", silent=silent)
+    )
 
 
 SAID = {
@@ -61,7 +61,9 @@ def test_a_hand_over_names_the_hosts_that_compute_wrong() -> None:
     faulty = event_of({"event": "host_faulty", "step": 9, "hosts": ["a.cluster", "b"], "ranks": [1, 2]})
     events = [faulty, faulty, event_of({"event": "handover"})]
     names = {"a.cluster": "node-a"}
-    found = end_of(events, [], {}, 78, "", None, "here", called=lambda host: names.get(host, host))
+    found = end_of(
+        AttemptEvidence(events, [], {}, 78, "", None, "here", called=lambda host: names.get(host, host))
+    )
     assert found == End(code=errors.HANDOVER, certain=True, faulty=("node-a", "b"))
 
 
@@ -123,7 +125,7 @@ def test_the_launcher_numbers_ranks_within_their_host() -> None:
 
     def of(host: str, progress: Progress | None) -> End:
         names = {"h0": "first", "h1": "second"}
-        return end_of([], [], {}, 1, LINE, progress, host, {}, lambda name: names[name])
+        return end_of(AttemptEvidence([], [], {}, 1, LINE, progress, host, {}, lambda name: names[name]))
 
     found = of("second", at)
     assert found.failure == "local rank 1 on second was killed by signal 9 (SIGKILL)" and found.rank is None
@@ -133,9 +135,11 @@ def test_the_launcher_numbers_ranks_within_their_host() -> None:
 
 def test_all_hosts_that_are_gone_are_named() -> None:
     gone = {f"node-{n}": "is gone: no word from it for 31 s" for n in range(12)}
-    found = end_of([], [], {}, None, "", None, "here", dict(list(gone.items())[:2]))
+    found = end_of(AttemptEvidence([], [], {}, None, "", None, "here", dict(list(gone.items())[:2])))
     assert found.failure == "host node-0 is gone: no word from it for 31 s; and node-1" and found.host is None
-    assert end_of([], [], {}, None, "", None, "here", gone).failure.endswith(", node-8 and 3 more")
+    assert end_of(AttemptEvidence([], [], {}, None, "", None, "here", gone)).failure.endswith(
+        ", node-8 and 3 more"
+    )
 
 
 def test_what_was_seen_of_a_process_counts_before_its_connection() -> None:
