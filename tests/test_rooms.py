@@ -41,6 +41,14 @@ COMMANDS = "commands"
 LOOSE = {"__init__.py", "train.py", "cli.py"}
 LONGEST = 700  # lines of a file
 MOST = 5  # names that stand for several files, or for several classes
+PARAMETERS = 8  # of a constructor
+# Files of one room that know each other, one of them by a type only, and constructors of more: yet to be mended.
+ENTANGLED = {
+    "cluster.remote_attempt": "cluster.hosts",
+    "convert.huggingface.card": "convert.huggingface.export",
+    "report.run_page.run_panel": "report.run_page.run_reader",
+}
+LARGE = {"cluster.hosts.Hosts", "data.loader.Loader", "supervise.supervisor.Supervisor"}
 
 
 @cache
@@ -132,6 +140,32 @@ def test_every_room_is_known_and_there_is_no_cycle() -> None:
     found = arrows()
     assert set(found) <= set(TRAINING) | set(SUPERVISOR) | WINGS
     assert len(list(TopologicalSorter(found).static_order())) >= len(found)  # raises CycleError
+
+
+def file_of(target: str) -> str:
+    """The file that has an imported name."""
+    while target and target not in trees():
+        target = target.rpartition(".")[0]
+    return target
+
+
+def test_files_import_each_other_in_one_direction() -> None:
+    """Imports in functions count, and those for types only."""
+    below = {
+        name: {file_of(target) for target in targets} - {"", name} for name, targets in imports().items()
+    }
+    for name, target in ENTANGLED.items():
+        below.get(name, set()).discard(target)
+    TopologicalSorter(below).prepare()  # raises CycleError, which names them
+
+
+def test_constructors_take_few_parameters() -> None:
+    counts = {
+        f"{name}.{owner.name}": len(method.args.args + method.args.kwonlyargs) - 1
+        for name, tree in trees().items() for owner in ast.walk(tree) if isinstance(owner, ast.ClassDef)
+        for method in owner.body if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+    }  # fmt: skip
+    assert {name for name, count in counts.items() if count > PARAMETERS} <= LARGE
 
 
 def test_nothing_that_trains_imports_a_wing() -> None:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
-from megastable.config import warmups
+from megastable.config.model import ModelConfig
+from megastable.config.optimizers import OptimizerConfig
+from megastable.config.training import Fp8Config, ParallelConfig, PrecisionConfig, TrainConfig
 
-if TYPE_CHECKING:
-    from megastable.config.optimizers import OptimizerConfig
-    from megastable.config.tree import Fp8Config, RunConfig
-
-ADAM_LIKE = (
-    "adamw",
-    "stable_adamw",
-    "spam",
-    "stable_spam",
-)  # an update of an element is about the learning rate
+# An update of an element is about the learning rate.
+ADAM_LIKE = ("adamw", "stable_adamw", "spam", "stable_spam")
 LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # of a block, that FP8 can compute
 
 
@@ -25,9 +18,11 @@ def caps_logits(attention: str, device: str) -> bool:
     return attention in ("reference", "blocked") or (attention == "sdpa" and device == "cuda")
 
 
-def impossible(c: RunConfig) -> list[str]:
+def impossible(
+    m: ModelConfig, p: ParallelConfig, precision: PrecisionConfig, o: OptimizerConfig, train: TrainConfig
+) -> list[str]:
     """Impossible combinations, and those that DeepSpeed 0.19.8 gets wrong; each with its key and its remedy."""
-    m, p, bad = c.model, c.parallel, []
+    bad = []
     for key, size in (("heads", m.heads), ("kv_heads", m.key_value_heads), ("ffn", m.ffn_width)):
         if size % p.tensor:
             bad.append(f"parallel.tensor={p.tensor} does not divide model.{key}={size}: change one of them")
@@ -66,31 +61,63 @@ def impossible(c: RunConfig) -> list[str]:
             f"parallel.zero={p.zero} with parallel.pipeline={p.pipeline}: DeepSpeed's pipeline keeps whole gradients; "
             "use parallel.zero=1 or parallel.pipeline=1"
         )
-    if c.precision.fp8 is not None:
-        bad += _impossible_fp8(c, c.precision.fp8)
+    if precision.fp8 is not None:
+        bad += _impossible_fp8(precision.fp8, precision.kind, m.layers)
     if p.zero == 0:
         bad.append(
             "parallel.zero=0: DeepSpeed's wrappers without ZeRO have no gradient norm (fp32), sum in bf16 (bf16), "
             "or divide by a loss scale that they never multiplied by (fp16); use parallel.zero=1, which costs nothing "
             "on one data-parallel rank"
         )
-    if c.train.global_batch % c.train.micro_batch:
+    if train.global_batch % train.micro_batch:
         bad.append(
-            f"train.micro_batch={c.train.micro_batch} does not divide train.global_batch={c.train.global_batch}: "
+            f"train.micro_batch={train.micro_batch} does not divide train.global_batch={train.global_batch}: "
             "change one of them"
         )
-    bad += warmups.impossible(c.train, m.sequence_length)
-    bad += _impossible_optimizer(c.optimizer) + _impossible_clipping(c) + _impossible_qk_clip(c)
-    return bad + _impossible_mup(c)
+    bad += _impossible_warmups(train, m.sequence_length)
+    bad += _impossible_optimizer(o) + _impossible_clipping(o, m, p, precision.kind)
+    if o.qk_clip is not None and m.qk_norm:
+        bad.append(
+            f"optimizer.qk_clip={o.qk_clip:g} with model.qk_norm={json.dumps(m.qk_norm)}: queries and keys are normed "
+            "after their weights, so scaling these has no effect, and the norm bounds the logits already; leave "
+            "optimizer.qk_clip out, or set model.qk_norm=false"
+        )
+    if m.mup is not None and o.name not in ADAM_LIKE:
+        bad.append(
+            f"model.mup with optimizer.name={o.name}: its rates are those of Adam; use {', '.join(ADAM_LIKE)}, or "
+            "leave model.mup out"
+        )
+    return bad
 
 
-def _impossible_mup(c: RunConfig) -> list[str]:
-    if c.model.mup is None or c.optimizer.name in ADAM_LIKE:
-        return []
-    return [
-        f"model.mup with optimizer.name={c.optimizer.name}: its rates are those of Adam; use "
-        f"{', '.join(ADAM_LIKE)}, or leave model.mup out"
-    ]
+def _impossible_warmups(train: TrainConfig, sequence_length: int) -> list[str]:
+    """What is wrong with the warm-ups of a configuration, each with its remedy."""
+    bad, full = [], sequence_length
+    if (batch := train.batch_warmup) is not None:
+        increment = batch.increment or batch.start
+        if batch.start >= train.global_batch or (train.global_batch - batch.start) % increment:
+            bad.append(
+                f"train.batch_warmup: from start={batch.start} by {increment} the batch never grows to "
+                f"train.global_batch={train.global_batch}: choose a start below it, and an increment that divides the "
+                "difference"
+            )
+        elif batch.start % train.micro_batch or increment % train.micro_batch:
+            bad.append(
+                f"train.batch_warmup: train.micro_batch={train.micro_batch} does not divide start={batch.start} and "
+                f"the increment of {increment}: change one of them"
+            )
+    if (sequence := train.sequence_warmup) is not None:
+        times, rest = divmod(full, sequence.start)
+        if rest or times < 2 or times & (times - 1):
+            halved = [str(full >> i) for i in range(1, 8) if full % (1 << i) == 0]
+            known = (
+                f"one of {', '.join(halved)}" if halved else "another sequence length, which can be halved"
+            )
+            bad.append(
+                f"train.sequence_warmup.start={sequence.start}: model.sequence_length={full} must be start times a "
+                f"power of 2: choose {known}"
+            )
+    return bad
 
 
 def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
@@ -124,30 +151,19 @@ def _impossible_optimizer(o: OptimizerConfig) -> list[str]:
     return bad
 
 
-def _impossible_qk_clip(c: RunConfig) -> list[str]:
-    o, m = c.optimizer, c.model
-    if o.qk_clip is None or not m.qk_norm:
-        return []
-    return [
-        f"optimizer.qk_clip={o.qk_clip:g} with model.qk_norm={json.dumps(m.qk_norm)}: queries and keys are normed "
-        "after their weights, so scaling these has no effect, and the norm bounds the logits already; leave "
-        "optimizer.qk_clip out, or set model.qk_norm=false"
-    ]
-
-
-def _impossible_clipping(c: RunConfig) -> list[str]:
-    bad, p, of = [], c.parallel, c.optimizer.clipping
+def _impossible_clipping(o: OptimizerConfig, m: ModelConfig, p: ParallelConfig, precision: str) -> list[str]:
+    bad, of = [], o.clipping
     if of.kind == "value" and of.threshold is None:
         bad.append(
             "optimizer.clipping.kind=value: set optimizer.clipping.threshold, the largest magnitude of an element"
         )
-    if of.threshold is not None and not c.optimizer.reads("clipping.threshold"):
+    if of.threshold is not None and not o.reads("clipping.threshold"):
         bad.append(
             f"optimizer.clipping.threshold={of.threshold:g} with optimizer.clipping.kind={of.kind}: that clips to "
             "optimizer.clip; set it instead"
         )
     for key in ("decay", "warmup"):
-        if getattr(of, key) is not None and not c.optimizer.reads(f"clipping.{key}"):
+        if getattr(of, key) is not None and not o.reads(f"clipping.{key}"):
             bad.append(
                 f"optimizer.clipping.{key} with optimizer.clipping.kind={of.kind}: only adagc and zclip have it; leave "
                 "it out"
@@ -160,25 +176,25 @@ def _impossible_clipping(c: RunConfig) -> list[str]:
             "norms; set it to 2 or more"
         )
     if of.kind == "worker":
-        if (c.precision.kind, p.zero) != ("bf16", 1):
+        if (precision, p.zero) != ("bf16", 1):
             bad.append(
-                f"optimizer.clipping.kind=worker with precision.kind={c.precision.kind}, parallel.zero={p.zero}: there "
+                f"optimizer.clipping.kind=worker with precision.kind={precision}, parallel.zero={p.zero}: there "
                 "DeepSpeed sums gradients during the backward pass, and no rank has its own; use bf16 and "
                 "parallel.zero=1, or another kind"
             )
-        if c.model.tied and p.pipeline > 1:
+        if m.tied and p.pipeline > 1:
             bad.append(
                 "optimizer.clipping.kind=worker with model.tied and parallel.pipeline above 1: a worker's gradient of "
                 "the embedding is spread over two stages; use one stage, or another kind"
             )
-        if not c.optimizer.clip:
+        if not o.clip:
             bad.append("optimizer.clipping.kind=worker with optimizer.clip=0: set the norm to clip to")
     return bad
 
 
-def _impossible_fp8(c: RunConfig, fp8: Fp8Config) -> list[str]:
-    bad, layers = [], c.model.layers
-    if c.precision.kind == "fp16":
+def _impossible_fp8(fp8: Fp8Config, precision: str, layers: int) -> list[str]:
+    bad = []
+    if precision == "fp16":
         bad.append(
             "precision.fp8 with precision.kind=fp16: sums of products of E4M3 numbers are beyond fp16's range; use "
             "precision.kind=bf16"

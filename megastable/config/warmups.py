@@ -14,14 +14,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
 from megastable.config.section import Section
-
-if TYPE_CHECKING:
-    from megastable.config.tree import TrainConfig
 
 
 class BatchWarmup(Section):
@@ -106,33 +102,3 @@ def pieces(full: int, warmup: SequenceWarmup | None) -> Stages:
     lengths = tuple(warmup.start << i for i in range((full // warmup.start).bit_length()))
     each = (full - warmup.start) * full
     return Stages(tuple(-(-(n - warmup.start) * warmup.tokens // each) for n in lengths), lengths)
-
-
-def impossible(train: TrainConfig, sequence_length: int) -> list[str]:
-    """What is wrong with the warm-ups of a configuration, each with its remedy."""
-    bad, full = [], sequence_length
-    if (batch := train.batch_warmup) is not None:
-        increment = batch.increment or batch.start
-        if batch.start >= train.global_batch or (train.global_batch - batch.start) % increment:
-            bad.append(
-                f"train.batch_warmup: from start={batch.start} by {increment} the batch never grows to "
-                f"train.global_batch={train.global_batch}: choose a start below it, and an increment that divides the "
-                "difference"
-            )
-        elif batch.start % train.micro_batch or increment % train.micro_batch:
-            bad.append(
-                f"train.batch_warmup: train.micro_batch={train.micro_batch} does not divide start={batch.start} and "
-                f"the increment of {increment}: change one of them"
-            )
-    if (sequence := train.sequence_warmup) is not None:
-        times, rest = divmod(full, sequence.start)
-        if rest or times < 2 or times & (times - 1):
-            halved = [str(full >> i) for i in range(1, 8) if full % (1 << i) == 0]
-            known = (
-                f"one of {', '.join(halved)}" if halved else "another sequence length, which can be halved"
-            )
-            bad.append(
-                f"train.sequence_warmup.start={sequence.start}: model.sequence_length={full} must be start times a "
-                f"power of 2: choose {known}"
-            )
-    return bad

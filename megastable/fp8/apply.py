@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megastable.config.tree import Fp8Config, RunConfig
+from megastable.config.training import Fp8Config
+from megastable.config.tree import RunConfig
 from megastable.fp8.controller import Emulated, Fp8
 from megastable.fp8.emulated import Product, metered, quantizers
 from megastable.model.gpt import Block

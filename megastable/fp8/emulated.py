@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megastable.base import products
-from megastable.config.tree import Fp8Config
+from megastable.config.training import Fp8Config
 from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.formats import E4M3, E5M2, FP8Format
 from megastable.fp8.scale_factors import (

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megastable.base.installation import install_command
-from megastable.config.tree import Fp8Config, RunConfig
+from megastable.config.training import Fp8Config
+from megastable.config.tree import RunConfig
 from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.controller import Fp8, Metered, Record, tell
 from megastable.fp8.emulated import INPUT, WEIGHT, formats, metered, quantizers

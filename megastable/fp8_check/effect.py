@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
-from megastable.config.tree import Fp8Config
+from megastable.config.training import Fp8Config
 from megastable.fp8.amax_history import SLOTS, Meters
 from megastable.fp8.apply import emulate, linears
 from megastable.fp8.controller import History, losses

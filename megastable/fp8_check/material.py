@@ -14,7 +14,8 @@ from megastable.base.errors import ConfigError, DataError, MegastableError
 from megastable.checkpoint.plain import PlainModel, load_plain
 from megastable.checkpoint.store import read_state
 from megastable.config.recipe import find
-from megastable.config.tree import Fp8Config, RunConfig
+from megastable.config.training import Fp8Config
+from megastable.config.tree import RunConfig
 from megastable.data.blends import read_blends
 from megastable.data.corpora import open_corpora
 from megastable.data.order import Order

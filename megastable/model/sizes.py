@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from megastable.config.model import ModelConfig
 from megastable.config.rules import LINEARS
-from megastable.config.tree import Fp8Config, RunConfig
+from megastable.config.training import Fp8Config
+from megastable.config.tree import RunConfig
 
 # Logits at a time. Chunks must be long, so that adding up dW [rows, h] once per chunk costs little.
 CPU_ELEMENTS = 2**26

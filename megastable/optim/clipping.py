@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from megastable.config.optimizers import OptimizerConfig
-from megastable.optim import parameter_sums
-from megastable.optim.pieces import Piece, WholeParameter
+from megastable.optim.pieces import Piece, WholeParameter, summed, totals
 from megastable.parallel.fragments import Fragment, rectangles, whole_index
 
 EPS = 1e-6  # of clipping by a global norm, as in DeepSpeed
@@ -93,7 +92,7 @@ class Value(Clipping):
             piece.gradient.clamp_(-most, most)
             if piece.fragment.counted:
                 removed += before - _squared(piece.gradient)
-        return _left(parameter_sums.summed(removed) / scale**2, norm)
+        return _left(summed(removed) / scale**2, norm)
 
 
 class AdaGC(Clipping):
@@ -115,7 +114,7 @@ class AdaGC(Clipping):
             }
         norms, updates = (self.shared[name] for name in self.names)
         squares = ((p.fragment, _squared(p.gradient)) for p in pieces)
-        now = parameter_sums.totals(squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
+        now = totals(squares, 1, self.parameters, self.device)[:, 0].sqrt() / scale
         if int(updates) < self.warmup:
             kept = _scaled(pieces, by_norm(norm, self.config.clip))
             clipped = now * kept
@@ -200,7 +199,7 @@ class AGC(Clipping):
             for total, values in zip(table, (gradient, weight), strict=True):
                 if piece.fragment.counted:
                     total.index_add_(0, rows, torch.linalg.vector_norm(values, dim=1).double().square())
-        gradients, weights = parameter_sums.summed(table).sqrt_()
+        gradients, weights = summed(table).sqrt_()
         gradients /= scale
         factors = allowed(gradients, self.threshold * weights.clamp(min=self.LEAST))
         for _, rows, gradient, _ in found:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megastable.optim import parameter_sums
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import Placement
 
@@ -44,6 +44,46 @@ class WholeParameter:
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+
+def totals(
+    parts: Iterable[tuple[Fragment, Tensor]],
+    width: int,
+    parameters: Mapping[str, WholeParameter],
+    device: torch.device,
+) -> Tensor:
+    """Sums over all fragments of all ranks by parameter: fp64 [parameters, width]. Collective over the world.
+
+    parts: of each fragment its numbers, [width]; copies count once. All ranks get the same bits.
+    """
+    table = torch.zeros(len(parameters), width, dtype=torch.float64, device=device)
+    for fragment, numbers in parts:
+        if fragment.counted:
+            table[parameters[fragment.name].row] += numbers.double()
+    return summed(table)
+
+
+def maxima(
+    parts: Iterable[tuple[Fragment, Tensor]],
+    width: int,
+    parameters: Mapping[str, WholeParameter],
+    device: torch.device,
+) -> Tensor:
+    """The same with maxima of numbers that are not negative."""
+    table = torch.zeros(len(parameters), width, dtype=torch.float64, device=device)
+    for fragment, numbers in parts:
+        row = parameters[fragment.name].row
+        table[row] = torch.maximum(table[row], numbers.double())
+    if dist.is_initialized():
+        dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return table
+
+
+def summed(table: Tensor) -> Tensor:
+    """`table`, summed in place over the world."""
+    if dist.is_initialized():
+        dist.all_reduce(table)
+    return table
 
 
 @dataclass(frozen=True)
@@ -166,11 +206,11 @@ class PieceOptimizer(torch.optim.Optimizer):
 
         parts: of each piece its numbers, [width]; copies count once. All ranks get the same bits.
         """
-        return parameter_sums.totals(self._of(parts), width, self.at.parameters, self._device)
+        return totals(self._of(parts), width, self.at.parameters, self._device)
 
     def maxima(self, parts: Iterable[tuple[Piece, Tensor]], width: int) -> Tensor:
         """The same with maxima of numbers that are not negative."""
-        return parameter_sums.maxima(self._of(parts), width, self.at.parameters, self._device)
+        return maxima(self._of(parts), width, self.at.parameters, self._device)
 
     @staticmethod
     def _of(parts: Iterable[tuple[Piece, Tensor]]) -> Iterable[tuple[Fragment, Tensor]]:

@@ -13,7 +13,8 @@ from rich.console import Console, RenderableType
 from megastable.base.errors import ConfigError
 from megastable.base.text import plural, visible
 from megastable.config import deepspeed_json, recipe
-from megastable.config.tree import Fp8Config, RunConfig
+from megastable.config.training import Fp8Config
+from megastable.config.tree import RunConfig
 from megastable.model.flops import parameters
 from megastable.plan import cluster as clusters
 from megastable.plan import search, show

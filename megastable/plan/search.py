@@ -24,7 +24,8 @@ from pydantic import ValidationError
 
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json
-from megastable.config.tree import Fp8Config, ParallelConfig, RunConfig
+from megastable.config.training import Fp8Config, ParallelConfig
+from megastable.config.tree import RunConfig
 from megastable.fp8.fitting import misfit
 from megastable.parallel.layout import Layout
 from megastable.plan import volume

@@ -19,7 +19,8 @@ from math import lcm
 from typing import Any
 
 from megastable.config.model import ModelConfig
-from megastable.config.tree import ParallelConfig, RunConfig
+from megastable.config.training import ParallelConfig
+from megastable.config.tree import RunConfig
 from megastable.model.sizes import GPU_ELEMENTS, chunk_size, layer_costs
 from megastable.parallel.pipeline import partition
 from megastable.plan.stage_matrices import stage_matrices, stage_rounds

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.base.collectives import agree
-from megastable.config.tree import TrainConfig
+from megastable.config.training import TrainConfig
 from megastable.data.held_out import CorpusSamples, HeldOut, corpus_samples, samples_in_turn
 from megastable.data.loader import Loader, MicroBatch
 from megastable.data.source import Source

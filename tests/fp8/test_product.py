@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megastable.config.tree import Fp8Config
+from megastable.config.training import Fp8Config
 from megastable.fp8.amax_history import Meters
 from megastable.fp8.emulated import Blocks, Current, Delayed, Product, Quantizer, formats
 from megastable.fp8.formats import E4M3, E5M2, FP8Format

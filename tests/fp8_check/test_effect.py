@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import DataError
 from megastable.checkpoint.plain import PlainModel
-from megastable.config.tree import Fp8Config, RunConfig
+from megastable.config.training import Fp8Config
+from megastable.config.tree import RunConfig
 from megastable.fp8.amax_history import SLOTS
 from megastable.fp8.apply import emulate, linears
 from megastable.fp8.emulated import Product

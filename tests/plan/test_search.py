@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from megastable.base.errors import ConfigError
 from megastable.config import deepspeed_json, recipe
-from megastable.config.tree import Fp8Config, RunConfig
+from megastable.config.training import Fp8Config
+from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import published, search, show
 from megastable.plan.cluster import ClusterConfig, load

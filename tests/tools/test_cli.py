@@ -186,7 +186,7 @@ def test_the_scripts_stand_for_commands() -> None:
 
 def test_choices_are_those_of_what_is_called() -> None:
     from drills.plan import Policy
-    from megastable.config.tree import Fp8Config
+    from megastable.config.training import Fp8Config
     from megastable.data.prepare import SHARD_TOKENS
     from megastable.data.token_files import IdType
     from megastable.data.train_tokenizer import ModelType
