@@ -23,24 +23,23 @@ from megastable.guard.learning_rate_limits import Limit
 from megastable.guard.policy_state import Alert, PolicyState, Taken
 from megastable.guard.signals import Finding, Verdict
 
-SUSPICION = 16  # steps after which a refused update is forgotten: bad regions span a few batches
-SAME_PLACE = 2  # rewinds within `SUSPICION` steps: another would end as they did
-FEW = 64  # samples that may be taken away without a clear win in a trial
-UNTRIED, UNTRIED_STEPS = FEW, 1000  # samples that are taken away without a clear win, in so many steps
-# Single outliers that are refused in so many steps, before those are applied that are hardly larger.
+# A refused update is forgotten after so many steps: bad regions span a few batches.
+SUSPICION = 16
+# Most rewinds within `SUSPICION` steps of each other: one more would end as they did.
+SAME_PLACE = 2
+# Most samples that may be taken away without a clear win in a trial: of one incident, and within `UNTRIED_STEPS`.
+FEW, UNTRIED, UNTRIED_STEPS = 64, 64, 1000
+# After `OUTLIERS` single outliers were refused within `OUTLIER_STEPS`, one of at most `LARGER` times the largest of
+# their severities is applied.
 OUTLIERS, OUTLIER_STEPS, LARGER = 5, 10_000, 1.25
-# Steps that a run may do again: this share, or so many if that is more.
-REDONE_SHARE, REDONE = 0.05, 64
-TRIED_SHARE, TRIED = (
-    0.02,
-    1024,
-)  # steps of branches with remedies in a run: this share, or so many if that is more
-BLAMELESS = (
-    Cause.STATE,
-    Cause.MOMENTS,
-    Cause.LEARNING_RATE,
-)  # causes that clear the data, the hardware and the numerics
-REWARM_FROM = 0.1  # share of the rate at which it warms up again
+# A run may do `REDONE` of its steps again, or `REDONE_SHARE` of them if that is more.
+REDONE, REDONE_SHARE = 64, 0.05
+# Branches with remedies may take `TRIED` steps of a run, or `TRIED_SHARE` of its steps if that is more.
+TRIED, TRIED_SHARE = 1024, 0.02
+# Causes that clear the data, the hardware and the numerics.
+BLAMELESS = (Cause.STATE, Cause.MOMENTS, Cause.LEARNING_RATE)
+# Share of the rate at which it warms up again.
+REWARM_FROM = 0.1
 # Lasting changes, in words; engine/adjustments.py makes them.
 ADJUSTED = {
     "clip": "gradients are clipped at a quarter of optimizer.clip for the rest of the run",
@@ -77,36 +76,39 @@ class Policy:
         s.clock = max(s.clock, step)
         s.refused = [refused for refused in s.refused if 0 <= step - refused < SUSPICION]
         if finding.verdict is Verdict.HEALTHY:
-            healed = self._healed(finding)
-            if s.watching and step >= s.watch_until and not finding.on_trend:
-                since = replace(finding, onset=min(finding.onset, s.tripped))
-                steps = c.wait if self._has_waited else c.verify_steps
-                reason = f"not back on the trend {steps} steps after the last action"
-                return self.escalate(since, reason, oldest)
-            if finding.on_trend and policy_state.is_fallback_over(s, c):
-                s.returns.append(s.clock)
-            return Decision(Action.APPLY, finding, "", healed=healed)
+            return self._decide_on_healthy(finding, oldest)
         if finding.verdict is Verdict.SHIFT or (finding.verdict is Verdict.OUTLIER and finding.severity < 1):
             return Decision(Action.APPLY, finding, finding.reason)
         if self._has_waited:
             finding = replace(finding, onset=min(finding.onset, s.tripped))
-        wait = self.is_waiting(step) and finding.verdict is not Verdict.NON_FINITE
-        waits = f"left to itself until step {s.waits_until}: {finding.reason}" if wait else ""
-        if finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE):
-            most = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
-            if len(s.refused) + 1 < most:
-                if known := self._is_known_outlier(finding):
-                    return Decision(Action.APPLY, finding, known)
-                s.refused.append(step)
-                return Decision(Action.DISCARD, finding, finding.reason)
-            if waits:
-                return Decision(Action.APPLY, finding, waits)
-            count = f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps"
-            since = replace(finding, onset=min([finding.onset, *s.refused]))
-            return self.escalate(since, f"{count}; {finding.reason}", oldest)
-        if waits:
-            return Decision(Action.APPLY, finding, waits)
-        return self.escalate(finding, finding.reason, oldest)
+        single = finding.verdict in (Verdict.OUTLIER, Verdict.NON_FINITE)
+        most = c.non_finite if finding.verdict is Verdict.NON_FINITE else c.discards
+        if single and len(s.refused) + 1 < most:
+            if known := self._is_known_outlier(finding):
+                return Decision(Action.APPLY, finding, known)
+            s.refused.append(step)
+            return Decision(Action.DISCARD, finding, finding.reason)
+        if self.is_waiting(step) and finding.verdict is not Verdict.NON_FINITE:
+            return Decision(
+                Action.APPLY, finding, f"left to itself until step {s.waits_until}: {finding.reason}"
+            )
+        reason = finding.reason
+        if single:
+            reason = f"{len(s.refused) + 1} updates stood out within {SUSPICION} steps; {reason}"
+            finding = replace(finding, onset=min([finding.onset, *s.refused]))
+        return self.escalate(finding, reason, oldest)
+
+    def _decide_on_healthy(self, finding: Finding, oldest: int | None) -> Decision:
+        """Apply, unless the last action is not proven in time."""
+        s, c = self.state, self.config
+        healed = self._healed(finding)
+        if s.watching and finding.step >= s.watch_until and not finding.on_trend:
+            since = replace(finding, onset=min(finding.onset, s.tripped))
+            steps = c.wait if self._has_waited else c.verify_steps
+            return self.escalate(since, f"not back on the trend {steps} steps after the last action", oldest)
+        if finding.on_trend and policy_state.is_fallback_over(s, c):
+            s.returns.append(s.clock)
+        return Decision(Action.APPLY, finding, "", healed=healed)
 
     def is_waiting(self, step: int) -> bool:
         """Whether trouble is left to itself at a step; not where it is done again, once something was done about it."""
@@ -467,44 +469,62 @@ class Policy:
         """
         s, c, offers = self.state, self.config, list[Offer]()
         failed = {t.remedy for t in s.taken if t.remedy and s.clock - t.clock <= c.recur_steps}
-        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
+        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps) is not None
         jumped = good_rate is not None and rate is not None and rate > learning_rate_limits.JUMP * good_rate
         limits_left = not learning_rate_limits.spent(s.limits, c)
         used = [kernel for kernel in kernels if kernel not in s.kernels]
+        possible: dict[str, bool] = {
+            "cap_lr": lifted or (jumped and limits_left and "cap_lr" not in failed),
+            "cut_lr": limits_left and not lifted,
+            "leave_fp8": self.may_fall_back and "leave_fp8" not in failed,
+            "other_kernels": bool(used) and self.may_leave_kernels and "other_kernels" not in failed,
+            "rewarm": "rewarm" not in failed,
+            "reset_moments": "reset_moments" not in failed,
+            **{name: name not in s.adjusted and name not in failed for name in ADJUSTED},
+        }
         for name in get_args(RemedyName):
-            again = name == "cap_lr" and lifted is not None
-            if name not in c.remedies or (name in failed and name != "cut_lr" and not again):
+            if name not in c.remedies or not possible[name]:
                 continue
             other = Policy(c, s.model_copy(deep=True), self.has_fp8)
             learning_rate_limits.moved_back(other.state.limits, updates)
-            if again:
-                given = other._limited(other._limit_again(updates))
-            elif name == "cap_lr" and jumped and limits_left:
-                limit = other._limit_rate("cap", good_rate or 0.0, updates)
-                limit.scheduled = rate
-                given = other._limited(limit)
-            elif name == "cut_lr" and limits_left and lifted is None:
-                given = other._limited(other._limit_rate("cut", c.cut_factor, updates))
-            elif name == "leave_fp8" and self.may_fall_back:
-                reason = f"without FP8 from here on, {other._leave_fp8()}"
-                given = Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
-            elif name == "other_kernels" and used and self.may_leave_kernels:
-                reason = policy_state.leave_kernels(other.state, used)
-                given = Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
-            elif name in ("rewarm", "reset_moments"):
-                other.state.rewarm = updates
-                reason = f"the learning rate warms up again, over {c.rewarm_steps} updates"
-                if name == "reset_moments":
-                    reason = f"the optimizer's moments begin again at zero, and {reason}"
-                given = Remedy(Action.ADJUST, Cause.STATE if name == "rewarm" else Cause.MOMENTS, reason)
-            elif name in ADJUSTED and name not in s.adjusted:
-                other.state.adjusted.append(name)
-                cause = Cause.MOMENTS if name == "beta2" else Cause.STATE
-                given = Remedy(Action.ADJUST, cause, ADJUSTED[name])
-            else:
-                continue
+            given = other._change(name, updates, good_rate, rate, used)
             offers.append(Offer(name, other, given, tuple(other.state.kernels[len(s.kernels) :])))
         return offers
+
+    def _change(
+        self, name: str, updates: int, good_rate: float | None, rate: float | None, used: Sequence[str]
+    ) -> Remedy:
+        """Change the state by an offered remedy. used: kernels that may be left; others as in `offer_remedies`."""
+        s, c = self.state, self.config
+        warmup = f"the learning rate warms up again, over {c.rewarm_steps} updates"
+        match name:
+            case "cap_lr" | "cut_lr":
+                limit = learning_rate_limits.lifted_lately(s.limits, s.clock, c.recur_steps)
+                if limit is not None:  # the one that was lifted last returns
+                    limit.lifted, limit.times = None, limit.times + 1
+                    limit.updates, limit.clock = updates, s.clock
+                elif name == "cap_lr":
+                    limit = self._limit_rate("cap", good_rate or 0.0, updates)
+                    limit.scheduled = rate
+                else:
+                    limit = self._limit_rate("cut", c.cut_factor, updates)
+                action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
+                reason = f"{learning_rate_limits.words(limit)}, {self._lasting(limit)}"
+                return Remedy(action, Cause.LEARNING_RATE, reason)
+            case "leave_fp8":
+                reason = f"without FP8 from here on, {self._leave_fp8()}"
+                return Remedy(Action.FALL_BACK, Cause.NUMERICS, reason)
+            case "other_kernels":
+                return Remedy(Action.FALL_BACK, Cause.NUMERICS, policy_state.leave_kernels(s, used))
+            case "rewarm":
+                s.rewarm = updates
+                return Remedy(Action.ADJUST, Cause.STATE, warmup)
+            case "reset_moments":
+                s.rewarm = updates
+                reason = f"the optimizer's moments begin again at zero, and {warmup}"
+                return Remedy(Action.ADJUST, Cause.MOMENTS, reason)
+        s.adjusted.append(name)
+        return Remedy(Action.ADJUST, Cause.MOMENTS if name == "beta2" else Cause.STATE, ADJUSTED[name])
 
     def may_try_remedies(self, steps: int, run: int) -> bool:
         """Whether branches with remedies of so many steps together may be trained, in a run of `run` steps."""
@@ -532,21 +552,6 @@ class Policy:
         self.state.taken[-1].remedy, self.state.alert = offer.name, None
         self.state.taken[-1].kernels = offer.kernels
         return replace(offer.remedy, reason=f"{offer.remedy.reason}: {reason}", release=release)
-
-    def _limited(self, limit: Limit) -> Remedy:
-        """The remedy that a limit of the rate is."""
-        action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
-        reason = f"{learning_rate_limits.words(limit)}, {self._lasting(limit)}"
-        return Remedy(action, Cause.LEARNING_RATE, reason)
-
-    def _limit_again(self, updates: int) -> Limit:
-        """The limit that was lifted last returns."""
-        s = self.state
-        lifted = learning_rate_limits.lifted_lately(s.limits, s.clock, self.config.recur_steps)
-        assert lifted is not None
-        lifted.lifted, lifted.times = None, lifted.times + 1
-        lifted.updates, lifted.clock = updates, s.clock
-        return lifted
 
     def _unproven_lately(self) -> tuple[int, ...]:
         """The samples that were taken away lately without a clear trial."""
