@@ -28,9 +28,10 @@ SCALE_FLOOR = 0.05  # nats: minimum spread of samples of one kind of text; a sma
 ENOUGH = 48  # harmless samples required to judge a corpus
 GROUP = 64  # harmless samples per median and MAD: fewer are too noisy, more span a falling loss
 FALSE = 0.03  # false discovery rate; also the rate of false convictions if all are harmless
-# The same if this many are bad at once: chance brings 6 where 1.5 are expected once in 200 times.
+# If at least `CROWD` are bad at once, the false discovery rate is `CROWD_FALSE`: chance brings 6 where 1.5 are expected
+# once in 200 times.
 CROWD, CROWD_FALSE = 6, 0.25
-MOST = 0.7  # times the threshold: applies if at least half of all suspects are bad
+MOST = 0.7  # if at least half of all suspects are bad, the threshold of a loss is so many times as high
 TAIL = 3.0  # power of the tail beyond the worst harmless sample: Student t, 3 degrees; text is lighter
 TAIL_KNOWN = 100  # harmless samples required for the worst of them to mark the start of that tail
 MEDIAN_ERROR = 1.2533  # standard error of a median of n normal numbers, times sqrt(n)

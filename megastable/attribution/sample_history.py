@@ -35,18 +35,19 @@ from megastable.guard.signals import Verdict
 Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 
-# Samples for the level of a corpus (a median), and for its scatter (required before a sample is scored): eight and
-# sixteen steps of sixteen. With larger batches, this many batches: all samples of one share the error of both.
+# The level of a corpus is the median of its latest `LATEST` samples (eight steps of sixteen), or `LATEST_BATCHES`
+# batches if these are larger: all samples of a batch share the level's error.
 LATEST, LATEST_BATCHES = 128, 2
+# No sample is scored before so many are known, or so many batches if these are larger, for the scatter.
 SCATTER, SCATTER_BATCHES = 256, 4
 CLIP = 3.0  # sigma at which a sample is clipped in the mean of its batch
 STEPS, FEWEST = 128, 24  # batches to compare with: the latest ones, and the minimum
 LIFTS = np.array([1.5, 2.5, 4.0])  # sigma of batches: assumed locations of bad ones
-# The scatter of n batches is enlarged by this over the root of n, one and a half standard errors of a MAD; and the
-# sigma at which a batch is clipped: a single one raises no alarm.
-WIDER, FARTHEST = 1.75, 4.5
-# The same for gradient norms, and the minimum scatter of their logarithm: less is chance (DetectorConfig.norm_floor).
-FARTHEST_NORM, NORM_FLOOR = 3.5, 0.2
+# The scatter of n batches is enlarged by this over the root of n, one and a half standard errors of a MAD.
+WIDER = 1.75
+# Sigma at which the mean loss of a batch, and its gradient norm, are clipped, so that a single one raises no alarm.
+FARTHEST, FARTHEST_NORM = 4.5, 3.5
+NORM_FLOOR = 0.2  # least scatter of the logarithm of norms: less is chance (DetectorConfig.norm_floor)
 UNPROVEN = 8  # preceding batches left out of the comparison, as they may be bad as well
 # Steps of rest after an examination without result. A new level of the loss takes FIRST_REST to become normal. An
 # examination costs 10 to 60 steps of time, so that repeated ones cost at most 1.5 % of a long run; after LONGEST_REST

@@ -27,7 +27,7 @@ from megastable.parallel.fragments import Fragment
 KINDS = ("weight", *MOMENTS)
 SHARED = "shared/"  # prefix of the shared state (optim/pieces.py) among the tensors of a snapshot
 CHUNK = 1 << 22  # elements processed at a time: 16 MiB; a whole embedding would take gigabytes
-CACHED = 1 << 18  # the same on a CPU, whose fp32 sums of this many squares are exact to 1e-6
+CACHED = 1 << 18  # elements at a time on a CPU, whose fp32 sums of this many squares are exact to 1e-6
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,18 @@ from megastable.guard.robust import MAD_TO_SIGMA
 
 Floats = npt.NDArray[np.float64]
 
-LEAST = 0.03  # nats by which the mean loss must lie above what was to be expected
-# Usual scatters of these differences, and standard errors over the samples, beyond which one is clear: a trial decides.
-SURE, ERRORS = 4.0, 3.0
-KNOWN, NEWEST = 3, 16  # differences that tell their scatter: at least, and at most
-APART = 5  # steps between looks that tell how fast the loss falls, at least
-REST = 25  # steps
-FASTER = 8.0  # times the fastest change of its norm that the tensor has shown
-CHANGED = 0.05  # of its norm, at least
-KNOWN_PACES, NEWEST_PACES = 2, 8  # looks that tell the pace of a tensor: at least, and at most
-FORGOTTEN = 0.5  # of what is left of second moments if every gradient since was zero: less was changed
+# A rise of the probe's mean loss above what was to be expected is clear beyond so many nats, usual scatters of such
+# differences, and standard errors over the samples: then a trial decides.
+LEAST, SURE, ERRORS = 0.03, 4.0, 3.0
+KNOWN, NEWEST = 3, 16  # fewest and most differences that tell their usual scatter
+APART = 5  # fewest steps between two looks that tell how fast the loss falls
+REST = 25  # half the steps of a first pause; one that follows soon is twice as long
+# A tensor jumps if it changes by this share of its norm, and so many times as fast as ever before.
+CHANGED, FASTER = 0.05, 8.0
+KNOWN_PACES, NEWEST_PACES = 2, 8  # fewest and most looks that tell the pace of a tensor
+FORGOTTEN = (
+    0.5  # second moments below this share of what only zero gradients would leave were changed otherwise
+)
 
 
 class _LookState(BaseModel):

@@ -20,15 +20,13 @@ from megastable.engine.local_gradients import RankGradient, bound_rounding
 
 Floats = npt.NDArray[np.float64]
 
-WINDOW = 64  # accepted steps that say what is usual
-FEW = 16  # fewer say too little
-NEWEST = 8  # of them, where what is usual drifts
+# Most and fewest accepted steps that say what is usual, and the newest of them, where it drifts.
+WINDOW, FEW, NEWEST = 64, 16, 8
 FAR = 8.0  # sigma of a norm's ratio
 APART = 5.0  # sigma between the usual cosine and that of a negated gradient, to distinguish them
 RATIO = 0.69  # the least change of the log of a norm that counts: a factor of 2
 QUIET, LONGEST = 100, 6400  # accepted steps without a doubt of what was cleared; a doubt costs about four
-RATIO_SCATTER = 0.05  # the least that scatter is taken to be
-COSINE_SCATTER = 0.02
+RATIO_SCATTER, COSINE_SCATTER = 0.05, 0.02  # the least that the scatter of each is taken to be
 # The scatter of few steps, at the start and after every resume, is often too small: it counts for this much more, over
 # the number of steps. Of normal numbers a sound rank is then doubted as rarely with 16 steps as with 64: 0.4 times in
 # 1,000 steps at most, instead of 1.4.

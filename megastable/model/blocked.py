@@ -29,7 +29,7 @@ from megastable.base import products
 from megastable.model.attention_scores import FULL, AttentionScores
 
 ROWS = 256  # queries of a block
-DOCUMENT_ROWS = 64  # the same with documents: every block also covers the document of its first query
+DOCUMENT_ROWS = 64  # queries of a block with documents: it also covers the document of its first query
 ELEMENTS = 2**20  # scores of a block unless one head has more; 4 MiB in fp32
 ALIGN = 64  # of a block's first key: oneDNN compiles a kernel for every new shape of a product (0.5 ms)
 KEPT = 16  # keep probabilities for the backward if at most this many times as large as the queries

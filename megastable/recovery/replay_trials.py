@@ -55,7 +55,8 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 T = TypeVar("T")
 
-# Steps of a branch since the first one with a suspect; half of them if few are suspected, or near the end of a run.
+# A branch goes on for `STEPS` steps since the first one with a suspect, or half of them if few are suspected. Near the
+# end of a run it has half of the steps that are left, and is not worth it below `LEAST`.
 STEPS, LEAST = 16, 4
 LONGEST = 256  # steps of a branch, with those before the first suspect
 PHASES = "try branches", "try branches, next step"
