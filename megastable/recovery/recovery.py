@@ -345,16 +345,16 @@ class Recovery:
         self.log.emit(Warned(step=state.step, text=text), say=f"WARNING: {text}")
 
     def _carry_out(self, done: StepResult) -> RunState | None:
-        """The new state, if the run is rewound."""
-        decision, damage, state, applied = self.decision, "", done.state, done.applied
-        if decision is None:
+        """Do what was decided about a step; the new state, if the run is rewound."""
+        if self.decision is None:
             return None
-        if decision.finding.verdict is Verdict.NON_FINITE and not applied:
-            damage = self._locate(done.batch, state)
-            if damage and not decision.action.ends and not decision.action.rewinds and self.acts:
-                decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest, True)
+        state = done.state
+        decision, damage = self._escalate_damage(self.decision, done)
         if self.settings.dry_run:
-            self._rehearse(decision, state)
+            if decision.action is not Action.APPLY:
+                self.log.emit(
+                    Would(step=state.step, action=decision.action, reason=decision.reason), say=True
+                )
             return None
         if decision.finding.reset:
             reason = decision.finding.reason
@@ -372,37 +372,50 @@ class Recovery:
             if back is None and not self.guard.policy.is_waiting(state.step):
                 self._take(state)
             return back
-        if decision.action is not Action.APPLY and decision.action is not Action.DISCARD:
-            self.incident_log.open(
-                decision, state, self.points.since(decision.finding.onset), done.measured.grad_norm
-            )
-            found = ""
-            if not (damage or applied):  # an applied update has changed the state
-                _, found = self.replays.compare(
-                    done.batch, done.measured, state.step, decision.finding.verdict
-                )
-                decision = replace(decision, reason="; ".join(filter(None, [decision.reason, found])))
-            cause = Cause.HARDWARE if damage or found else Cause.UNKNOWN
-            self.last_resort.conclude(decision, state, cause, damaged=bool(damage))
-            return None
+        if decision.action is Action.APPLY or decision.action is Action.DISCARD:
+            self._train_further(decision, done)
+        else:
+            self._conclude(decision, done, damage)
+        return None
+
+    def _escalate_damage(self, decision: Decision, done: StepResult) -> tuple[Decision, str]:
+        """The decision, where a step was not finite because the state already was not; and how that is known."""
+        if decision.finding.verdict is not Verdict.NON_FINITE or done.applied:
+            return decision, ""
+        damage = self._locate(done.batch, done.state)
+        if damage and not decision.action.ends and not decision.action.rewinds and self.acts:
+            decision = self.guard.policy.escalate(decision.finding, damage, self.points.oldest, True)
+        return decision, damage
+
+    def _conclude(self, decision: Decision, done: StepResult, damage: str) -> None:
+        """Hand over, alert or stop. Raises HandoverError and UnstableError."""
+        state, finding = done.state, decision.finding
+        self.incident_log.open(decision, state, self.points.since(finding.onset), done.measured.grad_norm)
+        found = ""
+        if not (damage or done.applied):  # an applied update has changed the state
+            _, found = self.replays.compare(done.batch, done.measured, state.step, finding.verdict)
+            decision = replace(decision, reason="; ".join(filter(None, [decision.reason, found])))
+        cause = Cause.HARDWARE if damage or found else Cause.UNKNOWN
+        self.last_resort.conclude(decision, state, cause, damaged=bool(damage))
+
+    def _train_further(self, decision: Decision, done: StepResult) -> None:
+        """After a step that was applied or refused, and no more: lift limits, and keep a snapshot if one is due."""
+        state, finding = done.state, decision.finding
         self.last_resort.tell_alert(state)
-        if applied:
-            self._relax(decision.finding, state)
+        if done.applied and self._scheduled is not None:
+            for reason in self.guard.policy.relax(finding, state.updates, self._scheduled):
+                self.log.emit(RateLifted(step=state.step, reason=reason), say=True)
         if self.guard.policy.is_waiting(state.step):
-            return None  # the snapshots from before it must survive the wait
-        if (
-            decision.action is Action.DISCARD
-            and not done.before.discards_in_a_row
-            and self.points.ring.capacity > 1
-        ):
+            return  # the snapshots from before it must survive the wait
+        first_refused = decision.action is Action.DISCARD and not done.before.discards_in_a_row
+        if first_refused and self.points.ring.capacity > 1:
             # The weights are those before it: should more follow, nothing needs to be repeated. (A step draws no random
             # numbers, so the random states are those before it, too.)
             self._take_before(done)
-            return None
-        calm, finding = applied and decision.finding.verdict is Verdict.HEALTHY, decision.finding
-        if calm and self.points.ring.due(state.step, urgent=not finding.on_trend):
+            return
+        healthy = done.applied and finding.verdict is Verdict.HEALTHY
+        if healthy and self.points.ring.due(state.step, urgent=not finding.on_trend):
             self._take(state)
-        return None
 
     def _take(self, state: RunState) -> None:
         """Keep a snapshot."""
@@ -446,21 +459,8 @@ class Recovery:
         self.replays.finite_again = state.step if not found.reproduced else None
         return found.sentence if found.kind == "state" else ""
 
-    def _rehearse(self, decision: Decision, state: RunState) -> None:
-        if decision.action is not Action.APPLY:
-            self.log.emit(Would(step=state.step, action=decision.action, reason=decision.reason), say=True)
-
-    # Rewinding
-
     def _rewind(self, decision: Decision, done: StepResult, damage: str) -> RunState | None:
         return self.rewinding.go_back(Tripped(decision, done, self._before, damage))
-
-    def _relax(self, finding: Finding, state: RunState) -> None:
-        """Lift learning-rate limits whose time has passed."""
-        if self._scheduled is None:
-            return
-        for reason in self.guard.policy.relax(finding, state.updates, self._scheduled):
-            self.log.emit(RateLifted(step=state.step, reason=reason), say=True)
 
     def finish(self, state: RunState) -> None:
         """At the end of the run: an incident that nothing followed is closed."""
