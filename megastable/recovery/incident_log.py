@@ -8,7 +8,7 @@ ends. Each of its events carries the whole incident and the policy's memory, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -333,6 +333,7 @@ class IncidentLog:
         """The run continues after `step`, from position `cursor`. seconds: since `attribute`."""
         incident = self._present()
         incident.seconds = round(incident.seconds + seconds, 3)
+        self.closed = keep_until(step, self.closed)
         self._tell("rewound", to_step=step, cursor=cursor)
 
     def close(self, state: RunState, outcome: Outcome) -> None:
@@ -485,6 +486,11 @@ class IncidentLog:
             "summary": incident.model_dump(mode="json"),
             "policy": policy.model_dump(mode="json"),
         }
+
+
+def keep_until(step: int, closed: Mapping[int, int]) -> dict[int, int]:
+    """Of the steps at which incidents were over, by number: those that a way back to `step` does not undo."""
+    return {number: over for number, over in closed.items() if over <= step}
 
 
 def _count(ranges: Sequence[tuple[int, int]]) -> int:

@@ -463,6 +463,16 @@ def test_every_convicted_sample_keeps_its_loss_and_the_seconds_go_on_to_the_end_
     assert book.book.incident is not None and book.book.incident.seconds == 1.75
 
 
+def test_an_incident_that_was_over_in_undone_steps_is_not_over(book: Book) -> None:
+    for number, step in ((1, 33), (2, 60)):
+        book.open()
+        book.book.close(state(step), "healed")
+        assert book.book.closed[number] == step
+    book.open()
+    book.book.rewound(40, 320)
+    assert book.book.closed == {1: 33}
+
+
 def test_the_loss_before_and_after_is_the_median_so_that_the_spike_is_no_part_of_it(book: Book) -> None:
     spiking = state().model_copy(update={"recent_losses": [2.0, 2.1, 2.2, 9.0, math.nan]})
     book.book.open(decision(Action.DISCARD), spiking, WINDOW, 9.0)

@@ -91,7 +91,8 @@ def test_what_was_over_in_steps_that_were_undone_on_purpose_is_not_told_of(tmp_p
             log.emit(Resumed(step=step, checkpoint=f"step-{step}", cursor=0, changes={}))
         log.emit(Training(step=step, cursor=0, world=1, seconds=0.0, software={}))
 
-    closes(1, 2, 3)
+    closes(1, 2, 3, 4)
+    log.emit(IncidentEvent(what="rewound", to_step=350, number=5))  # in memory
     starts(150)  # after a crash
     assert _recall(run)[0] == {1: 100, 2: 200, 3: 300}
     log.emit(RolledBack(step=250, reason="because"))
