@@ -184,7 +184,10 @@ class Engine:
         self._run_forward_and_backward(micro_batches)
 
         # The gate: every rank has the same measurements, and decides alike.
-        self._sum_gradients()
+        activity.enter(activity.REDUCE)
+        self.zero.average()
+        if self.tied is not None:
+            self._sum_tied(self.tied)
         self.measured, norm = self._measure_step(len(micro_batches), token_counts, ballot)
         self._show_gradients(self.measured.loss_scale)
         self._wait_for_copies()
@@ -313,13 +316,6 @@ class Engine:
             pieces = self.zero.gradients(flat.fragments)
             for probe in watching:
                 probe.gradients(flat, pieces, scale)
-
-    def _sum_gradients(self) -> None:
-        """Finish what DeepSpeed has left of the sum over data ranks, and sum tied ones."""
-        activity.enter(activity.REDUCE)
-        self.zero.average()
-        if self.tied is not None:
-            self._sum_tied(self.tied)
 
     def _measure_step(
         self, micro_batches: int, token_counts: Tensor, ballot: Callable[[], Ballot]

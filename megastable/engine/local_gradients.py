@@ -14,7 +14,7 @@ then is added up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class RankGradient(NamedTuple):
     summed: squared norm of the sum that rank d received; as of `square`, a tensor of which ranks hold copies counts for
     each of them.
 
-    Without other data ranks it is of a rank (own_gradients.py): dot, own and others compare its gradient with its first
+    Without other data ranks it is of a rank (`OwnGradients`): dot, own and others compare its gradient with its first
     moments, and there is no sum.
     """
 
@@ -56,6 +56,7 @@ class RankGradient(NamedTuple):
 
 
 COLUMNS = len(RankGradient._fields)
+Pairs = Sequence[tuple[Tensor, Tensor | None]]
 
 
 def read_columns(columns: Sequence[float]) -> list[RankGradient]:
@@ -195,3 +196,27 @@ def products(own: Tensor, others: Tensor) -> Tensor:
     """fp64 [3]: their dot product, and both squared norms."""
     pairs = ((own, others), (own, own), (others, others))
     return torch.stack([torch.dot(a, b) for a, b in pairs]).double()
+
+
+class OwnGradients(LocalGradients):
+    """Of this rank, where no other data rank has one to compare it with: its first moments stand for the others' sum.
+
+    held: flat fp32 gradients, about to be used, each with its first moments, None if there are none yet.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, held: Callable[[], Pairs]) -> None:
+        super().__init__(topology, device)
+        self._held, self._place, self._world = held, topology.rank, topology.layout.world
+
+    def columns(self) -> Tensor:
+        """What this rank adds to the sum: fp64 [ranks x COLUMNS], on the device."""
+        for gradient, moment in self._held():
+            found = self._measured(gradient)
+            self.digest.add_(found[:, None])
+            self._size.add_(found[1])
+            if moment is not None:
+                self._compared.add_(products(sample(gradient), sample(moment.view(-1)).float()))
+        table = torch.zeros(self._world, COLUMNS, dtype=torch.float64, device=self._device)
+        table[self._place, 1] = self._size
+        self._tell(table[self._place])
+        return table.flatten()

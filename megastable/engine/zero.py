@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from megastable.config.stability import HardwareConfig
 from megastable.engine import patches
 from megastable.engine.flatstate import FlatState
-from megastable.engine.local_gradients import LocalGradients
-from megastable.engine.own_gradients import OwnGradients, Pairs
+from megastable.engine.local_gradients import LocalGradients, OwnGradients, Pairs
 from megastable.engine.stage_messages import StageMessages
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import placement_of, shape_of

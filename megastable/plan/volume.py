@@ -158,7 +158,7 @@ def parameter_groups(config: RunConfig, held: Stage) -> list[ParameterGroup]:
 
 def _watched(config: RunConfig, data: int) -> int:
     """Data ranks whose gradients are watched (engine/local_gradients.py), or ranks, if they share no data
-    (engine/own_gradients.py)."""
+    (engine/local_gradients.py)."""
     c, p = config.stability, config.parallel
     if not (c.enabled and c.hardware.gradients):
         return 0
