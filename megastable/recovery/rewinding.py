@@ -95,16 +95,19 @@ class Rewinding:
         self.incident_log.open(t.decision, t.done.state, window, t.done.measured.grad_norm)
         adjacent = self.incident_log.adjacent(window)
         recurred = policy.recurred(adjacent)
+
+        # On the state that tripped, which is gone afterwards: what is proven, and all that trials are compared with.
         unsteady, damage, harmless = self._replayed(t)
         left_out, present, outlook = self.parts.select_unskipped(), None, None
         sizes: growth_locator.Sizes = {}
-        # What is proven needs no trial.
         proven = bool(damage) or harmless is not None or finding.verdict is Verdict.CORRUPTED
-        if not proven:
+        if not proven:  # what is proven needs no trial
             outlook = self.trials.look_ahead(t.done.state, left_out)
             present = self.points.ring.aside(t.done.state.step) if self.points.may_look else None
             if finding.verdict is not Verdict.NON_FINITE:  # of which nan_locator has told already
                 sizes = growth_locator.measure_sizes(self.engine, t.done.batch.micro_batches)
+
+        # On a good state from before the onset: the cause.
         snapshot = self.points.back(finding.onset, 1 if recurred and not harmless else 0, left_out)
         if snapshot is None:
             return self._unproven(t, damage, harmless)
@@ -131,6 +134,8 @@ class Rewinding:
                     return None
                 if tried.blameless:
                     window = []  # all of them are read again
+
+        # Back to that state, without the cause, unless the checkpoint that the run resumed from is to blame.
         suspect = conclusion.cause in BLAMELESS and self.points.origin.again(snapshot.step, finding.onset)
         if suspect and policy.may_suspect and self.last_resort.can_go_back(snapshot.step):
             why = f"the checkpoint of step {self.points.origin.step} is the suspect: {self.points.origin.suspect()}"
