@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megastable.config.tree import RunConfig
 from megastable.engine.growth_locator import GROWN, TensorPlace, find_first_growth
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import Located
 from tests.distributed import run_ranks
-from tests.engine.test_gate import trainer_of
-from tests.recovery.test_recovery import LAYOUTS, easy, incidents, recipe
+from tests.recovery.test_recovery import LAYOUTS, easy, incidents, recipe, train_spoilt
 
 __all__ = ["easy"]
-
-
-def spoilt_weight(config: RunConfig, spoilt: int, name: str, factor: float) -> int:
-    """Train; the update of step `spoilt` multiplies a weight besides."""
-    trainer = trainer_of(config)
-    engine, real, done = trainer.engine, trainer.engine._apply_update, [0]
-
-    def step(*given: Any) -> None:
-        real(*given)
-        if engine.ds.global_steps == spoilt and not done[0]:
-            done[0] = 1
-            flat = engine.flat_state()
-            for f in flat.fragments:
-                if f.name == name and (piece := flat.piece(f, "weight")) is not None:
-                    piece.mul_(factor)
-            engine.refresh_weights()
-
-    engine._apply_update = step  # type: ignore[method-assign]
-    code: int = trainer.train()
-    return code
 
 
 CASES = {
@@ -53,7 +30,7 @@ def test_the_layer_that_grew_first_is_named(case: str, layout: str, easy: Path, 
     model = {**parts.get("model", {}), "qk_norm": False}
     name, factor, place = CASES[case]
     config = recipe(easy, tmp_path / "run", **{**parts, "model": model})
-    assert run_ranks(world, spoilt_weight, config, 36, name, factor) == [0] * world
+    assert run_ranks(world, train_spoilt, config, 36, name, factor) == [(0, 1)] * world
     incident = incidents(tmp_path / "run")[0]
     assert any(f"the {place} is the first to grow" in reason for reason in incident["reasons"])
     assert incident["cause"] == "state" and not incident["positions"]

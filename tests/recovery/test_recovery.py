@@ -81,6 +81,35 @@ def train(config: RunConfig) -> tuple[int, str]:
         return error.code, str(error)
 
 
+def train_spoilt(
+    config: RunConfig,
+    spoilt: int | None,
+    name: str,
+    factor: float,
+    kind: str = "weight",
+    always: bool = False,
+) -> tuple[int, int]:
+    """Train; the update of step `spoilt` also multiplies a parameter's weight or moments: once, or also where it is
+    repeated. The exit code, and how often."""
+    trainer = trainer_of(config)
+    engine, real, done = trainer.engine, trainer.engine._apply_update, 0
+
+    def apply_update(*given: Any) -> None:
+        nonlocal done
+        real(*given)
+        if engine.ds.global_steps != spoilt or (done and not always):
+            return
+        done += 1
+        flat = engine.flat_state()
+        for f in flat.fragments:
+            if f.name == name and (piece := flat.piece(f, kind)) is not None:
+                piece.mul_(factor)
+        engine.refresh_weights()
+
+    engine._apply_update = apply_update
+    return trainer.train(), done
+
+
 def incidents(run: Path, what: str = "closed") -> list[dict[str, Any]]:
     found = [e for e in RunDirectory(run).events(IncidentEvent) if e["what"] == what]
     return [e["summary"] for e in found] if what == "closed" else found

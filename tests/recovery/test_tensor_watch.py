@@ -18,7 +18,7 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import Warned
 from tests.distributed import run_ranks
 from tests.engine.test_gate import trainer_of
-from tests.recovery.test_recovery import LAYOUTS, STEPS, easy, incidents, recipe
+from tests.recovery.test_recovery import LAYOUTS, STEPS, easy, incidents, recipe, train_spoilt
 from tests.training.test_resume import identical
 
 __all__ = ["easy"]
@@ -26,30 +26,12 @@ __all__ = ["easy"]
 NAME, EVERY = "blocks.0.attention_norm.weight", 8
 
 
-def spoilt_update(config: RunConfig, spoilt: int | None, always: bool, kind: str) -> dict[str, Any]:
-    """Train with looks every eight steps; the update of step `spoilt` changes a tensor besides, once or always."""
+def train_watched(config: RunConfig, spoilt: int | None, kind: str, always: bool = False) -> tuple[int, int]:
+    """With looks every eight steps; see `train_spoilt`."""
     from megastable.recovery import recovery
 
     recovery.EVERY = EVERY
-    trainer = trainer_of(config)
-    engine, real, done = trainer.engine, trainer.engine._apply_update, 0
-
-    def step(*given: Any) -> None:
-        nonlocal done
-        real(*given)
-        if engine.ds.global_steps != spoilt or (done and not always):
-            return
-        done += 1
-        flat = engine.flat_state()
-        for f in flat.fragments:
-            if f.name == NAME:
-                piece = flat.piece(f, kind)
-                assert piece is not None
-                piece.mul_(0.2 if kind == "weight" else 1e-4)
-        engine.refresh_weights()
-
-    engine._apply_update = step  # type: ignore[method-assign]
-    return {"code": trainer.train(), "done": done}
+    return train_spoilt(config, spoilt, NAME, 0.2 if kind == "weight" else 1e-4, kind, always)
 
 
 @pytest.mark.quick("one-weight")
@@ -63,8 +45,8 @@ def test_a_jump_that_the_steps_do_not_make_again_is_undone(
     hit, same = tmp_path / "hit", tmp_path / "same"
     # Second moments fill up again within some updates.
     for run, step in ((hit, 36 if kind == "weight" else 40), (same, None)):
-        ends = run_ranks(world, spoilt_update, recipe(easy, run, **parts), step, False, kind)
-        assert all(end["code"] == 0 for end in ends)
+        ends = run_ranks(world, train_watched, recipe(easy, run, **parts), step, kind)
+        assert all(code == 0 for code, _ in ends)
     (incident,) = incidents(hit)
     assert (incident["verdict"], incident["cause"], incident["outcome"]) == ("damage", "state", "healed")
     assert NAME in incident["reasons"][0] and incident["positions"] == [] and not incident["deferred"]
@@ -74,8 +56,9 @@ def test_a_jump_that_the_steps_do_not_make_again_is_undone(
 def test_a_jump_that_the_steps_make_again_is_the_runs_own(easy: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = recipe(easy, run, train={"eval_samples": 0})
-    (end,) = run_ranks(1, spoilt_update, config, 36, True, "weight")
-    assert end["code"] == 0 and end["done"] == 2  # in the run, and when it was repeated
+    assert run_ranks(1, train_watched, config, 36, "weight", True) == [
+        (0, 2)
+    ]  # in the run, and when it was repeated
     told = [event["text"] for event in RunDirectory(run).events(Warned)]
     assert any(NAME in text and "the same steps make it again" in text for text in told)
     assert not [i for i in incidents(run) if i["verdict"] == "damage"]
