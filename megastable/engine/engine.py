@@ -206,7 +206,12 @@ class Engine:
         return self.measured, self.applied
 
     def _begin_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> None:
-        self._accumulate(len(micro_batches))
+        # DeepSpeed recognizes the last one by the remainder of a count over all steps, which had other numbers of them.
+        self.ds.micro_steps = 0
+        if len(micro_batches) != self.ds.gradient_accumulation_steps():
+            samples = len(micro_batches) * self.config.train.micro_batch
+            self.ds.set_train_batch_size(samples * self.topology.layout.data)
+            self.optimizer.gradient_accumulation_steps = len(micro_batches)
         self._pass_on(micro_batches)
         self.loss.samples.clear()
         self.loss.entropies = self.trends.watching and not self._probing
@@ -247,17 +252,6 @@ class Engine:
                 for micro_batch in micro_batches:
                     self.ds(*self._inputs(micro_batch))
         return self._collect(len(micro_batches), self.zero.scalar([]))[0][0]
-
-    def _accumulate(self, micro_batches: int) -> None:
-        """Expect so many micro-batches in this step."""
-        # DeepSpeed recognizes the last one by the remainder of a count over all steps, which had other numbers of them.
-        self.ds.micro_steps = 0
-        if micro_batches == self.ds.gradient_accumulation_steps():
-            return
-        self.ds.set_train_batch_size(
-            micro_batches * self.config.train.micro_batch * self.topology.layout.data
-        )
-        self.optimizer.gradient_accumulation_steps = micro_batches
 
     def _pass_on(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Let a pipeline agree anew on what its stages send if that changes: with segments, or without."""
@@ -341,15 +335,16 @@ class Engine:
         counts, gradients, (squared_norm, broken), votes = sums.split([len(numbers) for numbers in summands])
         norm = math.inf if broken else math.sqrt(float(squared_norm))
         scale = float(getattr(self.optimizer, "loss_scale", 1.0))
+        lowest = getattr(getattr(self.optimizer, "loss_scaler", None), "min_scale", 0.0)
+        overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > lowest
         # A non-finite loss is not an overflow of the scaled gradients: a smaller scale would not fix it.
-        overflow = bool(broken) and self.config.precision.kind == "fp16" and scale > self._lowest_scale
+        overflow = overflow and bool(torch.isfinite(losses).all())
         rest = iter(votes.tolist())
         measured = Measured(
             losses=losses, squares=squares, grad_norm=norm,
             ballot={name: tuple(islice(rest, len(given))) for name, given in own_ballot.items()},
-            loss_scale=scale, overflow=overflow and bool(torch.isfinite(losses).all()),
-            fp8=None if self.fp8 is None else self.fp8.on, gradients=tuple(gradients.tolist()), counts=counts,
-            entropies=entropies[0] if entropies else None,
+            loss_scale=scale, overflow=overflow, fp8=None if self.fp8 is None else self.fp8.on,
+            gradients=tuple(gradients.tolist()), counts=counts, entropies=entropies[0] if entropies else None,
         )  # fmt: skip
         return measured, norm if known is None else known
 
@@ -400,10 +395,6 @@ class Engine:
     def updates(self, number: int) -> None:
         self._updates = number
         gpt.set_updates(self.ds.module, self.config.model, number)
-
-    @property
-    def _lowest_scale(self) -> float:
-        return float(getattr(self.optimizer.loss_scaler, "min_scale", 0.0))
 
     def follow(self, config: RunConfig) -> None:
         """Train with the settings of `config` from the next update on: those that are read anew at every step
