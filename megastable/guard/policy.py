@@ -503,13 +503,17 @@ class Policy:
                 if limit is not None:  # the one that was lifted last returns
                     limit.lifted, limit.times = None, limit.times + 1
                     limit.updates, limit.clock = updates, s.clock
-                elif name == "cap_lr":
-                    limit = self._limit_rate("cap", good_rate or 0.0, updates)
-                    limit.scheduled = rate
                 else:
-                    limit = self._limit_rate("cut", c.cut_factor, updates)
+                    limit = Limit(kind="cut", value=c.cut_factor, updates=updates, clock=s.clock)
+                    if name == "cap_lr":
+                        limit.kind, limit.value, limit.scheduled = "cap", good_rate or 0.0, rate
+                    s.limits.append(limit)
+                steps = learning_rate_limits.rest(s.limits, limit, c)
+                lasting = f"for {steps} steps of new ground at least"
+                if steps is None:
+                    lasting = f"for good (stability.policy.cuts={c.cuts}, cut_rest={c.cut_rest})"
                 action = Action.CAP_LR if limit.kind == "cap" else Action.CUT_LR
-                reason = f"{learning_rate_limits.words(limit)}, {self._lasting(limit)}"
+                reason = f"{learning_rate_limits.words(limit)}, {lasting}"
                 return Remedy(action, Cause.LEARNING_RATE, reason)
             case "leave_fp8":
                 reason = f"without FP8 from here on, {self._leave_fp8()}"
@@ -626,14 +630,3 @@ class Policy:
                 f"the old rate is tried again, over {c.rewarm_steps} updates"
             )
         return told
-
-    def _limit_rate(self, kind: learning_rate_limits.Kind, value: float, updates: int) -> Limit:
-        limit = Limit(kind=kind, value=value, updates=updates, clock=self.state.clock)
-        self.state.limits.append(limit)
-        return limit
-
-    def _lasting(self, limit: Limit) -> str:
-        steps = learning_rate_limits.rest(self.state.limits, limit, self.config)
-        if steps is None:
-            return f"for good (stability.policy.cuts={self.config.cuts}, cut_rest={self.config.cut_rest})"
-        return f"for {steps} steps of new ground at least"
