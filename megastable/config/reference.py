@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from megastable.config.keys import REQUIRED, Key, keys_of, sections
-from megastable.config.other_names import MEGATRON, MEGATRON_WITHOUT_KEY, OTHERS, OTHERS_WITHOUT_KEY
+from megastable.config.other_names import read_names
 from megastable.config.section import Section
 
 COMMAND = "python -m megastable.config --reference > docs/configuration.md"
@@ -83,7 +83,7 @@ def _chapter(title: str, path: str, section: type[Section]) -> str:
 
 
 def _megatron(path: str) -> Iterator[str]:
-    for name, ours in MEGATRON.items():
+    for name, ours in read_names()["megatron"].items():
         key, _, note = ours.partition("; ")
         said = [f"`{key}`"] if "=" in key else []
         said += [note] if note else []
@@ -92,16 +92,17 @@ def _megatron(path: str) -> Iterator[str]:
 
 
 def _other_trainers() -> str:
+    tables = read_names()
     return f"""## Names of other trainers
 
 Wherever such a name stands in a recipe or an override, the error says what it is here.
 
 Arguments of Megatron-LM without a key:
 
-{_table(_grouped(MEGATRON_WITHOUT_KEY, "--"))}
+{_table(_grouped(tables["megatron_without_key"], "--"))}
 DeepSpeed, torchtitan, nanoGPT, Llama's `params.json`, Hugging Face's `config.json` and `TrainingArguments`:
 
-{_table(_grouped(OTHERS | OTHERS_WITHOUT_KEY))}"""
+{_table(_grouped(tables["others"] | tables["others_without_key"]))}"""
 
 
 def _grouped(names: Mapping[str, str], dashes: str = "") -> list[dict[str, str]]:

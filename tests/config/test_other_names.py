@@ -8,17 +8,11 @@ import pytest
 
 from megastable.base.errors import ConfigError
 from megastable.config.keys import all_keys
-from megastable.config.other_names import (
-    MEGATRON,
-    MEGATRON_WITHOUT_KEY,
-    OTHERS,
-    OTHERS_WITHOUT_KEY,
-    known_elsewhere,
-)
+from megastable.config.other_names import known_elsewhere, read_names
 from megastable.config.overrides import override
 from megastable.config.recipe import load, validate
 
-TABLES = (MEGATRON, MEGATRON_WITHOUT_KEY, OTHERS, OTHERS_WITHOUT_KEY)
+TABLES = read_names()
 KEYS = {key.path for key in all_keys()}
 QUICKSTART = "launch/recipes/quickstart.yaml"
 
@@ -29,7 +23,7 @@ def refused(*overrides: str) -> list[str]:
     return [line.strip() for line in str(error.value).splitlines()[1:]]
 
 
-@pytest.mark.parametrize("name", [*MEGATRON, *OTHERS])
+@pytest.mark.parametrize("name", [*TABLES["megatron"], *TABLES["others"]])
 def test_a_name_stands_for_a_key_that_exists(name: str) -> None:
     there = known_elsewhere(name)
     assert there is not None
@@ -41,7 +35,7 @@ def test_a_name_stands_for_a_key_that_exists(name: str) -> None:
         assert value and validate(tree, "test")
 
 
-@pytest.mark.parametrize("table", [MEGATRON_WITHOUT_KEY, OTHERS_WITHOUT_KEY])
+@pytest.mark.parametrize("table", [TABLES["megatron_without_key"], TABLES["others_without_key"]])
 def test_keys_that_a_reason_names_exist(table: dict[str, str]) -> None:
     sections = {path.partition(".")[0] for path in KEYS}
     for name, reason in table.items():
@@ -51,7 +45,7 @@ def test_keys_that_a_reason_names_exist(table: dict[str, str]) -> None:
 
 
 def test_a_name_stands_once_and_as_it_is_looked_up() -> None:
-    names = [name for table in TABLES for name in table]
+    names = [name for table in TABLES.values() for name in table]
     assert len(names) == len(set(names))
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in names)
 

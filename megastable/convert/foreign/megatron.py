@@ -7,6 +7,11 @@
     FOLDER/iter_0000100/mp_rank_00_000/model_optim_rng.pt    a file per tensor and pipeline rank; no _000 for one stage
 
 Adam's moments are not converted: Megatron's distributed optimizer keeps them in buffers with a version-specific layout.
+
+Megatron numbers layers within their pipeline stage. Under Transformer Engine the norms before attention and MLP belong
+to the linear layers that follow them; in Megatron's local implementation they are separate modules. The rows
+of the fused q, k and v are ordered by query group: all q heads of a group, its k head, its v head (ours: all q, all k,
+all v; megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors).
 """
 
 from __future__ import annotations
@@ -29,12 +34,13 @@ from megastable.checkpoint.store import read_state
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import Described, WholeState, parameters, run_of
 from megastable.config import recipe
+from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.convert.foreign import megatron_args, unpickle
-from megastable.convert.foreign import megatron_names as names
 from megastable.convert.foreign.begin import state_of, with_vocabulary
+from megastable.convert.foreign.megatron_args import NAMES
 from megastable.data.local_copy import staged_directory
-from megastable.parallel.sharding import shard, unshard
+from megastable.parallel.sharding import Placement, shard, unshard
 
 LATEST = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
@@ -42,6 +48,14 @@ RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?")
 VERSION = 3.0  # of checkpoints: q, k and v by query group
 EMBEDDING = "embedding.weight"
 VOCABULARY = (EMBEDDING, "head.weight")  # padded to their multiple, not to ours
+# Our names by theirs, of either implementation
+_TENSORS = {other: mine for mine, other in NAMES["tensors"].items()}
+_LAYER = {
+    other: mine for table in (NAMES["layer"], *NAMES["norms"].values()) for mine, other in table.items()
+}
+_FUSED = ("attention.qkv.weight", "attention.qkv.bias")
+_OURS = re.compile(r"blocks\.(\d+)\.(.+)")
+_THEIRS = re.compile(r"decoder\.layers\.(\d{1,5})\.(.+)")
 
 
 class MegatronState:
@@ -67,9 +81,9 @@ class MegatronState:
                         f"{paths[t, stage]}: not all tensor ranks hold {visible(odd[0], 200)}"
                     )
             for name in ranks[0]:
-                by_stage = self._held.setdefault(names.ours(name, first, paths[0, stage]), {})
+                by_stage = self._held.setdefault(name_ours(name, first, paths[0, stage]), {})
                 by_stage[stage] = [rank[name] for rank in ranks]
-            numbers = {n for name in ranks[0] if (n := names.layer_of(name)) is not None}
+            numbers = {n for name in ranks[0] if (n := number_of_layer(name)) is not None}
             if numbers != set(range(len(numbers))):
                 raise CheckpointError(f"{paths[0, stage]}: some of its layers are missing")
             first += len(numbers)
@@ -119,7 +133,7 @@ class MegatronState:
     def rows(self) -> int:
         """Rows of the vocabulary, padding included."""
         if EMBEDDING not in self._held:
-            raise CheckpointError(f"{self.folder}: {names.theirs(EMBEDDING, 0, 'local')} is missing")
+            raise CheckpointError(f"{self.folder}: {name_theirs(EMBEDDING, 0, 'local')} is missing")
         return sum(len(part) if part.dim() else 0 for part in self._shards(EMBEDDING))
 
     def whole(self, name: str, of: Described) -> Tensor:
@@ -139,9 +153,7 @@ class MegatronState:
         if dim is None:
             self._same(name, shards, shards[:1] * len(shards))
             return shards[0]
-        return (
-            torch.cat(shards) if name in VOCABULARY else unshard(shards, names.placement(name, of.placement))
-        )
+        return torch.cat(shards) if name in VOCABULARY else unshard(shards, place_theirs(name, of.placement))
 
     def tie(self) -> None:
         """With tied weights the last of several stages holds a copy: compare it and drop it."""
@@ -185,7 +197,7 @@ def import_megatron(folder: Path, out: Path, run: RunConfig | None, say: Callabl
         if name in VOCABULARY:
             padding = torch.zeros(max(0, config.padded_vocab - len(found)), found.shape[1])
             found = torch.cat([found[: config.padded_vocab], padding])
-        return names.to_ours(name, found, config)
+        return to_our_rows(name, found, config)
 
     origin = {"source": str(source), "how": "imported from Megatron", "iteration": state.iteration}
     return write_run(out, run, state_of(run), whole, optimizer=None, origin=origin)
@@ -245,12 +257,12 @@ def _shards(
         # Layer 0 is the embedding, block n is layer n + 1, final norm and head follow.
         if (stage > 0 and of.layer <= first) or (stage < pipeline - 1 and of.layer > end):
             continue
-        theirs = names.to_theirs(name, whole.tensor(name, "weight"), c)
-        mine = shard(theirs, names.placement(name, of.placement), t, tensor).clone()
-        found[names.theirs(name, first, implementation)] = mine
+        theirs = to_their_rows(name, whole.tensor(name, "weight"), c)
+        mine = shard(theirs, place_theirs(name, of.placement), t, tensor).clone()
+        found[name_theirs(name, first, implementation)] = mine
     if c.tied and 0 < stage == pipeline - 1:
         cut = whole.placement(EMBEDDING)
-        found[names.theirs("head.weight", 0, implementation)] = shard(
+        found[name_theirs("head.weight", 0, implementation)] = shard(
             whole.tensor(EMBEDDING, "weight"), cut, t, tensor
         ).clone()
     return found
@@ -352,3 +364,61 @@ def _check(state: MegatronState, held: Mapping[str, Described]) -> None:
         said = unpickle.number(state.args.get(key))
         if said is not None and said != size:
             raise CheckpointError(f"{state.folder}: {key}={said:g}, but there are files of {size}")
+
+
+# Names and rows
+
+
+def name_theirs(name: str, first: int, implementation: str) -> str:
+    """Their name of one of our parameters, on a stage that starts with layer `first`."""
+    block = _OURS.fullmatch(name)
+    if block is None:
+        return str(NAMES["tensors"][name])
+    return f"decoder.layers.{int(block[1]) - first}.{(NAMES['layer'] | NAMES['norms'][implementation])[block[2]]}"
+
+
+def name_ours(name: str, first: int, where: object) -> str:
+    """The inverse of `name_theirs`, for either implementation. Raises CheckpointError for an unsupported name."""
+    layer = _THEIRS.fullmatch(name)
+    if layer is None and name in _TENSORS:
+        return _TENSORS[name]
+    if layer is not None and layer[2] in _LAYER:
+        return f"blocks.{int(layer[1]) + first}.{_LAYER[layer[2]]}"
+    before = name.startswith(("language_model.", "transformer."))
+    raise CheckpointError(
+        f"{where}: {visible(name, 200)} has no home in this model: "
+        + (
+            "it is of Megatron before its core"
+            if before
+            else "it has no biases but those of q, k and v, no experts and no learnt positions"
+        )
+    )
+
+
+def number_of_layer(name: str) -> int | None:
+    """The number of the layer in one of their names."""
+    layer = _THEIRS.fullmatch(name)
+    return int(layer[1]) if layer else None
+
+
+def place_theirs(name: str, of: Placement) -> Placement:
+    """The placement of one of their tensors, given ours in `of`: groups of q, k, v stay together."""
+    return Placement(name, 0, (sum(of.sections),)) if name.endswith(_FUSED) else of
+
+
+def to_their_rows(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
+    """One of our whole tensors, in their row order."""
+    if not name.endswith(_FUSED):
+        return whole
+    k, d = config.key_value_heads, config.head_width
+    parts = whole.split((config.heads * d, k * d, k * d))
+    return torch.cat([part.view(k, -1, *whole.shape[1:]) for part in parts], 1).reshape(whole.shape)
+
+
+def to_our_rows(name: str, whole: Tensor, config: ModelConfig) -> Tensor:
+    """The inverse of `to_their_rows`."""
+    if not name.endswith(_FUSED):
+        return whole
+    k, d = config.key_value_heads, config.head_width
+    groups = whole.reshape(k, -1, *whole.shape[1:]).split((config.heads // k * d, d, d), 1)
+    return torch.cat([part.reshape(-1, *whole.shape[1:]) for part in groups])

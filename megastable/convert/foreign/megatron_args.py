@@ -1,60 +1,37 @@
 """Translate Megatron's arguments, as stored in its checkpoints, into our model's configuration, and back. Pure.
 
 Megatron stores all of its arguments, under names that changed over the years; only those that define the model's
-computation are read. An argument that our model does not support is refused by name.
+computation are read. An argument that our model does not support is refused by name; megatron.yaml has the names, and
+the values that are supported.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.text import visible
 from megastable.config.model import ModelConfig, RopeScalingConfig
-from megastable.config.other_names import MEGATRON, MEGATRON_WITHOUT_KEY
+from megastable.config.other_names import read_names
 from megastable.config.tree import RunConfig
 from megastable.convert.foreign.unpickle import number
 from megastable.convert.huggingface.architectures import EVERYWHERE, OWN
 
 Args = Mapping[str, Any]
 
+NAMES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
 CENTERED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # two names of zero_centered_norms
-# Arguments, and the supported values of each. One that is missing or None was not in use.
-ONLY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("disable_bias_linear", "swiglu"), (True,)),
-    "add_bias_linear": (False,),
-    **dict.fromkeys(("squared_relu", "openai_gelu", "quick_geglu", "rotary_interleaved"), (False,)),
-    **dict.fromkeys(("multi_latent_attention", "qk_l2_norm", "attention_output_gate"), (False,)),
-    **dict.fromkeys(("is_hybrid_model", "heterogeneous_block_specs"), (False,)),
-    **dict.fromkeys(
-        ("use_mup", "enable_mhc_connections", "apply_residual_connection_post_layernorm"), (False,)
-    ),
-    **dict.fromkeys(("activation_func_clamp_value", "experimental_attention_variant"), (None,)),
-    **dict.fromkeys(("num_experts", "num_moe_experts", "mtp_num_layers"), (None, 0)),
-    **dict.fromkeys(("no_rope_freq", "linear_attention_freq"), (None, 0)),
-    "glu_linear_offset": (0, None),
-    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"), (None, 1)),
-    **dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern"), (None, "")),
-    "heterogeneous_layers_config_path": (None, ""),
-    "normalization": ("RMSNorm",),
-    "rotary_percent": (1,),
-    "softmax_type": ("vanilla", None),
-    "spec": (None, []),
-    **dict.fromkeys(CENTERED, (False, True)),
-}
-WHY = MEGATRON_WITHOUT_KEY | {
-    **dict.fromkeys(CENTERED, "it must be true or false"),
-    **dict.fromkeys(("openai_gelu", "quick_geglu"), "its GELUs are not the one of model.activation=gelu"),
-    "activation_func_clamp_value": "whether it clamps a SwiGLU depends on its fused kernels",
-    "apply_residual_connection_post_layernorm": "its norms are before attention and MLP",
-    "use_mup": "its µP is not that of model.mup: scales and initial weights differ",
-    "virtual_pipeline_model_parallel_size": "interleaved stages are not read: save it again without",
-}
+WHY = read_names()["megatron_without_key"] | NAMES["why"]
 # Model keys that must agree, and where they stand.
 SAME = {
-    key: tuple(name for name, ours in MEGATRON.items() if ours.partition("; ")[0] == f"model.{key}")
+    key: tuple(
+        name for name, ours in read_names()["megatron"].items() if ours.partition("; ")[0] == f"model.{key}"
+    )
     for key in ("layers", "hidden", "heads", "head_dim", "ffn", "rope_theta", "norm_eps")
 }
 # The meaning of Megatron's use_rope_scaling, beside a factor (megatron/core, RotaryEmbedding._apply_scaling).
@@ -69,7 +46,7 @@ AT_HOME = OWN | EVERYWHERE | CHOICES
 
 def model_of(args: Args, where: object) -> dict[str, Any]:
     """Our model by the arguments: keys of `ModelConfig`, except the vocabulary. Raises CheckpointError."""
-    for key, allowed in ONLY.items():
+    for key, allowed in NAMES["only"].items():
         value = allowed[0] if args.get(key) is None else args[key]
         if not any(
             value is other or (type(value) in (int, float, str, list) and value == other) for other in allowed

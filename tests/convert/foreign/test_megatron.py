@@ -25,8 +25,7 @@ from megastable.checkpoint.whole import WholeState, parameters, run_of
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
 from megastable.convert.foreign.megatron import MegatronState, export_megatron, find, import_megatron
-from megastable.convert.foreign.megatron_args import CENTERED, flags_of
-from megastable.convert.foreign.megatron_names import NORMS
+from megastable.convert.foreign.megatron_args import CENTERED, NAMES, flags_of
 from megastable.convert.tool.imports import load_hint, to_megatron
 from tests.convert.foreign import mcore
 from tests.convert.foreign.junk import spoilt
@@ -468,6 +467,6 @@ def test_transformer_engines_names_are_those_that_megatron_maps_to() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     mapped = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
-    for name, local in NORMS["local"].items():
+    for name, local in NAMES["norms"]["local"].items():
         there = next(local.replace(old, new) for old, new in mapped.items() if local.startswith(old))
-        assert NORMS["transformer_engine"][name] == there
+        assert NAMES["norms"]["transformer_engine"][name] == there
