@@ -1,32 +1,23 @@
-"""Table of the Hugging Face architectures that equal a model of ours, and the model keys that each has. Pure."""
+"""The Hugging Face architectures that equal a model of ours, and the model keys that each has: hugging_face.yaml."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic.fields import FieldInfo
 
 from megastable.base.errors import ConfigError
 from megastable.config.model import ModelConfig
 
-# Keys about training, initialisation and padding, which neither choose an architecture nor lie in a folder.
-OWN = frozenset(
-    "sequence_length max_positions vocab_multiple dropout init init_std residual_init z_loss".split()
+# What hugging_face.yaml says: this table, and the entries of config.json that settings.py translates.
+TABLES: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("hugging_face.yaml").read_text(encoding="utf-8")
 )
-# Keys that every architecture has, with any value.
-EVERYWHERE = frozenset(
-    "layers hidden heads kv_heads head_dim ffn vocab_size rope_theta rope_scaling norm_eps tied".split()
-)
-WINDOWS = frozenset({"window", "full_attention_every"})
-BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-AFTER = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
-AROUND = {
-    "attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
-}  # fmt: skip
-GELU = "gelu_pytorch_tanh"
+OWN, EVERYWHERE = frozenset[str](TABLES["own"]), frozenset[str](TABLES["everywhere"])
 
 
 @dataclass(frozen=True)
@@ -36,64 +27,26 @@ class Architecture:
     has: its values of our model keys, where they are not ModelConfig's defaults (`qk_norm`: False). free: further keys
     that it has with any value. full_every: with a window, every n-th block attends to all unless the file says
     otherwise; 0: none does. written: further entries of config.json, always the same. defaults: values of entries that
-    a config.json may omit (configuration_*.py of transformers 4.57 and 5.23).
+    a config.json may omit.
     """
 
     type: str
     name: str
     norms: Mapping[str, str]
     has: Mapping[str, Any] = field(default_factory=dict)
-    free: frozenset[str] = frozenset()
+    free: Sequence[str] = ()
     full_every: int = 0
     written: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def values(self, fields: Mapping[str, FieldInfo] = ModelConfig.model_fields) -> dict[str, Any]:
         """The model keys that it fixes, with its values. fields: of the configuration."""
-        plain = {key: f.default for key, f in fields.items() if key not in OWN | EVERYWHERE | self.free}
+        plain = {key: f.default for key, f in fields.items() if key not in OWN.union(EVERYWHERE, self.free)}
         return plain | {"qk_norm": False} | dict(self.has)
 
 
-QWEN3 = Architecture(
-    "qwen3", "Qwen3ForCausalLM", BEFORE, {"qk_norm": True}, WINDOWS, written={"attention_bias": False},
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128,
-              "sliding_window": 4096, "max_window_layers": 28},
-)  # fmt: skip
-QWEN2 = Architecture(
-    "qwen2", "Qwen2ForCausalLM", BEFORE, {"qkv_bias": True}, WINDOWS,
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32,
-              "sliding_window": 4096, "max_window_layers": 28},
-)  # fmt: skip
-LLAMA = Architecture(
-    "llama", "LlamaForCausalLM", BEFORE, written={"attention_bias": False, "mlp_bias": False},
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-)  # fmt: skip
-MISTRAL = Architecture(  # without a window it is a Llama
-    "mistral", "MistralForCausalLM", BEFORE, free=frozenset({"window"}),
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
-              "sliding_window": 4096},
-)  # fmt: skip
-OLMO2 = Architecture(
-    "olmo2", "Olmo2ForCausalLM", AFTER, {"qk_norm": "full", "norms": "after"}, written={"attention_bias": False},
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-)  # fmt: skip
-OLMO3 = Architecture(  # it scales the rotary embeddings of some blocks only: here, of none
-    "olmo3", "Olmo3ForCausalLM", AFTER, {"qk_norm": "full", "norms": "after", "rope_scaling": None}, WINDOWS,
-    full_every=4, written={"attention_bias": False},
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 500_000.0, "sliding_window": 4096},
-)  # fmt: skip
-GEMMA2 = Architecture(
-    "gemma2", "Gemma2ForCausalLM", AROUND,
-    {"norms": "both", "zero_centered_norms": True, "activation": "gelu", "embedding_scale": "sqrt_hidden"},
-    WINDOWS | {"attention_scale", "attention_softcap", "logit_softcap"}, full_every=2,
-    written={"attention_bias": False, "hidden_activation": GELU},
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256,
-              "sliding_window": 4096, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
-              "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-)  # fmt: skip
-
-# The first that fits is the one that is written.
-ARCHITECTURES = (QWEN3, LLAMA, QWEN2, OLMO2, MISTRAL, OLMO3, GEMMA2)
+ARCHITECTURES = tuple(Architecture(**row) for row in TABLES["architectures"])
+QWEN3, LLAMA, QWEN2, OLMO2, MISTRAL, OLMO3, GEMMA2 = ARCHITECTURES
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

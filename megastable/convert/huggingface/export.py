@@ -16,7 +16,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+import megastable
 from megastable.base.errors import CheckpointError, DataError
+from megastable.base.text import visible
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import TensorFile, hash_file
 from megastable.checkpoint.plain import find_checkpoint
@@ -26,7 +28,6 @@ from megastable.config.model import ModelConfig
 from megastable.config.recipe import find
 from megastable.config.tree import RunConfig
 from megastable.convert.huggingface.architectures import QWEN2, architecture_of
-from megastable.convert.huggingface.card import card
 from megastable.convert.huggingface.folder import CONFIG
 from megastable.convert.huggingface.gguf import unsupported
 from megastable.convert.huggingface.llama_cpp import KNOWN, converted, is_qwens, vocabulary
@@ -40,6 +41,7 @@ from megastable.data.local_copy import staged_directory, write_file
 from megastable.data.manifest import TokenizerInfo
 from megastable.data.named import GUESSED, corpus_of, named_tokenizer
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
+from megastable.model.flops import parameters as count_parameters
 
 T = TypeVar("T")
 Dtype = Literal["bf16", "fp32"]
@@ -140,7 +142,7 @@ def to_hf(
             made.checked = check(checkpoint, folder)
             if made.checked.failed:
                 raise NotTheSame(made.checked)
-        write_file(folder / "README.md", card(made).encode())
+        write_file(folder / "README.md", write_card(made).encode())
     return made
 
 
@@ -297,3 +299,47 @@ def _write_settings(
 def _refused(out: Path, error: OSError, size: int) -> str:
     why = "the disk is full: make room" if error.errno == errno.ENOSPC else error.strerror or str(error)
     return f"{out} could not be written ({size / 1e9:.2f} GB): {why}. Nothing was left there"
+
+
+def write_card(made: Export) -> str:
+    """README.md of the folder: its origin, and how it was checked."""
+    run, text = made.run, Path(__file__).with_name("card.md").read_text(encoding="utf-8").removesuffix("\n")
+    return text.format(
+        name=visible(made.out.name),
+        parameters=count_parameters(run.model.model_copy(update={"vocab_multiple": 1})),
+        version=megastable.__version__,
+        architecture=architecture_of(run.model).name,
+        dtype=made.dtype,
+        step=made.step,
+        manifest=made.manifest,
+        tokenizer=f"`{made.tokenizer}`" if made.tokenizer else "none was written",
+        length=run.model.sequence_length,
+        health=made.health,
+        begins=_say_begin(made),
+        apart="yes" if run.data.keep_documents_apart else "no",
+        rounded="" if made.dtype == "fp32" else f", rounded once to {made.dtype}",
+        checked=_say_checks(made),
+        notes="".join(f"\nNote: {visible(note)}\n" for note in made.notes),
+    )
+
+
+def _say_begin(made: Export) -> str:
+    if made.begins:
+        return ", and began with `bos`: the tokenizer puts it before every text"
+    after = "" if made.run.data.keep_documents_apart else ", and so each began after one: it is `bos`, too"
+    return f"{after}. The tokenizer adds nothing before a text"
+
+
+def _say_checks(made: Export) -> str:
+    found = made.checked
+    if found is None:
+        return "It was not: the check was skipped at export."
+    if found.why:
+        return visible(found.verdict) + "."
+    rows = "\n".join(f"| {row.of} | {row.tokens} | {row.largest:.3g} | {row.kl:.3g} |" for row in found.rows)
+    return (
+        f"Logits in fp32 of the model that trained (its weights rounded as here) and of transformers "
+        f"{found.transformers}, and all {found.tensors} tensors bit for bit: {visible(found.verdict)}.\n\n"
+        "| compared on | positions | largest difference | KL, nats/token |\n|---|---|---|---|\n"
+        f"{rows}"
+    )

@@ -7,73 +7,42 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from megastable.base.errors import CheckpointError
-from megastable.config.model import ModelConfig
+from megastable.config.model import ModelConfig, RopeScalingConfig
 from megastable.convert.huggingface.architectures import (
     ARCHITECTURES,
-    GELU,
     GEMMA2,
     MISTRAL,
+    OLMO3,
     QWEN2,
     QWEN3,
+    TABLES,
     Architecture,
     architecture_of,
     query_scalar,
 )
-from megastable.convert.huggingface.rope_settings import LAYERS, Settings, number, read_rope, rope_of
+
+Settings = Mapping[str, Any]
 
 KNOWN = {architecture.name: architecture for architecture in ARCHITECTURES}
-SIZES = {  # ours and theirs
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn": "intermediate_size",
-    "vocab_size": "vocab_size",
-}
 MAY_LACK = {"num_key_value_heads", "head_dim"}
-ACTIVATIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # theirs, and the MLP
-    "silu": (("silu", "swish"), "its MLP is a SwiGLU"), "gelu": ((GELU,), "its MLP is a GeGLU (tanh)"),
-}  # fmt: skip
-FULL, SLIDING = LAYERS
+FULL, SLIDING = LAYERS = ("full_attention", "sliding_attention")
 OF_WINDOWS = ("sliding_window", "use_sliding_window", "layer_types")
 QWENS = (QWEN3, QWEN2)
-# Gemma 2's caps: ours and theirs.
-CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+CAPS: dict[str, str] = TABLES["caps"]  # Gemma 2's: ours and theirs
 SCALAR = "query_pre_attn_scalar"
-# Their options, and the only supported value of each, with the reason.
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attention_bias": ((False,), "its only biases are those of q, k and v, as Qwen2 has them"),
-    "mlp_bias": ((False,), "it has no biases"),
-    "attention_dropout": ((0,), "attention has no dropout"),
-    "use_sliding_window": ((False,), "it attends to all that came before"),
-    "use_bidirectional_attention": ((False, None), "its attention is causal"),
-    "pretraining_tp": ((1,), "its products are whole"),
-    "partial_rotary_factor": ((1, None), "it rotates whole heads"),
-    "rope_interleaved": ((False,), "its rotary embeddings are half-split"),
-    "quantization_config": ((None,), "its weights are not quantized"),
-    "logits_scaling": ((1, None), "its logits are not scaled"),
-    "logit_scale": ((1, None), "its logits are not scaled"),
-    "final_logit_softcapping": ((None,), "its logits are not capped"),
-    "attn_logit_softcapping": ((None,), "its attention is not capped"),
-    "embedding_multiplier": ((1, None), "its embeddings are not scaled"),
-    "residual_multiplier": ((1, None), "its residuals are not scaled"),
-    "is_encoder_decoder": ((False,), "it is a decoder"),
-}
-# Keys about the file, the training, or text generation, which do not change the logits; and those always read.
-NO_MATTER = frozenset(
-    "architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id "
-    "sep_token_id decoder_start_token_id initializer_range _name_or_path return_dict output_hidden_states "
-    "output_attentions id2label label2id max_window_layers is_decoder chunk_size_feed_forward max_length min_length "
-    "do_sample num_beams temperature top_k top_p typical_p repetition_penalty length_penalty num_beam_groups "
-    "diversity_penalty num_return_sequences tokenizer_class max_position_embeddings rms_norm_eps tie_word_embeddings "
-    "rope_theta rope_parameters rope_scaling sliding_window layer_types max_sequence_length is_llama_config "
-    "cache_implementation transformers.js_config".split()
-)
+NO_MATTER = frozenset(TABLES["no_matter"].split())
+THETA = 10_000.0  # of rotary embeddings, unless the architecture has another default
+SCALED: dict[str, dict[str, str]] = TABLES["rope_scalings"]
+ROPE_MAY_LACK = {"beta_slow", "beta_fast", "attention_factor"}
+KINDS = "linear, llama3 or yarn"
+MOST = sys.float_info.max  # a larger JSON integer does not fit a float
 
 
 def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None]) -> dict[str, Any]:
@@ -92,7 +61,7 @@ def settings_of(config: ModelConfig, dtype: str, tokens: Mapping[str, int | None
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.key_value_heads,
         "head_dim": config.head_width,
-        "hidden_act": ACTIVATIONS[config.activation][0][0],
+        "hidden_act": TABLES["activations"][config.activation][0][0],
         "max_position_embeddings": config.longest,
         "rms_norm_eps": config.norm_eps,
         **rope_of(config, kind),
@@ -168,7 +137,7 @@ def _given(given: Settings, key: str, kind: Architecture, default: Any = None) -
 
 def _sizes(given: Settings, kind: Architecture, where: str) -> dict[str, int]:
     found: dict[str, int] = {}
-    for ours, theirs in SIZES.items():
+    for ours, theirs in TABLES["sizes"].items():
         value = given.get(theirs)
         if value is None and theirs in MAY_LACK:
             continue
@@ -254,13 +223,13 @@ def _architecture(given: Settings, where: str) -> Architecture:
 def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
     """Raises CheckpointError for an option that our model does not support."""
     problem = ""
-    allowed, why = ONLY.get(key, ((), ""))
+    allowed, why = TABLES["only"].get(key, ([], ""))
     if key in ("hidden_act", "hidden_activation"):
         # Gemma 2's key is the second one; elsewhere it does not matter if it is null.
-        allowed, why = ACTIVATIONS[kind.values()["activation"]]
-        allowed += (None,) if key == "hidden_activation" and kind is not GEMMA2 else ()
+        allowed, why = TABLES["activations"][kind.values()["activation"]]
+        allowed = [*allowed, *([None] if key == "hidden_activation" and kind is not GEMMA2 else [])]
     elif key == "use_sliding_window" and kind in QWENS:
-        allowed = (False, True)
+        allowed = [False, True]
     if why and not (kind is GEMMA2 and key in CAPS.values()):
         if not any(
             value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed
@@ -274,10 +243,115 @@ def _refuse(kind: Architecture, key: str, value: Any, where: str) -> None:
 
 def _read(kind: Architecture) -> Collection[str]:
     """Keys that `model_of` reads, or that do not matter."""
-    return NO_MATTER.union(SIZES.values(), (SCALAR, *CAPS.values()) if kind is GEMMA2 else ())
+    return NO_MATTER.union(TABLES["sizes"].values(), (SCALAR, *CAPS.values()) if kind is GEMMA2 else ())
 
 
 def _count(value: Any, key: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{where}: {key}={value!r}: it must be a number of at least 1")
     return value
+
+
+# Rotary embeddings: base and scaling, by the keys of transformers 4 and of 5
+
+
+def rope_of(config: ModelConfig, kind: Architecture) -> dict[str, Any]:
+    """The entries of config.json."""
+    scaling = _written(config.rope_scaling)
+    whole = scaling | {"rope_theta": config.rope_theta}
+    # Transformers 5 have one set for each kind of layer of an OLMo 3.
+    rope = {layer: dict(whole) for layer in LAYERS} if kind is OLMO3 else whole
+    found: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": rope}
+    return found | ({"rope_scaling": scaling} if config.rope_scaling is not None else {})
+
+
+def _written(scaling: RopeScalingConfig | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    given = {theirs: getattr(scaling, ours) for ours, theirs in SCALED[scaling.kind].items()}
+    return {"rope_type": scaling.kind} | {key: value for key, value in given.items() if value is not None}
+
+
+def read_rope(given: Settings, kind: Architecture, where: str) -> tuple[float, RopeScalingConfig | None]:
+    """Base and scaling, by the old keys and the new; they must agree. Raises CheckpointError."""
+    bases: dict[str, float] = {}
+    scalings: dict[str, RopeScalingConfig | None] = {}
+    if given.get("rope_theta") is not None:
+        bases["rope_theta"] = number(given["rope_theta"], "rope_theta", where)
+    for key, value in _entries(given, kind, where):
+        scalings[key] = _scaling(value, key, where)
+        if value.get("rope_theta") is not None:
+            bases[f"{key}.rope_theta"] = number(value["rope_theta"], f"{key}.rope_theta", where)
+    if kind is OLMO3 and any(scalings.values()):
+        raise CheckpointError(
+            f"{where}: {next(key for key, value in scalings.items() if value)}: not supported: {kind.name} scales the "
+            "rotary embeddings of the blocks that attend to all, and only of those; here all blocks have the same"
+        )
+    if len(set(scalings.values())) > 1:
+        raise CheckpointError(f"{where}: rope_scaling and rope_parameters disagree: correct one")
+    if len(set(bases.values())) > 1:
+        both = " and ".join(f"{key}={value}" for key, value in bases.items())
+        raise CheckpointError(f"{where}: {both} disagree: correct one")
+    default: float = kind.defaults.get("rope_theta", THETA)
+    return next(iter(bases.values()), default), next(iter(scalings.values()), None)
+
+
+def _entries(given: Settings, kind: Architecture, where: str) -> Iterator[tuple[str, Settings]]:
+    """The descriptions of rotary embeddings in the file, with their keys."""
+    for key in ("rope_scaling", "rope_parameters"):
+        value = given.get(key)
+        if value is None or value == {}:
+            continue
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{where}: {key}={value!r}: it must be a mapping")
+        if kind is not OLMO3 or not set(value) <= set(LAYERS):
+            yield key, value
+            continue
+        for layer, inner in value.items():
+            if not isinstance(inner, dict):
+                raise CheckpointError(f"{where}: {key}.{layer}={inner!r}: it must be a mapping")
+            yield f"{key}.{layer}", inner
+
+
+def _scaling(value: Settings, key: str, where: str) -> RopeScalingConfig | None:
+    # Older files use another key for the type.
+    kinds = {str(value[k]) for k in ("rope_type", "type") if value.get(k) is not None} or {"default"}
+    rest = {k: v for k, v in value.items() if k not in ("rope_type", "type", "rope_theta") and v is not None}
+    whole = rest.pop("partial_rotary_factor", 1) == 1
+    (kind,) = kinds if len(kinds) == 1 else ("",)
+    rounded = kind != "yarn" or rest.pop("truncate", True) is True
+    keys = SCALED.get(kind, {})
+    needed = {theirs for ours, theirs in keys.items() if ours not in ROPE_MAY_LACK}
+    problem = ""
+    if not whole:
+        problem = "it rotates whole heads"
+    elif not rounded:
+        problem = "YaRN's ramp begins and ends at whole numbers"
+    elif kind not in (*SCALED, "default"):
+        problem = f"its rotary embeddings can be scaled as {KINDS} only"
+    elif missing := sorted(needed - set(rest)):
+        problem = f"rotary embeddings of type {kind} need {missing[0]}"
+    elif strange := sorted(set(rest) - set(keys.values())):
+        problem = f"rotary embeddings of type {kind} have no {strange[0]}"
+    if problem:
+        raise CheckpointError(f"{where}: {key}={value!r}: not supported: {problem}")
+    if kind == "default":
+        return None
+    numbers = {
+        ours: number(rest[theirs], f"{key}.{theirs}", where)
+        for ours, theirs in keys.items() if theirs in rest
+    }  # fmt: skip
+    try:
+        return RopeScalingConfig.model_validate({"kind": kind, **numbers})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        named = ".".join(map(str, detail["loc"])) or "as ours"
+        problem = detail["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{where}: {key}={value!r}: {named}: {problem}") from None
+
+
+def number(value: Any, key: str, where: str) -> float:
+    """A number above 0, as a float. Raises CheckpointError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
+        raise CheckpointError(f"{where}: {key}={value!r}: it must be a number above 0")
+    return float(value)
