@@ -30,7 +30,7 @@ def verify(paths: Annotated[list[Path], typer.Argument(help="Checkpoints, or run
            as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
            rows: Rows = 100) -> None:  # fmt: skip
     """Check every file against the manifests: torn, cut off, flipped bits, swapped, missing, of another checkpoint."""
-    from megastable.convert.tool import verifying
+    from megastable.convert import verifying
     from megastable.report.sheet.output import Output
 
     found = verifying.verify(paths, as_json)
@@ -63,7 +63,7 @@ def show(checkpoint: Checkpoint,
          as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
          rows: Rows = 30) -> None:  # fmt: skip
     """Show a checkpoint: model, step, tokens, layout, versions, fingerprints, norm, maximum and mean of each tensor."""
-    from megastable.convert.tool.showing import show as look
+    from megastable.convert.showing import show as look
     from megastable.report.sheet.output import Output
 
     if as_json and (csv or html):
@@ -81,7 +81,7 @@ def show(checkpoint: Checkpoint,
 )
 def pin(checkpoint: One, reason: Reason = "") -> None:
     """Keep a checkpoint, whatever checkpoint.keep says."""
-    from megastable.convert.tool.pinning import pin as keep
+    from megastable.convert.marking import pin as keep
 
     print(keep(checkpoint, reason))
 
@@ -93,7 +93,7 @@ def pin(checkpoint: One, reason: Reason = "") -> None:
 )
 def unpin(checkpoint: One) -> None:
     """Undo pin: checkpoint.keep may delete it again."""
-    from megastable.convert.tool.pinning import unpin as let_go
+    from megastable.convert.marking import unpin as let_go
 
     print(let_go(checkpoint))
 
@@ -105,7 +105,7 @@ def unpin(checkpoint: One) -> None:
 )
 def accept(checkpoint: One, reason: Reason = "") -> None:
     """Allow runs to resume from a checkpoint that was rejected or set aside (rejected-step-N, suspect-step-N)."""
-    from megastable.convert.tool.accepting import accept as take
+    from megastable.convert.marking import accept as take
 
     print(take(checkpoint, reason))
 
@@ -117,7 +117,7 @@ def accept(checkpoint: One, reason: Reason = "") -> None:
 )
 def rollback(checkpoint: One, reason: Reason = "") -> None:
     """Have a run that is not at work go on from an earlier checkpoint: newer ones are set aside, nothing is deleted."""
-    from megastable.convert.tool.rolling_back import roll_back
+    from megastable.convert.marking import roll_back
 
     print(roll_back(checkpoint, reason))
 
@@ -133,7 +133,7 @@ def diff(a: Checkpoint, b: Checkpoint,
          as_json: Json = False, output: JsonFile = None, csv: Csv = None, html: Html = None,
          top: Annotated[int, typer.Option(min=0, help="Tensors to print")] = 20) -> None:  # fmt: skip
     """Compare two checkpoints tensor by tensor, largest difference first. Layouts may differ. Exit code 1 if any."""
-    from megastable.convert.tool.comparing import compare
+    from megastable.convert.diff import compare
     from megastable.report.sheet.output import Output
 
     out = Output(as_json, csv, html, top, output=output)

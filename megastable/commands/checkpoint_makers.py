@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megastable.base.errors import CheckpointError, ConfigError
 from megastable.commands.app import App
 from megastable.commands.options import Json, Overrides, put_json
 
 if TYPE_CHECKING:
+    from megastable.convert.branching import Branch
     from megastable.convert.reshaping import Made
 
 Checkpoint = Annotated[Path, typer.Argument(help="RUN/checkpoints/step-N, or a run: its newest good one")]
@@ -33,11 +37,12 @@ Recipe = Annotated[Path, typer.Option(help="Of the run; its model is the checkpo
 def reshape(checkpoint: Checkpoint, out: Out, tensor: Tensor = None, pipeline: Pipeline = None, zero: Zero = None,
             data: Data = None, micro_batch: MicroBatch = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that continues from the checkpoint in another layout: the same weights, moments, step, cursor."""
-    from megastable.convert.reshaping import Sizes
-    from megastable.convert.tool.making import make_reshaped
+    from megastable.convert import reshaping
 
-    sizes = Sizes(tensor, pipeline, zero, data, micro_batch)
-    _tell(make_reshaped(checkpoint, out, sizes, silent=as_json), as_json)
+    sizes = reshaping.Sizes(tensor, pipeline, zero, data, micro_batch)
+    with _writing([checkpoint], out, as_json) as ([found], watch):
+        made = reshaping.reshape(found, out, sizes, watch=watch)
+    _tell(made, as_json)
 
 
 def branch(checkpoint: Checkpoint, out: Out,
@@ -50,21 +55,20 @@ def branch(checkpoint: Checkpoint, out: Out,
 
     Moments, data order, skips and position continue; the parent stays as it is (arXiv:2404.06395, arXiv:2405.18392).
     """
-    from megastable.base.text import visible
-    from megastable.convert.tool.making import dict_of_branch, make_branch, text_of_branch
+    from megastable.convert import branching
 
-    made = make_branch(checkpoint, out, decay_steps, kind, floor, silent=as_json)
-    if as_json:
-        put_json(dict_of_branch(made), True, None)
-    else:
-        print(visible(text_of_branch(made), keep="\n"))
+    with _writing([checkpoint], out, as_json) as ([found], watch):
+        made = branching.branch(found, out, decay_steps, kind, floor, watch=watch)
+    _tell(made, as_json)
 
 
 def export(checkpoint: Checkpoint, out: Out, as_json: Json = False) -> None:
     """Make OUT, a run without optimizer state, a third of the size: to evaluate, or to continue with fresh moments."""
-    from megastable.convert.tool.making import make_reshaped
+    from megastable.convert import reshaping
 
-    _tell(make_reshaped(checkpoint, out, optimizer=False, silent=as_json), as_json)
+    with _writing([checkpoint], out, as_json, optimizer=False) as ([found], watch):
+        made = reshaping.reshape(found, out, optimizer=False, watch=watch)
+    _tell(made, as_json)
 
 
 def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... OUT")],
@@ -72,26 +76,66 @@ def average(paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT... O
             last: Annotated[int | None, typer.Option(min=2, help="The newest of a run: --last 5 RUN OUT")] = None,
             as_json: Json = False) -> None:  # fmt: skip
     """Make OUT from the mean of weights (LAWA, arXiv:2209.14981; model soups, arXiv:2203.05482), without moments."""
-    from megastable.convert.tool.making import make_average
+    from megastable.checkpoint.target import refuse_existing
+    from megastable.convert import average as averaging
+    from megastable.convert.verifying import checkpoints_of
 
-    _tell(make_average(paths, weights, last, silent=as_json), as_json)
+    *given, out = paths
+    if not given:
+        raise ConfigError("name the checkpoints, then the new directory: average A B OUT")
+    refuse_existing(out)
+    if last is not None:
+        if len(given) != 1:
+            raise ConfigError("--last K takes one run: average --last 5 RUN OUT")
+        there = checkpoints_of(given[0])
+        if len(there) < last:
+            raise CheckpointError(
+                f"{given[0]}: {len(there)} checkpoints, --last {last} needs more: give fewer"
+            )
+        given = there[:last][::-1]
+    try:
+        numbers = None if weights is None else [float(part) for part in weights.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--weights {weights}: expected numbers with commas between, e.g. 0.1,0.2,0.7"
+        ) from None
+    with _writing(given, out, as_json, optimizer=False, what="averaging") as (found, watch):
+        made = averaging.average(found, out, numbers, watch)
+    _tell(made, as_json)
 
 
 def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, or one global_step*")], out: Out,
                      recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that continues from a checkpoint written by DeepSpeed itself (ZeRO 1 to 3)."""
-    from megastable.convert.tool.imports import from_deepspeed
+    from megastable.checkpoint.target import refuse_existing
+    from megastable.config import recipe as recipes
+    from megastable.convert.foreign.deepspeed import import_deepspeed as bring_in
+    from megastable.convert.reshaping import imported
 
-    _tell(from_deepspeed(folder, out, recipe, overrides or ()), as_json)
+    refuse_existing(out)
+    _tell(imported(out, bring_in(folder, out, recipes.load(recipe, overrides or ()), _say)), as_json)
 
 
 def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracker file, or one iter_*")], out: Out,
                     recipe: Annotated[Path | None, typer.Option(show_default="from its arguments")] = None,
                     overrides: Overrides = None, as_json: Json = False) -> None:  # fmt: skip
     """Make OUT, a run that starts from weights in Megatron-core's "torch" format; moments are not imported."""
-    from megastable.convert.tool.imports import from_megatron
+    from megastable.checkpoint.target import refuse_existing
+    from megastable.config import recipe as recipes
+    from megastable.convert.foreign.megatron import import_megatron as bring_in
+    from megastable.convert.reshaping import imported
 
-    _tell(from_megatron(folder, out, recipe, overrides or ()), as_json)
+    refuse_existing(out)
+    if recipe is None and overrides:
+        raise ConfigError(f"{overrides[0]}: overrides need a recipe: give one with --recipe")
+    run = None if recipe is None else recipes.load(recipe, overrides or ())
+    made = imported(out, bring_in(folder, out, run, _say))
+    if run is None:
+        _say(
+            "note: its recipe has the model of Megatron's arguments, and defaults for everything else: to train, add "
+            "data.corpora='[{path: data/...}]', optimizer.lr=... and train.steps=..."
+        )
+    _tell(made, as_json)
 
 
 def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(help="A new folder")],
@@ -99,23 +143,62 @@ def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(
                     local: Annotated[bool, typer.Option("--local", help="For --transformer-impl local")] = False,
                     as_json: Json = False) -> None:  # fmt: skip
     """Write the weights as Megatron-core's "torch" format, for that many tensor and pipeline ranks."""
-    from megastable.convert.tool.imports import load_hint, to_megatron
+    import shlex
 
-    written, options = to_megatron(checkpoint, out, tensor, pipeline, local, as_json)
+    from megastable.base.text import visible
+    from megastable.checkpoint.target import refuse_existing
+    from megastable.convert.foreign.megatron import export_megatron as write
+    from megastable.convert.foreign.megatron import load_options
+    from megastable.convert.verifying import good
+
+    refuse_existing(out)
+    source = good(checkpoint, as_json)
+    written = write(source, out, tensor, pipeline, local=local)
+    options = load_options(source, out, local)
     if as_json:
         put_json({"folder": str(out), "checkpoint": str(written), "options": options}, True, None)
     else:
-        print(load_hint(written, options))
+        print(visible(f"{written}: load it with {shlex.join(options)}"))
 
 
-def _tell(made: Made, as_json: bool) -> None:
+@contextmanager
+def _writing(
+    checkpoints: list[Path], out: Path, silent: bool, optimizer: bool = True, what: str = "writing"
+) -> Iterator[tuple[list[Path], Callable[[int], None]]]:
+    """The verified checkpoints, and a progress bar of what is written to `out`: the optimizer's state, too."""
+    import math
+
+    from megastable.base.progress_bar import bar
+    from megastable.checkpoint.target import refuse_existing
+    from megastable.checkpoint.whole import WholeState
+    from megastable.convert.verifying import good
+
+    refuse_existing(out)
+    found = [good(path, silent) for path in checkpoints]
+    whole = WholeState(found[0])
+    size = 4 * sum(
+        math.prod(whole.shape(name)) * (len(whole.kinds_of(name)) if optimizer else 1) for name in whole.names
+    )
+    with bar(what, size, silent) as watch:
+        yield found, watch
+
+
+def _tell(made: Made | Branch, as_json: bool) -> None:
     from megastable.base.text import visible
-    from megastable.convert.tool.making import dict_of, text_of
 
     if as_json:
-        put_json(dict_of(made), True, None)
+        put_json(made.facts, True, None)
     else:
-        print(visible(text_of(made), keep="\n"))
+        print(visible(made.text, keep="\n"))
+
+
+def _say(text: str) -> None:
+    """Print to stderr: stdout is for the result."""
+    import sys
+
+    from megastable.base.text import visible
+
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def add_makers(app: App) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -46,6 +46,28 @@ class Branch:
     steps: int
     limits: tuple[str, ...]
     changes: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The rates, what lowers them, and the run."""
+        lines = [
+            f"The learning rate goes on at {self.rate:.3g} and falls to {self.floor:.3g} over {self.decay_steps} "
+            f"updates; the run ends at step {self.steps}.",
+            *(f"In force, as in the parent: {limit}." for limit in self.limits),
+            *(
+                f"Changed live in the parent, and for good in the branch's recipe: {it}."
+                for it in self.changes
+            ),
+        ]
+        return "\n".join([*lines, self.made.text])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return self.made.facts | {
+            "rate": self.rate, "floor": self.floor, "decay_steps": self.decay_steps, "steps": self.steps,
+            "limits": list(self.limits), "changes": list(self.changes),
+        }  # fmt: skip
 
 
 def decaying(

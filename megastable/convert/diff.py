@@ -1,4 +1,4 @@
-"""Compare two checkpoints tensor by tensor and field by field, for any layouts. Pure.
+"""Compare two checkpoints tensor by tensor and field by field, for any layouts.
 
 Tensors are first compared byte by byte, so that "identical" is exact, and only measured if they differ. Memory: one
 tensor of each side.
@@ -9,15 +9,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from megastable.base.progress_bar import bar
+from megastable.base.text import plural
+from megastable.checkpoint import store
 from megastable.checkpoint.pieces import CHUNK
+from megastable.checkpoint.whole import WholeState
+from megastable.convert.verifying import good
+from megastable.report.sheet import Column, Sheet
 
 Shape = tuple[int, ...]
 Outcome = Literal["identical", "differs", "shapes differ", "only in A", "only in B"]
+# State fields that count as a difference; the others say how and when it was computed, and are only shown.
+WHERE = ("step", "updates", "cursor", "tokens", "trained_tokens", "optimizer", "adam_step")
+
+COLUMNS = (
+    Column("name", "tensor"),
+    Column("kind", "of"),
+    Column("outcome", "outcome"),
+    Column("max_abs", "max |B - A|", "number"),
+    Column("relative", "||B - A|| / ||A||", "number"),
+    Column("one_minus_cosine", "1 - cosine", "number"),
+    Column("differing", "differing", "count"),
+    Column("elements", "elements", "count"),
+    Column("shape_a", "shape in A", wide=True),
+    Column("shape_b", "shape in B", wide=True),
+)
 
 
 class Tensors(Protocol):
@@ -103,26 +125,43 @@ def _ratio(part: float, whole: float) -> float:
     return math.inf if part else 0.0
 
 
-def differences(a: Tensors, b: Tensors, watch: Callable[[int], None] = lambda _: None) -> list[Difference]:
+def differences(
+    a: Tensors, b: Tensors, watch: Callable[[int], None] = lambda _: None, weights_only: bool = False
+) -> list[Difference]:
     """Every tensor of A or B, the largest difference first. watch: called with the number of elements just compared."""
     found = []
-    for name, kind, shape_a, shape_b in pairs(a, b):
-        far, outcome = None, "identical"
-        if shape_a is None or shape_b is None:
-            outcome = "only in A" if shape_b is None else "only in B"
-        elif shape_a != shape_b:
-            outcome = "shapes differ"
-        elif far := distance(a.tensor(name, kind), b.tensor(name, kind)):
-            outcome = "differs"
-        found.append(Difference(name, kind, cast(Outcome, outcome), shape_a, shape_b, far))
+    for name, kind, shape_a, shape_b in pairs(a, b, weights_only):
+        both = shape_a == shape_b
+        far = distance(a.tensor(name, kind), b.tensor(name, kind)) if both else None
+        found.append(Difference(name, kind, outcome_of(shape_a, shape_b, far), shape_a, shape_b, far))
         watch(math.prod(shape_a or shape_b or ()))
     return sorted(found, key=Difference.order)
 
 
-def pairs(a: Tensors, b: Tensors) -> Iterator[tuple[str, str, Shape | None, Shape | None]]:
+def shared_differences(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[Difference]:
+    """Those of the optimizer's shared state, in fp64, which holds every number of it exactly."""
+    found = []
+    for name in sorted(a.keys() | b.keys()):
+        shapes = tuple(None if (x := side.get(name)) is None else tuple(x.shape) for side in (a, b))
+        far = distance(a[name].double(), b[name].double()) if shapes[0] == shapes[1] else None
+        found.append(Difference(name, "shared", outcome_of(*shapes, far), *shapes, far))
+    return found
+
+
+def outcome_of(shape_a: Shape | None, shape_b: Shape | None, far: Distance | None) -> Outcome:
+    if shape_a is None or shape_b is None:
+        return "only in A" if shape_b is None else "only in B"
+    if shape_a != shape_b:
+        return "shapes differ"
+    return "identical" if far is None else "differs"
+
+
+def pairs(
+    a: Tensors, b: Tensors, weights_only: bool = False
+) -> Iterator[tuple[str, str, Shape | None, Shape | None]]:
     """(name, kind, shape in A, shape in B) of everything that A or B holds, the kinds of a tensor together."""
     names_a, names_b = set(a.names), set(b.names)
-    kinds = [*a.kinds, *(kind for kind in b.kinds if kind not in a.kinds)]
+    kinds = ["weight"] if weights_only else [*a.kinds, *(kind for kind in b.kinds if kind not in a.kinds)]
     for name in sorted(names_a | names_b):
         shapes = a.shape(name) if name in names_a else None, b.shape(name) if name in names_b else None
         for kind in kinds:
@@ -131,9 +170,9 @@ def pairs(a: Tensors, b: Tensors) -> Iterator[tuple[str, str, Shape | None, Shap
                 yield name, kind, shapes[0] if in_a else None, shapes[1] if in_b else None
 
 
-def elements(a: Tensors, b: Tensors) -> int:
+def elements(a: Tensors, b: Tensors, weights_only: bool = False) -> int:
     """Number of elements to compare, for a progress bar."""
-    return sum(math.prod(shape_a or shape_b or ()) for _, _, shape_a, shape_b in pairs(a, b))
+    return sum(math.prod(shape_a or shape_b or ()) for _, _, shape_a, shape_b in pairs(a, b, weights_only))
 
 
 def field_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -157,3 +196,64 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+# Two checkpoints
+
+
+def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool) -> tuple[Sheet, bool]:
+    """The differences, and whether there are none. Both are verified first. everything: also list identical tensors.
+
+    Raises CheckpointError.
+    """
+    folders = good(a, silent), good(b, silent)
+    wholes = [WholeState(folder) for folder in folders]
+    with bar("comparing", 4 * elements(*wholes, weights_only), silent) as watch:
+        found = differences(*wholes, lambda count: watch(4 * count), weights_only)
+    if not weights_only:
+        shared = shared_differences(*(whole.shared for whole in wholes))
+        found = sorted([*found, *shared], key=Difference.order)
+    states = [store.read_state(folder).model_dump() for folder in folders]
+    fields = field_differences(*states)
+    counted = [] if weights_only else [f for f in fields if f[0] in WHERE]
+    same = not counted and all(one.outcome == "identical" for one in found)
+    return _sheet(folders, found, fields, same, everything), same
+
+
+def _sheet(
+    folders: tuple[Path, Path],
+    found: list[Difference],
+    fields: list[tuple[str, Any, Any]],
+    same: bool,
+    everything: bool,
+) -> Sheet:
+    alike = sum(1 for one in found if one.outcome == "identical")
+    lead = f"{alike:,} of {plural(len(found), 'tensor')} hold the same bytes" if found else "no tensors"
+    facts = [("A", str(folders[0])), ("B", str(folders[1])), ("identical", "yes" if same else "no")]
+    facts += [(key, f"{_told(a)} -> {_told(b)}") for key, a, b in fields if not key.startswith("stability.")]
+    if memory := sum(key.startswith("stability.") for key, *_ in fields):
+        facts.append(("stability", f"state of detector and policy differs in {plural(memory, 'number')}"))
+    rows = [_row(one) for one in found if everything or one.outcome != "identical"]
+    data = {
+        "a": str(folders[0]), "b": str(folders[1]), "identical": same, "tensors": len(found),
+        "tensors_identical": alike, "fields": {key: {"a": a, "b": b} for key, a, b in fields},
+    }  # fmt: skip
+    return Sheet("differences", lead=[lead], facts=facts, columns=COLUMNS, rows=rows, data=data)
+
+
+def _told(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+def _row(one: Difference) -> dict[str, Any]:
+    far = one.distance
+    row: dict[str, Any] = {
+        "name": one.name, "kind": one.kind, "outcome": one.outcome, "differing": None,
+        "elements": math.prod(one.shape_a or one.shape_b or ()),
+        "shape_a": one.shape_a and list(one.shape_a), "shape_b": one.shape_b and list(one.shape_b),
+    }  # fmt: skip
+    if far is not None:
+        row |= {"max_abs": far.max_abs, "relative": far.relative, "cosine": far.cosine}
+        row |= {"one_minus_cosine": 1 - far.cosine, "differing": far.differing}
+    return row

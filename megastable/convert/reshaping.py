@@ -48,6 +48,36 @@ class Made:
         recipe = shlex.quote(str(self.out / "recipe.yaml"))
         return f"megastable supervise {recipe} run.dir={out} -- --num_gpus {self.layout.world}"
 
+    @property
+    def text(self) -> str:
+        """The result, what it lacks, and how to continue it."""
+        lines = [f"{self.checkpoint}: step {self.step}, {self.layout}"]
+        if self.averaged:
+            steps = ", ".join(f"{step:,}" for step in self.averaged)
+            lines = [
+                f"{self.checkpoint}: the mean of {len(self.averaged)} checkpoints, of steps {steps}; {self.layout}",
+                f"It is the state of no step: schedule and data go on after step {self.step:,}, and its loss is not "
+                "known before it is evaluated.",
+            ]
+        if not self.optimizer:
+            lines.append("Without the optimizer's state: training continues with fresh moments.")
+        if self.ledgers is None:
+            lines.append(
+                "The checkpoint was not in its run: copy skips.jsonl and blends.jsonl, if the run had them, "
+                f"to {self.out} before continuing, or it reads other samples."
+            )
+        return "\n".join([*lines, f"Continue: {self.command}"])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The result for JSON."""
+        return {
+            "run": str(self.out), "checkpoint": str(self.checkpoint), "step": self.step,
+            "layout": self.layout.model_dump(), "world": self.layout.world, "optimizer": self.optimizer,
+            "averaged": list(self.averaged), "ledgers": None if self.ledgers is None else str(self.ledgers),
+            "command": self.command,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -123,6 +153,12 @@ def _people_of(checkpoint: Path, step: int) -> list[ChangeMade | ChangeMeasured]
         if isinstance(event, ChangeMeasured) and event.change in numbers and (event.step or 0) <= step
     ]  # fmt: skip
     return [*changes, *measured]
+
+
+def imported(out: Path, checkpoint: Path) -> Made:
+    """The result of an import, which needs no ledgers."""
+    state = store.read_state(checkpoint)
+    return Made(out, checkpoint, state.step, state.layout, state.adam_step > 0, out)
 
 
 def write_run_of(

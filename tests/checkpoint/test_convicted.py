@@ -14,7 +14,7 @@ from megastable.checkpoint import markers, store
 from megastable.checkpoint.vitals import paired
 from megastable.config.tree import RunConfig
 from megastable.convert.catalogue import entries
-from megastable.convert.tool.accepting import accept
+from megastable.convert.marking import accept
 from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.training.test_failures import batch, events, train

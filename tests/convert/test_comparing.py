@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megastable.checkpoint.new_run import OptimizerTensors, write_run
-from megastable.convert.tool.comparing import WHERE, compare
-from megastable.convert.tool.showing import show
+from megastable.convert.diff import WHERE, compare
+from megastable.convert.showing import show
 from tests.checkpoint.states import numbers, recipe_of, state_of
 
 ROWS, SIZES = "rows/blocks.0.mlp.down.weight", "gradient_sizes/final_norm.weight"

@@ -7,7 +7,6 @@ from pathlib import Path
 from megastable.checkpoint.whole import next_run_of, run_of
 from megastable.convert.branching import branch
 from megastable.convert.reshaping import reshape
-from megastable.convert.tool.making import text_of_branch
 from megastable.run.changes import changes_of, config_at
 from megastable.run.directory import RunDirectory
 from megastable.run.events.people_events import ChangeMade, ChangeMeasured
@@ -71,4 +70,4 @@ def test_a_branch_has_in_its_recipe_what_holds_and_says_so(tmp_path: Path) -> No
     assert made.rate == run_of(made.made.checkpoint).optimizer.lr == lr / 4
     assert changes_of(tmp_path / "branch/journal.jsonl") == []
     assert f"optimizer.lr={lr / 4}" in made.changes
-    assert f"for good in the branch's recipe: optimizer.lr={lr / 4}." in text_of_branch(made)
+    assert f"for good in the branch's recipe: optimizer.lr={lr / 4}." in made.text

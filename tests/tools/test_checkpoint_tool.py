@@ -27,7 +27,7 @@ from megastable.checkpoint.whole import WholeState, parameters
 from megastable.commands.checkpoint import app
 from megastable.config.tree import RunConfig
 from megastable.convert.catalogue import entries
-from megastable.convert.tool.showing import merged
+from megastable.convert.showing import merged
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import Handover
 from megastable.run.events.training_events import Finished

@@ -247,6 +247,12 @@ def export_megatron(
     return out / name
 
 
+def load_options(checkpoint: Path, out: Path, local: bool) -> list[str]:
+    """Megatron's options that load what was written from a checkpoint to `out`."""
+    options = ["--load", str(out), "--use-checkpoint-args", "--no-load-optim", "--no-load-rng"]
+    return options + megatron_args.flags_of(run_of(checkpoint).model, local)
+
+
 def _shards(
     run: RunConfig, whole: WholeState, t: int, tensor: int, stage: int, pipeline: int, implementation: str
 ) -> OrderedDict[str, Tensor]:

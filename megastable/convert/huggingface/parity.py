@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,11 @@ class ParityReport:
                     f"{row.kl:.3g} (limit {KL:g})"
                 )
         return f"NOT THE SAME: {'; '.join(problems)}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"same": not self.failed and not self.why, "verdict": self.verdict}
 
 
 def compare(

@@ -24,9 +24,14 @@ from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.whole import WholeState, parameters, run_of
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.convert.foreign.megatron import MegatronState, export_megatron, find, import_megatron
+from megastable.convert.foreign.megatron import (
+    MegatronState,
+    export_megatron,
+    find,
+    import_megatron,
+    load_options,
+)
 from megastable.convert.foreign.megatron_args import CENTERED, NAMES, flags_of
-from megastable.convert.tool.imports import load_hint, to_megatron
 from tests.convert.foreign import mcore
 from tests.convert.foreign.junk import spoilt
 from tests.distributed import run_ranks
@@ -297,9 +302,8 @@ def test_a_choice_of_the_recipe_that_megatron_has_not_is_refused(ours: Any, tmp_
 
 
 def test_options_that_megatron_does_not_take_from_a_checkpoint(ours: Any, tmp_path: Path) -> None:
-    written, options = to_megatron(ours(window=5), tmp_path / "megatron", 1, 1, False, True)
-    assert written.is_dir() and options[-2:] == ["--window-size", "4,0"]
-    assert load_hint(written, options).endswith("--no-load-rng --window-size 4,0")
+    options = load_options(ours(window=5), tmp_path / "megatron", False)
+    assert options[-3:] == ["--no-load-rng", "--window-size", "4,0"]
     model = ModelConfig(window=129, full_attention_every=4, attention_scale=0.5)
     assert flags_of(ModelConfig()) == []
     assert flags_of(model) == "--window-size 128,0 --window-attn-skip-freq 4 --softmax-scale 0.5".split()

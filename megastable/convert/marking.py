@@ -1,4 +1,4 @@
-"""`rollback`: the next start of a run goes on from an earlier checkpoint."""
+"""What a person decides on a checkpoint: `pin`, `unpin`, `accept`, and `rollback` to it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,65 @@ from megastable.base.login import login_name
 from megastable.base.text import visible
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.lineage import interrupted
-from megastable.convert.tool.verifying import checkpoints_of
+from megastable.convert.verifying import checkpoints_of
 from megastable.run.directory import RunDirectory
 from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.events.training_events import CheckpointSaved, CheckpointSuspect, RolledBack, Training
 from megastable.run.log import RunLog
 from megastable.supervise.locks import SUPERVISOR, TRAINING, lock
+
+
+def find_one(path: Path) -> Path:
+    """A checkpoint named explicitly: "the newest of a run" changes over time. Raises CheckpointError."""
+    found = checkpoints_of(path)
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found)
+        raise CheckpointError(f"{path} has {len(found)} checkpoints: name one: {names}")
+    return found[0]
+
+
+def pin(path: Path, reason: str) -> str:
+    """Protect one checkpoint from deletion; returns a message. Raises CheckpointError."""
+    checkpoint = find_one(path)
+    markers.pin(checkpoint, reason)
+    return visible(f"{checkpoint} is kept until unpinned{f': {reason}' if reason else ''}")
+
+
+def unpin(path: Path) -> str:
+    """Unpin one. Raises CheckpointError."""
+    checkpoint = find_one(path)
+    was = markers.unpin(checkpoint)
+    return visible(f"{checkpoint} " + ("may be deleted by retention" if was else "was not pinned"))
+
+
+def accept(path: Path, reason: str) -> str:
+    """Let runs continue from a checkpoint that was convicted or set aside, and restore its name; returns a message.
+
+    Raises CheckpointError.
+    """
+    checkpoint = find_one(path)
+    if problems := store.problems(checkpoint):
+        raise CheckpointError(f"{problems[0]}: damaged bytes cannot be accepted")
+    ruling = markers.convicted(checkpoint)
+    target = checkpoint.with_name(store.name_of(store.read_contents(checkpoint).step))
+    if target != checkpoint and target.exists():
+        raise CheckpointError(f"{target} exists: rename or remove it first")
+    markers.accept(checkpoint, reason)
+    if target != checkpoint:
+        try:
+            os.replace(checkpoint, target)
+            durable.sync_directory(target.parent)
+        except OSError as error:
+            raise CheckpointError(f"{checkpoint} could not be renamed: {error.strerror or error}") from None
+        store.point_latest(target.parent)
+    was = f"; it was convicted: {ruling.reason}" if ruling is not None else ""
+    newer = [
+        one.name for one in store.newest_first(target.parent) if store.step_of(one) > store.step_of(target)
+    ]
+    beside = (
+        f". There are newer ones, and a run continues from the newest: {', '.join(newer)}" if newer else ""
+    )
+    return visible(f"{target} is accepted: runs continue from it, whatever they find in it{was}{beside}")
 
 
 def roll_back(path: Path, reason: str) -> str:
@@ -27,11 +80,7 @@ def roll_back(path: Path, reason: str) -> str:
     Raises CheckpointError if the run could not resume from it or is at work, SpaceError if the journal cannot be
     written.
     """
-    found = checkpoints_of(path)
-    if len(found) > 1:
-        names = ", ".join(one.name for one in found)
-        raise CheckpointError(f"{path} has {len(found)} checkpoints: name the one to go back to: {names}")
-    checkpoint = found[0].resolve()
+    checkpoint = find_one(path).resolve()
     run, step = RunDirectory(checkpoint.parent.parent), store.read_contents(checkpoint).step
     if checkpoint.parent != run.checkpoints or not run.journal.exists():
         raise CheckpointError(f"{checkpoint} is not in the checkpoints of a run that has a journal")

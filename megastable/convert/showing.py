@@ -18,7 +18,7 @@ from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.model import ModelConfig
-from megastable.convert.tool.verifying import checkpoints_of
+from megastable.convert.verifying import checkpoints_of
 from megastable.report.sheet import Column, Sheet
 
 COLUMNS = (

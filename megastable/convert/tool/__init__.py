@@ -1,1 +1,0 @@
-"""Commands of `megastable checkpoint`, a module for each group: what they do and print."""
