@@ -63,15 +63,13 @@ def check(
 
     No FP8 hardware is needed. --plot draws a map of the errors.
     """
-    from rich.console import Console
-
     from megastable.base.progress_bar import bar
-    from megastable.base.text import visible
     from megastable.fp8_check import display
     from megastable.fp8_check.advice import USUAL
     from megastable.fp8_check.effect import check as measure
     from megastable.fp8_check.effect import passes
     from megastable.fp8_check.material import configs_of, gather, in_words, open_model
+    from megastable.report.sheet.terminal import TextOutput
 
     wanted = [recipe.value for recipe in dict.fromkeys(recipes or Recipe)]
     model = open_model(checkpoint, dtype, device)
@@ -82,26 +80,17 @@ def check(
     batches = material.batches(model, size)
     warm, measured = batches[: before // size], batches[before // size :]
     spread = f"; {samples} of them measured, {before} before these for delayed scales" if before else ""
-    plain = Console(markup=False, emoji=False, highlight=False, quiet=as_json)
-
-    def say(*lines: str) -> None:
-        """Lines that wrap on a terminal but not in a pipe: commands are copied from them."""
-        for line in lines:
-            plain.print(visible(line), soft_wrap=True)
-
-    say(in_words(model), f"{material.origin}{spread}", *(f"note: {note}" for note in material.notes))
+    out = TextOutput(as_json)
+    out.say(in_words(model), f"{material.origin}{spread}", *(f"note: {note}" for note in material.notes))
     with bar("measuring", passes(len(measured), len(warm), configs), as_json, "passes") as progress:
         found = measure(model, measured, warm, configs, USUAL, progress, progress.more)
-    console = plain
-    if not console.is_terminal:
-        console = Console(markup=False, emoji=False, highlight=False, width=120, quiet=as_json)
-    say("", display.LEGEND, "")
+    out.say("", display.LEGEND, "")
     for outcome in found.outcomes:
-        console.print(display.layers(outcome, len(outcome.layers) if everything else rows))
+        out.show(display.layers(outcome, len(outcome.layers) if everything else rows))
         if everything:
-            console.print(display.tensors(outcome))
-    console.print(display.models(found.loss, found.outcomes))
-    say(*display.advice(found.outcomes, said))
+            out.show(display.tensors(outcome))
+    out.show(display.models(found.loss, found.outcomes))
+    out.say(*display.advice(found.outcomes, said))
     about: dict[str, Any] = {
         "checkpoint": str(model.checkpoint), "step": model.step, "dtype": str(next(model.parameters()).dtype),
         "samples": samples, "micro_batch": size, "history": history, "origin": material.origin,

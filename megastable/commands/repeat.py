@@ -89,7 +89,7 @@ def repeat(
 
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
-    from megastable.repeat import repeat_display as display
+    from megastable.repeat import repeating as display
     from megastable.repeat.repeating import UNCOMPILED, RepeatPlan, Way
     from megastable.repeat.repeating import repeat as run_twice
     from megastable.repeat.trace_file import CPU

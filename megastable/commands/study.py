@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from megastable.commands.options import Json, Overrides, Picture, Recipe, put_js
 
 if TYPE_CHECKING:
     from megastable.base.progress_bar import Bar
+    from megastable.study.study_directory import StudyReport
     from megastable.study.trial import TrialResult
 
 app = App(
@@ -23,7 +24,6 @@ app = App(
 )
 
 
-WIDE = 140  # characters of a table that goes to a file
 RESUMED = (
     "A study that was stopped goes on with the same command; a run that is done is not done again. Overrides apply to "
     "all runs."
@@ -90,9 +90,8 @@ def lr_sensitivity(
         raise ConfigError("--quick and --full exclude each other")
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
-    from megastable.study import lr_display, lr_study
+    from megastable.study import lr_study
     from megastable.study.interventions import interventions as named
-    from megastable.study.lr_sensitivity import trends
     from megastable.study.study_directory import StudyDirectory, identity_of
     from megastable.study.trial import TrialResult
 
@@ -116,12 +115,8 @@ def lr_sensitivity(
         with bar("training", len(study.missing(t.name for t in grid.whole())), as_json, "runs") as progress:
             curves = lr_study.run_grid(grid, study, jobs or _usual_jobs(), _watcher(progress), progress.more)
         about = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
-        put_json(lr_display.tree(grid, curves, about), as_json, study.result)
-        place = picture or folder / "picture.png"
-        lr_display.picture(grid, curves, f"{path.name}, {config.train.steps} steps", place)
-    _show(
-        as_json, lr_display.table(curves, margin), *lr_display.in_words(trends(curves)), f"picture: {place}"
-    )
+        report = lr_study.report(grid, curves, about)
+        _present(report, f"{path.name}, {config.train.steps} steps", study.root, picture, as_json)
 
 
 @app.add(
@@ -160,7 +155,6 @@ def coordinate_check(
         raise ConfigError("--widths and --depths exclude each other: one of them varies at a time")
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
-    from megastable.study import coordinate_display as display
     from megastable.study import coordinate_study as check
     from megastable.study.coordinates import Coordinates
     from megastable.study.study_directory import StudyDirectory, identity_of
@@ -185,10 +179,8 @@ def coordinate_check(
             check.run_grid(grid, study, jobs or _usual_jobs(), lambda name, _: _done(progress, name))
         found = check.scales(grid, study.results)
         about = {"kind": "coordinate-check", "recipe": str(path), "common": list(common)}
-        put_json(display.tree(grid, study.results, found, about), as_json, study.result)
-        place, places = picture or folder / "picture.png", list(dict.fromkeys(one.place for one in found))
-        display.picture(grid, study.results, places, f"{path.name}: {steps} steps", place)
-    _show(as_json, display.table(grid, found), *display.verdict(grid, found), f"picture: {place}")
+        report = check.report(grid, study.results, found, about)
+        _present(report, f"{path.name}: {steps} steps", study.root, picture, as_json)
     raise typer.Exit(0 if all(one.flat for one in found if one.way == ways[-1]) else FAILED)
 
 
@@ -223,14 +215,13 @@ def compare(
         raise ConfigError('give two different candidates or more, e.g. --of "" --of model.qk_norm=false')
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
-    from megastable.study import compare_display as display
-    from megastable.study.compare_study import CompareGrid, common
-    from megastable.study.compare_study import compare as compared
+    from megastable.study import compare_study as comparing
     from megastable.study.study_directory import StudyDirectory, identity_of, run_missing
     from megastable.study.trial import TrialResult
 
-    path, shared = recipe.find(recipe_path), common(overrides or [])
-    grid = CompareGrid(path, recipe.load(path, shared), shared, chosen, tuple(range(1, seeds + 1)))
+    path, shared = recipe.find(recipe_path), comparing.common(overrides or [])
+    config, numbers = recipe.load(path, shared), tuple(range(1, seeds + 1))
+    grid = comparing.CompareGrid(path, config, shared, chosen, numbers)
     grid.check()
     folder = output or _usual_folder(f"compare-{path.stem}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -238,12 +229,9 @@ def compare(
         trials = grid.trials()
         with bar("training", len(study.missing(t.name for t in trials)), as_json, "runs") as progress:
             run_missing(study, path, trials, jobs or _usual_jobs(), _watcher(progress))
-        found = compared(grid, study.results)
         about = {"kind": "compare", "recipe": str(path), "common": list(shared)}
-        put_json(display.tree(grid, found, about), as_json, study.result)
-        place = picture or folder / "picture.png"
-        display.picture(grid, found, f"{path.name}: {seeds} seeds", place)
-    _show(as_json, display.table(found), *display.in_words(found), f"picture: {place}")
+        found = comparing.report(grid, comparing.compare(grid, study.results), about)
+        _present(found, f"{path.name}: {seeds} seeds", study.root, picture, as_json)
 
 
 def _usual_folder(name: str) -> Path:
@@ -288,12 +276,16 @@ def _done(progress: Bar, what: str) -> None:
     progress.say(what)
 
 
-def _show(as_json: bool, table: Any, *lines: str) -> None:
-    from rich.console import Console
+def _present(report: StudyReport, title: str, folder: Path, picture: Path | None, as_json: bool) -> None:
+    """Its JSON and its picture into the directory of the study, and the rest to the terminal."""
+    from megastable.report.figures import draw_figure
+    from megastable.report.sheet.terminal import TextOutput
 
-    console = Console(quiet=as_json, markup=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(quiet=as_json, markup=False, highlight=False, width=WIDE)
-    console.print(table)
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    put_json(report.facts, as_json, folder / "result.json")
+    place = picture or folder / "picture.png"
+    with draw_figure(place, *report.size) as figure:
+        report.draw(figure)
+        figure.suptitle(title, parse_math=False)
+    out = TextOutput(as_json)
+    out.show(report.table)
+    out.say(*report.sentences, f"picture: {place}")

@@ -8,17 +8,19 @@ and evaluates no checkpoint twice.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import xxhash
 
@@ -29,14 +31,12 @@ from megastable.base.text import size, visible
 from megastable.cluster.child_process import ChildProcess
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.downstream.due_checkpoints import SavedCheckpoint, next_due
-from megastable.downstream.late_scores import tell_trackers
-from megastable.downstream.task_scores import read_scores
 from megastable.run.beside_arguments import beside_arguments
 from megastable.run.directory import RunDirectory, read_object
 from megastable.run.events.event import Event, whole
 from megastable.run.events.training_events import TasksEvaluated, TasksFailed, TasksSkipped
 from megastable.run.log import RunLog
+from megastable.training.tracking import Tracking, run_point
 
 PAUSE = 2.0  # seconds between two looks for a checkpoint
 LOOK = 0.2  # seconds between two looks at a child process
@@ -240,3 +240,104 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class SavedCheckpoint(NamedTuple):
+    """manifest: hash of its manifest; another checkpoint of the same step, after a rewind, has another one."""
+
+    name: str
+    step: int
+    manifest: str
+
+
+def next_due(
+    there: Sequence[SavedCheckpoint], settled: Collection[tuple[int, str]], interval: int, last: int
+) -> tuple[SavedCheckpoint | None, list[SavedCheckpoint]]:
+    """The newest checkpoint that is due, and the older ones that are due, too, and are passed over for it.
+
+    Due are the first one at or after each multiple of `interval`, and those from step `last` on. settled: (step,
+    manifest) of those that were evaluated or passed over, there or not.
+    """
+    due, periods = list[SavedCheckpoint](), {step // interval: step for step, _ in settled}
+    for one in sorted(there, key=lambda c: c.step):
+        period = one.step // interval
+        taken = periods.setdefault(period, one.step)
+        wanted = one.step >= last or (period > 0 and taken == one.step)
+        if wanted and (one.step, one.manifest) not in settled:
+            due.append(one)
+    return (due[-1], due[:-1]) if due else (None, [])
+
+
+def tell_trackers(config: RunConfig, run: RunDirectory, say: Callable[[str], None]) -> None:
+    """Open the trackers once more, as another process of the run: they read in the journal what they do not know yet.
+
+    Returns when they are closed, or after some minutes: they go on by themselves.
+    """
+    summary = read_object(run.summary)
+    steps, tokens = whole(summary.get("steps")), whole(summary.get("tokens"))
+    if (
+        steps is None or tokens is None
+    ):  # after fewer steps than they know, they would take the others for undone
+        return
+    tracking = Tracking(config.logging, run, run_point(config, run, steps, tokens, None), say)
+    # They wait for those of the training as long as for one call, and end as long after it at the latest.
+    tracking.close(3 * config.logging.tracker_timeout)
+
+
+LARGEST = 50 * 2**20  # bytes of a file
+MOST = 1000  # scores
+LONGEST = 120  # characters of a name
+
+
+def read_scores(folder: Path) -> dict[str, float]:
+    """The scores in the newest results*.json below `folder`, by name. Raises DataError if there are none.
+
+    The file has numbers by name, `{"acc": 0.5}`, or by task and name, `{"arc": {"acc": 0.5}}`, or the latter below
+    "results", as lm-evaluation-harness writes it.
+    """
+    try:
+        files = sorted(folder.rglob("results*.json"), key=lambda path: path.stat().st_mtime_ns)
+        if not files:
+            raise DataError("it has written no results: the JSON file belongs where {results} says")
+        if files[-1].stat().st_size > LARGEST:
+            raise DataError(f"{files[-1].name} has more than {LARGEST >> 20} MiB")
+        content = json.loads(files[-1].read_bytes())
+    except OSError as error:
+        raise DataError(f"its results cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{files[-1].name} is no JSON: {visible(error, 200)}") from None
+    found = scores_of(content)
+    if not found:
+        raise DataError(f"{files[-1].name} has no numbers: expected {{task: {{metric: number}}}}")
+    if len(found) > MOST:
+        raise DataError(f"{files[-1].name} has {len(found):,} numbers, more than {MOST:,}")
+    return found
+
+
+def scores_of(content: Any) -> dict[str, float]:
+    """The finite numbers of a results file, by "TASK/METRIC" or name."""
+    if not isinstance(content, Mapping):
+        return {}
+    harness = isinstance(content.get("results"), Mapping)
+    found: dict[str, float] = {}
+    for name, value in (content["results"] if harness else content).items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{_metric(key)}": number for key, number in value.items() if not _is_error(key)}
+        else:
+            found[name] = value
+    numbers = {name: value for name, value in found.items() if _is_finite(value)}
+    return {visible(name, LONGEST): float(value) for name, value in numbers.items()}
+
+
+def _metric(key: str) -> str:
+    """lm-evaluation-harness writes "acc,none": the metric, and the filter of the answers."""
+    return key.removesuffix(",none")
+
+
+def _is_error(key: str) -> bool:
+    """Standard errors and counts of lm-evaluation-harness are no scores."""
+    return "_stderr" in key or key == "sample_len"
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from megastable.base.text import plural
 from megastable.fp8_check.advice import ErrorLimits, LayerLoss, ModelLoss, RecipeOutcome, best
-from megastable.report.figures import save
+from megastable.report.figures import draw_figure
+from megastable.report.sheet.terminal import make_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LEGEND = (
     "y, dx, dw: relative errors of a layer's products in FP8. input, weight, gradient: rounding errors "
@@ -23,10 +26,7 @@ LEGEND = (
 
 def models(loss: float, outcomes: Sequence[RecipeOutcome]) -> Table:
     """The whole model by every recipe, with all layers in FP8 and with the advised ones kept out."""
-    table = Table("recipe", "in FP8", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("loss", "change", "KL", "gradient off", "cosine"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
+    table = make_table("recipe", "in FP8", ">loss", ">change", ">KL", ">gradient off", ">cosine", "verdict")
     table.add_row("none", "", f"{loss:.4f}", "", "", "", "", "")
     for outcome in outcomes:
         layers, kept = len(outcome.layers), len(outcome.keep)
@@ -50,11 +50,8 @@ def _model(loss: float, found: ModelLoss) -> Iterator[str]:
 
 def layers(outcome: RecipeOutcome, rows: int) -> Table:
     """Errors of a recipe's products and tensors, the worst layers first."""
-    table = Table("layer", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.title, table.title_justify = f"{outcome.recipe}: errors, the worst layers first", "left"
-    for name in ("y", "dx", "dw", "input", "weight", "gradient", "cut", "lost"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    numbers = (">y", ">dx", ">dw", ">input", ">weight", ">gradient", ">cut", ">lost")
+    table = make_table("layer", *numbers, "", title=f"{outcome.recipe}: errors, the worst layers first")
     for layer in worst(outcome.layers)[:rows]:
         tensors = list(layer.tensors.values())
         table.add_row(
@@ -68,10 +65,8 @@ def layers(outcome: RecipeOutcome, rows: int) -> Table:
 
 def tensors(outcome: RecipeOutcome) -> Table:
     """Every tensor of a recipe, the worst first."""
-    table = Table("layer", "tensor", "format", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.title, table.title_justify = f"{outcome.recipe}: every tensor, the worst first", "left"
-    for name in ("error", "dB", "cut", "lost", "largest"):
-        table.add_column(name, justify="right")
+    headings = ("layer", "tensor", "format", ">error", ">dB", ">cut", ">lost", ">largest")
+    table = make_table(*headings, title=f"{outcome.recipe}: every tensor, the worst first")
     found = [(layer.name, slot, tensor) for layer in outcome.layers for slot, tensor in layer.tensors.items()]
     for name, slot, t in sorted(found, key=lambda row: -_rank(row[2].error)):
         table.add_row(
@@ -172,18 +167,17 @@ def _tree(loss: float, found: ModelLoss) -> dict[str, float]:
 def picture(outcomes: Sequence[RecipeOutcome], title: str, path: Path) -> None:
     """A map of errors for every recipe: layers downwards, their tensors and products across. The file name decides the
     format. Raises DataError if it cannot be written."""
-    import matplotlib
+    names = [layer.name for layer in outcomes[0].layers]
+    with draw_figure(path, 3 + 3 * len(outcomes), min(2 + 0.2 * len(names), 60)) as figure:
+        _draw(outcomes, names, figure)
+        figure.suptitle(title, parse_math=False)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+
+def _draw(outcomes: Sequence[RecipeOutcome], names: Sequence[str], figure: Figure) -> None:
     from matplotlib.colors import LogNorm
 
-    names = [layer.name for layer in outcomes[0].layers]
     across = [*outcomes[0].layers[0].tensors, *outcomes[0].layers[0].products]
-    size = (3 + 3 * len(outcomes), min(2 + 0.2 * len(names), 60))
-    figure, (axes,) = pyplot.subplots(
-        1, len(outcomes), squeeze=False, sharey=True, figsize=size, layout="constrained"
-    )
+    (axes,) = figure.subplots(1, len(outcomes), squeeze=False, sharey=True)
     # The same colours for every recipe and model: from rounding alone to nothing left.
     colours = LogNorm(0.01, 1.0, clip=True)
     for axis, outcome in zip(axes, outcomes, strict=True):
@@ -199,5 +193,3 @@ def picture(outcomes: Sequence[RecipeOutcome], title: str, path: Path) -> None:
                 axis.text(len(across) - 0.5, row, " keep", va="center", fontsize=6, clip_on=False)
     axes[0].set_yticks(range(len(names)), names, fontsize=6)
     figure.colorbar(image, ax=list(axes), label="relative error", shrink=0.8)
-    figure.suptitle(title, parse_math=False)
-    save(figure, path)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
-
 from megastable.base.errors import ConfigError
-from megastable.base.text import plural, visible
+from megastable.base.text import plural
 from megastable.config import deepspeed_json, recipe
 from megastable.config.training import Fp8Config
 from megastable.config.tree import RunConfig
@@ -19,11 +17,11 @@ from megastable.model.flops import parameters
 from megastable.plan import cluster as clusters
 from megastable.plan import search, show
 from megastable.plan.cluster import ClusterConfig
+from megastable.report.sheet.terminal import TextOutput
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 ASSUMED = 128_000
 MOST = 1e18  # tokens
-WIDEST = 200  # characters of a table
 
 
 @dataclass(frozen=True)
@@ -34,27 +32,6 @@ class Answer:
     fits: bool
     own: search.LayoutPlan | None
     found: search.SearchResult | None
-
-
-class Say:
-    """Prints lines that a terminal may wrap, and a pipe gets whole: commands are copied from them."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._console = Console(markup=False, emoji=False, highlight=False, quiet=quiet)
-
-    def __call__(self, *lines: str) -> None:
-        for line in lines:
-            self._console.print(visible(line, keep="\n"), soft_wrap=True)
-
-    def show(self, table: RenderableType, whole: bool = False) -> None:
-        """whole: as wide as it is, for a number that is cut off says nothing, and a pipe has 80 columns."""
-        console = self._console
-        if whole:
-            wide = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
-            width = max(console.width, wide)
-            console = Console(markup=False, emoji=False, highlight=False, quiet=self._quiet, width=width)
-        console.print(table)
 
 
 def answer(
@@ -70,7 +47,7 @@ def answer(
     quiet: bool = False,
 ) -> Answer:
     """Print and return it. Raises ConfigError."""
-    say = Say(quiet)
+    out = TextOutput(quiet)
     config = recipe.load(recipe_path, overrides)
     if fp8 and (kind := config.precision.kind) != "bf16":
         raise ConfigError(f"--fp8: Transformer Engine's FP8 is beside bf16, and precision.kind is {kind}")
@@ -92,23 +69,23 @@ def answer(
             f"--gpus is not given: {gpus}, the fewest on which the recipe's layout fits, or else one replica of it"
         )
     size = f"{show.in_short(parameters(config.model))} parameters"
-    say(f"{recipe_path}: {size} on {gpus:,} x {cluster.name}", *(f"note: {note}" for note in notes))
-    own = _own(config, gpus, cluster, fixed, say)
+    out.say(f"{recipe_path}: {size} on {gpus:,} x {cluster.name}", *(f"note: {note}" for note in notes))
+    own = _own(config, gpus, cluster, fixed, out)
     if own is not None:
-        _show(own, total, say)
+        _show(own, total, out)
         if fp8:
             precision = config.precision.model_copy(
                 update={"fp8": None if config.precision.fp8 else Fp8Config()}
             )
             other = search.plan(config.model_copy(update={"precision": precision}), gpus, cluster)
-            say("", show.with_and_without(own, other))
+            out.say("", show.with_and_without(own, other))
     found = None
     if not fixed:
         precisions = [config.precision.fp8]
         if fp8:
             precisions.append(None if config.precision.fp8 else Fp8Config())
         found = search.search(config, gpus, cluster, precisions)
-        _suggest(found, own, config, top, cluster, total, say)
+        _suggest(found, own, config, top, cluster, total, out)
     facts = {
         "recipe": str(recipe_path), "cluster": cluster.name, "gpus": gpus, "notes": notes,
         "parameters": parameters(config.model), "vocabulary": config.model.vocab_size,
@@ -130,7 +107,7 @@ def picture(answer: Answer, title: str, path: Path) -> None:
 
 
 def _own(
-    config: RunConfig, gpus: int, cluster: ClusterConfig, fixed: bool, say: Say
+    config: RunConfig, gpus: int, cluster: ClusterConfig, fixed: bool, out: TextOutput
 ) -> search.LayoutPlan | None:
     """The recipe's layout as it stands; None where it cannot be laid out on these GPUs, which is said."""
     try:
@@ -138,25 +115,25 @@ def _own(
     except ConfigError as error:
         if fixed:
             raise
-        say("", f"the recipe's own layout is not possible here: {error}")
+        out.say("", f"the recipe's own layout is not possible here: {error}")
         return None
     return search.plan(config, gpus, cluster)
 
 
-def _show(own: search.LayoutPlan, total: float, say: Say) -> None:
-    say("", f"THE RECIPE'S LAYOUT: {show.layout_in_words(own)}", "")
-    say.show(show.memory(own))
-    say(show.verdict(own))
+def _show(own: search.LayoutPlan, total: float, out: TextOutput) -> None:
+    out.say("", f"THE RECIPE'S LAYOUT: {show.layout_in_words(own)}", "")
+    out.show(show.memory(own))
+    out.say(show.verdict(own))
     if not own.fits:
         for other in search.remedies(own):
             more = "" if other.layout.world == own.layout.world else f"{other.layout.world:,} GPUs"
             change = " ".join(search.overrides(other.config, own.config)) or more
-            say(
+            out.say(
                 f"  would fit with {change}: {other.left / search.GIB:.2f} GiB left, {other.time.seconds:.3g} s a step"
             )
-    say(show.host(own)[0], "")
-    say.show(show.timing(own))
-    say(show.summary(own, total))
+    out.say(show.host(own)[0], "")
+    out.show(show.timing(own))
+    out.say(show.summary(own, total))
 
 
 def _suggest(
@@ -166,28 +143,32 @@ def _suggest(
     top: int,
     cluster: ClusterConfig,
     total: float,
-    say: Say,
+    out: TextOutput,
 ) -> None:
     if best := found.best()[:top]:
-        say("", f"SUGGESTIONS: the fastest of each tensor x pipeline, of {len(found.plans):,} that fit", "")
+        out.say(
+            "", f"SUGGESTIONS: the fastest of each tensor x pipeline, of {len(found.plans):,} that fit", ""
+        )
         table = show.suggestions(best, own if own is not None and own.fits else None, total)
-        say.show(table, whole=True)
+        out.show(table, whole=True)
         if any(plan.tight for plan in best):
-            say(f"! {show.TIGHT}", "")
-        say("what to say after the recipe:", *show.commands(best, config))
+            out.say(f"! {show.TIGHT}", "")
+        out.say("what to say after the recipe:", *show.commands(best, config))
         return
     if found.nearest is None:
         why = f"nothing that the model allows divides train.global_batch={config.train.global_batch}"
-        say("", f"NO LAYOUT IS POSSIBLE on {plural(found.gpus, 'GPU')}: {why}")
+        out.say("", f"NO LAYOUT IS POSSIBLE on {plural(found.gpus, 'GPU')}: {why}")
         if (other := search.other_batch(config, found.gpus, cluster)) is not None:
             batch = f"train.global_batch={other.config.train.global_batch}"
-            say(f"with another batch it fits: {' '.join([batch, *search.overrides(other.config, config)])}")
+            out.say(
+                f"with another batch it fits: {' '.join([batch, *search.overrides(other.config, config)])}"
+            )
     else:
         nearest = f"{show.layout_in_words(found.nearest)}: it {show.verdict(found.nearest)}"
-        say("", f"NOTHING FITS on {plural(found.gpus, 'GPU')}. Nearest is {nearest}")
+        out.say("", f"NOTHING FITS on {plural(found.gpus, 'GPU')}. Nearest is {nearest}")
     if (other := search.elsewhere(config, found, cluster)) is not None:
         said = " ".join(search.overrides(other.config, config)) or "the recipe as it is"
-        say(f"on {plural(other.layout.world, 'GPU')} it fits: --gpus {other.layout.world}, {said}")
+        out.say(f"on {plural(other.layout.world, 'GPU')} it fits: --gpus {other.layout.world}, {said}")
 
 
 def _number(text: str) -> float:

@@ -30,8 +30,7 @@ from megastable.fp8.fitting import misfit
 from megastable.parallel.layout import Layout
 from megastable.plan import volume
 from megastable.plan.cluster import ClusterConfig
-from megastable.plan.items import Device, Footprint
-from megastable.plan.memory import footprints
+from megastable.plan.memory import Device, Footprint, footprints
 from megastable.plan.time import StepTime, step_time
 
 Recompute = Literal["none", "selective", "full"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,10 +14,13 @@ from megastable.base.host_memory import SHARE
 from megastable.base.text import plural
 from megastable.checkpoint.snapshot_budget import capacity
 from megastable.config.tree import RunConfig
-from megastable.plan.items import KINDS, Device, Kind
-from megastable.plan.memory import footprints
+from megastable.plan.memory import KINDS, Device, Footprint, Kind, footprints
 from megastable.plan.search import GIB, HEADROOM, Choice, LayoutPlan, overrides, room
-from megastable.report.figures import save
+from megastable.report.figures import draw_figure
+from megastable.report.sheet.terminal import make_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WIDTH = 72  # characters of a bar
 # The bar must be readable without colours.
@@ -73,9 +75,7 @@ def bar(found: LayoutPlan) -> Text:
 def memory(found: LayoutPlan) -> RenderableType:
     """Bytes by kind on the tightest rank, with the largest items of each."""
     tight = found.tightest
-    table = Table("", "kind", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("GiB", justify="right")
-    table.add_column("of it", overflow="fold")
+    table = make_table("", "kind", ">GiB", "of it")
     for kind, size in tight.kinds.items():
         if size:
             items = [(i.bytes, i.name) for i in tight.items if i.kind == kind and tight.peak in i.phases]
@@ -145,19 +145,13 @@ def host(found: LayoutPlan) -> tuple[str, dict[str, Any]]:
 def timing(found: LayoutPlan) -> RenderableType:
     """Seconds of a step by activity, with the reason; traffic by link."""
     time = found.time
-    parts = Table("what", box=box.SIMPLE_HEAD, pad_edge=False, title="time of a step", title_justify="left")
-    parts.add_column("s", justify="right")
-    parts.add_column("%", justify="right")
-    parts.add_column("because", overflow="fold")
+    parts = make_table("what", ">s", ">%", "because", title="time of a step")
     for line in sorted(time.lines, key=lambda line: -line.seconds):
         what = line.what if line.what in line.kind or line.kind in line.what else f"{line.what} ({line.kind})"
         parts.add_row(what, f"{line.seconds:.3f}", f"{100 * line.seconds / time.seconds:.1f}", line.because)
     if not time.traffic:
         return parts
-    links = Table("group", "link", box=box.SIMPLE_HEAD, pad_edge=False)
-    links.title, links.title_justify = "what a rank sends in a step", "left"
-    for name in ("ranks", "GB", "s"):
-        links.add_column(name, justify="right")
+    links = make_table("group", "link", ">ranks", ">GB", ">s", title="what a rank sends in a step")
     for t in sorted(time.traffic, key=lambda traffic: -traffic.seconds):
         links.add_row(t.group, t.link, str(t.ranks), f"{t.bytes / 1e9:,.3f}", f"{t.seconds:.3f}")
     return Group(parts, links)
@@ -193,17 +187,12 @@ def in_short(number: float) -> str:
 
 def suggestions(plans: Sequence[LayoutPlan], own: LayoutPlan | None, tokens: float) -> Table:
     """One row per plan, with days and cost of this many tokens; the commands are in `commands`."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("#", no_wrap=True)
-    numbers = ("TP", "PP", "DP", "CP", "ZeRO", "mb x n")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("recompute", no_wrap=True)
     eight = any(plan.config.precision.fp8 for plan in plans)
-    if eight:
-        table.add_column("FP8", no_wrap=True)
-    for name in ("GiB left", "step s", "MFU", "bubble", "days", "$", *(["speed"] * (own is not None))):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table(
+        "#", ">TP", ">PP", ">DP", ">CP", ">ZeRO", ">mb x n", "recompute", *(["FP8"] * eight), ">GiB left", ">step s",
+        ">MFU", ">bubble", ">days", ">$", *([">speed"] * (own is not None)),
+    )  # fmt: skip
+    table.padding = (0, 1, 0, 0)
     for number, found in enumerate(plans, 1):
         c, lay, time = Choice.of(found.config), found.layout, found.time
         row = [str(number), *map(str, (lay.tensor, lay.pipeline, lay.data, lay.context, c.zero))]
@@ -272,14 +261,15 @@ def picture(found: LayoutPlan, title: str, path: Path) -> None:
 
     Raises DataError when it cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     device: Device = "cpu" if found.cluster.device == "cpu" else "cuda"
     stages = footprints(found.config, found.layout, device=device)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5), layout="constrained", width_ratios=(3, 2))
+    with draw_figure(path, 14, 5) as figure:
+        _draw(found, stages, figure)
+        figure.suptitle(f"{title}: {layout_in_words(found)}", parse_math=False, fontsize=10)
+
+
+def _draw(found: LayoutPlan, stages: Sequence[Footprint], figure: Figure) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     bottom = [0.0] * len(stages)
     for kind in KINDS:
         sizes = [stage.kinds[kind] / GIB for stage in stages]
@@ -289,12 +279,9 @@ def picture(found: LayoutPlan, title: str, path: Path) -> None:
     left.axhline(found.cluster.memory_gib, color="black", linewidth=1, label="the GPU")
     usable = f"less {found.cluster.reserve_gib:g} in reserve"
     left.axhline(room(found.cluster) / GIB, color="black", linewidth=1, linestyle=":", label=usable)
-    left.set_xlabel("pipeline stage")
-    left.set_ylabel("GiB at the peak")
+    left.set(xlabel="pipeline stage", ylabel="GiB at the peak")
     left.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     parts = {kind: seconds for kind, seconds in found.time.parts.items() if seconds > 0}
     shown = sorted(parts, key=lambda kind: parts[kind])
     right.barh(shown, [parts[kind] for kind in shown], color="tab:blue")
     right.set_xlabel(f"s, of a step of {found.time.seconds:.3g} s")
-    figure.suptitle(f"{title}: {layout_in_words(found)}", parse_math=False, fontsize=10)
-    save(figure, path)

@@ -1,11 +1,16 @@
-"""Saves a figure to a file."""
+"""Draws a figure into a file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megastable.base.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def save(figure: Any, path: Path) -> None:
@@ -18,3 +23,13 @@ def save(figure: Any, path: Path) -> None:
         raise DataError(f"{path} could not be written: {error}") from None
     finally:
         pyplot.close(figure)
+
+
+@contextmanager
+def draw_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A new figure of so many inches, without a window system; saved at the end. Raises DataError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
+    save(figure, path)

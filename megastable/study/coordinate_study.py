@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
 
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
+from megastable.report.scale import drawable
+from megastable.report.sheet.terminal import make_table
 from megastable.study.coordinates import OPEN, Coordinates, measure
 from megastable.study.lr_sensitivity import slope
 from megastable.study.model_shapes import at_depth, at_width
-from megastable.study.study_directory import StudyDirectory
+from megastable.study.study_directory import StudyDirectory, StudyReport
 from megastable.study.trial import QUIET
 from megastable.study.workers import Work, run_all
 
@@ -29,6 +34,9 @@ FLAT_CHANGE = 0.25
 SMALL = ("train.global_batch=8", "train.micro_batch=8", "model.sequence_length=64",
          "train.batch_warmup=null", "train.sequence_warmup=null")  # fmt: skip
 PLAIN, MUP = "standard", "muP"
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -180,3 +188,98 @@ def geometric(values: Sequence[float]) -> float:
 def exponent(by_size: Mapping[int, float]) -> float:
     """k of value ~ size^k; nan if a value is."""
     return slope([math.log(size) for size in by_size], [math.log(value) for value in by_size.values()])
+
+
+def _table(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> Table:
+    """A row per place."""
+    size = "depth" if grid.deep else "width"
+    shown = make_table(
+        "parametrization", "place", "at initialization", f"after {grid.steps} steps", "change since", "flat",
+        *(f"RMS at {n}" for n in sorted(grid.sizes)),
+        caption=f"slopes of log scale against log {size}; flat: after the last step within {FLAT:g} of 0, the change "
+        f"within {FLAT_CHANGE:g}",
+    )  # fmt: skip
+    for one in found:
+        shown.add_row(
+            one.way, one.place, *map(_said, (one.first, one.last, one.change)),
+            "yes" if one.flat else "NO", *(f"{one.rms[n]:.3g}" for n in sorted(grid.sizes)),
+        )  # fmt: skip
+    return shown
+
+
+def _said(slope: float) -> str:
+    return f"{slope:+.2f}" if math.isfinite(slope) else "-"  # of logits that begin at zero, for one
+
+
+def verdict(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> list[str]:
+    """A sentence per parametrization."""
+    told = []
+    for way in grid.ways:
+        steep = [one for one in found if one.way == way and not one.flat]
+        if not steep:
+            told.append(f"{way}: flat, the scale of all activations stays within size^±{FLAT:g}")
+            continue
+        worst = max(steep, key=lambda one: max(abs(one.last), abs(one.change)))
+        told.append(
+            f"{way}: not flat at {', '.join(one.place for one in steep)}; most at {worst.place}: "
+            f"size^{worst.last:+.2f}, its change size^{worst.change:+.2f}"
+        )
+    return told
+
+
+def report(
+    grid: CoordinateGrid,
+    results: Mapping[str, Coordinates],
+    found: Sequence[PlaceScale],
+    about: dict[str, Any],
+) -> StudyReport:
+    """Everything. models: root mean squares by place, one for each step from 0 on."""
+    facts = about | {
+        "per": "depth" if grid.deep else "width", "sizes": grid.sizes, "steps": grid.steps, "flat_below": FLAT,
+        "flat_change_below": FLAT_CHANGE,
+        "places": [asdict(one) | {"flat": one.flat} for one in found],
+        "models": [
+            {"way": way, "size": size, "seed": seed, **asdict(results[name])}
+            for name, (way, size, seed) in grid.every.items()
+        ],
+    }  # fmt: skip
+    places = list(dict.fromkeys(one.place for one in found))
+    size = (3.2 * len({place.rpartition(".")[2] for place in places}), 3.4 * len(grid.ways))
+    draw = partial(_draw, grid, results, places)
+    return StudyReport(facts, _table(grid, found), verdict(grid, found), draw, size)
+
+
+def _draw(
+    grid: CoordinateGrid, results: Mapping[str, Coordinates], places: Sequence[str], figure: Figure
+) -> None:
+    """Scale over sizes, a column per kind of place and a row per parametrization: a line per place and step, from
+    initialization (light) to the last step (dark)."""
+    from matplotlib import colormaps
+
+    kinds = list(dict.fromkeys(place.rpartition(".")[2] for place in places))
+    axes = figure.subplots(len(grid.ways), len(kinds), squeeze=False, sharex=True, sharey="col")
+    colours = colormaps["viridis_r"]([0.1 + 0.9 * t / max(1, grid.steps) for t in range(grid.steps + 1)])
+    sizes = sorted(grid.sizes)
+    for row, way in zip(axes, grid.ways, strict=True):
+        models = {
+            n: [named(results[grid.name(way, n, seed)], grid.deep) for seed in grid.seeds] for n in sizes
+        }
+        for axis, kind in zip(row, kinds, strict=True):
+            for place in (place for place in places if place.rpartition(".")[2] == kind):
+                for step in range(grid.steps + 1):
+                    ys = [
+                        drawable(geometric([m.rms[place][step] for m in models[n]]), positive=True)
+                        for n in sizes
+                    ]
+                    label = f"step {step}" if step in (0, grid.steps) and place == places[0] else None
+                    axis.plot(sizes, ys, ".-", color=colours[step], linewidth=0.9, label=label)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            low, high = axis.get_ylim()
+            middle, span = (low * high) ** 0.5, max(10.0, high / low) ** 0.5
+            axis.set_ylim(middle / span, middle * span)  # what is flat is to look flat
+            axis.set_title(f"{kind}, {way}")
+        row[0].set_ylabel("root mean square")
+    for axis in axes[-1]:
+        axis.set_xlabel("depth" if grid.deep else "width")
+    axes[0][0].legend(fontsize="small")

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from megastable.study.saved_result import SavedResult
+from megastable.study.trial import SavedResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,14 +34,6 @@ class Coordinates(SavedResult):
     rms: dict[str, list[float]]
     change: dict[str, list[float]]
     losses: list[float]
-
-    @classmethod
-    def parsed(cls, found: dict[str, Any]) -> Self:
-        rms, change = (
-            {str(place): [float(x) for x in values] for place, values in found[key].items()}
-            for key in ("rms", "change")
-        )
-        return cls(rms, change, [float(loss) for loss in found["losses"]])
 
 
 def measure(recipe: str, overrides: tuple[str, ...], steps: int, output: Path) -> None:

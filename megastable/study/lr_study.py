@@ -7,19 +7,29 @@ highest usable one and at the one above it. So the end of the usable range gets 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
+from megastable.base.text import plural
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.study.lr_sensitivity import LrCurve, edges
+from megastable.report.sheet.terminal import make_table
+from megastable.study.lr_sensitivity import LrCurve, Trend, edges, optimum, trends, usable
 from megastable.study.model_shapes import at_width
-from megastable.study.study_directory import StudyDirectory, run_missing
+from megastable.study.study_directory import StudyDirectory, StudyReport, run_missing
 from megastable.study.trial import QUIET, Trial, TrialResult
 
 MARGIN = 0.1  # nats per token above the best loss: usable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -149,3 +159,122 @@ def run_grid(
     more(len(study.missing(trial.name for trial in beyond)))
     run_missing(study, grid.path, beyond, jobs, watch)
     return grid.curves(study.results)
+
+
+def _table(curves: Sequence[LrCurve], margin: float) -> Table:
+    """A row per curve."""
+    shown = make_table(
+        "intervention", "width", "params", "best loss", "best rate", "LR sensitivity", "usable rates", "span",
+        "highest by seed", "diverged",
+        caption=f"usable: within {margin:g} nat of the best loss. LR sensitivity: mean loss over the rates, at most "
+        "that at initialization, less the best. > and <: beyond the rates tried",
+    )  # fmt: skip
+    for curve in curves:
+        losses = curve.mean
+        at, rates = optimum(losses), usable(losses, margin)
+        beyond = (rates.open_below, rates.open_above)
+        shown.add_row(
+            curve.intervention, str(curve.width), f"{curve.parameters / 1e6:.2f}M", f"{min(losses.values()):.3f}",
+            ("" if at.inside else ">" if at.rate == max(losses) else "<") + f"{at.rate:.2g}",
+            _spread(curve.sensitivities),
+            f"{'<' if beyond[0] else ''}{rates.lowest:.2g} to {'>' if beyond[1] else ''}{rates.highest:.2g}",
+            f"{'>' if any(beyond) else ''}{rates.factor:.0f}x",
+            ", ".join(f"{rate:.2g}" for rate in curve.highest(margin)),
+            ", ".join(f"{rate:g}" for rate in curve.diverged) or "-",
+        )  # fmt: skip
+    return shown
+
+
+def _spread(values: Sequence[float]) -> str:
+    middle = f"{fmean(values):.3f}"
+    return middle if len(values) == 1 else f"{middle} ± {(max(values) - min(values)) / 2:.3f}"
+
+
+def in_words(found: Sequence[Trend]) -> list[str]:
+    """A sentence per intervention on what changes with the width."""
+    told = []
+    for trend in found:
+        if math.isnan(trend.sensitivity):
+            continue
+        rate = (
+            "the best rates lie at the ends of the grid: no trend"
+            if math.isnan(trend.best_rate)
+            else f"the best rate goes with width^{trend.best_rate:+.2f}, by {plural(trend.inside, 'width')}"
+        )
+        told.append(
+            f"{trend.intervention}: LR sensitivity {trend.sensitivity:+.3f} nat per doubling of the width; {rate}"
+        )
+    return told
+
+
+def report(grid: LrGrid, curves: Sequence[LrCurve], about: dict[str, Any]) -> StudyReport:
+    """Everything. Losses in nats per token; `losses` are the mean over the whole seeds, capped."""
+    rows = []
+    for curve in curves:
+        losses, rates = curve.mean, usable(curve.mean, grid.margin)
+        rows.append({
+            "intervention": curve.intervention, "width": curve.width, "parameters": curve.parameters,
+            "losses": [{"rate": rate, "loss": loss} for rate, loss in losses.items()],
+            "best_loss": min(losses.values()), "best_rate": asdict(optimum(losses)),
+            "lr_sensitivity": curve.sensitivities, "usable": asdict(rates) | {"factor": rates.factor},
+            "highest_by_seed": dict(zip(map(str, curve.results), curve.highest(grid.margin), strict=True)),
+            "trials": [
+                {
+                    "rate": rate, "seed": seed, "final": result.final, "first": result.first,
+                    "validation": result.validation, "diverged": result.diverged, "seconds": result.seconds,
+                }
+                for seed, runs in curve.results.items() for rate, result in runs.items()
+            ],
+        })  # fmt: skip
+    found = trends(curves)
+    facts = about | {
+        "margin": grid.margin, "rates": grid.rates, "widths": grid.widths, "steps": grid.config.train.steps,
+        "interventions": {name: list(overrides) for name, overrides in grid.interventions.items()},
+        "curves": rows, "trends": [asdict(trend) for trend in found],
+    }  # fmt: skip
+    size = (3.6 * (len(grid.interventions) + 1), 4.2)
+    return StudyReport(
+        facts, _table(curves, grid.margin), in_words(found), partial(_draw, grid, curves), size
+    )
+
+
+def _draw(grid: LrGrid, curves: Sequence[LrCurve], figure: Figure) -> None:
+    """Loss against rate, a panel per intervention and a curve per width; on the right LR sensitivity over widths."""
+    from matplotlib import colormaps
+
+    names, widths = list(grid.interventions), sorted(grid.widths)
+    axes = figure.subplots(1, len(names) + 1)
+    colours = colormaps["viridis"]([0.85 * i / max(1, len(widths) - 1) for i in range(len(widths))])
+    for curve in curves:
+        axis, colour = axes[names.index(curve.intervention)], colours[widths.index(curve.width)]
+        losses = curve.mean
+        label = f"width {curve.width}"
+        axis.plot(list(losses), list(losses.values()), "o-", color=colour, markersize=4, label=label)
+        others = [
+            (rate, loss) for seed in curve.results if seed not in curve.whole
+            for rate, loss in curve.losses(seed).items()
+        ]  # fmt: skip
+        axis.plot(
+            [r for r, _ in others], [loss for _, loss in others], "x", color=colour, markersize=5, alpha=0.7
+        )
+    first = fmean(
+        result.first for curve in curves for runs in curve.results.values() for result in runs.values()
+    )
+    low = min(min(curve.mean.values()) for curve in curves)
+    for name, axis in zip(names, axes, strict=False):
+        axis.axhline(first, color="0.6", linestyle=":", linewidth=1)
+        limits = (low - 0.05 * (first - low), first + 0.08 * (first - low))
+        axis.set(xscale="log", ylim=limits, title=name, xlabel="learning rate")
+    axes[0].set_ylabel("final training loss (nats per token)")
+    axes[0].legend(
+        fontsize="small", title="dotted: at initialization\nx: more seeds", title_fontsize="x-small"
+    )
+    for name in names:
+        mine = [curve for curve in curves if curve.intervention == name]
+        axes[-1].plot(
+            [c.width for c in mine], [fmean(c.sensitivities) for c in mine], "o-", markersize=4, label=name
+        )
+    axes[-1].set_xscale("log", base=2)
+    axes[-1].set_ylim(bottom=0)
+    axes[-1].set(title="LR sensitivity", xlabel="width", ylabel="nats per token")
+    axes[-1].legend(fontsize="small")

@@ -12,30 +12,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from rich.table import Table
 
 from megastable.base import durable
 from megastable.base.errors import ConfigError, DataError
 from megastable.base.text import plural
 from megastable.config.tree import RunConfig
 from megastable.data.corpora import open_corpora
-from megastable.study.trial import Trial, TrialResult
+from megastable.study.trial import SavedResult, Trial, TrialResult
 from megastable.study.workers import run_trials
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMAT = 1
 SHOWN = 5  # differences named in a refusal
 
 
-class Result(Protocol):
-    """What a study keeps of one of its runs, in a file."""
-
-    def save(self, path: Path) -> None: ...
-    @classmethod
-    def load(cls, path: Path) -> Self: ...
-
-
-R = TypeVar("R", bound=Result)
+R = TypeVar("R", bound=SavedResult)
 
 
 class StudyDirectory(Generic[R]):
@@ -100,6 +98,18 @@ class StudyDirectory(Generic[R]):
         """Raises DataError if it cannot be written."""
         result.save(self.trials / f"{name}.json")
         self.results[name] = result
+
+
+@dataclass(frozen=True)
+class StudyReport:
+    """What a study has found. facts: for JSON; table, sentences: for people; draw: into a figure of this size, width
+    and height in inches."""
+
+    facts: dict[str, Any]
+    table: Table
+    sentences: list[str]
+    draw: Callable[[Figure], None]
+    size: tuple[float, float]
 
 
 def run_missing(

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
+from pydantic import TypeAdapter
 
+from megastable.base import durable
 from megastable.base.errors import DataError
 from megastable.run import records
-from megastable.run.directory import RunDirectory, read_object
-from megastable.study.saved_result import SavedResult
+from megastable.run.directory import RunDirectory, as_json, read_object
 
 WINDOW = 10  # steps over which a loss is smoothed
 LEARNT = 0.05  # nats per token by which a run must end below its first loss to count as trained
@@ -34,6 +35,29 @@ class Trial:
 
     name: str
     overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SavedResult:
+    """A result of a study's run, with its file: complete, or not there at all."""
+
+    def save(self, path: Path) -> None:
+        """Raises DataError."""
+        try:
+            durable.write_file(path, (as_json(asdict(self)) + "\n").encode())
+        except OSError as error:
+            raise DataError(f"{path} could not be written: {error}: make room, start again") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises DataError for a file that is no result."""
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(
+                f"{path}: not the result of a run ({reason}): remove it, and it runs again"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -73,13 +97,6 @@ class TrialResult(SavedResult):
         return cls(
             smoothed(losses), losses[0], math.nan if validation is None else float(validation),
             float(sum(table.column("seconds").to_pylist())), int(summary.get("parameters") or 0),
-        )  # fmt: skip
-
-    @classmethod
-    def parsed(cls, found: dict[str, Any]) -> Self:
-        return cls(
-            tuple(float(loss) for loss in found["losses"]), float(found["first"]), float(found["validation"]),
-            float(found["seconds"]), int(found["parameters"]),
         )  # fmt: skip
 
 

@@ -19,8 +19,7 @@ from megastable.base.errors import DataError
 from megastable.checkpoint.plain import load_plain
 from megastable.config.tree import RunConfig
 from megastable.downstream import evaluator
-from megastable.downstream.due_checkpoints import SavedCheckpoint
-from megastable.downstream.evaluator import Evaluator, Leaving, saved
+from megastable.downstream.evaluator import Evaluator, Leaving, SavedCheckpoint, saved
 from megastable.model.loss import cross_entropy
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import TasksSkipped

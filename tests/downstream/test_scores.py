@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from megastable.base.errors import DataError
 from megastable.config.downstream import LM_EVAL, EvalConfig
-from megastable.downstream.due_checkpoints import SavedCheckpoint, next_due
-from megastable.downstream.task_scores import MOST, read_scores, scores_of
+from megastable.downstream.evaluator import MOST, SavedCheckpoint, next_due, read_scores, scores_of
 
 HARNESS = {
     "results": {

@@ -16,8 +16,7 @@ from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
-from megastable.plan.items import KINDS, PHASES, Footprint
-from megastable.plan.memory import footprints, kernels_on, taken
+from megastable.plan.memory import KINDS, PHASES, Footprint, footprints, kernels_on, taken
 from megastable.plan.volume import bounds, parameters, stage_of
 from tests.tiers import examples
 

@@ -18,8 +18,7 @@ from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
 from megastable.plan import published, volume, work
 from megastable.plan.cluster import ClusterConfig, load
-from megastable.plan.links import crossing
-from megastable.plan.time import BALLOT, COMPUTING, KINDS, Others, StepTime, step_time
+from megastable.plan.time import BALLOT, COMPUTING, KINDS, Others, StepTime, crossing, step_time
 
 H100 = load("launch/clusters/h100.yaml")
 

@@ -10,9 +10,16 @@ import pytest
 
 from megastable.commands.root import app
 from megastable.config import recipe
-from megastable.study.compare_display import in_words
-from megastable.study.compare_study import Compared, CompareGrid, compare
-from megastable.study.paired import interval, paired, quantile, within
+from megastable.study.compare_study import (
+    Compared,
+    CompareGrid,
+    compare,
+    in_words,
+    interval,
+    paired,
+    quantile,
+    within,
+)
 from megastable.study.trial import TrialResult
 from tests.tools.cli import Done, call
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from megastable.base.durable import write_output
 from megastable.base.errors import DataError
-from megastable.report.sheet.json_csv import as_csv, as_json
 from megastable.report.sheet.model import Sheet
 from megastable.report.sheet.page import as_html
 from megastable.report.sheet.terminal import console
+from megastable.report.sheet.values import as_csv, as_json
 
 STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 

@@ -24,7 +24,7 @@ from megastable.forensics.samples import step_sheet
 from megastable.forensics.scanning.scan import scan_shards
 from megastable.forensics.shard_set import open_shelf
 from megastable.guard.incident import Incident
-from megastable.report.sheet.json_csv import as_csv
+from megastable.report.sheet.values import as_csv
 from megastable.run.directory import RunDirectory
 from tests.conftest import write_corpus
 from tests.data.texts import documents, sentencepiece_file
