@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megastable.base.errors import ConfigError, DataError, MegastableError
 from megastable.checkpoint.plain import PlainModel, load_plain
@@ -25,7 +24,7 @@ from megastable.data.source import Source
 from megastable.data.tokenizer import load_tokenizer
 from megastable.forensics.scoring.losses import inputs
 from megastable.fp8_check.effect import EvaluationBatch
-from megastable.generate.load import DTYPES, tokenizer_of
+from megastable.generate.load import DTYPES, find_device, tokenizer_of
 from megastable.run.directory import RunDirectory
 
 Int64s = npt.NDArray[np.int64]
@@ -37,12 +36,7 @@ def open_model(checkpoint: Path, dtype: str | None, device: str | None) -> Plain
 
     Raises CheckpointError as `load_plain`, DataError for a missing device, ConfigError for a run in fp16.
     """
-    try:
-        on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=on).cpu()  # raises for "meta"
-    except (RuntimeError, AssertionError) as error:
-        raise DataError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
-    model = load_plain(checkpoint, DTYPES[dtype] if dtype else None, on)
+    model = load_plain(checkpoint, DTYPES[dtype] if dtype else None, find_device(device))
     if model.run.precision.kind == "fp16" and dtype is None:
         raise ConfigError(
             f"{model.checkpoint} trains in fp16, which FP8 does not support: add --dtype bf16 to check it "

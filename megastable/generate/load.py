@@ -71,7 +71,7 @@ def open_speaker(
 
     Raises CheckpointError, and DataError for a tokenizer or device that there is not.
     """
-    on = _device(device)
+    on = find_device(device)
     precision = DTYPES[dtype] if dtype else torch.float32 if on.type == "cpu" else None
     if is_folder(checkpoint):
         return _of_folder(load_folder(checkpoint, precision, on, accept), tokenizer)
@@ -153,7 +153,8 @@ def _compared(model: PlainModel, tokenizer: Tokenizer) -> tuple[str, ...]:
     return ()
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """None: a GPU if there is one. Raises DataError for one that cannot be used."""
     try:
         on = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=on).cpu()  # "meta" gives nothing back
