@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from megastable.base.errors import ConfigError
-from megastable.base.hardware import NOMINAL
 from megastable.plan.cluster import ClusterConfig, load
 
 ALONG = sorted(Path("launch/clusters").glob("*.yaml"))
@@ -30,15 +29,6 @@ def test_those_that_come_along_are_plausible(path: Path) -> None:
     intensity = c.tflops.bf16 / c.memory_tb_per_second
     assert intensity > (50 if c.device == "gpu" else 1)
     assert c.tflops.fp8 is None or c.tflops.fp8 == pytest.approx(2 * c.tflops.bf16, rel=0.01)
-
-
-@pytest.mark.parametrize("key", ["A100", "H100", "H200", "B200"])
-def test_peaks_are_those_that_mfu_is_told_by(key: str) -> None:
-    assert load(f"launch/clusters/{key.lower()}.yaml").tflops.bf16 == NOMINAL[key]
-
-
-def test_all_gpus_are_there() -> None:
-    assert {path.stem for path in ALONG} >= {"a100", "b200", "cpu", "h100", "h200"}
 
 
 def test_one_sustained_share_for_all_gpus() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from megastable.model.flops import flops_per_token
 from megastable.parallel.layout import Layout
 from megastable.plan import published, volume, work
 from megastable.plan.cluster import ClusterConfig, load
-from megastable.plan.time import BALLOT, COMPUTING, KINDS, Others, StepTime, crossing, step_time
+from megastable.plan.time import BALLOT, KINDS, Others, StepTime, crossing, step_time
 
 H100 = load("launch/clusters/h100.yaml")
 
@@ -113,15 +112,6 @@ def test_windows_cost_less_attention(stages: int) -> None:
     assert windowed.parts["products"] == pytest.approx(full.parts["products"])
 
 
-def test_norms_on_both_sides_move_more_memory() -> None:
-    assert timed(config(model={"norms": "both"})).parts["memory"] > timed(config()).parts["memory"]
-    clamped, plain = (
-        timed(config(model=more, kernels={"compile": False})).parts["memory"]
-        for more in ({"swiglu_clamp": 7.0}, {})
-    )
-    assert clamped > plain
-
-
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_the_bubble_of_equal_stages(stages: int, virtual: int) -> None:
@@ -138,30 +128,6 @@ def test_the_dearest_stage_sets_the_pace() -> None:
     whole = timed(config(model={"layers": 3, "vocab_size": 128}), cluster=free()).seconds
     found = timed(c, cluster=free())
     assert found.seconds == pytest.approx(whole / 3 * (2 + 1 / 64), rel=0.01)
-
-
-def test_a_large_head_is_a_part_of_the_pace() -> None:
-    c = config(pipeline=4, model={"vocab_size": 512_000})
-    assert timed(c).seconds > 1.2 * timed(config(pipeline=4)).seconds
-
-
-def test_cost_is_days_times_gpus_times_the_price() -> None:
-    found = timed(config(), data=16)
-    tokens = 1e12
-    days = tokens / found.tokens_per_second / 86400
-    assert found.days(tokens) == pytest.approx(days)
-    assert found.dollars(tokens) == pytest.approx(days * 24 * 16 * H100.dollars_per_gpu_hour)
-    assert found.days(tokens, goodput=0.5) == pytest.approx(2 * days)
-
-
-def test_mfu_is_the_models_flops_over_the_peak() -> None:
-    c = config()
-    found = timed(c, data=8)
-    tokens = 64 * 2048
-    assert found.mfu == pytest.approx(tokens * flops_per_token(c.model, False) / (found.seconds * 8 * 989e12))
-    assert found.mfu_causal == pytest.approx(
-        found.mfu * flops_per_token(c.model, True) / flops_per_token(c.model, False)
-    )
 
 
 # Communication
@@ -233,12 +199,6 @@ def test_an_all_to_all_pays_for_what_leaves_the_host() -> None:
     assert found.seconds("all-to-all", sent, 16) == pytest.approx(8e6 / (50e9 * 0.85))
 
 
-def test_context_parallelism_shares_the_computing() -> None:
-    one, four = timed(config(), 4, free()), timed(config(context=4), 4, free())
-    assert four.seconds == pytest.approx(one.seconds, rel=1e-3)
-    assert four.parts["context"] > 0
-
-
 def test_what_is_hidden_is_not_seen() -> None:
     """ZeRO 2 sums gradients beside the computing, ZeRO 1 when all are there; without overlap_comm nothing is hidden."""
     c = config(zero=2)
@@ -270,27 +230,6 @@ def test_lines_add_up_and_say_why(tensor: int, pipeline: int, data: int, recompu
     assert 0 < found.mfu_causal < found.mfu < (1 if not fp8 else 2)
 
 
-@given(st.sampled_from([1, 2, 4, 8, 16, 32]), st.sampled_from([1, 2, 3]))
-def test_more_gpus_are_never_slower(data: int, zero: int) -> None:
-    """The same step on twice the GPUs takes no longer, and no less than half of the time."""
-    c = config(zero=zero, model={"hidden": 2048, "heads": 16, "ffn": 5632})
-    one, two = timed(c, data), timed(c, 2 * data)
-    assert two.seconds <= one.seconds * 1.0001
-    # A rank alone has nothing to say: only there can twice the GPUs be more than twice as fast, by the update.
-    assert two.seconds >= one.seconds / 2 * 0.97
-
-
-@given(st.sampled_from(["current", "delayed", "block"]), st.integers(0, 4), st.integers(0, 4))
-def test_fp8_is_never_slower_in_products(recipe: str, first: int, last: int) -> None:
-    slow = timed(config())
-    kept = timed(config(precision={"fp8": {"recipe": recipe, "keep_first": first, "keep_last": last}}))
-    assert kept.parts["products"] < slow.parts["products"]
-    assert kept.parts["attention"] == slow.parts["attention"]
-    everything = timed(config(precision={"fp8": {"recipe": recipe}}))
-    assert everything.parts["products"] <= kept.parts["products"] * 1.0001
-    assert everything.parts["casts"] >= kept.parts["casts"] * 0.9999
-
-
 def test_layers_that_are_kept_are_counted_on_their_stage() -> None:
     """FP8 is left out of the last stage only: it becomes the dearest one, and sets the pace."""
     model = {"vocab_size": 128, "hidden": 4096, "heads": 32, "ffn": 11008}
@@ -300,53 +239,6 @@ def test_layers_that_are_kept_are_counted_on_their_stage() -> None:
     everything = timed(config(precision={"fp8": {}}, **layout))
     assert everything.seconds < some.seconds < bf16.seconds
     assert some.parts["products"] == pytest.approx(bf16.parts["products"])  # of the dearest stage
-
-
-@given(
-    st.sampled_from(["memory_tb_per_second", "kernel_us", "host", "network", "tflops"]), st.floats(1.1, 10),
-    st.sampled_from([{"tensor": 8}, {"pipeline": 2}, {"zero": 3}, {"context": 2}]),
-)  # fmt: skip
-def test_a_better_machine_is_not_slower(what: str, factor: float, parallel: dict[str, Any]) -> None:
-    tree = H100.model_dump()
-    if what == "kernel_us":
-        tree[what] /= factor
-    elif what in ("host", "network"):
-        tree[what]["gb_per_second"] *= factor
-    elif what == "tflops":
-        tree[what]["bf16"] *= factor
-    else:
-        tree[what] *= factor
-    c = config(**parallel)
-    assert timed(c, 8, ClusterConfig.model_validate(tree)).seconds <= timed(c, 8).seconds * 1.0001
-
-
-def test_fused_blocks_pass_less_over_memory() -> None:
-    fused = timed(config()).parts["memory"]
-    assert timed(config(kernels={"compile": False})).parts["memory"] > 2 * fused
-    # On a CPU blocks are compiled only where the recipe says so.
-    cpu = load("launch/clusters/cpu.yaml")
-    assert (
-        timed(config(), 1, cpu).parts["memory"]
-        > timed(config(kernels={"compile": True}), 1, cpu).parts["memory"]
-    )
-
-
-def test_bf16_moments_are_fewer_bytes() -> None:
-    c = config()
-    held = volume.stage_of(volume.bounds(c), 0)
-    lower = c.model_copy(update={"optimizer": c.optimizer.model_copy(update={"moments": "bf16"})})
-    saved = work.update(c, held, 4).bytes - work.update(lower, held, 4).bytes
-    assert saved == 8 * work.held_parameters(c, held) / 4
-
-
-def test_small_products_reach_less() -> None:
-    """Per FLOP: a model of a quarter of the width, on as many tokens."""
-
-    def rate(c: RunConfig) -> float:
-        return flops_per_token(c.model, True) / timed(c).parts["products"]
-
-    narrow = config(model={"hidden": 256, "heads": 4, "ffn": 704}, train={"micro_batch": 8})
-    assert rate(narrow) < rate(config(train={"micro_batch": 8}))
 
 
 # What cannot be predicted
@@ -409,13 +301,6 @@ def test_published_times_are_those_of_their_mfu() -> None:
             share = flops / run.measured / run.gpus / 312e12
             assert share == pytest.approx(wanted.pop(run.name.partition(",")[0]), abs=0.002)
     assert not wanted
-
-
-def test_computing_is_all_kinds_but_communication() -> None:
-    assert set(COMPUTING) < set(KINDS)
-    found = timed(config(tensor=8, pipeline=2), 2)
-    silent = replace(found, lines=tuple(line for line in found.lines if line.kind in COMPUTING))
-    assert sum(silent.parts.values()) < found.seconds
 
 
 def test_bytes_of_the_update_by_hand() -> None:
