@@ -15,7 +15,6 @@ import pytest
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.quick_check import DELETING
-from megastable.convert import catalogue
 from megastable.convert.catalogue import CatalogueEntry, entries, sheet
 from megastable.report.sheet import as_csv, as_html, as_json
 from megastable.run.directory import RunDirectory
@@ -238,12 +237,3 @@ def test_the_sheet_shows_all_of_it_and_nothing_obeys_a_reason(tmp_path: Path) ->
     assert told["rows"][0]["pinned"] == "\x1b]0;title\x07 =1+1" and told["rows"][1]["pinned"] is None
     for text in (as_json(made), as_csv(made), as_html(made)):
         assert "\x1b" not in text and "\x07" not in text
-
-
-def test_an_empty_run_has_a_sheet(tmp_path: Path) -> None:
-    run_with(tmp_path)
-    made = catalogue.sheet(tmp_path, entries(tmp_path))
-    assert dict(made.facts) == {
-        "checkpoints": "0", "on the disk": "0 MB", "latest": "none", "newest healthy": "none yet",
-    }  # fmt: skip
-    assert json.loads(as_json(made))["rows"] == []

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from megastable.base.errors import CheckpointError
 from megastable.checkpoint.new_run import ADAM, write_run
-from megastable.checkpoint.plain import load_plain
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.tree import ScheduleConfig
 from megastable.convert.average import average
 from megastable.convert.branching import branch
 from megastable.convert.diff import differences
 from megastable.convert.reshaping import Sizes, reshape
-from tests.checkpoint.states import LAYOUTS, make_run, numbers, recipe_of, state_of
-from tests.reference import logits
-from tests.shapes import shape_of
+from tests.checkpoint.states import LAYOUTS, numbers, recipe_of, state_of
 
 GEMMA = {
     "norms": "both", "zero_centered_norms": True, "activation": "gelu", "embedding_scale": "sqrt_hidden",
@@ -51,26 +46,3 @@ def test_checkpoints_of_both_norms_are_reshaped_averaged_compared_and_branched(t
     expected = (a.tensor(POST, "weight").double() + b.tensor(POST, "weight").double()) / 2
     assert torch.equal(mean.tensor(POST, "weight"), expected.float())
     assert all(d.outcome == "differs" for d in differences(a, b))
-
-
-def test_the_plain_model_of_any_layout_computes_the_architecture(tmp_path: Path) -> None:
-    for name in ("tp2-pp2", "dp2-zero3"):
-        checkpoint = make_run(tmp_path / name, LAYOUTS[name], seed=1, model=GEMMA)
-        whole, config = WholeState(checkpoint), run_of(checkpoint).model
-        tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
-        weights = {n: whole.tensor(n, "weight") for n in whole.names}
-        with torch.no_grad():
-            torch.testing.assert_close(
-                load_plain(checkpoint)(tokens),
-                logits(weights, shape_of(config), tokens),
-                rtol=1e-4,
-                atol=1e-4,
-            )
-
-
-def test_models_that_differ_only_in_what_they_compute_have_no_mean(tmp_path: Path) -> None:
-    """All of their tensors have the same names and shapes."""
-    one = make_run(tmp_path / "one", seed=1, model=GEMMA)
-    other = make_run(tmp_path / "other", seed=2, model=GEMMA | {"attention_softcap": 4.0})
-    with pytest.raises(CheckpointError, match=r"model.attention_softcap is .*: they are of different models"):
-        average([one, other], tmp_path / "mean")

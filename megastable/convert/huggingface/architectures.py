@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,20 @@ class Architecture:
     name: str
     norms: Mapping[str, str]
     has: Mapping[str, Any] = field(default_factory=dict)
-    free: Sequence[str] = ()
+    free: frozenset[str] = frozenset()
     full_every: int = 0
     written: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def values(self, fields: Mapping[str, FieldInfo] = ModelConfig.model_fields) -> dict[str, Any]:
         """The model keys that it fixes, with its values. fields: of the configuration."""
-        plain = {key: f.default for key, f in fields.items() if key not in OWN.union(EVERYWHERE, self.free)}
+        plain = {key: f.default for key, f in fields.items() if key not in OWN | EVERYWHERE | self.free}
         return plain | {"qk_norm": False} | dict(self.has)
 
 
-ARCHITECTURES = tuple(Architecture(**row) for row in TABLES["architectures"])
+ARCHITECTURES = tuple(
+    Architecture(**row | {"free": frozenset(row.get("free", ()))}) for row in TABLES["architectures"]
+)
 QWEN3, LLAMA, QWEN2, OLMO2, MISTRAL, OLMO3, GEMMA2 = ARCHITECTURES
 
 

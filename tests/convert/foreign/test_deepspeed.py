@@ -352,13 +352,6 @@ def test_the_vocabulary_is_that_of_the_corpora_where_the_recipe_says_none(
     assert run_of(made).model.vocab_size == VOCABULARY
 
 
-def test_nothing_is_replaced(small: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with pytest.raises(CheckpointError, match="exists already"):
-        import_deepspeed(small / "1-bf16", tmp_path / "run", recipe(), print)
-    assert not list((tmp_path / "run").iterdir())
-
-
 def test_the_folder_is_found_by_latest_or_where_it_is_the_only_one(small: Path, tmp_path: Path) -> None:
     source = small / "1-bf16" / f"global_step{STEPS}"
     assert find(source.parent) == find(source) == source

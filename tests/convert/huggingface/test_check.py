@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -96,25 +95,6 @@ def test_a_model_too_large_for_the_memory_is_compared_layer_by_layer(
     skipped = compare(checkpoint, out)
     assert not skipped.rows and not skipped.failed
     assert skipped.verdict.startswith("NOT CHECKED: it would take ")
-
-
-def test_without_transformers_it_says_so_loudly(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = make(MODELS["llama"])
-    out = to_hf(checkpoint, tmp_path / "out").out
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    found = compare(checkpoint, out)
-    assert (
-        found.verdict.startswith("NOT CHECKED: transformers, which the check needs, is not installed")
-        and not found.rows
-    )
-    assert found.verdict.endswith("tensors are the same, bit for bit") and not found.failed
-    tensors = load_file(out / "model.safetensors")
-    tensors["model.norm.weight"][0] += 1
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    found = compare(checkpoint, out)
-    assert found.failed and found.unequal == ["model.norm.weight"] and "NOT THE SAME" in found.verdict
 
 
 def test_positions_are_left_out_rather_than_memory_filled(

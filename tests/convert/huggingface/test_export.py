@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from megastable.base.errors import CheckpointError, ConfigError
-from megastable.checkpoint import markers, store
+from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.plain import load_plain
 from megastable.config import recipe
@@ -119,13 +119,6 @@ def test_shards_hold_what_one_file_would(make: Make, tmp_path: Path) -> None:
     assert compare(checkpoint, tmp_path / "many").failed is False
 
 
-def test_a_tied_model_has_no_head_of_its_own(make: Make, tmp_path: Path) -> None:
-    to_hf(make(MODELS["qwen3-tied"]), tmp_path / "out")
-    assert "lm_head.weight" not in exported(tmp_path / "out")
-    settings = json.loads((tmp_path / "out/config.json").read_text())
-    assert settings["tie_word_embeddings"] is True and settings["head_dim"] == 24
-
-
 @pytest.mark.slow
 def test_the_card_says_where_it_came_from_and_how_it_was_checked(make: Make, tmp_path: Path) -> None:
     checkpoint = make(MODELS["llama"])
@@ -157,36 +150,6 @@ def test_where_documents_are_kept_apart_nothing_begins_one(make: Make, tmp_path:
             == 2
         )
         assert ("it is `bos`, too" in (out / "README.md").read_text()) is not apart
-
-
-def test_the_card_says_whether_the_checkpoint_has_proved_healthy(text_corpus: Path, tmp_path: Path) -> None:
-    checkpoint = write_random(tmp_path / "run", configured(text_corpus, tmp_path / "run", MODELS["llama"]))
-    to_hf(checkpoint, tmp_path / "one")
-    markers.mark_healthy(checkpoint, step=57, steps=50)
-    to_hf(checkpoint, tmp_path / "other")
-    assert "| its health | not proven by later steps |" in (tmp_path / "one/README.md").read_text()
-    assert "| its health | proven by the 50 steps after it |" in (tmp_path / "other/README.md").read_text()
-
-
-def test_no_other_model_is_refused_by_the_name_of_its_option(text_corpus: Path, tmp_path: Path) -> None:
-    run = configured(text_corpus, tmp_path / "run", {"qk_norm": "full"})
-    write_random(tmp_path / "run", run)
-    with pytest.raises(ConfigError, match=r"model.qk_norm=full with model.norms=before: no supported"):
-        to_hf(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_that_transformers_would_replace_is_told(make: Make, tmp_path: Path) -> None:
-    notes = {kind: " ".join(to_hf(make(MODELS[kind]), tmp_path / kind).notes) for kind in ("qwen2", "llama")}
-    assert "load this one with PreTrainedTokenizerFast.from_pretrained('qwen2')" in notes["qwen2"]
-    assert "PreTrainedTokenizerFast" not in notes["llama"]
-
-
-def test_what_is_there_stays_as_it_is(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match=r"out exists already"):
-        to_hf(make(MODELS["llama"]), tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_full_disk_leaves_nothing(make: Make, tmp_path: Path) -> None:

@@ -96,21 +96,6 @@ def test_the_model_is_the_folders_and_the_rest_the_recipes(make: Make, base: Pat
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step-0"
 
 
-def test_a_sequence_longer_than_the_model_knows_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
-    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
-    with pytest.raises(
-        ConfigError, match=r"model.sequence_length=64 .*supports up to 48 \(max_position_embeddings\)"
-    ):
-        from_hf(folder, tmp_path / "run", base, ["model.sequence_length=64"])
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_layout_that_the_model_does_not_allow_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
-    folder = to_hf(make(MODELS["qwen3-tied"]), tmp_path / "out").out
-    with pytest.raises(ConfigError, match=r"parallel.tensor=2 does not divide model.kv_heads=1"):
-        from_hf(folder, tmp_path / "run", base)
-
-
 @pytest.mark.slow
 def test_a_wrong_tokenizer_is_refused(make: Make, tokenizer: Tokenizer, tmp_path: Path) -> None:
     folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
@@ -288,33 +273,3 @@ def test_a_model_that_transformers_made_themselves(
     assert any("32 tokens at a time" in note for note in again.notes)
     assert json.loads((again.out / "tokenizer_config.json").read_text())["model_max_length"] == 64
     assert any("it is imported as one" in note for note in made.notes) == (out != kind)
-
-
-def test_the_folders_architecture_replaces_the_recipes(make: Make, text_corpus: Path, tmp_path: Path) -> None:
-    folder = to_hf(make(MODELS["llama"]), tmp_path / "out").out
-    model = {
-        "sequence_length": 32, "vocab_multiple": 64, "norms": "mixed", "mixed_share": 0.5, "window": 5, "dropout": 0.1,
-        "activation": "gelu", "swiglu_clamp": 7.0, "logit_softcap": 3.0, "mup": {"base_width": 16}, "init_std": 0.5,
-    }  # fmt: skip
-    made = from_hf(folder, tmp_path / "run", written(tmp_path / "base.yaml", text_corpus, model=model))
-    after, wanted = made.run.model, HuggingFaceFolder(folder).config
-    assert after == wanted.model_copy(
-        update={
-            "sequence_length": 32,
-            "max_positions": 48,
-            "vocab_multiple": 64,
-            "dropout": 0.1,
-            "init_std": 0.5,
-        }
-    )
-    told = " ".join(made.notes)
-    for key in (
-        "norms: mixed",
-        "window: 5",
-        "activation: gelu",
-        "swiglu_clamp: 7.0",
-        "logit_softcap: 3.0",
-        "mup: ",
-    ):
-        assert f"model.{key}" in told
-    assert not compare(made.checkpoint, folder).failed

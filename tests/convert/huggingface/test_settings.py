@@ -286,16 +286,6 @@ def test_files_of_the_hub_are_read(given: dict[str, Any], wanted: tuple[Any, ...
     assert found["vocab_size"] == given["vocab_size"]
 
 
-def test_what_the_others_have_beside_a_llama() -> None:
-    of_llama_3 = RopeScalingConfig(kind="llama3", factor=32, original_length=8192)
-    for settings, bias, scaling in (
-        (LLAMA_32, False, of_llama_3), (MISTRAL_03, False, None), (QWEN_25, True, None),
-    ):  # fmt: skip
-        found = model_of(settings, "config.json")
-        assert (found["qk_norm"], found["norms"]) == (False, "before")
-        assert (found["qkv_bias"], found["rope_scaling"]) == (bias, scaling)
-
-
 def test_windows_and_scales_of_the_hub() -> None:
     def found(settings: dict[str, Any], *keys: str) -> list[Any]:
         return [model_of(settings, "config.json")[key] for key in keys]
