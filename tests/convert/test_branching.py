@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megastable.base.errors import CheckpointError, ConfigError
+from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
 from megastable.config import recipe
 from megastable.config.lint import lint
@@ -21,8 +21,6 @@ from megastable.guard.policy_state import PolicyState
 from megastable.optim.schedule import rate
 from megastable.recovery.persisted_state import PersistedState
 from megastable.run import records
-from megastable.run.directory import RunDirectory
-from megastable.run.events.training_events import Imported
 from tests.checkpoint.states import state_of
 from tests.conftest import tiny
 from tests.distributed import run_ranks
@@ -110,29 +108,6 @@ def test_the_rate_goes_on_and_decays_to_the_floor(kind: Any, parent: Path, tmp_p
     assert rate(run.schedule, PEAK, AT + 4, AT + 4) == pytest.approx(0.2 * PEAK)
     # The first update is the parent's next one.
     assert rows[0] == told(parent)[0] | {"lr": pytest.approx(PEAK)}
-
-
-@pytest.mark.slow
-def test_branching_twice_and_from_a_branch(parent: Path, tmp_path: Path) -> None:
-    checkpoint = parent / f"checkpoints/step-{AT}"
-    first, second = (branch(checkpoint, tmp_path / name, n) for name, n in (("a", 3), ("b", 6)))
-    assert (first.steps, second.steps) == (AT + 3, AT + 6)
-    with pytest.raises(CheckpointError, match="exists already"):
-        branch(checkpoint, tmp_path / "a", 3)
-    (event,) = RunDirectory(tmp_path / "b").events(Imported)
-    assert (event["how"], event["source"], event["decay_steps"]) == ("branched", str(checkpoint), 6)
-    # On at the constant rate, and branched again: as if it were the parent's own later checkpoint.
-    assert run_ranks(1, train, constant(tmp_path / "b", "train.steps=9")) == [0]
-    again = branch(tmp_path / "b/checkpoints/step-9", tmp_path / "again", 3)
-    direct = branch(parent / "checkpoints/step-9", tmp_path / "direct", 3)
-    assert again.steps == direct.steps == STEPS
-    for made in (again, direct):
-        assert run_ranks(1, train, recipe.load(made.made.out / "recipe.yaml")) == [0]
-    ends = [made.made.out / f"checkpoints/step-{STEPS}" for made in (again, direct)]
-    assert identical(*ends) >= 3 and told(tmp_path / "again", 10) == told(tmp_path / "direct", 10)
-    with pytest.raises(ConfigError, match="past the constant phase"):
-        branch(ends[0], tmp_path / "late", 3)
-    assert not (tmp_path / "late").exists()
 
 
 # The recipe of a branch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError, ConfigError
@@ -33,9 +30,7 @@ from megastable.convert.foreign.megatron import (
 )
 from megastable.convert.foreign.megatron_args import CENTERED, NAMES, flags_of
 from tests.convert.foreign import mcore
-from tests.convert.foreign.junk import spoilt
 from tests.distributed import run_ranks
-from tests.tiers import examples
 
 MODEL = dict(
     layers=4, hidden=32, heads=8, kv_heads=2, head_dim=6, ffn=20, sequence_length=24, vocab_size=101, vocab_multiple=16,
@@ -443,27 +438,6 @@ def test_a_checkpoint_without_arguments_needs_a_recipe(ours: Any, tmp_path: Path
 @pytest.fixture(scope="module")
 def exported(ours: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_megatron(ours(), tmp_path_factory.mktemp("exported") / "megatron", tensor=2, pipeline=2)
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(60))
-@given(data=st.data())
-def test_content_of_any_other_kind_is_an_error_that_says_where(
-    exported: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("junk") / "iter_0000007"
-    shutil.copytree(exported, folder)
-    file = data.draw(st.sampled_from(sorted(folder.glob("*/*.pt"))))
-    torch.save(spoilt(torch.load(file, weights_only=False), data), file)
-    try:
-        checkpoint = import_megatron(folder, folder.parent / "run", None, lambda _: None)
-    except (CheckpointError, ConfigError) as error:
-        said = str(error)
-        checkpoint = folder.parent / "run"
-    else:
-        said = str(folder)
-        store.verify(checkpoint)
-    assert str(folder) in said and checkpoint.exists() == (checkpoint.name != "run")
 
 
 def test_transformer_engines_names_are_those_that_megatron_maps_to() -> None:

@@ -15,7 +15,6 @@ from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import hash_file
 from megastable.checkpoint.plain import load_plain
-from megastable.config import recipe
 from megastable.convert.huggingface import export
 from megastable.convert.huggingface.export import NotTheSame, to_hf
 from megastable.convert.huggingface.folder import HuggingFaceFolder, load_folder
@@ -129,27 +128,6 @@ def test_the_card_says_where_it_came_from_and_how_it_was_checked(make: Make, tmp
     assert str(tmp_path) not in card and str(checkpoint) not in card
     to_hf(checkpoint, tmp_path / "other")
     assert "It was not: the check was skipped at export." in (tmp_path / "other/README.md").read_text()
-
-
-@pytest.mark.slow
-def test_where_documents_are_kept_apart_nothing_begins_one(make: Make, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    for apart, begins in ((True, None), (False, 2)):
-        corpora = recipe.load(make(MODELS["llama"]) / "recipe.yaml").data.corpora
-        checkpoint = make(MODELS["llama"], data={"corpora": corpora, "keep_documents_apart": apart})
-        out = to_hf(checkpoint, tmp_path / str(apart)).out
-        assert (
-            HuggingFaceFolder(out).settings["bos_token_id"]
-            == AutoTokenizer.from_pretrained(out).bos_token_id
-            == begins
-        )
-        assert (
-            HuggingFaceFolder(out).settings["eos_token_id"]
-            == AutoTokenizer.from_pretrained(out).eos_token_id
-            == 2
-        )
-        assert ("it is `bos`, too" in (out / "README.md").read_text()) is not apart
 
 
 def test_a_full_disk_leaves_nothing(make: Make, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as HuggingFaceModel
 
 from megastable.base.errors import CheckpointError
-from megastable.convert.huggingface.export import to_hf
 from megastable.convert.huggingface.llama_cpp import LLAMA3, QWEN2, Vocabulary, is_qwens, vocabulary
 from megastable.convert.huggingface.tokenizer_export import (
     BYTE,
@@ -26,8 +25,6 @@ from megastable.convert.huggingface.tokenizer_export import (
 )
 from megastable.data.tokenizer import SPACE, Tokenizer, load_tokenizer
 from megastable.data.train_tokenizer import train_sentencepiece
-from tests.convert.huggingface.conftest import MODELS, Make
-from tests.data.texts import hugging_face_file
 
 
 def content(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -167,25 +164,3 @@ def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
     unigram = train_sentencepiece([real_text()], tmp_path / "unigram.model", 600, "unigram")
     with pytest.raises(CheckpointError, match="of type Unigram"):
         vocabulary(content(unigram), 600)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2"])
-def test_to_hf_says_what_llama_cpps_own_converter_would_do(make: Make, tmp_path: Path, kind: str) -> None:
-    told = {"llama": [], "qwen3": ["puts a space before every text"], "olmo2": ["knows published tokenizers"]}
-    notes = to_hf(make(MODELS[kind]), tmp_path / "out").notes
-    assert len(notes) == len(told[kind]) and all(why in note for why, note in zip(told[kind], notes))
-    assert all("convert_checkpoint.py to-gguf out out.gguf` instead" in note for note in notes)
-    bytes_ = hugging_face_file(tmp_path, 700, ("<unk>", "<s>", "</s>"))
-    named = to_hf(make(MODELS[kind]), tmp_path / "bytes", tokenizer=bytes_).notes
-    assert len(named) == 1 and "knows published tokenizers" in named[0]
-
-
-@pytest.mark.slow
-def test_to_hf_says_that_a_tokenizer_is_none_for_llama_cpp(make: Make, tmp_path: Path) -> None:
-    unigram = train_sentencepiece([real_text()], tmp_path / "unigram.model", 700, "unigram").file
-    notes = to_hf(make(MODELS["llama"]), tmp_path / "out", tokenizer=unigram, inexact_tokenizer=True).notes
-    assert len(notes) == 2 and notes[1].startswith(
-        "this tokenizer is not for llama.cpp: it is of type Unigram"
-    )
-    assert "megastable prepare tokenizer" in notes[1]
