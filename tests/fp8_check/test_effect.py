@@ -104,23 +104,6 @@ def test_a_healthy_model_keeps_nothing() -> None:
     assert {t.format for t in found.outcomes[2].layers[0].tensors.values()} == {"E4M3"}
 
 
-@pytest.mark.quick("Gemma 2")
-@pytest.mark.parametrize(
-    "choices",
-    [
-        {"norms": "both", "zero_centered_norms": True, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 8,
-         "activation": "gelu"},
-        {"norms": "deep"},
-    ],
-    ids=["Gemma 2", "DeepNorm"],
-)  # fmt: skip
-def test_other_architectures_keep_nothing(choices: dict[str, Any]) -> None:
-    found, announced, made = checked(model(**choices), ("current",))
-    (outcome,) = found.outcomes
-    assert announced == made and outcome.stable and not outcome.keep and len(outcome.layers) == 3 * 4
-    assert 0.95 < outcome.everything.cosine < 0.99999
-
-
 @pytest.mark.quick("current")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_outlier_channel_is_named_and_keeping_its_layer_helps(recipe: str) -> None:

@@ -65,30 +65,6 @@ def test_every_kind_is_another_model(name: str) -> None:
     assert apart > 1e-2
 
 
-@pytest.mark.quick("full-qk-norm", "window", "llama3")
-@pytest.mark.parametrize("name", KINDS)
-def test_the_likeliest_text_is_the_same_with_and_without_a_cache(name: str) -> None:
-    plain, text = MODELS[name], tokens(2, 5)
-    with torch.no_grad():
-        for _ in range(30):
-            text = torch.cat((text, plain(text)[:, -1:].argmax(-1)), 1)
-        cached, cache, new = tokens(2, 5), KeyValueCache(), tokens(2, 5)
-        for _ in range(30):
-            new = plain.logits(extend(plain, new, cache)[-1])[:, :VOCABULARY].argmax(-1, keepdim=True)
-            cached = torch.cat((cached, new), 1)
-    assert torch.equal(cached, text)
-
-
-@pytest.mark.parametrize("name", ["grouped", "olmo2", "gemma2"])
-def test_bf16_is_off_by_no_more_than_bf16(name: str) -> None:
-    """Rounding elsewhere may cost what rounding costs: the distance of a whole bf16 pass from fp32."""
-    low, given = model(torch.bfloat16, **KINDS[name]), tokens(2, 40)
-    with torch.no_grad():
-        exact, whole = MODELS[name](given), low(given)
-    steps = logits_in_steps(low, given, [7, 1, 1, 12])
-    assert (steps - exact).norm() < 1.3 * (whole - exact).norm()
-
-
 def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caching, "AT_ONCE", 7)
     plain, given, seen = MODELS["grouped"], tokens(2, 40), []

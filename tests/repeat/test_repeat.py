@@ -89,25 +89,14 @@ def clean(
 
 PLANTED = {
     "one": [
-        "blocks.1.mlp.down output", "blocks.0.attention.qkv.bias output", "blocks.1.mlp.swiglu output",
-        "blocks.0.mlp.gate_up output gradient", "embedding weight gradient", "loss output gradient",
-        "gradient of blocks.0.mlp.down.weight", "fp32 master of head.weight",
+        "blocks.0.attention.qkv.bias output", "blocks.0.mlp.gate_up output gradient", "embedding weight gradient",
+        "fp32 master of head.weight",
     ],
-    "dp2": [
-        "labels:1", "blocks.0.attention.core output:1", "blocks.1 output gradient:1",
-        "blocks.0.attention.qkv weight gradient:1", "first moment of blocks.0.mlp.gate_up.weight",
-        "computing copy of blocks.1.mlp_norm.weight:1",
-    ],
-    "zero3": ["blocks.1.attention.out output:1", "gradient of blocks.1.mlp.down.weight:1"],
-    "tp2": [
-        "blocks.1.mlp.down product:1", "blocks.0.mlp_norm output gradient:1", "head input gradient:1",
-        "second moment of blocks.1.attention.q_norm.weight:1",
-    ],
-    "pp2": [
-        "blocks.0 output", "blocks.1.mlp.gate_up output", "blocks.0.attention.out output gradient",
-        "final_norm weight gradient", "gradient of embedding.weight:1",
-    ],
-    "plain": ["head output", "head output gradient"],
+    "dp2": ["labels:1", "blocks.1 output gradient:1", "computing copy of blocks.1.mlp_norm.weight:1"],
+    "zero3": ["gradient of blocks.1.mlp.down.weight:1"],
+    "tp2": ["blocks.1.mlp.down product:1", "second moment of blocks.1.attention.q_norm.weight:1"],
+    "pp2": ["blocks.1.mlp.gate_up output", "gradient of embedding.weight:1"],
+    "plain": ["head output gradient"],
 }  # fmt: skip
 
 

@@ -234,7 +234,7 @@ def test_windows_and_scales_of_the_hub() -> None:
         ("qwen3", {"layer_types": ["sliding_attention"] * 28}, "layer_types=.*has no window"),
         ("llama-3.2", {"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=True: .*all that came"),
         ("llama-3.2", {"sliding_window": 7}, "sliding_window=7: .*all that came before"),
-        ("mistral-0.1", {"layer_types": ["full_attention"] * 32}, "layer_types=.*all layers of a MistralForCausalLM have"),
+        ("mistral-0.1", {"layer_types": ["full_attention"] * 32}, "layer_types=.*all layers of a Mistral.* have"),
         ("olmo3", {"rope_scaling": QWEN_YARN}, "rope_scaling: .*Olmo3ForCausalLM scales .* and only of those"),
         ("olmo3", {"rope_parameters": {"full_attention": QWEN_YARN, "sliding_attention": {"rope_type": "default"}}},
          "rope_parameters.full_attention: .*Olmo3ForCausalLM scales"),
