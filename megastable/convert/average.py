@@ -21,7 +21,7 @@ from megastable.checkpoint.new_run import origin_of
 from megastable.checkpoint.pieces import CHUNK
 from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
-from megastable.convert.diff import Tensors, field_differences
+from megastable.convert.diff import field_differences
 from megastable.convert.reshaping import Made, ledgers_of, write_run_of
 from megastable.run.directory import FREE
 
@@ -74,7 +74,7 @@ def shares(count: int, weights: Sequence[float] | None) -> list[float]:
     return [w / total for w in weights]
 
 
-def check_alike(given: Sequence[tuple[str, Tensors]]) -> None:
+def check_alike(given: Sequence[tuple[str, WholeState]]) -> None:
     """Raises CheckpointError unless all hold tensors of the same names and shapes. given: (name for messages,
     tensors)."""
     (first_called, first), *rest = given
@@ -94,7 +94,7 @@ def check_alike(given: Sequence[tuple[str, Tensors]]) -> None:
                 )
 
 
-def mean(given: Sequence[tuple[str, Tensors]], parts: Sequence[float]) -> Callable[[str, str], Tensor]:
+def mean(given: Sequence[tuple[str, WholeState]], parts: Sequence[float]) -> Callable[[str, str], Tensor]:
     """`whole(name, kind)` of the mean, for `checkpoint.new_run.write_run`.
 
     Sums are in fp64 and rounded to fp32 once, so the mean of copies of one checkpoint is that checkpoint, byte by byte.

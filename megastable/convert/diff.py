@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,22 +40,6 @@ COLUMNS = (
     Column("shape_a", "shape in A", wide=True),
     Column("shape_b", "shape in B", wide=True),
 )
-
-
-class Tensors(Protocol):
-    """The interface of `checkpoint.whole.WholeState`: whole fp32 tensors by name and kind."""
-
-    @property
-    def names(self) -> list[str]: ...
-
-    @property
-    def kinds(self) -> tuple[str, ...]: ...
-
-    def kinds_of(self, name: str) -> tuple[str, ...]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def tensor(self, name: str, kind: str) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +110,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def differences(
-    a: Tensors, b: Tensors, watch: Callable[[int], None] = lambda _: None, weights_only: bool = False
+    a: WholeState, b: WholeState, watch: Callable[[int], None] = lambda _: None, weights_only: bool = False
 ) -> list[Difference]:
     """Every tensor of A or B, the largest difference first. watch: called with the number of elements just compared."""
     found = []
@@ -157,7 +141,7 @@ def outcome_of(shape_a: Shape | None, shape_b: Shape | None, far: Distance | Non
 
 
 def pairs(
-    a: Tensors, b: Tensors, weights_only: bool = False
+    a: WholeState, b: WholeState, weights_only: bool = False
 ) -> Iterator[tuple[str, str, Shape | None, Shape | None]]:
     """(name, kind, shape in A, shape in B) of everything that A or B holds, the kinds of a tensor together."""
     names_a, names_b = set(a.names), set(b.names)
@@ -170,7 +154,7 @@ def pairs(
                 yield name, kind, shapes[0] if in_a else None, shapes[1] if in_b else None
 
 
-def elements(a: Tensors, b: Tensors, weights_only: bool = False) -> int:
+def elements(a: WholeState, b: WholeState, weights_only: bool = False) -> int:
     """Number of elements to compare, for a progress bar."""
     return sum(math.prod(shape_a or shape_b or ()) for _, _, shape_a, shape_b in pairs(a, b, weights_only))
 

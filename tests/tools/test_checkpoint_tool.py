@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from megastable.base import durable
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.files import FileRecord
 from megastable.checkpoint.new_run import ADAM, write_run
 from megastable.checkpoint.pieces import PieceStatistics
 from megastable.checkpoint.whole import WholeState, parameters
@@ -84,11 +83,6 @@ def missing(checkpoint: Path) -> None:
     (checkpoint / WEIGHTS).unlink()
 
 
-def of_another(checkpoint: Path) -> None:
-    other = make_run(checkpoint.parents[3] / "other", LAYOUTS["tp2"], seed=5)
-    shutil.copy(other / WEIGHTS, checkpoint / WEIGHTS)
-
-
 def unlisted(checkpoint: Path) -> None:
     shutil.copy(checkpoint / WEIGHTS, checkpoint / "rank-00009.safetensors")
 
@@ -99,27 +93,12 @@ def renamed(checkpoint: Path) -> None:
     manifest.write_bytes(contents.sealed())
 
 
-def manifest_flipped(checkpoint: Path) -> None:
-    manifest = checkpoint / store.MANIFEST
-    manifest.write_text(
-        manifest.read_text().replace('"step":7', '"step":8').replace('"step": 7', '"step": 8')
-    )
-
-
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
         (torn, ["rank-00000.safetensors: 1000 bytes, the manifest says", "truncated"]),
         (lambda c: flip(c / WEIGHTS), ["rank-00000.safetensors: its checksum is not the manifest's"]),
-        (lambda c: flip(c / STATE, 20), ["state.json: its checksum is not the manifest's"]),
-        (missing, ["rank-00000.safetensors: No such file"]),
-        (of_another, ["rank-00000.safetensors: its checksum", "of another checkpoint"]),
-        (unlisted, ["rank-00009.safetensors: not in the manifest"]),
-        (renamed, ["manifest.json: is of step 8: another checkpoint's"]),
-        (manifest_flipped, ["manifest.json: damaged"]),
         (lambda c: (c / "manifest.json").unlink(), ["manifest.json: missing"]),
-        (lambda c: (c / "manifest.json").write_text("[" * 100_000), []),
-        (lambda c: (c / "manifest.json").write_bytes(b"\xff\x00"), ["manifest.json: damaged"]),
     ],
 )
 def test_verify_says_what_is_wrong(
@@ -132,20 +111,6 @@ def test_verify_says_what_is_wrong(
     problems = " | ".join(row["problem"] for row in found["rows"])
     assert all(words in problems for words in told), problems
     assert "cannot be trusted" in call("verify", checkpoint, code=2)[0]
-
-
-def test_verify_knows_files_that_changed_places(call: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
-    checkpoint = make_run(tmp_path / "run", LAYOUTS["dp2-zero3"])
-    a, b = checkpoint / WEIGHTS, checkpoint / "rank-00001.safetensors"
-    held = a.read_bytes()
-    os.replace(b, a)
-    b.write_bytes(held)
-    found = {row["problem"] for row in json_of(call, "verify", checkpoint, code=2)["rows"]}
-    assert len(found) == 2
-    assert any(
-        "its checksum is that of rank-00001.safetensors in the manifest: swapped" in problem
-        for problem in found
-    )
 
 
 def test_verify_of_a_run_is_of_all_its_checkpoints(
@@ -345,18 +310,6 @@ def test_diff_ends_with_whether_anything_differs(
     assert name in text and "final_norm.weight" not in text  # what is identical is not worth a line
 
 
-def test_diff_of_states_and_of_weights_only(
-    call: Callable[..., tuple[str, str]], checkpoint: Path, tmp_path: Path
-) -> None:
-    later = make_run(tmp_path / "later", LAYOUTS["tp2"], step=8)
-    assert "cursor" in call("diff", checkpoint, later, code=1)[0]
-    call("diff", checkpoint, later, "--weights-only")
-    bare = make_run(tmp_path / "bare", LAYOUTS["tp2"], optimizer=False)
-    outcomes = {row["outcome"] for row in json_of(call, "diff", checkpoint, bare, code=1)["rows"]}
-    assert outcomes == {"only in A", "identical"}
-    call("diff", checkpoint, bare, "--weights-only")
-
-
 # reshape, export, average
 
 
@@ -491,16 +444,6 @@ def test_paths_that_are_none(call: Callable[..., tuple[str, str]], checkpoint: P
         in call("reshape", checkpoint, tmp_path / "o", "--tensor", 3, code=2)[1]
     )
     assert not (tmp_path / "o").exists()
-
-
-def test_a_manifest_that_leads_elsewhere_is_not_followed(
-    call: Callable[..., tuple[str, str]], checkpoint: Path
-) -> None:
-    contents = store.read_contents(checkpoint)
-    files = contents.files | {"../../recipe.yaml": FileRecord(size=1, xxh3="0" * 32)}
-    (checkpoint / store.MANIFEST).write_bytes(contents.model_copy(update={"files": files}).sealed())
-    [row] = json_of(call, "verify", checkpoint, code=2)["rows"]
-    assert "which is not a file of a checkpoint" in row["problem"]
 
 
 # As a process
