@@ -169,18 +169,6 @@ def test_documents_that_begin_otherwise_than_the_model_are_said(
         assert (
             any(told in note for note in notes) if told else not any("begin with" in note for note in notes)
         )
-    # A folder with a SentencePiece model only: transformers put its bos before every text, unless they are told not to.
-    folder = folders[plain]
-    (folder / "tokenizer.json").unlink()
-    tokenizer.copy_to(folder)
-    for adds, expected in ((None, plain), (True, plain), (False, begun)):
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps({} if adds is None else {"add_bos_token": adds})
-        )
-        for corpus in (plain, begun):
-            out = tmp_path / f"sentencepiece-{adds}-{corpus.name}"
-            notes = from_hf(folder, out, written(tmp_path / "base.yaml", corpus)).notes
-            assert any("begin with" in note for note in notes) is (corpus == expected)
     other = Manifest.load(plain)
     other.model_copy(update={"name": "other"}).save(plain)
     with pytest.raises(
