@@ -262,10 +262,10 @@ def import_deepspeed(folder: Annotated[Path, typer.Argument(help="With latest, o
     from megastable.checkpoint.target import refuse_existing
     from megastable.config import recipe as recipes
     from megastable.convert.foreign.deepspeed import import_deepspeed as bring_in
-    from megastable.convert.reshaping import imported
+    from megastable.convert.reshaping import describe_import
 
     refuse_existing(out)
-    _tell(imported(out, bring_in(folder, out, recipes.load(recipe, overrides or ()), _say)), as_json)
+    _tell(describe_import(out, bring_in(folder, out, recipes.load(recipe, overrides or ()), _say)), as_json)
 
 
 @app.add(
@@ -280,13 +280,13 @@ def import_megatron(folder: Annotated[Path, typer.Argument(help="With its tracke
     from megastable.checkpoint.target import refuse_existing
     from megastable.config import recipe as recipes
     from megastable.convert.foreign.megatron import import_megatron as bring_in
-    from megastable.convert.reshaping import imported
+    from megastable.convert.reshaping import describe_import
 
     refuse_existing(out)
     if recipe is None and overrides:
         raise ConfigError(f"{overrides[0]}: overrides need a recipe: give one with --recipe")
     run = None if recipe is None else recipes.load(recipe, overrides or ())
-    made = imported(out, bring_in(folder, out, run, _say))
+    made = describe_import(out, bring_in(folder, out, run, _say))
     if run is None:
         _say(
             "note: its recipe has the model of Megatron's arguments, and defaults for everything else: to train, add "
@@ -309,13 +309,13 @@ def export_megatron(checkpoint: Checkpoint, out: Annotated[Path, typer.Argument(
     from megastable.base.text import visible
     from megastable.checkpoint.target import refuse_existing
     from megastable.convert.foreign.megatron import export_megatron as write
-    from megastable.convert.foreign.megatron import load_options
+    from megastable.convert.foreign.megatron import options_to_load
     from megastable.convert.verifying import good
 
     refuse_existing(out)
     source = good(checkpoint, as_json)
     written = write(source, out, tensor, pipeline, local=local)
-    options = load_options(source, out, local)
+    options = options_to_load(source, out, local)
     if as_json:
         put_json({"folder": str(out), "checkpoint": str(written), "options": options}, True, None)
     else:

@@ -115,7 +115,7 @@ def lr_sensitivity(
         with bar("training", len(study.missing(t.name for t in grid.whole())), as_json, "runs") as progress:
             curves = lr_study.run_grid(grid, study, jobs or _usual_jobs(), _watcher(progress), progress.more)
         about = {"kind": "lr-sensitivity", "recipe": str(path), "common": list(common)}
-        report = lr_study.report(grid, curves, about)
+        report = lr_study.make_report(grid, curves, about)
         _present(report, f"{path.name}, {config.train.steps} steps", study.root, picture, as_json)
 
 
@@ -179,7 +179,7 @@ def coordinate_check(
             check.run_grid(grid, study, jobs or _usual_jobs(), lambda name, _: _done(progress, name))
         found = check.scales(grid, study.results)
         about = {"kind": "coordinate-check", "recipe": str(path), "common": list(common)}
-        report = check.report(grid, study.results, found, about)
+        report = check.make_report(grid, study.results, found, about)
         _present(report, f"{path.name}: {steps} steps", study.root, picture, as_json)
     raise typer.Exit(0 if all(one.flat for one in found if one.way == ways[-1]) else FAILED)
 
@@ -230,7 +230,7 @@ def compare(
         with bar("training", len(study.missing(t.name for t in trials)), as_json, "runs") as progress:
             run_missing(study, path, trials, jobs or _usual_jobs(), _watcher(progress))
         about = {"kind": "compare", "recipe": str(path), "common": list(shared)}
-        found = comparing.report(grid, comparing.compare(grid, study.results), about)
+        found = comparing.make_report(grid, comparing.compare(grid, study.results), about)
         _present(found, f"{path.name}: {seeds} seeds", study.root, picture, as_json)
 
 

@@ -117,22 +117,22 @@ def differences(
     for name, kind, shape_a, shape_b in pairs(a, b, weights_only):
         both = shape_a == shape_b
         far = distance(a.tensor(name, kind), b.tensor(name, kind)) if both else None
-        found.append(Difference(name, kind, outcome_of(shape_a, shape_b, far), shape_a, shape_b, far))
+        found.append(Difference(name, kind, name_outcome(shape_a, shape_b, far), shape_a, shape_b, far))
         watch(math.prod(shape_a or shape_b or ()))
     return sorted(found, key=Difference.order)
 
 
-def shared_differences(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[Difference]:
+def compare_shared_state(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[Difference]:
     """Those of the optimizer's shared state, in fp64, which holds every number of it exactly."""
     found = []
     for name in sorted(a.keys() | b.keys()):
         shapes = tuple(None if (x := side.get(name)) is None else tuple(x.shape) for side in (a, b))
         far = distance(a[name].double(), b[name].double()) if shapes[0] == shapes[1] else None
-        found.append(Difference(name, "shared", outcome_of(*shapes, far), *shapes, far))
+        found.append(Difference(name, "shared", name_outcome(*shapes, far), *shapes, far))
     return found
 
 
-def outcome_of(shape_a: Shape | None, shape_b: Shape | None, far: Distance | None) -> Outcome:
+def name_outcome(shape_a: Shape | None, shape_b: Shape | None, far: Distance | None) -> Outcome:
     if shape_a is None or shape_b is None:
         return "only in A" if shape_b is None else "only in B"
     if shape_a != shape_b:
@@ -195,7 +195,7 @@ def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool
     with bar("comparing", 4 * elements(*wholes, weights_only), silent) as watch:
         found = differences(*wholes, lambda count: watch(4 * count), weights_only)
     if not weights_only:
-        shared = shared_differences(*(whole.shared for whole in wholes))
+        shared = compare_shared_state(*(whole.shared for whole in wholes))
         found = sorted([*found, *shared], key=Difference.order)
     states = [store.read_state(folder).model_dump() for folder in folders]
     fields = field_differences(*states)

@@ -155,7 +155,7 @@ def _people_of(checkpoint: Path, step: int) -> list[ChangeMade | ChangeMeasured]
     return [*changes, *measured]
 
 
-def imported(out: Path, checkpoint: Path) -> Made:
+def describe_import(out: Path, checkpoint: Path) -> Made:
     """The result of an import, which needs no ledgers."""
     state = store.read_state(checkpoint)
     return Made(out, checkpoint, state.step, state.layout, state.adam_step > 0, out)

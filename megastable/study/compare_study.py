@@ -192,7 +192,7 @@ def in_words(found: Sequence[Compared]) -> list[str]:
     return told
 
 
-def report(grid: CompareGrid, found: Sequence[Compared], about: dict[str, Any]) -> StudyReport:
+def make_report(grid: CompareGrid, found: Sequence[Compared], about: dict[str, Any]) -> StudyReport:
     """Everything, the losses of every step, too."""
     facts = about | {
         "confidence": SHARE, "seeds": grid.seeds, "candidates": [

@@ -227,7 +227,7 @@ def verdict(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> list[str]:
     return told
 
 
-def report(
+def make_report(
     grid: CoordinateGrid,
     results: Mapping[str, Coordinates],
     found: Sequence[PlaceScale],

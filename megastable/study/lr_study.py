@@ -207,7 +207,7 @@ def in_words(found: Sequence[Trend]) -> list[str]:
     return told
 
 
-def report(grid: LrGrid, curves: Sequence[LrCurve], about: dict[str, Any]) -> StudyReport:
+def make_report(grid: LrGrid, curves: Sequence[LrCurve], about: dict[str, Any]) -> StudyReport:
     """Everything. Losses in nats per token; `losses` are the mean over the whole seeds, capped."""
     rows = []
     for curve in curves:

@@ -247,7 +247,7 @@ def export_megatron(
     return out / name
 
 
-def load_options(checkpoint: Path, out: Path, local: bool) -> list[str]:
+def options_to_load(checkpoint: Path, out: Path, local: bool) -> list[str]:
     """Megatron's options that load what was written from a checkpoint to `out`."""
     options = ["--load", str(out), "--use-checkpoint-args", "--no-load-optim", "--no-load-rng"]
     return options + megatron_args.flags_of(run_of(checkpoint).model, local)

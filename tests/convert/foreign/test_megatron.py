@@ -26,7 +26,7 @@ from megastable.convert.foreign.megatron import (
     export_megatron,
     find,
     import_megatron,
-    load_options,
+    options_to_load,
 )
 from megastable.convert.foreign.megatron_args import CENTERED, NAMES, flags_of
 from tests.convert.foreign import mcore
@@ -297,7 +297,7 @@ def test_a_choice_of_the_recipe_that_megatron_has_not_is_refused(ours: Any, tmp_
 
 
 def test_options_that_megatron_does_not_take_from_a_checkpoint(ours: Any, tmp_path: Path) -> None:
-    options = load_options(ours(window=5), tmp_path / "megatron", False)
+    options = options_to_load(ours(window=5), tmp_path / "megatron", False)
     assert options[-3:] == ["--no-load-rng", "--window-size", "4,0"]
     model = ModelConfig(window=129, full_attention_every=4, attention_scale=0.5)
     assert flags_of(ModelConfig()) == []
