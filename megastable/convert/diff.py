@@ -126,9 +126,9 @@ def compare_shared_state(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> li
     """Those of the optimizer's shared state, in fp64, which holds every number of it exactly."""
     found = []
     for name in sorted(a.keys() | b.keys()):
-        shapes = tuple(None if (x := side.get(name)) is None else tuple(x.shape) for side in (a, b))
-        far = distance(a[name].double(), b[name].double()) if shapes[0] == shapes[1] else None
-        found.append(Difference(name, "shared", name_outcome(*shapes, far), *shapes, far))
+        shape_a, shape_b = (tuple(side[name].shape) if name in side else None for side in (a, b))
+        far = distance(a[name].double(), b[name].double()) if shape_a == shape_b else None
+        found.append(Difference(name, "shared", name_outcome(shape_a, shape_b, far), shape_a, shape_b, far))
     return found
 
 
@@ -191,11 +191,11 @@ def compare(a: Path, b: Path, weights_only: bool, everything: bool, silent: bool
     Raises CheckpointError.
     """
     folders = good(a, silent), good(b, silent)
-    wholes = [WholeState(folder) for folder in folders]
-    with bar("comparing", 4 * elements(*wholes, weights_only), silent) as watch:
-        found = differences(*wholes, lambda count: watch(4 * count), weights_only)
+    left, right = WholeState(folders[0]), WholeState(folders[1])
+    with bar("comparing", 4 * elements(left, right, weights_only), silent) as watch:
+        found = differences(left, right, lambda count: watch(4 * count), weights_only)
     if not weights_only:
-        shared = compare_shared_state(*(whole.shared for whole in wholes))
+        shared = compare_shared_state(left.shared, right.shared)
         found = sorted([*found, *shared], key=Difference.order)
     states = [store.read_state(folder).model_dump() for folder in folders]
     fields = field_differences(*states)
