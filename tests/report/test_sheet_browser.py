@@ -174,22 +174,6 @@ def test_of_ten_thousand_rows_few_are_drawn(page: Pages, large_file: Path) -> No
     assert page.places()[0] == 0 and len(page.places()) < 60
 
 
-def test_the_end_of_the_scroll_is_the_last_row(page: Pages, long_file: Path, long: Sheet) -> None:
-    page.open(long_file)
-    scroll = "const b = document.querySelector('.tabulator-tableholder'); b.scrollTop = b.scrollHeight * arguments[0]"
-    for before in (0, 0.3, 0.99):
-        page.run(scroll, before)
-        page.until(lambda: page.places()[0] <= before * ROWS <= page.places()[-1])  # noqa: B023 (called at once)
-        page.run(scroll, 1)
-        page.until(lambda: page.places()[-1] == ROWS - 1)
-        assert page.rows()[-1][:2] == [long.rows[-1]["shard"], str(long.rows[-1]["document"])]
-        box, last = page.find(".tabulator-tableholder").rect, page.find(f"#row-{ROWS - 1}").rect
-        assert abs(last["y"] + last["height"] - box["y"] - box["height"]) < 3
-        assert len(page.places()) < 60
-    page.run(scroll, 0.5)
-    page.until(lambda: page.places()[0] < 5000 < page.places()[-1])
-
-
 def test_a_click_on_a_head_sorts(page: Pages, long_file: Path, long: Sheet) -> None:
     page.open(long_file)
     tokens = [row["tokens"] for row in long.rows]
@@ -205,20 +189,6 @@ def test_a_click_on_a_head_sorts(page: Pages, long_file: Path, long: Sheet) -> N
     assert "sort=tokens" in page.driver.current_url
     head.find_element(By.TAG_NAME, "button").click()
     assert head.get_attribute("aria-sort") == "none" and page.rows()[0][1] == str(long.rows[0]["document"])
-
-
-def test_a_click_with_shift_sorts_by_several_columns(page: Pages, long_file: Path, long: Sheet) -> None:
-    page.open(long_file)
-    kind, tokens = (page.all(".tabulator-col")[i].find_element(By.TAG_NAME, "button") for i in (3, 4))
-    kind.click()
-    ActionChains(page.driver, duration=50).key_down(Keys.SHIFT).click(tokens).key_up(Keys.SHIFT).perform()
-    order = sorted(range(ROWS), key=lambda i: (-long.rows[i]["tokens"], long.rows[i]["kind"]))
-    wanted = [str(long.rows[i]["document"]) for i in order[:20]]
-    assert [row[1] for row in page.rows()[:20]] == wanted
-    fragment = "#" + page.driver.current_url.split("#")[1]
-    assert fragment == "#sort=-tokens&sort=kind"
-    page.open(long_file, fragment)
-    assert [row[1] for row in page.rows()[:20]] == wanted
 
 
 def test_a_search_wants_all_words_in_the_row_or_its_texts(
