@@ -42,7 +42,6 @@ class StudyDirectory(Generic[R]):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.identity, self.trials, self.runs = root / "study.json", root / "trials", root / "runs"
-        self.result = root / "result.json"
         self.results: dict[str, R] = {}
 
     @classmethod
