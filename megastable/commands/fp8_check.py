@@ -69,7 +69,7 @@ def check(
     from megastable.fp8_check.effect import check as measure
     from megastable.fp8_check.effect import passes
     from megastable.fp8_check.material import configs_of, gather, in_words, open_model
-    from megastable.report.sheet.terminal import TextOutput
+    from megastable.report.text_output import TextOutput
 
     wanted = [recipe.value for recipe in dict.fromkeys(recipes or Recipe)]
     model = open_model(checkpoint, dtype, device)

@@ -279,7 +279,7 @@ def _done(progress: Bar, what: str) -> None:
 def _present(report: StudyReport, title: str, folder: Path, picture: Path | None, as_json: bool) -> None:
     """Its JSON and its picture into the directory of the study, and the rest to the terminal."""
     from megastable.report.figures import draw_figure
-    from megastable.report.sheet.terminal import TextOutput
+    from megastable.report.text_output import TextOutput
 
     put_json(report.facts, as_json, folder / "result.json")
     place = picture or folder / "picture.png"

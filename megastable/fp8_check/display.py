@@ -13,7 +13,7 @@ from rich.text import Text
 from megastable.base.text import plural
 from megastable.fp8_check.advice import ErrorLimits, LayerLoss, ModelLoss, RecipeOutcome, best
 from megastable.report.figures import draw_figure
-from megastable.report.sheet.terminal import make_table
+from megastable.report.text_output import make_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

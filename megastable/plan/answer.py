@@ -17,7 +17,7 @@ from megastable.model.flops import parameters
 from megastable.plan import cluster as clusters
 from megastable.plan import search, show
 from megastable.plan.cluster import ClusterConfig
-from megastable.report.sheet.terminal import TextOutput
+from megastable.report.text_output import TextOutput
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 ASSUMED = 128_000

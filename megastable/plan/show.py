@@ -17,7 +17,7 @@ from megastable.config.tree import RunConfig
 from megastable.plan.memory import KINDS, Device, Footprint, Kind, footprints
 from megastable.plan.search import GIB, HEADROOM, Choice, LayoutPlan, overrides, room
 from megastable.report.figures import draw_figure
-from megastable.report.sheet.terminal import make_table
+from megastable.report.text_output import make_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from rich.table import Table
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.report.scale import drawable
-from megastable.report.sheet.terminal import make_table
+from megastable.report.text_output import make_table
 from megastable.study.study_directory import StudyReport
 from megastable.study.trial import QUIET, Trial, TrialResult
 

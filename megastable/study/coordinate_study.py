@@ -19,7 +19,7 @@ from rich.table import Table
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.report.scale import drawable
-from megastable.report.sheet.terminal import make_table
+from megastable.report.text_output import make_table
 from megastable.study.coordinates import OPEN, Coordinates, measure
 from megastable.study.lr_sensitivity import slope
 from megastable.study.model_shapes import at_depth, at_width

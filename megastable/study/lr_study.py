@@ -20,7 +20,7 @@ from rich.table import Table
 from megastable.base.text import plural
 from megastable.config import recipe
 from megastable.config.tree import RunConfig
-from megastable.report.sheet.terminal import make_table
+from megastable.report.text_output import make_table
 from megastable.study.lr_sensitivity import LrCurve, Trend, edges, optimum, trends, usable
 from megastable.study.model_shapes import at_width
 from megastable.study.study_directory import StudyDirectory, StudyReport, run_missing

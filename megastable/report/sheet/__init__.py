@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megastable.report.sheet.model import Column, CommandNote, Histogram, Passage, Sheet, Span
 from megastable.report.sheet.page import as_html
-from megastable.report.sheet.terminal import TextOutput, console, make_table
+from megastable.report.sheet.terminal import console
 from megastable.report.sheet.values import as_csv, as_json
 
 __all__ = [
@@ -18,10 +18,8 @@ __all__ = [
     "Passage",
     "Sheet",
     "Span",
-    "TextOutput",
     "as_csv",
     "as_html",
     "as_json",
     "console",
-    "make_table",
 ]

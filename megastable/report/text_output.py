@@ -1,0 +1,44 @@
+"""Prints what a command answers: lines and tables, for a terminal and for a pipe. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megastable.base.text import visible
+
+WIDEST = 200  # characters of a table in a pipe
+
+
+class TextOutput:
+    """Prints lines that a terminal may wrap, and a pipe gets whole: commands are copied from them; and tables."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._console = Console(markup=False, emoji=False, highlight=False, quiet=quiet)
+
+    def say(self, *lines: str) -> None:
+        for line in lines:
+            self._console.print(Text(visible(line, keep="\n")), soft_wrap=True)
+
+    def show(self, table: RenderableType, whole: bool = False) -> None:
+        """whole: as wide as it is, for a number that is cut off says nothing; so is it in a pipe."""
+        console = self._console
+        if whole or not console.is_terminal:
+            widest = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+            console.width = max(console.width, widest)
+        console.print(table)
+
+
+def make_table(*headings: str, title: str = "", caption: str = "") -> Table:
+    """A table without a frame. ">" before a heading: a column of numbers, on the right."""
+    table = Table(
+        box=SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left", caption=caption or None
+    )
+    for heading in headings:
+        right = heading.startswith(">")
+        table.add_column(
+            heading.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )
+    return table
