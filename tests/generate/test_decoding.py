@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import math
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megastable.base.errors import DataError
 from megastable.data.tokenizer import Tokenizer, load_tokenizer
-from megastable.generate.decode import StreamDecoder, cut
+from megastable.generate.decode import Sampling, StreamDecoder, cut, pick
+from megastable.generate.talk import read_prompt
 from tests.data.texts import hugging_face_file, sentencepiece_file
 
 text = st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from(" é日🤷🏽\n\ufffd"), max_size=30)
@@ -74,3 +82,101 @@ def test_what_is_shown_ends_before_the_first_stop(parts: list[str], stops: list[
         assert min(ends) <= len(shown)
     if not met and not any(stop.startswith(held[i:]) for i in range(len(held)) for stop in stops):
         assert held == ""
+
+
+def distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:
+    """What each token that may be chosen is chosen with."""
+    highest = max(logits)
+    weights = {i: math.exp((x - highest) / sampling.temperature) for i, x in enumerate(logits)}
+    order = sorted(weights, key=lambda i: -logits[i])[: sampling.top_k or None]
+    total, kept, mass = sum(weights[i] for i in order), [], 0.0
+    for i in order:
+        if kept and mass / total >= sampling.top_p:
+            break
+        kept.append(i)
+        mass += weights[i]
+    return {i: weights[i] / mass for i in kept}
+
+
+# Far enough apart that no rounding decides which of two is likelier, or where a share is reached.
+scores = st.lists(st.integers(-400, 400), min_size=1, max_size=12, unique=True).map(
+    lambda xs: [x / 100 for x in xs]
+)
+
+
+@given(
+    logits=scores, temperature=st.sampled_from([0.1, 0.7, 1.0, 3.0]), top_k=st.integers(0, 14),
+    top_p=st.sampled_from([0.0123, 0.4567, 0.89, 1.0]), points=st.integers(1, 40),
+)  # fmt: skip
+def test_even_uniform_numbers_give_every_token_its_share(
+    logits: list[float], temperature: float, top_k: int, top_p: float, points: int
+) -> None:
+    sampling = Sampling(temperature, top_k, top_p)
+    wanted = distribution(logits, sampling)
+    uniforms = (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    chosen = pick(torch.tensor([logits] * points), sampling, uniforms).tolist()
+    assert set(chosen) <= wanted.keys()
+    for token, share in wanted.items():
+        # An interval of that length holds so many of the even points, or one more or less.
+        assert abs(chosen.count(token) - share * points) <= 1 + 1e-6
+
+
+@given(logits=scores, top_k=st.integers(0, 3), top_p=st.sampled_from([0.5, 1.0]))
+def test_without_temperature_it_is_the_likeliest(logits: list[float], top_k: int, top_p: float) -> None:
+    got = pick(torch.tensor([logits]), Sampling(0.0, top_k, top_p), torch.tensor([0.99], dtype=torch.float64))
+    assert got.tolist() == [logits.index(max(logits))]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1e-6), Sampling(1e-6, top_p=1.0), Sampling(1e-3, 2, 0.1)])
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_extremes(sampling: Sampling, uniform: float) -> None:
+    """Large logits, a temperature near zero, the first and the last uniform number there is."""
+    logits = torch.tensor([[-1e30, 5e4, 1e4, -math.inf]])
+    assert pick(logits, sampling, torch.tensor([uniform], dtype=torch.float64)).tolist() == [1]
+
+
+def test_the_last_uniform_number_never_takes_what_is_ruled_out() -> None:
+    last = torch.full((1,), 1 - 2**-53, dtype=torch.float64)
+    for sampling in (Sampling(1.0, 3, 1.0), Sampling(1.0, 0, 0.6), Sampling(1.0, 0, 1.0)):
+        logits = torch.cat((torch.randn(1, 1000), torch.full((1, 50), -math.inf)), -1)
+        assert int(pick(logits, sampling, last)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [((-0.1,), "temperature -0.1"), ((math.nan,), "temperature nan"), ((1.0, -1), "top-k -1"),
+     ((1.0, 0, 0.0), "top-p 0.0"), ((1.0, 0, 1.5), "top-p 1.5"), ((1.0, 0, math.nan), "top-p nan")],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(wrong: tuple[float, ...], word: str) -> None:
+    with pytest.raises(DataError, match=word):
+        Sampling(*wrong)  # type: ignore[arg-type]
+
+
+def test_a_file_or_a_pipe_loses_its_last_newline_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompt.txt"
+    for content, wanted in (
+        (b"a\n", "a"),
+        (b"a\n\n", "a\n"),
+        (b"a\r\n", "a"),
+        (b"", ""),
+        ("é\t".encode(), "é\t"),
+    ):
+        path.write_bytes(content)
+        assert read_prompt(None, path) == wanted
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        assert read_prompt(None, None) == wanted
+    assert read_prompt("as it is\n", None) == "as it is\n"
+
+
+def test_what_is_no_prompt_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not both"):
+        read_prompt("a", tmp_path)
+    with pytest.raises(DataError, match=r"nothing\.txt cannot be read: No such file"):
+        read_prompt(None, tmp_path / "nothing.txt")
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_prompt(None, tmp_path)
+    (tmp_path / "broken").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match=r"broken: byte 2 is no UTF-8"):
+        read_prompt(None, tmp_path / "broken")

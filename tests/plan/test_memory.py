@@ -17,7 +17,7 @@ from megastable.config.tree import RunConfig
 from megastable.parallel.layout import Layout
 from megastable.plan import activations
 from megastable.plan.memory import KINDS, PHASES, Footprint, footprints, taken
-from megastable.plan.volume import bounds, parameters, stage_of
+from megastable.plan.volume import Stage, bounds, parameter_groups, parameters, stage_of
 from tests.tiers import examples
 
 MODEL = {
@@ -197,7 +197,7 @@ def test_what_is_restated_is_as_there() -> None:
         assert activations.probabilities(config, z) == blocked.kept_size(z.samples, z.heads, length, 64)
 
 
-# Muon has three groups: tests/plan/test_muon.py.
+# Muon has three groups: see the last test.
 NAMES = {*get_args(OptimizerConfig.model_fields["name"].annotation)} - {"muon"}
 
 
@@ -232,3 +232,23 @@ def test_state_of_an_optimizer_is_what_it_keeps(name: str) -> None:
 def test_torch_is_not_needed() -> None:
     code = "import sys, megastable.plan.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_groups_and_state(tied: bool) -> None:
+    from megastable.model.gpt import GPT
+    from megastable.optim.build import build
+    from megastable.optim.muon import Muon
+    from megastable.parallel.topology import TensorParallel
+
+    model = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab_size=250, tied=tied)
+    settings = OptimizerConfig(name="muon")
+    optimizer = build(GPT(model, TensorParallel(), "none", 1), settings, model, compiled=False)
+    assert isinstance(optimizer, Muon)
+    kept = [
+        (sorted(p.numel() for p in group["params"]), len(optimizer.kinds_of(group)))
+        for group in optimizer.param_groups
+    ]
+    planned = parameter_groups(RunConfig(model=model, optimizer=settings), Stage(2, first=True, last=True))
+    assert [(sorted(group.sizes), group.moments) for group in planned] == kept
+    assert [moments for _, moments in kept] == [1, 2, 2]

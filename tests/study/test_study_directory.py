@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from megastable.base.errors import ConfigError, DataError
 from megastable.config import recipe
 from megastable.study.study_directory import StudyDirectory, differences, identity_of, run_missing
-from megastable.study.trial import QUIET, Trial, TrialResult
+from megastable.study.trial import LEARNT, QUIET, WINDOW, Trial, TrialResult, smoothed
 from tests.conftest import write_corpus
 
 GRID = {"widths": [32, 64], "interventions": {"none": ["model.z_loss=0"]}, "seeds": [1]}
@@ -161,3 +162,35 @@ def test_trials_run_and_results_are_kept(tiny_recipe: Path, tmp_path: Path) -> N
     with StudyDirectory.open(tmp_path / "a", IDENTITY, TrialResult) as study:
         again = run_missing(study, tiny_recipe, trials, 2, lambda name, result: told.append(name))
     assert len(told) == 2 and again == found  # read, not run
+
+
+def result(*losses: float, first: float = 8.0) -> TrialResult:
+    return TrialResult(losses, first, math.nan, 1.5, 1000)
+
+
+def test_smoothing_and_divergence() -> None:
+    means = smoothed([float(i) for i in range(20)])
+    assert means[0] == 0 and means[1] == 0.5 and means[19] == sum(range(10, 20)) / WINDOW
+    assert smoothed([1.0, math.nan, 1.0]) == (1.0, math.inf, math.inf)
+
+
+def test_a_loss_is_capped_at_that_of_the_initialization() -> None:
+    assert result(7.0, 5.0).capped == 5.0 and not result(7.0, 5.0).diverged
+    assert result(7.0, math.inf).capped == 8.0 and result(7.0, math.inf).diverged
+    assert result(8.0 - LEARNT / 2).diverged  # the uniform distribution is nothing learnt
+
+
+def test_a_file_holds_the_whole_result(tmp_path: Path) -> None:
+    for index, given in enumerate((result(7.0, 5.25), result(7.0, math.inf))):
+        path = tmp_path / f"{index}.json"
+        given.save(path)
+        found = TrialResult.load(path)
+        assert math.isnan(found.validation) and repr(found) == repr(given)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"losses": 1}', json.dumps({"losses": ["x"], "first": 1})])
+def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"x\.json: not the result of a run"):
+        TrialResult.load(path)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from megastable.base.errors import CheckpointError, ConfigError
@@ -20,6 +22,7 @@ from megastable.convert.huggingface.export import NotTheSame, to_hf
 from megastable.convert.huggingface.folder import HuggingFaceFolder, load_folder
 from megastable.convert.huggingface.parity import compare
 from megastable.convert.huggingface.tokenizer_export import fast
+from megastable.convert.huggingface.weight_files import SINGLE, bytes_of, index, plan, read_size
 from megastable.data.manifest import Manifest
 from megastable.data.tokenizer import load_tokenizer
 from tests.convert.huggingface.conftest import MODELS, VOCABULARY, Make, configured, write_random
@@ -229,3 +232,32 @@ def test_no_ordinary_token_becomes_the_end_of_a_text(make: Make, text_corpus: Pa
         file.write((corpus / "tokenizer.model").read_bytes()[-9:])
     with pytest.raises(CheckpointError, match="which is '<s>' there"):
         to_hf(checkpoint, tmp_path / "lost", tokenizer=form)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 200))
+def test_every_tensor_is_in_one_file_in_order_and_no_file_is_too_large(sizes: list[int], limit: int) -> None:
+    entries = [(f"t{i}", torch.bfloat16, (n,)) for i, n in enumerate(sizes)]
+    planned = plan(entries, limit)
+    assert [entry for held in planned.values() for entry in held] == entries
+    for held in planned.values():
+        assert sum(map(bytes_of, held)) <= limit or len(held) == 1
+    whole = sum(2 * n for n in sizes) <= limit or len(sizes) == 1
+    assert (list(planned) == [SINGLE]) == whole
+    content = json.loads(index(planned))
+    assert content["metadata"] == {"total_parameters": sum(sizes), "total_size": 2 * sum(sizes)}
+    assert {n: f for f, held in planned.items() for n, *_ in held} == content["weight_map"]
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    given = {
+        "5GB": 5 * 10**9,
+        "500MB": 5 * 10**8,
+        "1.5 GiB": 3 * 2**29,
+        "100": 100,
+        "2g": 2 * 10**9,
+        "7kb": 7000,
+    }
+    assert {text: read_size(text) for text in given} == given
+    for text in ("", "GB", "5TB", "-1GB", "0", "1e9", "five"):
+        with pytest.raises(ConfigError, match=r"write a size such as 5GB"):
+            read_size(text)
