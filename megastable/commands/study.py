@@ -91,7 +91,7 @@ def lr_sensitivity(
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
     from megastable.study import lr_study
-    from megastable.study.interventions import interventions as named
+    from megastable.study.overrides import interventions as named
     from megastable.study.study_directory import StudyDirectory, identity_of
     from megastable.study.trial import TrialResult
 

@@ -22,7 +22,7 @@ from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.report.text_output import make_table
 from megastable.study.lr_sensitivity import LrCurve, Trend, edges, optimum, trends, usable
-from megastable.study.model_shapes import at_width
+from megastable.study.overrides import at_width
 from megastable.study.study_directory import StudyDirectory, StudyReport, run_missing
 from megastable.study.trial import QUIET, Trial, TrialResult
 
