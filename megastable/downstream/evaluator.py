@@ -41,6 +41,9 @@ from megastable.training.tracking import Tracking, run_point
 PAUSE = 2.0  # seconds between two looks for a checkpoint
 LOOK = 0.2  # seconds between two looks at a child process
 REASON = 500  # characters
+LARGEST = 50 * 2**20  # bytes of a file of results
+MOST = 1000  # scores
+LONGEST = 120  # characters of the name of one
 
 
 class Leaving(Exception):
@@ -218,28 +221,7 @@ def _named(one: SavedCheckpoint) -> dict[str, Any]:
     return {"checkpoint": one.name, "of_step": one.step, "manifest": one.manifest}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    args = beside_arguments("megastable.downstream.evaluator", __doc__, arguments)
-    spare_output()
-    with user_errors():
-        config = recipe.load(args.recipe, args.overrides)
-        if config.eval.command is None:
-            raise ConfigError("eval.command is not set: give the program that evaluates a checkpoint")
-        evaluator = Evaluator(config, RunDirectory(args.run), args.parent)
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            evaluator.leaving = True
-
-        signal.signal(signal.SIGTERM, leave)
-        signal.signal(signal.SIGINT, leave)
-        try:
-            evaluator.watch()
-        except Leaving:
-            return
-
-
-if __name__ == "__main__":
-    main()
+# Which checkpoint is next, and what a program has written of it
 
 
 class SavedCheckpoint(NamedTuple):
@@ -282,11 +264,6 @@ def tell_trackers(config: RunConfig, run: RunDirectory, say: Callable[[str], Non
     tracking = Tracking(config.logging, run, run_point(config, run, steps, tokens, None), say)
     # They wait for those of the training as long as for one call, and end as long after it at the latest.
     tracking.close(3 * config.logging.tracker_timeout)
-
-
-LARGEST = 50 * 2**20  # bytes of a file
-MOST = 1000  # scores
-LONGEST = 120  # characters of a name
 
 
 def read_scores(folder: Path) -> dict[str, float]:
@@ -341,3 +318,27 @@ def _is_error(key: str) -> bool:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = beside_arguments("megastable.downstream.evaluator", __doc__, arguments)
+    spare_output()
+    with user_errors():
+        config = recipe.load(args.recipe, args.overrides)
+        if config.eval.command is None:
+            raise ConfigError("eval.command is not set: give the program that evaluates a checkpoint")
+        evaluator = Evaluator(config, RunDirectory(args.run), args.parent)
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            evaluator.leaving = True
+
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGINT, leave)
+        try:
+            evaluator.watch()
+        except Leaving:
+            return
+
+
+if __name__ == "__main__":
+    main()

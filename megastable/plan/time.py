@@ -421,6 +421,9 @@ def _beside(hidden: float) -> str:
     return f"; {hidden:.3g} s more behind the computing" if hidden else ""
 
 
+# Links that a group of ranks crosses, and the cost of a message there
+
+
 @dataclass(frozen=True)
 class Crossing:
     """The link between the members of a group.

@@ -33,6 +33,7 @@ MODULE = "megastable.repeat.traced_run"
 UNCOMPILED = "kernels.compile=false"  # a compiled block hides its operations
 LAST_WORDS = 8  # lines of a failed run's output that the error has
 PATIENCE = 10.0  # seconds for the launcher to end the ranks of all hosts
+SHOWN = 8  # names and ranks in a sentence
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ def _failure(log: Path, code: int | None) -> MegastableError:
     return DataError(f"the traced run ended with code {code}:\n{last}\nall of its output: {log}")
 
 
-SHOWN = 8  # names and ranks in a sentence
+# What was found, in sentences and for JSON
 
 
 def sentences(result: RepeatResult) -> list[str]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+SHARE = 0.95  # of the confidence intervals
+
+
 @dataclass(frozen=True)
 class CompareGrid:
     """candidates: overrides with spaces between; the others are compared with the first. common: of all of them."""
@@ -57,38 +60,7 @@ def common(overrides: Sequence[str]) -> tuple[str, ...]:
     return (*QUIET, *overrides)
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A candidate's final losses, nats per token: the training loss, at most that at initialization, and the validation
-    loss. Differences: to the first candidate, paired by seed. results: by seed."""
-
-    candidate: str
-    results: tuple[TrialResult, ...]
-    training: Interval
-    validation: Interval
-    training_difference: Interval
-    validation_difference: Interval
-
-    @property
-    def diverged(self) -> int:
-        return sum(result.diverged for result in self.results)
-
-
-def compare(grid: CompareGrid, results: Mapping[str, TrialResult]) -> list[Compared]:
-    """In the order of the candidates."""
-    found: list[Compared] = []
-    for index, candidate in enumerate(grid.candidates):
-        mine = tuple(results[grid.trial(index, seed).name] for seed in grid.seeds)
-        first = found[0].results if found else mine
-        training, validation = [r.capped for r in mine], [r.validation for r in mine]
-        found.append(Compared(
-            candidate, mine, interval(training), interval(validation), paired(training, [r.capped for r in first]),
-            paired(validation, [r.validation for r in first]),
-        ))  # fmt: skip
-    return found
-
-
-SHARE = 0.95  # of the confidence intervals
+# Means with confidence intervals, and paired differences
 
 
 @dataclass(frozen=True)
@@ -147,6 +119,43 @@ def within(t: float, freedom: int) -> float:
         term *= cosine**2 * (k - 1) / k
         total += term
     return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
+# The comparison
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A candidate's final losses, nats per token: the training loss, at most that at initialization, and the validation
+    loss. Differences: to the first candidate, paired by seed. results: by seed."""
+
+    candidate: str
+    results: tuple[TrialResult, ...]
+    training: Interval
+    validation: Interval
+    training_difference: Interval
+    validation_difference: Interval
+
+    @property
+    def diverged(self) -> int:
+        return sum(result.diverged for result in self.results)
+
+
+def compare(grid: CompareGrid, results: Mapping[str, TrialResult]) -> list[Compared]:
+    """In the order of the candidates."""
+    found: list[Compared] = []
+    for index, candidate in enumerate(grid.candidates):
+        mine = tuple(results[grid.trial(index, seed).name] for seed in grid.seeds)
+        first = found[0].results if found else mine
+        training, validation = [r.capped for r in mine], [r.validation for r in mine]
+        found.append(Compared(
+            candidate, mine, interval(training), interval(validation), paired(training, [r.capped for r in first]),
+            paired(validation, [r.validation for r in first]),
+        ))  # fmt: skip
+    return found
+
+
+# What it shows
 
 
 def label(candidate: str) -> str:

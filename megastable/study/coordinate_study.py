@@ -190,6 +190,9 @@ def exponent(by_size: Mapping[int, float]) -> float:
     return slope([math.log(size) for size in by_size], [math.log(value) for value in by_size.values()])
 
 
+# What it shows
+
+
 def _table(grid: CoordinateGrid, found: Sequence[PlaceScale]) -> Table:
     """A row per place."""
     size = "depth" if grid.deep else "width"

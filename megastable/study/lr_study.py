@@ -161,6 +161,9 @@ def run_grid(
     return grid.curves(study.results)
 
 
+# What it shows
+
+
 def _table(curves: Sequence[LrCurve], margin: float) -> Table:
     """A row per curve."""
     shown = make_table(
