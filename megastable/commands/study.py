@@ -91,9 +91,9 @@ def lr_sensitivity(
     from megastable.base.progress_bar import bar
     from megastable.config import recipe
     from megastable.study import lr_study
-    from megastable.study.overrides import interventions as named
     from megastable.study.study_directory import StudyDirectory, identity_of
     from megastable.study.trial import TrialResult
+    from megastable.study.variations import interventions as named
 
     preset = lr_study.QUICK if quick else lr_study.FULL if full else lr_study.USUAL
     path = recipe.find(recipe_path)

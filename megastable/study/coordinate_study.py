@@ -22,9 +22,9 @@ from megastable.report.scale import drawable
 from megastable.report.text_output import make_table
 from megastable.study.coordinates import OPEN, Coordinates, measure
 from megastable.study.lr_sensitivity import slope
-from megastable.study.overrides import at_depth, at_width
 from megastable.study.study_directory import StudyDirectory, StudyReport
 from megastable.study.trial import QUIET
+from megastable.study.variations import at_depth, at_width
 from megastable.study.workers import Work, run_all
 
 FLAT = 0.1  # the steepest slope of a scale that counts as flat

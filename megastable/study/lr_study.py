@@ -22,9 +22,9 @@ from megastable.config import recipe
 from megastable.config.tree import RunConfig
 from megastable.report.text_output import make_table
 from megastable.study.lr_sensitivity import LrCurve, Trend, edges, optimum, trends, usable
-from megastable.study.overrides import at_width
 from megastable.study.study_directory import StudyDirectory, StudyReport, run_missing
 from megastable.study.trial import QUIET, Trial, TrialResult
+from megastable.study.variations import at_width
 
 MARGIN = 0.1  # nats per token above the best loss: usable
 

@@ -23,8 +23,8 @@ from megastable.study.coordinate_study import (
     scales,
 )
 from megastable.study.coordinates import OPEN, Coordinates, activations
-from megastable.study.overrides import at_width
 from megastable.study.trial import QUIET
+from megastable.study.variations import at_width
 from tests.distributed import run_ranks
 from tests.tools.cli import Done, call
 
