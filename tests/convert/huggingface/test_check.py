@@ -115,7 +115,7 @@ def test_where_the_corpora_are_not_there_other_text_is_taken(
     out = to_hf(checkpoint, tmp_path / "out").out
     without = to_hf(checkpoint, tmp_path / "without", without_tokenizer=True).out
 
-    def gone(*_: Any) -> Any:
+    def gone(*_: Any, **__: Any) -> Any:
         raise CheckpointError("gone")
 
     monkeypatch.setattr(parity, "open_corpora", gone)
