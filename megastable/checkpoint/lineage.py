@@ -35,13 +35,8 @@ TRIES = 2  # of the same point: a third failure may be its own
 
 def outdated(events: Sequence[Event], key: PointKey) -> str:
     """Why the point must not be used; "" if it may. events: of the journal, those of `HISTORY`, in order."""
-    began = next(
-        (
-            i for i, e in enumerate(events)
-            if isinstance(e, Training) and e.lineage is not None and e.lineage == key.lineage
-        ),
-        None,
-    )  # fmt: skip
+    starts = (i for i, e in enumerate(events) if isinstance(e, Training) and e.lineage == key.lineage)
+    began = next(starts, None)
     if began is None:
         return "the journal does not know it: of an earlier run in this directory"
     drops, own, tries = 0, True, 0

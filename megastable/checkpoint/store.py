@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 import xxhash
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, model_validator
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
 
 from megastable import __version__
 from megastable.base import durable
@@ -77,7 +77,7 @@ class RunState(BaseModel):
     its last sample is cut into, in tokens; 0 = unknown. optimizer: its name; adam_step: its own count of updates, 0
     without its state. scaler: of fp16's loss. fp8: the history of largest magnitudes for delayed scales, by layer.
     stability: the state of detector, policy and the open incident (recovery/). mix: the share of each corpus in the
-    last step. vitals: of the state at this step, None if an older version saved it.
+    last step. vitals: of the state at this step, None without (checkpoint/new_run.py).
     """
 
     # A loss may be nan: the default would write null, which cannot be read back as a number.
@@ -104,17 +104,6 @@ class RunState(BaseModel):
     stability: dict[str, Any] = {}
     mix: dict[str, float] = {}
     vitals: Vitals | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _before_it_was_counted(cls, given: Any) -> Any:
-        """A checkpoint of a version that did not count `trained_tokens`: its batch was constant."""
-        if not isinstance(given, dict) or "trained_tokens" in given:
-            return given
-        step, updates, tokens = (given.get(name, 0) for name in ("step", "updates", "tokens"))
-        if not all(isinstance(n, int) and n >= 0 for n in (step, updates, tokens)):
-            return given  # the fields report the mistake
-        return given | {"trained_tokens": tokens * updates // max(1, step)}
 
     @property
     def recent_loss(self) -> float | None:
@@ -322,6 +311,16 @@ def read_state(checkpoint: Path) -> RunState:
     return _read(checkpoint / STATE, RunState)[0]
 
 
+def refuse_stability(where: str, error: ValidationError) -> CheckpointError:
+    """The error to raise for a part of `RunState.stability` that cannot be read, by its first problem."""
+    detail = error.errors()[0]
+    key = ".".join(str(part) for part in detail["loc"])
+    return CheckpointError(
+        f"what {where} remembers of stability is of another version of megastable ({key}: {detail['msg']}): go on with "
+        "that one, or begin a new run with the weights (megastable checkpoint export)"
+    )
+
+
 def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
     """(parsed content, bytes) of a file. Raises CheckpointError for any problem with it."""
     try:
@@ -330,15 +329,11 @@ def _read(path: Path, model: type[M]) -> tuple[M, bytes]:
         text = path.read_bytes()
         tree = json.loads(text.decode("utf-8"))
         version = tree.get("format") if isinstance(tree, dict) else None
-        if isinstance(version, int) and version > FORMAT:
-            by = visible(str(dict(tree.get("versions") or {}).get("megastable", "a newer one")))
+        if isinstance(version, int) and version != FORMAT:
+            by = visible(str(dict(tree.get("versions") or {}).get("megastable", "another")))
             raise CheckpointError(
-                f"{path}: format {version}, of megastable {by}; this is {__version__}, which reads format {FORMAT}: "
-                "use the newer version"
-            )
-        if version == 1:
-            raise CheckpointError(
-                f"{path}: format 1, which only a development version from before 2026-11-21 reads: use that one"
+                f"{path}: format {version}, of version {by} of megastable; this is {__version__}, which reads format "
+                f"{FORMAT}: use that version"
             )
         return model.model_validate(tree), text
     except CheckpointError:

@@ -84,12 +84,12 @@ def live_changes_of(checkpoint: Path) -> list[ChangeMade]:
 
 
 def policy_of(state: store.RunState) -> PolicyState:
-    """What the policy remembered at a checkpoint; nothing if another version wrote it, as at a restart, which tells."""
-    guard = state.stability.get("guard")
+    """What the policy remembered at a checkpoint. Raises CheckpointError."""
+    guard = state.stability.get("guard", {})
     try:
-        return PolicyState.model_validate(guard.get("policy", {}) if isinstance(guard, dict) else {})
-    except ValidationError:
-        return PolicyState()
+        return PolicyState.model_validate(guard.get("policy", {}) if isinstance(guard, dict) else guard)
+    except ValidationError as error:
+        raise store.refuse_stability("the checkpoint", error) from None
 
 
 class WholeState:

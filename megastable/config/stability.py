@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megastable.config.section import Fraction, Section
 
@@ -138,30 +137,12 @@ class DetectorConfig(Section):
     drop_memory: PositiveInt = 300
     """How long a return to the level before such a fall is no spike. [observations]"""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_retired_keys(cls, given: Any) -> Any:
-        return without_retired(given, RETIRED_OF_DETECTOR)
-
 
 # In the order of their intrusiveness.
 RemedyName = Literal[
     "cap_lr", "rewarm", "reset_moments", "clip", "qk_clip", "z_loss", "beta2", "leave_fp8", "other_kernels",
     "swiglu_clamp", "cut_lr",
 ]  # fmt: skip
-# Keys of earlier versions, which the recorded recipes of their runs have: they decide nothing any more.
-RETIRED = "odds_fall_back", "odds_cap", "odds_cut", "odds_handover", "odds_swap"
-RETIRED_OF_DETECTOR = "indicator_window", "indicator_growth"
-RETIRED_OF_SAMPLES = "false_alarms", "known", "measured", "ahead", "ahead_every"
-
-
-def without_retired(given: Any, retired: Sequence[str]) -> Any:
-    """A section without keys that are gone."""
-    return (
-        {key: value for key, value in given.items() if key not in retired}
-        if isinstance(given, dict)
-        else given
-    )
 
 
 class PolicyConfig(Section):
@@ -235,11 +216,6 @@ class PolicyConfig(Section):
     """Warm-up after every rewind, from `rewind_warmup_from` of the rate back to it; 0: none. [updates]"""
     rewind_warmup_from: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of the rate at which the warm-up after a rewind begins."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_retired_keys(cls, given: Any) -> Any:
-        return without_retired(given, RETIRED)
 
 
 class MemoryCopyConfig(Section):
@@ -316,12 +292,6 @@ class AttributionConfig(Section):
     What does not end in that time is no region, and nobody is convicted. 0: nothing beyond the window is looked
     at. [steps]"""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_it_was(cls, tree: Any) -> Any:
-        """Older recipes have `ahead`, which `region` replaced."""
-        return {k: v for k, v in tree.items() if k != "ahead"} if isinstance(tree, dict) else tree
-
 
 class SampleConfig(Section):
     """Batches that are elevated together, and refused ones (recovery/sample_watch.py)."""
@@ -330,11 +300,6 @@ class SampleConfig(Section):
     """Groups of batches examined in vain, per 10,000 healthy steps; each takes some steps of time."""
     quiet_steps: PositiveInt = 4
     """Steps on trend before a refused batch is examined. [steps]"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_retired_keys(cls, given: Any) -> Any:
-        return without_retired(given, RETIRED_OF_SAMPLES)
 
 
 class SignsConfig(Section):

@@ -185,7 +185,7 @@ class LoggingConfig(Section):
     """Recording and console output, and their intervals."""
 
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Where curves and incidents are shown (docs/trackers.md). In older recipes: `tensorboard`, true or false."""
+    """Where curves and incidents are shown (docs/trackers.md)."""
     per_layer_scalars: bool = False
     """Trackers show every layer by itself; else the distribution over all layers."""
     project: str = Field(default="megastable", min_length=1, max_length=100, examples=["my-models"])
@@ -212,20 +212,6 @@ class LoggingConfig(Section):
     """Mark steps and phases for Nsight Systems (nsys) in every step; on GPUs only."""
     memory_history: NonNegativeInt = 0
     """Allocations on a GPU, with stacks, that the snapshot on out-of-memory has beside the blocks. [allocations]"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _tensorboard_as_it_was(cls, given: Any) -> Any:
-        """Recipes from before `trackers` have `tensorboard`, true or false."""
-        if not isinstance(given, dict) or not isinstance(wanted := given.get("tensorboard"), bool):
-            return given
-        rest = {key: value for key, value in given.items() if key != "tensorboard"}
-        names = rest.get("trackers", ("tensorboard",))
-        names = [names] if isinstance(names, str) else names
-        if isinstance(names, list | tuple):  # otherwise the field reports the mistake
-            others = [name for name in names if name != "tensorboard"]
-            rest["trackers"] = ["tensorboard"] * wanted + others
-        return rest
 
     @field_validator("trackers", mode="before")
     @classmethod
@@ -301,19 +287,6 @@ class RunConfig(Section):
     def segmented(self) -> bool:
         """Whether attention may be restricted to parts of a sample: documents, or the pieces of a warm-up."""
         return self.data.keep_documents_apart or self.train.sequence_warmup is not None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_it_was(cls, tree: Any) -> Any:
-        """Checkpoints from before `kernels` have model.attention."""
-        model = tree.get("model") if isinstance(tree, dict) else None
-        if not isinstance(model, dict) or "attention" not in model:
-            return tree
-        rest = {key: value for key, value in model.items() if key != "attention"}
-        kernels = tree.get("kernels") or {}
-        if isinstance(kernels, dict):  # otherwise the field reports the mistake
-            kernels = {"attention": model["attention"]} | kernels
-        return tree | {"model": rest, "kernels": kernels}
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:

@@ -16,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from megastable.base.errors import DataError
@@ -26,10 +25,9 @@ from megastable.data.exchange import Exchange, Swap
 from megastable.data.manifest import Stream
 from megastable.data.order import BLOCK, LAST_POSITION, Order, Phase
 from megastable.data.shards import Shard
-from megastable.data.skip_ledger import AnyEntry, Ledger, SampleEntry, SkipEntry, sample_entries
+from megastable.data.skip_ledger import AnyEntry, SkipEntry
 from megastable.data.skips import Skips, numbers_of
 
-CONVICTED = "data: "  # prefix of the reason of samples convicted by an incident (incident_log.py)
 Slot = Annotated[StrictInt, Field(ge=0, le=LAST_POSITION)]
 MOST = 1 << 24  # positions: a longer range in the ledger was not chosen by sample
 
@@ -151,22 +149,6 @@ def moved_skips(
         there = old.moved_to(new, positions)
         new_ranges = Skips.of((p, p + 1) for p in there[~known.mask(there)].tolist()).ranges
         found += [SkipEntry(first=first, end=end, reason=reason) for first, end in new_ranges]
-    return found
-
-
-def named_skips(ledger: Ledger, blends: Sequence[BlendEntry], order: Order) -> list[SampleEntry]:
-    """Lines by identity for convictions that an earlier version wrote by position, which hold in one epoch only. Where
-    a later blend put other samples at these positions, the original samples cannot be recovered."""
-    named = {(e.incident, e.reason) for e in ledger.by_identity.entries}
-    found: list[SampleEntry] = []
-    for e in ledger.by_position.entries:
-        assert isinstance(e, SkipEntry)
-        convicted = e.corpus is None and e.incident is not None and e.reason.startswith(CONVICTED)
-        if not convicted or (e.incident, e.reason) in named or e.end - e.first > MOST:
-            continue
-        later = [b.position for b in blends if e.time is None or b.time is None or b.time > e.time]
-        if e.end <= min(later, default=LAST_POSITION):
-            found += sample_entries(order, np.arange(e.first, e.end), e.reason, (), e.incident, e.step)
     return found
 
 

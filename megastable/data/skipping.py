@@ -61,11 +61,6 @@ class Skipping:
         self._excluded, odd = first(lambda: self._ledger.usable(order, self._more))
         return Selection(order, self._excluded, self._more), odd
 
-    @property
-    def by_position(self) -> bool:
-        """Whether lines of the last read name positions."""
-        return self._excluded.positions.count() > 0
-
     def foreign(self, order: Order) -> dict[Identity, int]:
         """Corpora that lines of the last read name tokens of, and how many, but that are not in `order`."""
         mine = {Identity(corpus.name, corpus.fingerprint) for corpus in order.corpora}

@@ -37,7 +37,7 @@ class LeftOutSamples(BaseModel):
 
 
 class IncidentFields(BaseModel):
-    """The fields of an incident, as journals of every version have them.
+    """The fields of an incident, as journals have them.
 
     Text for people identifies an incident by its number and its onset; docs/stability.md has these definitions once.
 
@@ -81,7 +81,7 @@ class IncidentFields(BaseModel):
 
 
 class Incident(IncidentFields):
-    """One of this run, by this version."""
+    """One of this run."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 

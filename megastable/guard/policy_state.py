@@ -22,7 +22,7 @@ class Taken(BaseModel):
     were not finite; else unproven: their positions. remedy: the name of the one that was tried, and won; kernels: those
     that it left."""
 
-    model_config = ConfigDict(extra="ignore")  # journals of earlier versions also have odds
+    model_config = ConfigDict(extra="forbid")
 
     clock: int
     step: int

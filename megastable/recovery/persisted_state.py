@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megastable.checkpoint import store
 from megastable.guard.guard import GuardState
 from megastable.guard.incident import Incident, LeftOutSamples
 from megastable.guard.policy_state import PolicyState
@@ -49,18 +50,19 @@ class _Told(BaseModel):
     left_out: LeftOutSamples | None = None
 
 
-def recall(
-    saved: dict[str, Any], events: Iterable[Event], simulated: bool = False
-) -> tuple[PersistedState, list[str]]:
-    """The state at a start, and which parts of it were lost: saved by another version, or edited.
+def recall(saved: dict[str, Any], events: Iterable[Event], simulated: bool = False) -> PersistedState:
+    """The state at a start. Raises CheckpointError for one that this version cannot read.
 
     saved: `RunState.stability` of the checkpoint. events: those of the journal that are `TELLING`, in order. simulated:
     this is a dry run.
     """
-    memory, lost = _readable(saved)
+    known = {name: state for name, state in saved.items() if name in PersistedState.model_fields}
+    try:
+        memory = PersistedState.model_validate(copy.deepcopy(known))
+    except ValidationError as error:
+        raise store.refuse_stability("the checkpoint", error) from None
     if not simulated:
         memory.guard = memory.guard.of_kind(False)  # a dry run spent no budget
-    problem = ""
     for event in events:
         number = event.get("number")
         if isinstance(number, int):
@@ -70,9 +72,7 @@ def recall(
         try:
             told = _Told.model_validate(event.fields)
         except ValidationError as error:
-            problem = f"{event.event} of the journal: {describe_invalid(error)}"
-            continue
-        problem = ""
+            raise store.refuse_stability(f"the journal's event {event.event}", error) from None
         # A dry run has its own clock.
         if memory.guard.simulated or told.policy.clock < memory.guard.policy.clock:
             continue
@@ -80,24 +80,4 @@ def recall(
         memory.left_out = told.left_out or memory.left_out
         if told.summary is not None:
             memory.incident = told.summary if told.summary.outcome in ONGOING else None
-    return memory, [*lost, problem] if problem else lost
-
-
-def _readable(saved: dict[str, Any]) -> tuple[PersistedState, list[str]]:
-    """The readable parts (detector, policy, open incident, ...); the others are reset, and named."""
-    known = {name: state for name, state in saved.items() if name in PersistedState.model_fields}
-    tree, lost = copy.deepcopy(known), list[str]()
-    while True:
-        try:
-            return PersistedState.model_validate(tree), lost
-        except ValidationError as error:
-            where = [str(part) for part in error.errors()[0]["loc"]]
-            above, part = (tree["guard"], where[1]) if where[0] == "guard" and where[1:] else (tree, where[0])
-            lost.append(f"{part} of the checkpoint: {describe_invalid(error)}")
-            del above[part]
-
-
-def describe_invalid(error: ValidationError) -> str:
-    """The first problem: where, and what."""
-    detail = error.errors()[0]
-    return f"{'.'.join(str(part) for part in detail['loc'])}: {detail['msg']}"
+    return memory

@@ -39,7 +39,6 @@ from megastable.run.events.stability_events import (
     HostFaulty,
     Located,
     RateLifted,
-    StabilityStateDropped,
     Would,
 )
 from megastable.run.events.training_events import Warned
@@ -84,7 +83,7 @@ class Recovery:
         self._scheduled: float | None = None  # rate of the coming update, before cuts and caps
         self._located = ""  # result of replaying this step, refused as it is not finite
         c, events = self.settings, parts.run.events
-        memory, lost = first(lambda: recall(state.stability, events(*TELLING), c.dry_run))
+        memory = first(lambda: recall(state.stability, events(*TELLING), c.dry_run))
         self.guard = Guard(c, memory.guard, c.dry_run, parts.engine.fp8 is not None)
         self.guard.policy.resumed(state.step, state.updates)
         self.numerics = NumericsChoice(parts, self.guard)
@@ -105,11 +104,7 @@ class Recovery:
             NoiseScaleWatch(self.config, parts.engine, parts.log),
         )
         self.hardware, self.samples = self.watches.hardware, self.watches.samples
-        for problem in [*lost, *self.watches.load_state_dicts(state.stability)]:
-            self.log.emit(
-                StabilityStateDropped(step=state.step, problem=problem),
-                say=f"WARNING: what was remembered of stability cannot be read and starts anew: {problem}",
-            )
+        self.watches.load_state_dicts(state.stability)
         if any(change.startswith(EVALUATED) for change in changed):
             trends.state.evaluations = []  # of other samples
         schedule = self.config.schedule

@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megastable.base.collectives import shared
+from megastable.checkpoint import store
 from megastable.engine.measured import Measured
 from megastable.engine.watch import Watch
 from megastable.hardware.hardware_watch import HardwareWatch
 from megastable.recovery.damage_watch import ProbeWatch, TensorWatch
-from megastable.recovery.persisted_state import describe_invalid
 from megastable.recovery.sample_watch import SampleWatch
 from megastable.warnings.noise_scale import NoiseScaleWatch
 from megastable.warnings.signs import StartSigns
@@ -61,12 +62,10 @@ class Watches:
         """By name."""
         return {watch.name: state for watch in self if (state := watch.state_dict())}
 
-    def load_state_dicts(self, saved: Mapping[str, Any]) -> list[str]:
-        """Continue from `state_dicts`; which of them cannot be read, and why: those begin anew."""
-        lost = list[str]()
+    def load_state_dicts(self, saved: Mapping[str, Any]) -> None:
+        """Continue from `state_dicts`. Raises CheckpointError, on all ranks, for what cannot be read."""
         for watch in self:
             try:
                 watch.load_state_dict(saved.get(watch.name, {}))
             except ValidationError as error:
-                lost.append(f"{watch.name} of the checkpoint: {describe_invalid(error)}")
-        return lost
+                raise shared(store.refuse_stability(f"the checkpoint's {watch.name}", error)) from None

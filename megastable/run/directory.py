@@ -20,7 +20,6 @@ from megastable.base import durable, jsonl
 from megastable.base.errors import ConfigError, DataError
 from megastable.base.text import visible
 from megastable.config.model import ModelConfig
-from megastable.config.supervise import SECRETS, redacted
 from megastable.config.tree import RunConfig
 from megastable.run.events.event import Event
 from megastable.run.events.reading import event_of_line
@@ -35,7 +34,7 @@ Kind = TypeVar("Kind", bound=Event)
 # Sections on which the meaning of the weights in the directory depends.
 IDENTITY = ("model", "run.seed")
 # ... and keys of them that only affect computing or training.
-FREE = ("model.attention", "model.max_positions", "model.z_loss")  # the first is from before `kernels`
+FREE = ("model.max_positions", "model.z_loss")
 
 
 class RunDirectory:
@@ -134,7 +133,7 @@ class RunDirectory:
             return []
         try:
             old = yaml.load(recipe.read_text(encoding="utf-8"), _LOADER)["config"]
-            # Model keys missing from an older version's recipe had the default value.
+            # A key of the model that the recipe does not have had its default value.
             old |= {"model": ModelConfig().model_dump(mode="json") | old["model"]}
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
             raise ConfigError(
@@ -143,12 +142,6 @@ class RunDirectory:
         before, after = dict(_leaves(old)), dict(_leaves(config.model_dump(mode="json")))
         if config.model.vocab_size is None:  # the tokenizer has not been read yet
             after["model.vocab_size"] = before.get("model.vocab_size")
-        # Older versions wrote passwords down.
-        before |= {
-            f"supervise.{key}": redacted(key, old)
-            for key in SECRETS
-            if isinstance(old := before.get(f"supervise.{key}"), str)
-        }
         before, after = _folded(before, after), _folded(after, before)
         changed = {
             key: f"{key}: {before.get(key)} -> {after.get(key)}"

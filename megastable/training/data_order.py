@@ -9,7 +9,7 @@ from megastable.base.errors import CheckpointError
 from megastable.base.text import plural
 from megastable.checkpoint.store import RunState
 from megastable.config.tree import RunConfig
-from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips, named_skips
+from megastable.data.blends import BlendEntry, ExchangeEntry, Line, moved_skips
 from megastable.data.corpora import Corpora, open_corpora
 from megastable.data.coverage import describe_epochs, find_warnings
 from megastable.data.order import BLOCK
@@ -23,7 +23,6 @@ from megastable.run.events.data_events import (
     ExchangesUndone,
     OrderChanged,
     SkipsForeign,
-    SkipsNamed,
     SkipsRefused,
 )
 from megastable.run.events.training_events import Warned
@@ -142,23 +141,6 @@ class DataOrder:
         moved = moved_skips(entries, before.train.order, new, position, since)
         append_all(self.run.skips, moved)
         return sum(entry.end - entry.first for entry in moved)
-
-    def name_convicted(self, step: int) -> None:
-        """Skip in every epoch what an earlier version convicted for one epoch only."""
-        if not step or not self.skipping.by_position:
-            return
-
-        def write() -> int:
-            entries = named_skips(self._ledger(), self.corpora.blends, self.source.order)
-            append_all(self.run.skips, entries)
-            return len(entries)
-
-        if lines := first(write):
-            self.log.emit(
-                SkipsNamed(step=step, lines=lines),
-                say="samples that an earlier version convicted for one epoch are skipped in every epoch from now on: "
-                f"{plural(lines, 'new line')} in {self.run.skips.name}",
-            )
 
     def _ledger(self) -> Ledger:
         return Ledger.read(self.run.skips, None if self.strict else [])

@@ -104,7 +104,6 @@ class Start:
         self.changes = LiveChanges(config, run, self.engine, self.log, heart.changes)
         self.changes.follow_recipe(changed, self.state.step)
         self.order.follow_blend(self.state)
-        self.order.name_convicted(self.state.step)
         self.skips = self.order.selection()
         first(lambda: run.freeze(config, self.order.corpora.fingerprints, self.ds_config))
         self._say(changed)
@@ -164,7 +163,7 @@ class Start:
             self.log.emit(Warned(step=saved.step, text=text), say=f"WARNING: {text}")
         if not c.enabled or c.dry_run:
             return
-        memory, _ = first(lambda: recall(saved.stability, self.run.events(*TELLING)))
+        memory = first(lambda: recall(saved.stability, self.run.events(*TELLING)))
         left = numerics.kinds_of(memory.guard.policy.kernels)
         numerics.switch(replace(numerics.now, plain=left))
 

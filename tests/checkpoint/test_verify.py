@@ -95,11 +95,12 @@ def test_a_changed_manifest_is_damaged_even_where_it_can_be_read(checkpoint: Pat
         verify(checkpoint)
 
 
-def test_a_newer_format_names_the_version_that_wrote_it(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).write_text('{"format": 3, "versions": {"megastable": "9.1"}, "news": true}')
-    with pytest.raises(
-        CheckpointError, match=r"format 3, of megastable 9\.1; this is .*use the newer version"
-    ):
+@pytest.mark.parametrize("of", [1, 3])
+def test_another_format_names_the_version_that_wrote_it(checkpoint: Path, of: int) -> None:
+    (checkpoint / MANIFEST).write_text(
+        f'{{"format": {of}, "versions": {{"megastable": "9.1"}}, "news": true}}'
+    )
+    with pytest.raises(CheckpointError, match=rf"format {of}, of version 9\.1 .*use that version"):
         verify(checkpoint)
 
 

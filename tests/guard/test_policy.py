@@ -505,7 +505,6 @@ def test_a_memory_of_two_cuts_and_of_leaving_fp8_can_be_read() -> None:
     cuts = [{"kind": "cut", "value": 0.5, "updates": at, "clock": 400} for at in (20, 90)]
     old: dict[str, Any] = {"clock": 400, "fallbacks": [7], "returns": [9], "limits": cuts}
     old |= {"taken": [{"clock": 30, "step": 30, "action": "rewind", "cause": "data", "corpus": "a"}]}
-    old["taken"][0] |= {"odds": 12.0, "weak": [7]}  # of an earlier version
     state = PolicyState.model_validate(old)
     policy = Policy(CONFIG, state, has_fp8=True)
     assert policy.fp8 and policy.state.rested == 2 and policy.rate(1000, 1.0) == 0.25

@@ -41,7 +41,7 @@ from megastable.guard.signals import Finding, Verdict
 from megastable.recovery.incident_log import NAMED, IncidentLog
 from megastable.recovery.persisted_state import TELLING, recall
 from megastable.run.directory import RunDirectory
-from megastable.run.events.stability_events import IncidentEvent, StabilityStateDropped
+from megastable.run.events.stability_events import IncidentEvent
 from megastable.run.log import RunLog
 from megastable.training.summary import incidents
 from tests.conftest import tiny
@@ -206,12 +206,12 @@ def test_trouble_that_goes_on_behind_what_was_left_out_is_adjacent_and_defers_ev
         book.attribute(Cause.STATE, [], window=window)
         assert sum(b - a for a, b in before.deferred) - known == count
     # It is known to the next process, from the journal alone.
-    memory, _ = recall({}, book.run.events(*TELLING))
+    memory = recall({}, book.run.events(*TELLING))
     assert (
         memory.left_out == book.book.left_out and memory.left_out is not None and memory.left_out.count == 96
     )
     book.book.close(state(70), "healed")
-    after, _ = recall({}, book.run.events(*TELLING))
+    after = recall({}, book.run.events(*TELLING))
     assert after.left_out == memory.left_out and after.incident is None
 
 
@@ -339,8 +339,8 @@ def test_a_handover_defers_the_window_unless_it_is_innocent_and_a_stop_nothing(
     outcome = "handed over" if action is Action.HANDOVER else "stopped"
     assert book.shown() == [(1, outcome, action)] and book.book.incident is None
     assert book.run.handed_over() == (31 if action is Action.HANDOVER else None)
-    memory, lost = recall({}, book.run.events(*TELLING))
-    assert (memory.incidents, memory.guard.policy, lost) == (1, book.policy, [])
+    memory = recall({}, book.run.events(*TELLING))
+    assert (memory.incidents, memory.guard.policy) == (1, book.policy)
     # What is handed over goes on in the next process, which has done the steps since its checkpoint again.
     assert (memory.incident is None) is (action is Action.STOP)
     if memory.incident is not None:
@@ -365,9 +365,9 @@ def test_the_next_process_goes_on_from_every_point(book: Book) -> None:
     """Whenever it ends: the open incident and the policy as they were, from the journal alone."""
 
     def known() -> None:
-        memory, lost = recall({}, book.run.events(*TELLING))
+        memory = recall({}, book.run.events(*TELLING))
         assert memory.incident == book.book.incident and memory.guard.policy == book.policy
-        assert memory.incidents == book.book.count and lost == []
+        assert memory.incidents == book.book.count
 
     book.open()
     known()
@@ -380,7 +380,7 @@ def test_the_next_process_goes_on_from_every_point(book: Book) -> None:
     book.policy.clock = 60
     book.book.close(state(60), "healed")
     known()
-    memory, _ = recall({}, book.run.events())
+    memory = recall({}, book.run.events())
     book.book.restore(memory.incident, memory.incidents, state(0))
     book.open()
     known()
@@ -429,8 +429,8 @@ def test_killed_between_the_ledger_and_the_journal_the_next_process_tells_what_t
     again.source = open_corpora(again.config.data.corpora, 32, 0, lines).train
     again.book.source = again.source
     for _ in range(2):  # the third process finds nothing more to tell
-        memory, lost = recall({}, again.run.events(*TELLING))
-        assert memory.incidents == 1 and not lost
+        memory = recall({}, again.run.events(*TELLING))
+        assert memory.incidents == 1
         again.book.restore(memory.incident, 1, state(20))
         (shown,) = incidents(again.run, again.config)
         done = after_the_ledger
@@ -556,13 +556,12 @@ def test_a_crash_in_the_middle_of_an_incident_loses_nothing_of_it(
     assert healed["documents"] == left["documents"] and healed["steps_lost"] == left["steps_lost"]
 
 
-def test_a_journal_of_another_version_is_said_and_training_begins(corpus: Path, tmp_path: Path) -> None:
+def test_a_journal_of_another_version_is_refused(corpus: Path, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     note(run, "incident", number=3, what="opened", policy={"karma": 1})
     steps = {"steps": 2, "global_batch": 8, "micro_batch": 2, "eval_samples": 0, "eval_interval": 0}
-    assert run_ranks(2, train, tiny(corpus, tmp_path, train=steps)) == [(errors.OK, "")] * 2
-    (dropped,) = run.events(StabilityStateDropped)
-    assert dropped["problem"] == "incident of the journal: policy.karma: Extra inputs are not permitted"
+    for code, error in run_ranks(2, train, tiny(corpus, tmp_path, train=steps)):
+        assert code == errors.CheckpointError.code and "policy.karma: Extra inputs" in error
 
 
 def test_where_samples_return_that_a_trial_has_deferred_is_remembered(book: Book) -> None:

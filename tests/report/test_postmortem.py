@@ -58,15 +58,14 @@ from tests.tiers import examples
 # What is there
 
 REGION: dict[str, Any] = {
-    "first": 236, "end": 248, "how": "it ends at position 247", "measured": 56, "steps": 2.3, "found": True,
+    "first": 236, "end": 248, "how": "it ends at position 247", "measured": 56, "steps": 2.3,
     "probes": [[240, 8, 8], [232, 8, 4], [256, 8, 0], [248, 8, 0], [400, 8, 1], [800, 8, 0]],
 }  # fmt: skip
 
 
-def with_region(make: Make, corpus: Path, inferred: int | None = 3, **change: Any) -> Path:
-    """inferred: only earlier versions told it."""
-    run, more = make(), {} if inferred is None else {"inferred": inferred}
-    tell(RunDirectory(run), data_incident(corpus, [(236, 248)]), region=REGION | change, **more)
+def with_region(make: Make, corpus: Path, **change: Any) -> Path:
+    run = make()
+    tell(RunDirectory(run), data_incident(corpus, [(236, 248)]), region=REGION | change)
     return run
 
 
@@ -75,7 +74,7 @@ def test_how_far_bad_data_goes_is_shown_by_the_probes(make: Make, hostile_corpus
     (folder,) = write_incidents(run)
     (evidence,) = incidents_of(run)
     (region,) = evidence.regions
-    assert (region.inferred, region.steps, evidence.problems) == (3, 2.3, [])
+    assert (region.steps, evidence.problems) == (2.3, [])
     told = [(s.first, s.end, s.batches, s.measured, s.bad) for s in region.stretches]
     assert told == [(232, 248, 2, 16, 12), (248, 264, 2, 16, 0), (400, 408, 1, 8, 1), (800, 808, 1, 8, 0)]
     assert (folder / "region.png").read_bytes()[:4] == b"\x89PNG"
@@ -85,17 +84,8 @@ def test_how_far_bad_data_goes_is_shown_by_the_probes(make: Make, hostile_corpus
         '<td class="n">232 to 247</td><td class="n">2</td><td class="n">16</td><td class="n">12</td>' in page
     )
     assert "| 232 to 247 | 2 | 16 | 12 |" in text and "](region.png)" in text
-    assert "3 of the guilty were not" in text and "<dt>inferred</dt><dd>3<" in page
+    assert "in 2.3 steps of time.\n" in text
     assert Evidence.model_validate_json((folder / "evidence.json").read_bytes()) == evidence
-
-
-def test_of_a_region_whose_samples_were_all_measured_nothing_is_said_of_others(
-    make: Make, hostile_corpus: Path
-) -> None:
-    (folder,) = write_incidents(with_region(make, hostile_corpus, inferred=None))
-    page, text = (folder / "report.html").read_text(), (folder / "postmortem.md").read_text()
-    assert "in 2.3 steps of time.\n" in text and "were not, and are like" not in text + page
-    assert "inferred" not in page
 
 
 @pytest.mark.slow
@@ -103,7 +93,6 @@ def test_of_a_region_whose_samples_were_all_measured_nothing_is_said_of_others(
     "change",
     [
         {"probes": []},
-        {"found": False},
         {"probes": [[248 + (8 << n), 8, 0] for n in range(18)]},
         {"first": 247},
     ],
@@ -112,7 +101,6 @@ def test_any_region_can_be_shown(make: Make, hostile_corpus: Path, change: dict[
     run = with_region(make, hostile_corpus, **change)
     (folder,) = write_incidents(run)
     assert (folder / "region.png").exists() == (change.get("probes") != [])
-    assert ("its end was not seen" in (folder / "report.html").read_text()) == (change.get("found") is False)
 
 
 @pytest.mark.quick("change1")

@@ -160,16 +160,6 @@ def test_what_only_says_how_it_is_computed_may_change(run: RunDirectory) -> None
     assert run.compare(config(model={"z_loss": 0.0})) == ["model.z_loss: 0.0001 -> 0.0"]
 
 
-def test_a_run_of_before_there_were_kernels_goes_on(run: RunDirectory) -> None:
-    run.freeze(config(), [], {})
-    tree = yaml.safe_load(run.recipe.read_text())
-    tree["config"]["model"]["attention"] = "reference"
-    del tree["config"]["kernels"]
-    run.recipe.write_text(yaml.safe_dump(tree))
-    assert "model.attention: reference -> None" in run.compare(config())
-    assert RunConfig.model_validate(tree["config"]).kernels.attention == "reference"
-
-
 def test_a_second_process_is_kept_out(run: RunDirectory) -> None:
     run.lock()
     with pytest.raises(ConfigError, match="another process trains here"):

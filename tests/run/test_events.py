@@ -25,7 +25,7 @@ from megastable.run.events.training_events import Finished, Imported, Training, 
 from megastable.run.log import RunLog
 
 # In journals that there are: a name may come, none may go or change.
-NAMES = """alert baseline_anew baseline_reset batch_changed batch_far_off blend_changed branches_tried change_made
+NAMES = """alert baseline_reset batch_changed batch_far_off blend_changed branches_tried change_made
 change_measured change_refused checkpoint checkpoint_failed checkpoint_healthy checkpoint_recovered
 checkpoint_rejected checkpoint_suspect clipping_anew config_changed discard_examined discarded ended evaluated
 exchanges_undone fell_back finished gradients_doubted handover hang hook_failed host_faulty host_left_out
@@ -33,8 +33,8 @@ host_proven host_slow hosts_awaited imported incident incident_later kernels_lef
 length_changed located look_ahead_failed look_ahead_spent looked_ahead memory_dropped memory_off memory_refused
 memory_resume messages_differ mix_changed moments_anew no_snapshots note order_changed probed rate_cut rate_lifted
 rate_warmup records_lost replay_differs replicas_differ reshaped restart resumed returned rolled_back
-samples_dropped samples_examined settings_adjusted skips_added skips_end skips_foreign skips_given_back skips_named
-skips_read skips_refused snapshot_rejected stability_state_dropped state_changed stopped supervisor tasks_evaluated
+samples_dropped samples_examined settings_adjusted skips_added skips_foreign skips_given_back
+skips_read skips_refused snapshot_rejected state_changed stopped supervisor tasks_evaluated
 tasks_failed tasks_skipped training trend unstable warning would wrong_copy""".split()
 FIELDS = sorted({name for kind in KINDS.values() for name in kind.__annotations__} | {"sentence", "self"})
 WHAT = ["opened", "attributed", "released", "rewound", "restarted", "handed over", "closed", "over", "ended"]

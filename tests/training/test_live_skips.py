@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +12,14 @@ import numpy as np
 import pytest
 
 from megastable.config.tree import RunConfig
-from megastable.data.blends import BlendEntry, Share, named_skips, read_blends
-from megastable.data.corpora import open_corpora
-from megastable.data.order import BLOCK, Order, OrderedCorpus
-from megastable.data.skip_ledger import Ledger, SkipEntry, append_all, read_ledger
+from megastable.data.blends import read_blends
+from megastable.data.order import BLOCK
+from megastable.data.skip_ledger import SkipEntry, read_ledger
 from megastable.data.skips import Identity
 from megastable.run import records
 from megastable.run.events.data_events import SkipsForeign
 from megastable.run.events.event import Event
-from tests.conftest import LENGTH, tiny, write_corpus
+from tests.conftest import tiny, write_corpus
 from tests.distributed import run_ranks
 from tests.journal import KeptLog
 
@@ -260,45 +258,3 @@ def test_the_journal_is_read_once_for_corpora_that_the_run_does_not_use(
     assert [(e["fingerprint"], e["tokens"]) for e in log.events] == [("old", 96), ("other", 33)]
     assert log.said[0].startswith("WARNING: skips.jsonl names 96 tokens (3 samples) of corpus a")
     assert "33 tokens (2 samples) of corpus b" in log.said[1]
-
-
-@pytest.mark.slow
-def test_what_an_earlier_version_convicted_by_position_stays_out_of_every_epoch(tmp_path: Path) -> None:
-    """Written anew once, at the first resume; a window, of which nobody was convicted, comes back."""
-    write_corpus(tmp_path / "a", tokens=1_500, validation=0)
-
-    def config(steps: int) -> RunConfig:
-        return small(tmp_path / "a", tmp_path / "run", steps=steps)
-
-    run_ranks(1, train, config(2))
-    path = tmp_path / "run/skips.jsonl"
-    old = SkipEntry(first=18, end=20, reason="data: bad", incident=1, step=2)
-    append_all(path, [old, SkipEntry(first=24, end=26, reason="state: nobody", incident=2, step=2)])
-    for steps in (8, 14):
-        assert run_ranks(2, train, config(steps)) == [0, 0]
-    (entry,) = Ledger.read(path).by_identity.entries
-    assert (entry.incident, entry.step, entry.reason) == (1, 2, "data: bad")
-    assert [e["lines"] for e in events(tmp_path / "run", "skips_named")] == [1]
-    order = open_corpora(config(1).data.corpora, LENGTH, config(1).run.seed).train.order
-    trained = [p for some in positions(tmp_path / "run").values() for p in some]
-    sequences = order.locate(np.array(trained)).sequence
-    bad, window = (order.locate(np.arange(first, first + 2)).sequence for first in (18, 24))
-    assert trained[-1] > 2 * order.sequences[0]
-    assert not np.isin(bad, sequences).any() and np.isin(window, sequences).all()
-
-
-def test_a_conviction_is_not_named_where_a_later_blend_put_other_samples(tmp_path: Path) -> None:
-    order = Order([OrderedCorpus("a", 10_000, 1.0, "f")], 16, seed=0)
-    now = datetime.now(UTC)
-    line = SkipEntry(first=18, end=20, reason="data: bad", incident=1, time=now)
-    share = Share(name="a", path="a", weight=1.0, tokens=10_000, fingerprint="f")
-    for position, later, named in ((0, -1, 1), (0, 1, 0), (BLOCK, 1, 1)):
-        blend = BlendEntry(position=position, corpora=[share], time=now + timedelta(seconds=later))
-        assert len(named_skips(Ledger([line]), [blend], order)) == named
-    behind = line.model_copy(update={"first": BLOCK - 1, "end": BLOCK + 1})
-    assert not named_skips(Ledger([behind]), [blend], order)
-    others = [
-        line.model_copy(update=change)
-        for change in ({"incident": None}, {"corpus": "a"}, {"reason": "state: x"})
-    ]
-    assert not named_skips(Ledger(others), [], order)

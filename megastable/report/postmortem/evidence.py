@@ -235,7 +235,7 @@ class Gatherer:
     def _regions(self) -> list[RegionFacts]:
         told = [event for event in self.own if isinstance(event.get("region"), dict)]
         found = [
-            self._lenient(RegionFacts, event["region"] | {"inferred": event.get("inferred", 0)}, "a region")
+            self._lenient(RegionFacts, event["region"], "a region")
             for event in told
             if all(type(event["region"].get(edge)) is int for edge in ("first", "end"))
         ]

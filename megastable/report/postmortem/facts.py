@@ -93,8 +93,7 @@ class SuspectFacts(BaseModel):
 class RegionFacts(BaseModel):
     """The extent of bad data, as found by attribution: positions [first, end); how both ends were found, in a sentence.
 
-    measured: samples measured for it; steps: their cost, in steps of time. Of earlier versions, inferred: guilty
-    samples that were not measured; found: whether its end ahead was found. probes: first position, samples and bad
+    measured: samples measured for it; steps: their cost, in steps of time. probes: first position, samples and bad
     samples of each measured batch.
     """
 
@@ -105,8 +104,6 @@ class RegionFacts(BaseModel):
     how: str = ""
     measured: int = 0
     steps: float = 0.0
-    inferred: int = 0
-    found: bool = True
     probes: list[tuple[int, int, int]] = []
 
     @property

@@ -144,7 +144,7 @@ def _facts(reader: RunReader, made: PublicRun, problems: list[str]) -> tuple[Rec
     skips = skips_of(reader, problems)
     return RecordFacts(
         name=made.root.name, made=time.time(), head=head, model=reader.recipe.get("model", {}), starts=starts,
-        software=software_of(starts, reader), corpora=corpora_of(made, reader), skips=skips, goodput=reader.account,
+        software=software_of(starts), corpora=corpora_of(made, reader), skips=skips, goodput=reader.account,
         spending=spending(
             account, starts, price if isinstance(price, int | float) else None, str(recipe.get("currency", "USD"))
         ),

@@ -19,7 +19,7 @@ from megastable.report.postmortem.facts import Evidence
 from megastable.report.publish.logbook import LogbookDay
 from megastable.report.publish.public_run import PublicRun
 from megastable.report.publish.record_folder import FORMAT
-from megastable.report.publish.redaction import HASH, public_version
+from megastable.report.publish.redaction import HASH
 from megastable.report.run_page.run_reader import RunReader
 from megastable.report.skip_lines import SkipLine, skip_lines
 from megastable.run.directory import read_object
@@ -129,22 +129,13 @@ def starts_of(events: Iterable[Event]) -> list[StartFacts]:
     return found
 
 
-def software_of(starts: Sequence[StartFacts], reader: RunReader) -> dict[str, list[str]]:
-    """Versions by name: of the journal, or, of an older run, those that its newest checkpoint was written by."""
+def software_of(starts: Sequence[StartFacts]) -> dict[str, list[str]]:
+    """Versions by name, of all starts."""
     found = dict[str, list[str]]()
     for start in starts:
         for name, version in start.software.items():
             if version not in found.setdefault(name, []):
                 found[name].append(version)
-    for note in reversed(reader.journal.noted.checkpoints.values()):
-        if not found:
-            told = read_object(reader.run.checkpoints / note.name / "state.json").get("versions")
-            known = told if isinstance(told, dict) else {}
-            found = {
-                name: [public_version(known[name])]
-                for name in ("megastable", "torch", "python")
-                if name in known
-            }
     return found
 
 

@@ -23,7 +23,7 @@ from megastable.run.directory import read_object
 
 SUMS, RECORD = "SHA256SUMS", "record.json"
 CHECK = f"sha256sum --check --quiet {SUMS}"
-OWN = {"site", "old", "work"}  # names in the folder that it is built in; older versions had `work`
+OWN = {"site", "old"}  # names in the folder that it is built in
 FORMAT = "megastable record"  # in record.json: whose folder it is
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD

@@ -1,4 +1,4 @@
 """Defines the journal's event classes, by theme, and one reader (reading.py; follow.py for a growing file).
 
-Names of events and of their fields never change: later versions read old journals.
+Once released, names of events and of their fields do not change: a run outlives versions.
 """

@@ -166,22 +166,6 @@ class SkipsGivenBack(Event):
         )
 
 
-class SkipsEnd(Event):
-    """Written by older versions."""
-
-    NAME = "skips_end"
-    documents: Whole
-    corpus: Text
-    until: Whole
-    end: Whole
-
-    def words(self) -> str:
-        return (
-            f"{self.get('documents')} documents of corpus {self.get('corpus')} are skipped up to position "
-            f"{self.get('until')} only, and this run is to go on to {self.get('end')}"
-        )
-
-
 class SkipsRead(Event):
     """entries: new lines of the skip ledger, valid from `cursor` on."""
 
@@ -193,20 +177,6 @@ class SkipsRead(Event):
     def words(self) -> str:
         return (
             f"{self.get('entries')} new lines of the skip ledger hold from position {self.get('cursor')} on"
-        )
-
-
-class SkipsNamed(Event):
-    """lines: new ones of the skip ledger."""
-
-    NAME = "skips_named"
-    step: Whole
-    lines: Whole
-
-    def words(self) -> str:
-        return (
-            "samples that an earlier version convicted for one epoch are skipped in every epoch: "
-            f"{self.get('lines')} new lines in the skip ledger"
         )
 
 

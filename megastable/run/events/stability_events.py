@@ -347,15 +347,6 @@ class BaselineReset(Event):
         return f"detector baseline reset: {self.get('reason')}"
 
 
-class BaselineAnew(Event):
-    """Written by older versions."""
-
-    NAME = "baseline_anew"
-
-    def words(self) -> str:
-        return "data mix changed; detector baseline reset"
-
-
 class NoSnapshots(Event):
     """bytes: of one snapshot; budget: bytes available per rank."""
 
@@ -374,15 +365,6 @@ class SnapshotRejected(Event):
 
     def words(self) -> str:
         return f"snapshot passed over: it {self.get('reason')}"
-
-
-class StabilityStateDropped(Event):
-    NAME = "stability_state_dropped"
-    step: Whole
-    problem: Text
-
-    def words(self) -> str:
-        return f"what was remembered of stability is lost{self.because('problem')}"
 
 
 class FellBack(Event):
