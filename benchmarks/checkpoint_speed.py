@@ -27,10 +27,11 @@ import torch
 from benchmarks.common import Stopwatch, machine
 from benchmarks.saves import MEANING, Found, Measurement, Spread
 from megastable.base.errors import CheckpointError
-from megastable.checkpoint import loading, parts, saving, store
+from megastable.checkpoint import parts, saving, store
 from megastable.checkpoint.files import TensorFile
 from megastable.checkpoint.saving import SaveOutcome, Saver
 from megastable.checkpoint.store import LayoutState, RunState
+from megastable.checkpoint.whole import load_into
 from megastable.config import deepspeed_json
 from megastable.config.tree import RunConfig
 from megastable.data.loader import MicroBatch
@@ -277,7 +278,7 @@ class Bench:
         begun = time.perf_counter()
         store.verify(checkpoint)
         verified = time.perf_counter()
-        loading.load(checkpoint, store.read_state(checkpoint), self.engine)
+        load_into(self.engine, checkpoint, store.read_state(checkpoint))
         self.engine.refresh_weights()
         loaded = time.perf_counter()
         self.samples["verifying"].append(verified - begun)

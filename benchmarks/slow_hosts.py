@@ -20,7 +20,7 @@ from rich.table import Table
 
 from megastable.run.rank_ipc import WorkBlock
 from megastable.supervise.straggler import Stragglers
-from megastable.training.work_blocks import STEPS
+from megastable.training.beats import STEPS
 
 STEP = 0.5  # seconds of own work
 EVEN, SOON = 20_000, 200  # steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -22,7 +22,6 @@ from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.held_points import Complete, HeldPart
 from megastable.checkpoint.memory_folder import MemoryFolder, memory_of
 from megastable.checkpoint.memory_wire import MemoryClient, MemoryServer
-from megastable.checkpoint.partners import partners
 from megastable.config.stability import MemoryCopyConfig
 
 LOOPBACK = "127.0.0.1"
@@ -210,3 +209,20 @@ def _towards(host: str) -> str | None:
             s.connect((host, 9))  # sends nothing
             return str(s.getsockname()[0])
     return None
+
+
+def partners(hosts: Sequence[Hashable]) -> list[int | None]:
+    """By rank: the rank that keeps a copy of its point; None if all ranks are on one host.
+
+    hosts: of every rank, by rank. The hosts form a ring in the order of their first ranks, and the i-th rank of a host
+    sends to the i-th of the next one, around again if that has fewer. So the ranks of a host receive equally many
+    copies, give or take one, and a host that is lost takes with it the copies of one other host only.
+    """
+    ranks: dict[Hashable, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    ring, found = list(ranks.values()), list[int | None]([None] * len(hosts))
+    for here, there in zip(ring, [*ring[1:], ring[0]], strict=True) if len(ring) > 1 else ():
+        for i, rank in enumerate(here):
+            found[rank] = there[i % len(there)]
+    return found

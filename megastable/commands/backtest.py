@@ -74,7 +74,7 @@ def backtest(
 def _config(source: Path, overrides: list[str]) -> tuple[StabilityConfig, bool]:
     """The run's thresholds, or the defaults, with the overrides; and whether it computed in FP8."""
     from megastable.config import recipe
-    from megastable.config.overrides import override
+    from megastable.config.recipe import override
 
     if source.is_dir():
         config = recipe.load(source / "recipe.yaml", overrides)

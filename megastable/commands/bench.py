@@ -39,7 +39,7 @@ def _console(as_json: bool, errors: bool = False) -> Console:
 def _settings(overrides: list[str] | None, section: str) -> StabilityConfig:
     """The default StabilityConfig with overrides of one of its sections. Raises ConfigError."""
     from megastable.config import recipe
-    from megastable.config.overrides import override
+    from megastable.config.recipe import override
 
     if foreign := [item for item in overrides or [] if not item.startswith(f"{section}.")]:
         raise ConfigError(f"{foreign[0]}: only {section}.KEY=VALUE has an influence here")

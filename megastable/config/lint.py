@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass
 
 from megastable.config import model_lint
-from megastable.config.hint import Hint, Rule
-from megastable.config.model_lint import PROXIES, block_weights, bounded_logits, matrix_std
+from megastable.config.model_lint import PROXIES, Hint, Rule, block_weights, bounded_logits, matrix_std
 from megastable.config.tree import RunConfig
 
 # Updates in which gradients keep one direction: Adam's change every weight by the whole rate.

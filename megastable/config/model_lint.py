@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from megastable.config.hint import Hint, Rule
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
+
+
+@dataclass(frozen=True)
+class Hint:
+    """setting: key=value. effect: what it does, with numbers. source: paper and section, or measurement. remedy: what
+    to set."""
+
+    setting: str
+    effect: str
+    source: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.effect} ({self.source}). Set {self.remedy}"
+
+
+Rule = Callable[[RunConfig], Hint | None]
+
 
 SCALE = 1e9  # weights of the blocks from which a rule calls a model large
 TIED_LOGITS = 2.0  # standard deviation of the first logits: it adds half its square to the first loss, 2 nats

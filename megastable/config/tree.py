@@ -9,6 +9,8 @@ combination that DeepSpeed is known to get wrong is a `ConfigError` that names t
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,16 +24,90 @@ from pydantic import (
 )
 
 from megastable.config.checkpoint import CheckpointConfig
-from megastable.config.downstream import EvalConfig
 from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
-from megastable.config.profile import ProfileConfig
 from megastable.config.rules import impossible
-from megastable.config.section import Fraction, Section, WholeSeconds
+from megastable.config.section import Fraction, PositiveSeconds, Section, WholeSeconds
 from megastable.config.stability import StabilityConfig
 from megastable.config.supervise import SuperviseConfig
 from megastable.config.training import ParallelConfig, PrecisionConfig, TrainConfig
 from megastable.config.warmups import Stages, batches, pieces
+
+
+class ProfileConfig(Section):
+    """A trace of a few steps by torch.profiler, written to `profiles/` of the run directory (docs/profiling.md)."""
+
+    start: PositiveInt = 200
+    """First step that is traced; `from` means the same. [step]"""
+    steps: PositiveInt = Field(default=3, le=100)
+    """Length of the trace. [steps]"""
+    ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), min_length=1)
+    """Ranks that write a trace. [ranks]"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_is_start(cls, given: Any) -> Any:
+        # No field of a class can be called so.
+        if not isinstance(given, dict) or "from" not in given:
+            return given
+        if "start" in given:
+            raise ValueError("start and from mean the same: give one of them")
+        return {"start" if key == "from" else key: value for key, value in given.items()}
+
+
+LM_EVAL = (
+    "lm_eval run --model hf --model_args pretrained={model} --tasks arc_easy --device {device} "
+    "--output_path {results}"
+)
+
+
+class EvalConfig(Section):
+    """The supervisor's evaluation of checkpoints by a program, such as lm-evaluation-harness: in processes of its own,
+    which training never waits for."""
+
+    command: str | None = Field(default=None, examples=[LM_EVAL])
+    """The program; null: none. No shell reads it. {model} becomes the folder of the exported checkpoint, {results} the
+    JSON file that it writes, {step} and {device} what they say."""
+    interval: PositiveInt = 1000
+    """The first checkpoint at or after each multiple of it is evaluated, and the last one. [steps]"""
+    timeout: PositiveSeconds = 7200.0
+    """Time limit of the export, and of the program. [seconds]"""
+    device: str = Field(default="cpu", min_length=1, examples=["cuda:0"])
+    """Passed on to the program; with `cpu` it sees no GPU."""
+    threads: PositiveInt = 1
+    """Threads that the program's numeric libraries may use. [threads]"""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of the exported weights."""
+    scratch: Path | None = Field(default=None, examples=["/tmp"])
+    """Folder for the exported checkpoint, which is deleted afterwards; null: the run directory."""
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_split(cls, command: str | None) -> str | None:
+        if command is None:
+            return None
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise ValueError(f"{error}: close the quotes") from None
+        if not words:
+            raise ValueError("it is empty: null for none")
+        if missing := [name for name in ("{model}", "{results}") if name not in command]:
+            raise ValueError(f"{' and '.join(missing)} must be in it: where the program finds or puts them")
+        return command
+
+    def words(self, model: Path, results: Path, step: int) -> list[str]:
+        """The command with its places filled in."""
+        known = {
+            "{model}": str(model),
+            "{results}": str(results),
+            "{step}": str(step),
+            "{device}": self.device,
+        }
+        words = shlex.split(self.command or "")
+        for place, value in known.items():
+            words = [word.replace(place, value) for word in words]
+        return [os.path.expanduser(words[0]), *words[1:]]
 
 
 class CorpusConfig(Section):

@@ -5,7 +5,8 @@ They update by torch's fused kernel (fused.py). What they compute before it runs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,3 +60,63 @@ class AdamPieces(PieceOptimizer):
 def count_of(count: int, like: Tensor) -> Tensor:
     """A count of updates as the kernel wants it."""
     return torch.full((), float(count), device=like.device)
+
+
+class Lamb(AdamPieces):
+    """u = m_hat / (sqrt(v_hat) + eps) + decay w; w -= lr |w| / |u| u, with norms over the whole matrix.
+
+    The ratio is 1 where a norm is 0. Norms and biases take the step u itself, as in the authors' program. The averages
+    are those of AdamW. One all-reduce of two numbers per parameter and update.
+    """
+
+    def update(self, pieces: Sequence[Piece], step: int) -> None:
+        matrices = [piece for piece in pieces if len(piece.fragment.shape) > 1]
+        squares = self.totals(self._squares(matrices, step), 2)
+        norms = squares.sqrt().tolist()
+        for piece in pieces:
+            weight, taken = norms[self.at.parameters[piece.name].row]  # both 0 for norms and biases
+            rate = piece.group["lr"] * (weight / taken if weight and taken else 1.0)
+            for at in chunks(piece):
+                self.adamw(piece, at, rate, step)
+
+    def _squares(self, pieces: Sequence[Piece], step: int) -> Iterator[tuple[Piece, Tensor]]:
+        """|w|^2 and |u|^2 of parts of pieces, with u of this update; fp64 [2]."""
+        size = max((min(chunk_size(p.weight), p.weight.numel()) for p in pieces), default=0)
+        room = [torch.empty(size, device=p.weight.device) for p in pieces[:1] for _ in range(3)]
+        for piece in pieces:
+            group = piece.group
+            for at in chunks(piece):
+                weight, gradient = piece.weight[at], piece.gradient[at]
+                u, *moments = (x[: weight.numel()] for x in room)
+                # The kernel subtracts its step times the rate from what it is told are the weights.
+                torch.mul(weight, group["weight_decay"], out=u)
+                for copy, kind in zip(moments, self.kinds, strict=True):
+                    copy.copy_(piece.state[kind][at])
+                count = count_of(step, weight)
+                fused.update((u, gradient, *moments), count, -1.0, group["betas"], group["eps"], 0.0)
+                yield piece, torch.stack([torch.linalg.vector_norm(x) for x in (weight, u)]).double().square()
+
+
+class StableAdamW(AdamPieces):
+    """AdamW whose rate for a tensor is divided by max(1, RMS), RMS^2 = mean(g^2 / max(v_hat, eps^2)).
+
+    A second moment that lags behind the gradients makes AdamW's steps too large; RMS is 1 where it does not lag. The
+    averages are those of AdamW. One all-reduce of a number per parameter and update.
+    """
+
+    def update(self, pieces: Sequence[Piece], step: int) -> None:
+        sums = self.totals(((p, lag(p, at, step)) for p in pieces for at in chunks(p)), 1)[:, 0].tolist()
+        for piece in pieces:
+            whole = self.at.parameters[piece.name]
+            rms = math.sqrt(sums[whole.row] / whole.numel)
+            for at in chunks(piece):
+                self.adamw(piece, at, piece.group["lr"] / max(1.0, rms), step)
+
+
+def lag(piece: Piece, at: slice, step: int) -> Tensor:
+    """The sum of g^2 / max(v_hat, eps^2) over a part, with v_hat after this update; fp64, 0-d."""
+    beta2, least = piece.group["betas"][1], piece.group["eps"] ** 2
+    biased = 1 - beta2**step
+    squares = piece.gradient[at].square()
+    v = torch.lerp(piece.state["exp_avg_sq"][at], squares, 1 - beta2).clamp_(min=least * biased)
+    return squares.div_(v).sum().double().mul_(biased)

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastable.base.collectives import gathered
+from megastable.base.products import is_cast, mm
 from megastable.optim.adam_pieces import AdamPieces, chunk_size, chunks
+from megastable.optim.matrices import ITERATIONS
 from megastable.optim.matrix_exchange import Exchange
-from megastable.optim.newton_schulz import orthogonalized
 from megastable.optim.ownership import MatrixPiece, plan
 from megastable.optim.pieces import MOMENTS, Piece, Surroundings
 from megastable.parallel.fragments import Fragment
@@ -99,3 +100,31 @@ def _chunks(piece: Piece, begin: int, numel: int) -> Iterator[slice]:
     """Slices of `numel` elements of a piece whose intermediate results fit in a cache."""
     size, end = chunk_size(piece.weight), begin + numel
     return (slice(at, min(at + size, end)) for at in range(begin, end, size))
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steepest at zero
+
+
+@torch.no_grad()
+def orthogonalized(x: Tensor) -> Tensor:
+    """About U V^T of x = U S V^T, in the dtype of x (fp32 or bf16); zero if x is zero. x: [rows, columns], finite."""
+    tall = x.shape[0] > x.shape[1]
+    x = x.t().contiguous() if tall else x
+    low, high = torch.aminmax(x)
+    _, exponent = torch.frexp(torch.maximum(high, -low).float())
+    # By a power of two, which rounds nothing: the squares of small gradients would underflow.
+    x = x * torch.exp2(-exponent.float().clamp_min(-126))
+    norm = torch.linalg.vector_norm(x)
+    x = x / torch.where(norm > 0, norm, 1.0)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = mm(x, x.t())
+        x = _plus(x, a, _plus(gram, b, gram, gram, c), x, 1.0)
+    return x.t().contiguous() if tall else x
+
+
+def _plus(c: Tensor, beta: float, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """beta c + alpha a b, rounded once."""
+    if is_cast(a):
+        return torch.addmm(c.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
+    return torch.addmm(c, a, b, beta=beta, alpha=alpha)

@@ -407,7 +407,7 @@ def _clipping(config: RunConfig, data: int, held: Stage) -> list[Term]:
 
 
 def _update_sums(config: RunConfig, data: int, held: Stage, settings: Mapping[str, Any]) -> list[Term]:
-    """What an optimizer sums over the ranks within an update: optim/stable_adamw.py, lamb.py, stable_spam.py,
+    """What an optimizer sums over the ranks within an update: optim/adam_pieces.py, stable_spam.py,
     adafactor.py. Tables of the whole model, also where a call updates a part of it."""
     m, name = config.model, config.optimizer.name
     matrices, vectors = parameters(m, Stage(m.layers, first=True, last=True), 1)

@@ -20,8 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megastable.base import jsonl
 from megastable.base.errors import ConfigError
-from megastable.config.overrides import override
-from megastable.config.recipe import validate
+from megastable.config.recipe import override, validate
 from megastable.config.tree import RunConfig
 from megastable.run.events.people_events import ChangeMade, ChangeRefused
 from megastable.run.events.reading import read_events

@@ -9,20 +9,59 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import threading
 import time
 import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import distributed_c10d
 
 from megastable.base import activity
+from megastable.base.activity import StepTimes
 from megastable.base.errors import SUPERSEDED
 from megastable.run.directory import RunDirectory
-from megastable.run.rank_ipc import pause_of
+from megastable.run.rank_ipc import WorkBlock, pause_of
 from megastable.run.wire import Address, StoreClient
-from megastable.training.work_blocks import WorkBlocks
+
+STEPS = 10  # of a block
+ENOUGH = 8  # steps for a mean: a process may start within a block, or go back
+
+
+class WorkBlocks:
+    """Fed every step in order."""
+
+    def __init__(self) -> None:
+        self._steps: list[StepTimes] = []
+
+    def add(self, steps: Iterable[StepTimes]) -> list[WorkBlock]:
+        """The blocks that these steps complete."""
+        found = []
+        for one in steps:
+            last = self._steps[-1][0] if self._steps else one[0]
+            if one[0] // STEPS != last // STEPS or (self._steps and one[0] <= last):
+                found += self._sum_up()
+            self._steps.append(one)
+            if one[0] % STEPS == STEPS - 1:
+                found += self._sum_up()
+        return found
+
+    def _sum_up(self) -> list[WorkBlock]:
+        steps, self._steps = self._steps, []
+        if len(steps) < ENOUGH:
+            return []
+        return [WorkBlock(
+            block=steps[0][0] // STEPS, step=_mean([s for _, s, _ in steps]),
+            own=_mean([sum(parts) for _, _, parts in steps]),
+            parts=[_mean(part) for part in zip(*(parts for _, _, parts in steps), strict=True)],
+        )]  # fmt: skip
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return round(statistics.fmean(seconds), 6)
+
 
 SECONDS = 1.0  # between two heartbeats
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from megastable.base.collectives import agree, first, shared
 from megastable.base.errors import CheckpointError, MegastableError, SpaceError, UnstableError
-from megastable.checkpoint import loading, markers, store
+from megastable.checkpoint import markers, store
 from megastable.checkpoint.health import CalmSteps
 from megastable.checkpoint.lineage import interrupted
 from megastable.checkpoint.saving import SaveOutcome, Saver
 from megastable.checkpoint.staging import Staging, recover
 from megastable.checkpoint.store import LayoutState, RunState
 from megastable.checkpoint.vitals import Vitals, doubt, judge, loss_change, ratio, size_change, unclear
-from megastable.checkpoint.whole import run_of
+from megastable.checkpoint.whole import load_into, run_of
 from megastable.config.tree import RunConfig
 from megastable.engine.engine import Engine
 from megastable.optim.build import AVERAGES
@@ -171,7 +171,7 @@ class Checkpoints:
 
     def load(self, found: Path, saved: RunState, layout: LayoutState) -> None:
         """Load weights, moments and random states of `found` into the engine, whatever layout wrote it."""
-        agree(lambda: loading.load(found, saved, self.engine))
+        agree(lambda: load_into(self.engine, found, saved))
         self.engine.refresh_weights()
         agree(lambda: store.restore_rng(found))
         if saved.layout != layout:

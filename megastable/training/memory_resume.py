@@ -12,14 +12,14 @@ from pathlib import Path
 
 from megastable.base.collectives import agree, first, gathered
 from megastable.base.errors import CheckpointError, MegastableError
-from megastable.checkpoint import loading, store
+from megastable.checkpoint import store
 from megastable.checkpoint.held_points import Complete, HeldPart, PointKey, newest_complete
 from megastable.checkpoint.lineage import HISTORY, outdated, tainted
 from megastable.checkpoint.memory_hosts import MemoryHosts
 from megastable.checkpoint.parts import write_manifest
 from megastable.checkpoint.shared_state import FILE
 from megastable.checkpoint.store import RunState
-from megastable.checkpoint.whole import WholeState
+from megastable.checkpoint.whole import WholeState, check_model, check_optimizer
 from megastable.engine.engine import Engine
 from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import MemoryRefused, MemoryResume
@@ -132,8 +132,8 @@ class Restoring:
         """What may be refused while the engine is still untouched. Raises CheckpointError."""
         if self.order.exchanged_since(saved) != []:
             raise CheckpointError("the order of the data has changed since")
-        loading.check_model(folder, self.engine.config.model)
-        loading.check_optimizer(folder, saved, self.engine.config.optimizer.name)
+        check_model(folder, self.engine.config.model)
+        check_optimizer(folder, saved, self.engine.config.optimizer.name)
 
     def _needed(self, folder: Path) -> set[str]:
         """The large files that this rank reads."""

@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from megastable.base import activity
 from megastable.base.hardware import memory_gib
 from megastable.checkpoint.store import RunState
-from megastable.config.tree import RunConfig
+from megastable.config.tree import LoggingConfig, RunConfig
 from megastable.data.statistics import unigram_entropy
 from megastable.engine.layer_stats import LayerStatistics
 from megastable.model.flops import flops_per_token
@@ -21,9 +24,46 @@ from megastable.run.directory import RunDirectory
 from megastable.run.events.training_events import Evaluated
 from megastable.run.records import LAYER_SCHEMA, LayerRecord, Recorder, StepRecord, worst_samples
 from megastable.run.step_phases import phase_columns
-from megastable.training.live import Live
 from megastable.training.trackers.curves import validation_values
 from megastable.training.tracking import Tracking, run_point
+
+
+class Live:
+    """Shows steps as they happen: on a terminal one updating line, elsewhere a line every `interval` steps."""
+
+    def __init__(self, config: LoggingConfig, steps: int, done: int) -> None:
+        self.config, self.steps = config, steps
+        self.console = Console()
+        self.progress: Progress | None = None
+        if self.console.is_terminal:
+            self.progress = Progress(
+                MofNCompleteColumn(), TimeRemainingColumn(compact=True), BarColumn(bar_width=20),
+                TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)), console=self.console,
+            )  # fmt: skip
+            self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
+            self.progress.start()
+
+    def step(self, record: StepRecord) -> None:
+        """Show one step."""
+        numbers = (
+            f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  {record.tokens_per_second:,.0f} tokens/s"
+        )
+        if self.console.width >= 120 or self.progress is None:
+            numbers += f"  lr {record.lr:.2e}  MFU {record.mfu_full:.1%}"
+        if not record.applied:
+            numbers += "  DISCARDED"
+        if self.progress is not None:
+            self.progress.update(self.task, completed=record.step, numbers=numbers)
+        elif record.step % self.config.interval == 0 or record.step in (1, self.steps) or not record.applied:
+            self.say(f"step {record.step}/{self.steps}  {numbers}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress line."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
 
 
 class Observer:

@@ -10,6 +10,7 @@ import gzip
 import json
 import logging
 import os
+import pickle
 import shutil
 import sys
 import threading
@@ -22,11 +23,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megastable.base import activity
-from megastable.config.profile import ProfileConfig
-from megastable.config.tree import LoggingConfig
+from megastable.config.tree import LoggingConfig, ProfileConfig
 from megastable.run.directory import RunDirectory
 from megastable.run.trace_names import METADATA, phase_range, step_range, trace_name
-from megastable.training.memory_snapshot import snapshot_on_out_of_memory
 
 log = logging.getLogger(__name__)
 PATIENCE = 120.0  # seconds that the end of a run waits for a trace to be written
@@ -220,3 +219,40 @@ class StepProfiler:
             if trace is not None:
                 with suppress(Exception):
                     trace.stop()
+
+
+def snapshot_on_out_of_memory(folder: Path, rank: int, history: int) -> None:
+    """From now on, the first allocation that fails in this process writes a snapshot to `folder`. history: allocations
+    to keep with their stacks. Does nothing without a GPU; does not raise."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        if history:
+            torch.cuda.memory._record_memory_history(max_entries=history, stacks="python")
+        writer = SnapshotWriter(folder, rank, torch.cuda.memory._snapshot)
+        torch._C._cuda_attach_out_of_memory_observer(writer)  # type: ignore[attr-defined]
+    except Exception as error:  # all of them are private to torch
+        log.warning("no snapshot will be written when memory runs out: %s: %s", type(error).__name__, error)
+
+
+class SnapshotWriter:
+    """Called by torch's allocator before it raises. take: a snapshot."""
+
+    def __init__(self, folder: Path, rank: int, take: Callable[[], Any]) -> None:
+        self.path = folder / f"out-of-memory-rank-{rank}.pickle"
+        self._take, self._done = take, False
+
+    def __call__(self, *_: object) -> None:
+        """Writes it, once; that of an earlier process is replaced. Does not raise."""
+        if self._done:
+            return
+        self._done = True
+        temporary = self.path.with_name(f".{self.path.name}")
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            with temporary.open("wb") as file:
+                pickle.dump(self._take(), file)
+            os.replace(temporary, self.path)
+            log.warning("out of memory: what was allocated is in %s", self.path)
+        except Exception as error:
+            log.warning("%s: no snapshot of the memory: %s: %s", self.path, type(error).__name__, error)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megastable.checkpoint.files import FileRecord
 from megastable.checkpoint.held_points import HeldPart, PointKey, names_of, newest_complete
-from megastable.checkpoint.partners import partners
+from megastable.checkpoint.memory_hosts import partners
 
 LINEAGES = ("0" * 16, "a" * 16)
 

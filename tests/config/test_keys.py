@@ -10,8 +10,7 @@ import yaml
 
 from megastable.base.errors import ConfigError
 from megastable.config.keys import Key, all_keys, key_at, section_at, sections
-from megastable.config.overrides import override
-from megastable.config.recipe import validate
+from megastable.config.recipe import override, validate
 from megastable.config.reference import meanings
 from megastable.config.tree import CorpusConfig, RunConfig
 

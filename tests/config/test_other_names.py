@@ -9,8 +9,7 @@ import pytest
 from megastable.base.errors import ConfigError
 from megastable.config.keys import all_keys
 from megastable.config.other_names import known_elsewhere, read_names
-from megastable.config.overrides import override
-from megastable.config.recipe import load, validate
+from megastable.config.recipe import load, override, validate
 
 TABLES = read_names()
 KEYS = {key.path for key in all_keys()}

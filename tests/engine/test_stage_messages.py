@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from megastable.base.fingerprint import Mark, fingerprint
-from megastable.engine import stage_messages
-from megastable.engine.stage_messages import StageMessages
+from megastable.engine import zero
+from megastable.engine.zero import StageMessages
 
 
 @pytest.fixture(params=["cpu", "gpu"])
 def messages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StageMessages:
     if request.param == "gpu":
-        monkeypatch.setattr(stage_messages, "mark_of", lambda x: Mark("cuda", fingerprint([x])))
-    monkeypatch.setattr(stage_messages.patches, "watched_messages", lambda sent, received: None)
+        monkeypatch.setattr(zero, "mark_of", lambda x: Mark("cuda", fingerprint([x])))
+    monkeypatch.setattr(zero.patches, "watched_messages", lambda sent, received: None)
     return StageMessages(torch.device("cpu"))
 
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from megastable.model import highest_logits
+from megastable.model import attention
+from megastable.model.attention import raise_highest
 from megastable.model.attention_scores import AttentionScores
 from megastable.model.cores import attention_mask
-from megastable.model.highest_logits import raise_highest
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 30])
@@ -22,7 +22,7 @@ def test_it_is_that_of_the_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     b, heads, kv, s, d = 2, 6, 3, 50, 8
-    monkeypatch.setitem(highest_logits.SCORES, "cpu", at_a_time * b * heads * s)
+    monkeypatch.setitem(attention.SCORES, "cpu", at_a_time * b * heads * s)
     drawn = torch.Generator().manual_seed(0)
     q = torch.randn(s, b, heads, d, generator=drawn).to(dtype).permute(1, 2, 0, 3)  # as attention lays it out
     k = torch.randn(s, b, kv, d, generator=drawn).to(dtype).permute(1, 2, 0, 3)

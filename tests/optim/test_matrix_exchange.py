@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megastable.optim.matrices import Matrix, is_orthogonalized, matrices
 from megastable.optim.matrix_exchange import Exchange
-from megastable.optim.newton_schulz import orthogonalized
+from megastable.optim.muon import orthogonalized
 from megastable.optim.ownership import MatrixPiece, Round, owners, plan
 from megastable.parallel.fragments import Fragment
 from megastable.parallel.sharding import Placement, shard

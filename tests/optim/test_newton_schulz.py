@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.optim.newton_schulz import orthogonalized
+from megastable.optim.muon import orthogonalized
 from tests.tiers import examples
 
 # Where five iterations leave singular values of at least 0.2 % of the norm: between 0.67 and 1.21.

@@ -11,7 +11,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.optimizers import OptimizerConfig
 from megastable.config.tree import RunConfig
 from megastable.model.gpt import GPT
-from megastable.optim.parameter_groups import parameter_groups
+from megastable.optim.build import parameter_groups
 from megastable.parallel.sharding import placement_of
 from megastable.parallel.topology import TensorParallel
 

@@ -12,8 +12,7 @@ import yaml
 
 from megastable.base.errors import ConfigError
 from megastable.config.__main__ import main
-from megastable.config.overrides import override
-from megastable.config.recipe import load
+from megastable.config.recipe import load, override
 from megastable.config.supervise import SuperviseConfig, redacted_override
 from megastable.config.tree import RunConfig
 from megastable.run.directory import RunDirectory

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megastable.training.trackers.event_file import EventFile
 from megastable.training.trackers.points import RunPoint, StepPoint
-from megastable.training.trackers.tensorboard_tracker import TensorBoardTracker
+from megastable.training.trackers.tensorboard_tracker import EventFile, TensorBoardTracker
 from megastable.training.trackers.tracker import Setting
 from tests.training.test_trackers import scalars
 

@@ -61,7 +61,7 @@ def wrong_input_gradient(config: RunConfig, rank: int, step: int) -> int:
     """What a stage sends back is wrong before it is fingerprinted: its own product was."""
     import torch.distributed as dist
 
-    from megastable.engine.stage_messages import StageMessages
+    from megastable.engine.zero import StageMessages
 
     if dist.get_rank() != rank:
         return _train(config)

@@ -14,15 +14,19 @@ import pytest
 import torch
 
 from megastable.base import activity
-from megastable.config.profile import ProfileConfig
-from megastable.config.tree import LoggingConfig, RunConfig
+from megastable.config.tree import LoggingConfig, ProfileConfig, RunConfig
 from megastable.report.trace_summary import read_trace
 from megastable.run import records
 from megastable.run.directory import RunDirectory
 from megastable.run.step_phases import COLUMNS
 from megastable.training import step_profiler
-from megastable.training.memory_snapshot import SnapshotWriter, snapshot_on_out_of_memory
-from megastable.training.step_profiler import StepProfiler, profiled, untraced
+from megastable.training.step_profiler import (
+    SnapshotWriter,
+    StepProfiler,
+    profiled,
+    snapshot_on_out_of_memory,
+    untraced,
+)
 from tests.conftest import tiny
 from tests.distributed import run_ranks
 

@@ -28,9 +28,8 @@ from megastable.training.trackers.points import (
     line_of,
     point_of,
 )
+from megastable.training.trackers.relay import ToldSteps, TrackerNotes
 from megastable.training.trackers.tensorboard_tracker import folder_of
-from megastable.training.trackers.told_steps import ToldSteps
-from megastable.training.trackers.tracker_notes import TrackerNotes
 from megastable.training.tracking import Tracking, run_point
 from tests.journal import note
 from tests.training.tracked_run import configured, process, record, steps, until

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastable.base import activity
-from megastable.training.work_blocks import ENOUGH, STEPS, WorkBlocks
+from megastable.training.beats import ENOUGH, STEPS, WorkBlocks
 
 
 @pytest.fixture(autouse=True)

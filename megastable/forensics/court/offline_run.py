@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megastable.attribution.branches import BranchStart, TrainedBranch, train_branch
 from megastable.attribution.sample_replay import Laboratory
 from megastable.base.errors import CheckpointError
-from megastable.checkpoint import loading, markers, store
+from megastable.checkpoint import markers, store
 from megastable.checkpoint.snapshot import Ring, Snapshot
 from megastable.checkpoint.store import RunState
-from megastable.checkpoint.whole import policy_of, run_of
+from megastable.checkpoint.whole import load_into, policy_of, run_of
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig
 from megastable.data.loader import Loader
@@ -136,7 +136,7 @@ class OfflineRun:
 
     def load(self) -> None:
         """Fill the engine from the checkpoint. Raises CheckpointError."""
-        loading.load(self.checkpoint, self.state, self.engine)
+        load_into(self.engine, self.checkpoint, self.state)
         self.engine.refresh_weights()
         self.compute_as_usual()
 

@@ -7,20 +7,23 @@ steps have folders of their own: they stay.
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import summary_v2 as hparams
 from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megastable.training.trackers.curves import VALIDATION, apart, by_statistic, finite, shown
-from megastable.training.trackers.event_file import EventFile
 from megastable.training.trackers.hyperparameters import hyperparameters
 from megastable.training.trackers.points import (
     LayersPoint,
@@ -144,3 +147,29 @@ def folder_of(name: str) -> str:
     """A name as that of a folder, whatever is in it."""
     safe = re.sub(r"[^\w.+=@ -]", "_", name).encode()[:LONGEST].decode(errors="ignore")
     return safe.strip(". ") or "run"
+
+
+NAME = re.compile(r"events\.out\.tfevents\.(\d{1,15})\..*")
+
+
+class EventFile:
+    """A new file of a folder, behind those that are there. Its methods raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        known = [int(found[1]) for path in folder.iterdir() if (found := NAME.fullmatch(path.name))]
+        moment = max(int(time.time()), max(known, default=0) + 1)
+        name = f"events.out.tfevents.{moment:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._records = RecordWriter((folder / name).open("xb"))
+        source = SourceMetadata(writer="megastable")
+        self.add(Event(wall_time=time.time(), file_version="brain.Event:2", source_metadata=source))
+        self.flush()
+
+    def add(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()

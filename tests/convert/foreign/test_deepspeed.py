@@ -76,7 +76,7 @@ def go_on(runs: dict[str, Path], world: int) -> dict[str, list[float]]:
     """Imported checkpoints in engines of ours: the losses of the next steps."""
     import torch.distributed as dist
 
-    from megastable.checkpoint.loading import load
+    from megastable.checkpoint.whole import load
     from megastable.config import deepspeed_json
     from megastable.engine.engine import Engine
     from megastable.parallel.topology import Topology
