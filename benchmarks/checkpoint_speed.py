@@ -324,7 +324,7 @@ def _face_of(saver: Saver, held: Engine) -> Calls:
 def _thread_of(saver: Saver) -> Calls:
     """Calls in the saver's thread."""
     return [
-        ("write", saving, "write_part"), ("  statistics", parts, "statistics_of"),
+        ("write", saving, "write_rank"), ("  statistics", parts, "statistics_of"),
         ("  tensors", TensorFile, "write"), ("  fsync of them", TensorFile, "close"),
         ("read back", saving, "hash_file"), ("commit", saver, "_commit"),
     ]  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
-from megastable.checkpoint import shared_state
 from megastable.checkpoint.files import FileRecord
+from megastable.checkpoint.parts import Seal
 from megastable.checkpoint.pieces import part_name
-from megastable.checkpoint.store import RECIPE, STATE
+from megastable.checkpoint.store import RECIPE, SHARED, STATE
 
 # Step records that were in the memory of rank 0 only, as run/records.py writes them.
 RECORDS = "records.parquet"
@@ -43,16 +43,10 @@ class PointKey(BaseModel):
         return cls(step=int(found[1]), epoch=int(found[2]), lineage=found[3])
 
 
-class HeldPart(BaseModel):
-    """One rank's part of a point, complete: its files, those that a checkpoint would have; world: number of ranks."""
+class HeldPart(Seal):
+    """Of a point: the files are those that a checkpoint would have."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: Literal[1] = 1
     key: PointKey
-    rank: NonNegativeInt
-    world: PositiveInt
-    files: dict[str, FileRecord]
 
     @model_validator(mode="after")
     def _has_its_own_files(self) -> Self:
@@ -73,7 +67,7 @@ def names_of(rank: int) -> tuple[str, ...]:
 
 def every_name(rank: int) -> tuple[str, ...]:
     """Those that it may have."""
-    return (*names_of(rank), *((shared_state.FILE, RECORDS) if rank == 0 else ()))
+    return (*names_of(rank), *((SHARED, RECORDS) if rank == 0 else ()))
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def mark_healthy(checkpoint: Path, step: int, steps: int) -> Health:
 def healthy(checkpoint: Path) -> Health | None:
     """The healthy marker of a checkpoint, None without one. A marker that is damaged, of a newer format or of another
     checkpoint does not count; `problems` reports it."""
-    return _health(checkpoint)[0]
+    return _about(checkpoint, HEALTH, Health)[0]
 
 
 def convict(checkpoint: Path, reason: str) -> Ruling:
@@ -100,12 +100,12 @@ def accept(checkpoint: Path, reason: str = "") -> Ruling:
 
 def convicted(checkpoint: Path) -> Ruling | None:
     """The ruling that forbids runs to continue from it. An unreadable marker does not count: a run finds out again."""
-    return None if accepted(checkpoint) is not None else _ruling(checkpoint, CONVICTED)[0]
+    return None if accepted(checkpoint) is not None else _about(checkpoint, CONVICTED, Ruling)[0]
 
 
 def accepted(checkpoint: Path) -> Ruling | None:
     """The ruling by which a person allows runs to continue from it anyway."""
-    return _ruling(checkpoint, ACCEPTED)[0]
+    return _about(checkpoint, ACCEPTED, Ruling)[0]
 
 
 def pin(checkpoint: Path, reason: str = "") -> Pinned:
@@ -145,16 +145,12 @@ def pinned(checkpoint: Path) -> Pinned | None:
 
 def problems(checkpoint: Path) -> list[str]:
     """Problems with the markers of a checkpoint, a sentence each."""
-    rulings = (_ruling(checkpoint, name) for name in (CONVICTED, ACCEPTED))
-    return [problem for _, problem in (_health(checkpoint), _pinned(checkpoint), *rulings) if problem]
-
-
-def _health(checkpoint: Path) -> tuple[Health | None, str]:
-    return _about(checkpoint, HEALTH, Health)
-
-
-def _ruling(checkpoint: Path, name: str) -> tuple[Ruling | None, str]:
-    return _about(checkpoint, name, Ruling)
+    rulings = (_about(checkpoint, name, Ruling) for name in (CONVICTED, ACCEPTED))
+    return [
+        problem
+        for _, problem in (_about(checkpoint, HEALTH, Health), _pinned(checkpoint), *rulings)
+        if problem
+    ]
 
 
 def _about(checkpoint: Path, name: str, model: type[M]) -> tuple[M | None, str]:

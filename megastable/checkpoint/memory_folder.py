@@ -20,10 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-import xxhash
-
 from megastable.base import durable
 from megastable.checkpoint.held_points import HeldPart, PointKey, every_name
+from megastable.checkpoint.parts import folder_of_run, read_seals
 from megastable.run.directory import RunDirectory
 
 OWNER, LOCK = "owner.json", "lock"
@@ -44,7 +43,7 @@ class MemoryFolder:
     def __init__(self, folder: Path, run: Path) -> None:
         run = run.resolve()
         self.user = folder / f"megastable-{os.geteuid()}"
-        self.root = self.user / f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())}"
+        self.root = folder_of_run(self.user, run)
         self._run = run
         self._lock: IO[str] | None = None
 
@@ -65,15 +64,11 @@ class MemoryFolder:
 
     def held(self) -> list[HeldPart]:
         """The parts in this memory; those with missing or short files are left out."""
-        found = []
-        for path in self.root.glob("step-*/held-*.json"):
-            try:
-                part = HeldPart.model_validate_json(path.read_bytes())
-                whole = all((path.parent / name).stat().st_size == r.size for name, r in part.files.items())
-            except (OSError, ValueError):
-                continue
-            if whole and path.parent.name == part.key.name and path.name == _seal(part.rank):
-                found.append(part)
+        found = [
+            part
+            for path, part in read_seals(self.root, "step-*/held-*.json", HeldPart)
+            if path.parent.name == part.key.name and path.name == _seal(part.rank)
+        ]
         return sorted(found, key=lambda part: (part.key.step, part.key.epoch, part.key.lineage, part.rank))
 
     def point(self, key: PointKey) -> Path:

@@ -24,10 +24,10 @@ import megastable
 from megastable.base import durable
 from megastable.base.errors import CheckpointError, ConfigError, DataError
 from megastable.base.text import visible
-from megastable.checkpoint import shared_state, store
+from megastable.checkpoint import store
 from megastable.checkpoint.files import FileRecord, TensorFile, write_file
-from megastable.checkpoint.parts import write_head, write_manifest
-from megastable.checkpoint.pieces import Pieces, ShardPiece, entry_name, kinds_of, part_name, statistics_of
+from megastable.checkpoint.parts import describe_part, write_head, write_manifest, write_shared
+from megastable.checkpoint.pieces import ShardPiece, entry_name, part_name, statistics_of
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import Described, parameters
 from megastable.config.tree import RunConfig
@@ -46,10 +46,26 @@ from megastable.run.log import RunLog
 Whole = Callable[[str, str], Tensor]
 
 
+def refuse_existing(out: Path, what: str = "directory") -> None:
+    """Check before any long work. Raises CheckpointError for a path that exists or lies among a run's checkpoints or in
+    one of them, where an additional file would damage the checkpoint."""
+    try:
+        if out.exists() or out.is_symlink():
+            raise CheckpointError(f"{out} exists already: name a new {what}")
+    except OSError as error:  # such as a name that is too long
+        raise CheckpointError(f"{out} cannot be made: {error.strerror}") from None
+    for folder in out.absolute().parents:
+        among = folder.name == "checkpoints" and (folder.parent / store.RECIPE).is_file()
+        if among or all((folder / name).is_file() for name in (store.MANIFEST, store.STATE)):
+            raise CheckpointError(
+                f"{out} would lie in {folder}, which holds checkpoints: name a new {what} such as runs/new"
+            )
+
+
 @dataclass(frozen=True)
 class OptimizerTensors:
-    """Optimizer state to write. kinds: of a parameter's tensors, by its name, the weight among them; shared: see
-    shared_state.py."""
+    """Optimizer state to write. kinds: of a parameter's tensors, by its name, the weight among them; shared: what
+    every rank holds alike."""
 
     kinds: Callable[[str], tuple[str, ...]]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
@@ -80,8 +96,7 @@ def write_run(
     Raises CheckpointError if `out` exists, a tensor is missing, of another shape or not finite, or the disk is full;
     then nothing is left behind.
     """
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists already: name a new directory")
+    refuse_existing(out)
     p = run.parallel
     layout = Layout(p.tensor, p.pipeline, state.layout.data, p.context)
     saved = store.LayoutState(**vars(layout), zero=p.zero, precision=run.precision.kind)
@@ -132,7 +147,7 @@ def write_checkpoint(
 ) -> None:
     """Fill the empty directory `folder`. Raises OSError, CheckpointError."""
     kinds = optimizer.kinds if optimizer is not None else lambda _: KINDS[:1]
-    files, finite = shared_state.write(folder, optimizer.shared if optimizer is not None else {})
+    files, finite = write_shared(folder, optimizer.shared if optimizer is not None else {})
     for stage, held in enumerate(_stages(run, layout.pipeline)):
         records, stage_finite = _write_stage(folder, held, stage, layout, kinds, whole, watch)
         files |= records
@@ -221,13 +236,8 @@ def _write_stage(
             records[f"{part_name(rank)}.safetensors"] = files[place].close()
     finite = True
     for place, rank in ranks.items():
-        held_here = pieces[place]
-        part = Pieces(
-            rank=rank, stage=stage, tensor_rank=place[1], kinds=kinds_of(held_here), pieces=tuple(held_here)
-        )
-        finite &= part.finite
-        name = f"{part_name(rank)}.json"
-        records[name] = write_file(folder / name, part.model_dump_json().encode())
+        described, fine = describe_part(folder, (rank, stage, place[1]), pieces[place])
+        records, finite = records | described, finite and fine
     return records, finite
 
 

@@ -7,9 +7,11 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from megastable.base import durable
@@ -20,44 +22,71 @@ from megastable.checkpoint.pieces import (
     PieceStatistics,
     ShardPiece,
     entry_name,
-    kinds_of,
     part_name,
     statistics_of,
 )
 from megastable.checkpoint.store import SAVING, Contents, RunState
 from megastable.config.model import ModelConfig
-from megastable.parallel.fragments import Fragment
+from megastable.engine.flatstate import KINDS, FlatState
+from megastable.engine.flatstate import SHARED as ALIKE
+from megastable.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 
 Files = dict[str, FileRecord]
 
 
-def write_part(
+class Seal(BaseModel):
+    """Marks one rank's part as complete: its files, and the number of ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    rank: NonNegativeInt
+    world: PositiveInt
+    files: dict[str, FileRecord]
+
+
+S = TypeVar("S", bound=Seal)
+
+
+def write_rank(
     folder: Path,
-    place: tuple[int, int, int],
-    held: Sequence[tuple[Fragment, tuple[str, ...]]],
-    buffers: Mapping[str, Tensor],
+    topology: Topology,
+    flat: FlatState,
+    tensors: Mapping[str, Tensor],
     random: dict[str, Any],
     measure: Callable[[Tensor], PieceStatistics] | None = None,
     each: Callable[[], None] = lambda: None,
 ) -> tuple[Files, bool]:
-    """Write one rank's files; returns whether all numbers are finite.
+    """Write the files of one rank: the pieces that it counts, its random states, on rank 0 the shared state.
 
-    place: (rank, stage, tensor rank); held: the fragments to write, each with its kinds of tensors, from
-    buffers["GROUP/KIND"] (flat; stored as fp32, whatever their dtype is here); random: the rank's random states;
-    measure: a piece, by default `statistics_of`; each: called before every block, may raise to break off.
-    Raises OSError.
+    Args:
+        folder: where to.
+        topology: of the rank.
+        flat: where its pieces lie.
+        tensors: a copy of the engine's `optimizer_state`: "GROUP/KIND" is flat, and stored as fp32 whatever its dtype.
+        random: the rank's random states.
+        measure: of a piece, by default `statistics_of`.
+        each: called before every block, may raise to break off.
+
+    Returns:
+        The files, and whether all numbers are finite.
+
+    Raises:
+        OSError: The disk refuses.
     """
-    rank, stage, tensor_rank = place
     measure = measure or statistics_of
-    name, pieces = part_name(rank), []
+    # A replica is written by the rank that counts it.
+    updated = adam_step_of(tensors) > 0
+    held = [(f, flat.kinds(f.group) if updated else KINDS[:1]) for f in flat.fragments if f.counted]
+    name, pieces = part_name(topology.rank), []
     entries = [(entry_name(kind, f.name), torch.float32, (f.numel,)) for f, kinds in held for kind in kinds]
     with TensorFile(folder / f"{name}.safetensors", entries, each=each) as file:
         for f, kinds in held:
             found: dict[str, PieceStatistics] = {}
             for kind in kinds:
-                piece = buffers[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
+                piece = tensors[f"{f.group}/{kind}"][f.offset : f.offset + f.numel].float()
                 file.write(entry_name(kind, f.name), piece)
                 found[kind] = measure(piece)
             pieces.append(
@@ -66,16 +95,63 @@ def write_part(
                     statistics=found,
                 )
             )  # fmt: skip
-    part = Pieces(
-        rank=rank, stage=stage, tensor_rank=tensor_rank, kinds=kinds_of(pieces), pieces=tuple(pieces)
-    )
     files = {file.path.name: file.record}
-    for path, content in (
-        (folder / f"{name}.json", part.model_dump_json().encode()),
-        (folder / f"rng-{rank:05d}.pt", random),
-    ):
-        files[path.name] = write_file(path, content)
-    return files, part.finite
+    described, finite = describe_part(folder, (topology.rank, topology.stage, topology.tensor_rank), pieces)
+    random_file = folder / f"rng-{topology.rank:05d}.pt"
+    files |= described | {random_file.name: write_file(random_file, random)}
+    if topology.rank == 0:
+        shared = {n.removeprefix(ALIKE): t for n, t in tensors.items() if n.startswith(ALIKE)}
+        more, fine = write_shared(folder, shared)
+        files, finite = files | more, finite and fine
+    return files, finite
+
+
+def adam_step_of(tensors: Mapping[str, Tensor]) -> float:
+    """The optimizer's count of updates in the engine's `optimizer_state`; 0 without its state."""
+    return next((float(tensor) for name, tensor in tensors.items() if name.endswith("/step")), 0.0)
+
+
+def describe_part(
+    folder: Path, place: tuple[int, int, int], pieces: Sequence[ShardPiece]
+) -> tuple[Files, bool]:
+    """Write the description of a rank's pieces; place: (rank, stage, tensor rank). Returns whether all numbers are
+    finite, too. Raises OSError."""
+    rank, stage, tensor_rank = place
+    kinds = tuple(dict.fromkeys(kind for piece in pieces for kind in piece.statistics))
+    part = Pieces(rank=rank, stage=stage, tensor_rank=tensor_rank, kinds=kinds, pieces=tuple(pieces))
+    name = f"{part_name(rank)}.json"
+    return {name: write_file(folder / name, part.model_dump_json().encode())}, part.finite
+
+
+def write_shared(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[Files, bool]:
+    """Write the optimizer's shared state, if there is any; and whether all numbers are finite. It is indexed by whole
+    parameters, so that it is the same in every layout. Raises OSError."""
+    if not tensors:
+        return {}, True
+    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
+    with TensorFile(folder / store.SHARED, entries) as file:
+        for name, tensor in sorted(tensors.items()):
+            file.write(name, tensor)
+    return {store.SHARED: file.record}, all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+
+
+def folder_of_run(disk: Path, run: Path) -> Path:
+    """Where a run keeps parts of its checkpoints on another disk, which several runs use. Nothing is created."""
+    root = run.resolve()
+    return disk / f"{root.name}-{xxhash.xxh3_64_hexdigest(str(root).encode())}"
+
+
+def read_seals(root: Path, pattern: str, seal: type[S]) -> list[tuple[Path, S]]:
+    """The sealed parts below `root`, each with the path of its seal; those with missing or short files are left out."""
+    found = list[tuple[Path, S]]()
+    for path in root.glob(pattern):
+        try:
+            part = seal.model_validate_json(path.read_bytes())
+            if all((path.parent / name).stat().st_size == r.size for name, r in part.files.items()):
+                found.append((path, part))
+        except (OSError, ValueError):
+            continue
+    return found
 
 
 def write_head(folder: Path, state: RunState, recipe: bytes) -> Files:

@@ -7,7 +7,6 @@ counts them, and padding is not written: the same weights under two layouts are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -88,11 +87,6 @@ class Pieces(BaseModel):
     @property
     def finite(self) -> bool:
         return not any(s.nonfinite for piece in self.pieces for s in piece.statistics.values())
-
-
-def kinds_of(pieces: Iterable[ShardPiece]) -> tuple[str, ...]:
-    """The kinds of tensors of some pieces, each once, in the order of their first piece."""
-    return tuple(dict.fromkeys(kind for piece in pieces for kind in piece.statistics))
 
 
 def statistics_of(flat: Tensor) -> PieceStatistics:

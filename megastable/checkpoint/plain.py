@@ -134,13 +134,10 @@ def _verified(path: Path) -> Path:
 
 
 def _latest(path: Path) -> str:
-    try:
-        name = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise CheckpointError(
-            f"{path} cannot be read: name a checkpoint{store.others(path.parent)}"
-        ) from None
-    if not (path.parent / name).is_dir() or "/" in name or not name:
+    name = store.latest(path.parent)
+    if not name:
+        raise CheckpointError(f"{path} cannot be read: name a checkpoint{store.others(path.parent)}")
+    if not (path.parent / name).is_dir() or "/" in name:
         raise CheckpointError(f"{path} names {name!r}, which is not there{store.others(path.parent)}")
     return name
 

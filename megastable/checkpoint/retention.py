@@ -18,7 +18,7 @@ from pathlib import Path
 from megastable.base import durable
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.quick_check import DELETING, found, glance, latest
+from megastable.checkpoint.store import DELETING, found, glance, latest
 
 log = logging.getLogger(__name__)
 

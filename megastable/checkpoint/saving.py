@@ -28,22 +28,20 @@ from torch import Tensor
 from megastable.base import free_memory
 from megastable.base.collectives import first, gathered
 from megastable.base.rng import rng_state
-from megastable.checkpoint import retention, shared_state, store
+from megastable.checkpoint import retention, store
 from megastable.checkpoint.files import hash_file
-from megastable.checkpoint.parts import Files, put_in_place, write_head, write_part
+from megastable.checkpoint.parts import Files, adam_step_of, put_in_place, write_head, write_rank
 from megastable.checkpoint.staging import Sealed, Staging, upload
 from megastable.checkpoint.store import SAVING, RunState
 from megastable.config.checkpoint import CheckpointConfig
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig
-from megastable.engine.flatstate import KINDS, SHARED, FlatState
+from megastable.engine.flatstate import KINDS, FlatState
 from megastable.engine.hostcopy import CopiedTensors, HostCopy
-from megastable.parallel.fragments import Fragment
 from megastable.parallel.topology import Topology
 
 log = logging.getLogger(__name__)
 
-_Held = tuple[Fragment, tuple[str, ...]]  # with the kinds of its tensors
 SPARE = 1.5  # free host memory required, in multiples of the copy: snapshots may still take a quarter
 
 
@@ -154,24 +152,17 @@ class Saver:
         source = self._engine.optimizer_state()
         if self.asynchronous is None:
             self.asynchronous = self._has_room(source)
-        steps = [tensor for name, tensor in source.items() if name.endswith("/step")]
         state = state.model_copy(deep=True)
-        state.adam_step, state.scaler = float(steps[0]) if steps else 0.0, self._engine.scaler
+        state.adam_step, state.scaler = adam_step_of(source), self._engine.scaler
         state.optimizer = self._engine.config.optimizer.name
         state.fp8 = self._engine.fp8_history()
-        big = {name: tensor for name, tensor in source.items() if not name.endswith("/step")}
         if self._fetching is not None:
             self._spare, self._fetching = self._fetching.result(), None
-        copied = self._host.copy(big, self._spare) if self.asynchronous else CopiedTensors(big)
+        copied = self._host.copy(source, self._spare) if self.asynchronous else CopiedTensors(source)
         self._spare = copied.tensors if self.asynchronous else {}
         temporary = self.folder / f"{SAVING}{store.name_of(state.step)}"
         job = self._job = _Save(state, temporary, copied, rng_state(), begun)
-        # A replica is written by the rank that counts it.
-        flat = self._engine.flat_state()
-        held = [
-            (f, flat.kinds(f.group) if state.adam_step else KINDS[:1]) for f in flat.fragments if f.counted
-        ]
-        job.writing = self._thread.submit(self._write, job, held)
+        job.writing = self._thread.submit(self._write, job, self._engine.flat_state())
         job.blocked = time.perf_counter() - begun
 
     def ballot(self) -> tuple[float, float]:
@@ -248,7 +239,7 @@ class Saver:
                 return False
         return True
 
-    def _write(self, job: _Save, held: list[_Held]) -> _RankPart:
+    def _write(self, job: _Save, flat: FlatState) -> _RankPart:
         """Write this rank's files; in its thread."""
         try:
             if self._rank == 0:
@@ -256,7 +247,7 @@ class Saver:
             job.temporary.mkdir(exist_ok=True)
             where = job.temporary if self._staging is None else self._stage(self._staging, job.state.step)
             job.copied.wait()
-            files, finite = self._write_part(job, held, where)
+            files, finite = write_rank(where, self._engine.topology, flat, job.copied.tensors, job.random)
             for name, record in files.items():
                 if hash_file(where / name, from_disk=True) != record:
                     raise OSError(f"{where / name} reads back differently from what was written")
@@ -288,16 +279,6 @@ class Saver:
                 step=job.state.step, rank=self._rank, world=self._world, began=self.began, finite=finite, files=files
             )
         )  # fmt: skip
-
-    def _write_part(self, job: _Save, held: list[_Held], folder: Path) -> tuple[Files, bool]:
-        topology, tensors = self._engine.topology, job.copied.tensors
-        place = self._rank, topology.stage, topology.tensor_rank
-        files, finite = write_part(folder, place, held, tensors, job.random)
-        if self._rank == 0:
-            shared = {n.removeprefix(SHARED): t for n, t in tensors.items() if n.startswith(SHARED)}
-            more, fine = shared_state.write(folder, shared)
-            files, finite = files | more, finite and fine
-        return files, finite
 
     def _check_space(self) -> None:
         newest = store.newest_first(self.folder)

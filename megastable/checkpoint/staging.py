@@ -12,37 +12,29 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 import xxhash
-from pydantic import BaseModel, ConfigDict
 
 from megastable.base import durable
 from megastable.base.collectives import first, gathered
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import store
 from megastable.checkpoint.files import FileRecord, hash_file
-from megastable.checkpoint.parts import Files, put_in_place
+from megastable.checkpoint.parts import Files, Seal, folder_of_run, put_in_place, read_seals
 from megastable.checkpoint.store import RECIPE, STATE
 from megastable.config.model import ModelConfig
 
 CHUNK = 1 << 22  # bytes
 
 
-class Sealed(BaseModel):
-    """Marks one rank's part of a checkpoint as complete: its files, and the number of ranks. began: unix seconds when
-    the processes that wrote it started training: only parts of the same processes belong together."""
+class Sealed(Seal):
+    """Of a checkpoint. began: unix seconds when the processes that wrote it started training: only parts of the same
+    processes belong together."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: Literal[1] = 1
     step: int
-    rank: int
-    world: int
     began: float
     finite: bool
-    files: dict[str, FileRecord]
 
 
 @dataclass(frozen=True)
@@ -58,8 +50,7 @@ class Staging:
 
     def __init__(self, disk: Path, run: Path) -> None:
         """run: its directory, which distinguishes it from other runs. Nothing is created yet."""
-        root = run.resolve()
-        self.root = disk / f"{root.name}-{xxhash.xxh3_64_hexdigest(str(root).encode())}"
+        self.root = folder_of_run(disk, run)
 
     def folder(self, step: int) -> Path:
         return self.root / f"step-{step}"
@@ -70,14 +61,9 @@ class Staging:
 
     def staged(self) -> list[Staged]:
         """The sealed parts on this host, by step and rank; parts with missing files are left out."""
-        found = []
-        for path in self.root.glob("step-*/sealed-*.json"):
-            try:
-                part = Sealed.model_validate_json(path.read_bytes())
-                if all((path.parent / name).stat().st_size == r.size for name, r in part.files.items()):
-                    found.append(Staged(path.parent, part))
-            except (OSError, ValueError):
-                continue
+        found = [
+            Staged(path.parent, part) for path, part in read_seals(self.root, "step-*/sealed-*.json", Sealed)
+        ]
         return sorted(found, key=lambda s: (s.part.step, s.part.rank))
 
     def drop(self, step: int, rank: int) -> None:

@@ -16,7 +16,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ M = TypeVar("M", bound=BaseModel)
 MANIFEST, STATE, RECIPE, LATEST = "manifest.json", "state.json", "recipe.yaml", "latest"
 HEALTH, PINNED = "health.json", "pinned.json"  # markers, see markers.py
 CONVICTED, ACCEPTED = "convicted.json", "accepted.json"
+SHARED = "shared.safetensors"  # the optimizer's state that every rank holds alike; not of every optimizer
 SEAL = b'"xxh3": "%s"'  # the last field of a manifest
 SAVING = ".saving-"  # prefix of a checkpoint during its save
 FREE = {key.removeprefix("model.") for key in directory.FREE}  # model options that do not affect the weights
@@ -274,13 +275,55 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+Kind = Literal["checkpoint", "suspect", "rejected", "saving", "replaced", "deleting"]
+DELETING = ".deleting-"  # prefix of a checkpoint that is being deleted
+_KINDS: dict[str, Kind] = {
+    "": "checkpoint",
+    f"{SUSPECT}-": "suspect",
+    "rejected-": "rejected",
+    SAVING: "saving",
+    f"{SAVING}replaced-": "replaced",
+    DELETING: "deleting",
+}
+# Those that a person rolled back behind have the number of the rollback in their names.
+_NAME = re.compile(rf"({'|'.join(map(re.escape, _KINDS))}|rollback\d+-)step-(0|[1-9][0-9]{{0,17}})")
+
+
+class FoundCheckpoint(NamedTuple):
+    """A folder that is, was or will be a checkpoint."""
+
+    step: int
+    kind: Kind
+    path: Path
+
+
+def found(folder: Path) -> list[FoundCheckpoint]:
+    """The checkpoints of a folder by step, of all kinds; empty if it does not exist. Raises CheckpointError for a
+    folder that cannot be read."""
+    try:
+        with os.scandir(folder) as inside:
+            named = [(match, one) for one in inside if (match := _NAME.fullmatch(one.name)) and one.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
+    return sorted(
+        FoundCheckpoint(int(match[2]), _KINDS.get(match[1], "suspect"), folder / one.name)
+        for match, one in named
+    )
+
+
 def newest_first(folder: Path) -> list[Path]:
     """The complete-looking checkpoints of a folder, the newest first."""
-    found = []
-    for path in folder.glob("step-*"):
-        if re.fullmatch(r"step-(0|[1-9][0-9]*)", path.name) and path.is_dir():
-            found.append((step_of(path), path))
-    return [path for _, path in sorted(found, reverse=True)]
+    return [one.path for one in reversed(found(folder)) if one.kind == "checkpoint"]
+
+
+def latest(folder: Path) -> str:
+    """The name in the file `latest`, "" if there is none."""
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def others(folder: Path) -> str:
@@ -358,8 +401,8 @@ def problems(checkpoint: Path) -> list[str]:
 
 def _problems(checkpoint: Path, part: int, parts: int) -> Iterator[str]:
     contents = read_contents(checkpoint)
-    named = re.fullmatch(r"(?:\w+-)?step-(\d+)", checkpoint.name)
-    if named and int(named[1]) != contents.step:
+    named = _NAME.fullmatch(checkpoint.name)
+    if named and int(named[2]) != contents.step:
         yield f"{checkpoint / MANIFEST}: is of step {contents.step}: another checkpoint's"
     if not contents.finite:
         yield f"{checkpoint / MANIFEST}: weights or moments are not finite"
@@ -401,6 +444,26 @@ def _listed(checkpoint: Path) -> list[str]:
         return sorted(os.listdir(checkpoint))
     except OSError as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror}") from None
+
+
+def glance(checkpoint: Path) -> Contents:
+    """The manifest of a checkpoint whose files all exist with the right sizes: nothing is hashed, for decisions after
+    every save and for lists. Raises CheckpointError otherwise."""
+    contents = read_contents(checkpoint)
+    match = _NAME.fullmatch(checkpoint.name)
+    if match and int(match[2]) != contents.step:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: is of step {contents.step}: another checkpoint's")
+    for name, record in contents.files.items():
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        if size != record.size:
+            raise CheckpointError(
+                f"{path}: {size} bytes, the manifest says {record.size}: truncated or changed"
+            )
+    return contents
 
 
 def newest_good(

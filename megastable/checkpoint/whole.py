@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError
 from megastable.base.text import visible
-from megastable.checkpoint import shared_state, store
+from megastable.checkpoint import store
 from megastable.checkpoint.pieces import ShardPiece, entry_name, read_pieces
 from megastable.checkpoint.reader import Reader
 from megastable.checkpoint.store import RunState
@@ -145,8 +145,12 @@ class WholeState:
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """The optimizer's shared state by name."""
-        return shared_state.read(self.checkpoint)
+        """The optimizer's shared state by name, on the CPU; empty if there is none. Raises CheckpointError."""
+        path = self.checkpoint / store.SHARED
+        if not path.exists():
+            return {}
+        reader = Reader(path)
+        return {name: reader.tensor(name) for name in reader.entries}
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """The kinds of tensors held for a parameter, a subset of `kinds`."""
@@ -274,8 +278,8 @@ def load_into(engine: Any, checkpoint: Path, state: RunState) -> None:
     """Load `checkpoint`, whose state.json is `state`, into an engine of any layout: weights, moments and fp16's loss
     scale, bit for bit.
 
-    Every rank reads the ranges that it holds, one tensor in memory at a time. Not collective: a single rank may fail with CheckpointError. Once all agree, `engine.refresh_weights()` updates the
-    low-precision weights.
+    Every rank reads the ranges that it holds, one tensor in memory at a time. Not collective: a single rank may fail
+    with CheckpointError. Once all agree, `engine.refresh_weights()` updates the low-precision weights.
     """
     check_model(checkpoint, engine.config.model)
     check_optimizer(checkpoint, state, engine.config.optimizer.name)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.checkpoint import store
-from megastable.checkpoint.new_run import origin_of
+from megastable.checkpoint.new_run import origin_of, refuse_existing
 from megastable.checkpoint.pieces import CHUNK
-from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.convert.diff import field_differences
 from megastable.convert.reshaping import Made, ledgers_of, write_run_of

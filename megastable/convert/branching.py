@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
-from megastable.checkpoint.new_run import OptimizerTensors, origin_of
-from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.new_run import OptimizerTensors, origin_of, refuse_existing
 from megastable.checkpoint.whole import WholeState, live_changes_of, next_run_of
 from megastable.config import recipe
 from megastable.config.tree import RunConfig

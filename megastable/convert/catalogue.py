@@ -16,8 +16,7 @@ from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import duration, plural, size
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.markers import Health, Pinned
-from megastable.checkpoint.quick_check import FoundCheckpoint, Kind, found, glance, latest
-from megastable.checkpoint.store import LayoutState
+from megastable.checkpoint.store import FoundCheckpoint, Kind, LayoutState, found, glance, latest
 from megastable.config import recipe
 from megastable.report.sheet import Column, Sheet
 from megastable.run.events.event import Event

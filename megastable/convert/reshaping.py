@@ -16,8 +16,7 @@ from typing import Any
 
 from megastable.base.errors import ConfigError
 from megastable.checkpoint import store
-from megastable.checkpoint.new_run import OptimizerTensors, Whole, origin_of, write_run
-from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.new_run import OptimizerTensors, Whole, origin_of, refuse_existing, write_run
 from megastable.checkpoint.whole import WholeState, live_changes_of, run_of
 from megastable.config import deepspeed_json, recipe
 from megastable.config.tree import RunConfig

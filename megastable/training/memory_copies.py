@@ -20,17 +20,16 @@ from typing import Any
 import torch.distributed as dist
 
 from megastable.base.collectives import gathered
-from megastable.checkpoint import shared_state
 from megastable.checkpoint.files import write_file
 from megastable.checkpoint.held_points import RECORDS, HeldPart, PointKey
 from megastable.checkpoint.memory_hosts import MemoryHosts
 from megastable.checkpoint.memory_wire import MemoryClient, Pace
-from megastable.checkpoint.parts import write_head, write_part
+from megastable.checkpoint.parts import adam_step_of, write_head, write_rank
 from megastable.checkpoint.pieces import unmeasured
 from megastable.checkpoint.snapshot import Loan, Ring
 from megastable.checkpoint.store import RunState
 from megastable.engine.engine import Engine
-from megastable.engine.flatstate import KINDS, SHARED, FlatState
+from megastable.engine.flatstate import FlatState
 from megastable.run.events.training_events import MemoryDropped, MemoryOff
 from megastable.run.log import RunLog
 from megastable.run.records import LayerRecord, StepRecord, encoded
@@ -234,18 +233,12 @@ class MemoryCopies:
         into = folder.begin(job.key)
         loan.copied.wait()
         tensors, topology = loan.snapshot.tensors, self._engine.topology
-        counts = [tensor for name, tensor in tensors.items() if name.endswith("/step")]
-        adam_step = float(counts[0]) if counts else 0.0
-        held = [
-            (f, job.flat.kinds(f.group) if adam_step else KINDS[:1]) for f in job.flat.fragments if f.counted
-        ]
-        place = rank, topology.stage, topology.tensor_rank
-        files, _ = write_part(into, place, held, tensors, loan.snapshot.extra.random, unmeasured, wanted)
+        files, _ = write_rank(
+            into, topology, job.flat, tensors, loan.snapshot.extra.random, unmeasured, wanted
+        )
         if job.state is not None:
-            shared = {n.removeprefix(SHARED): t for n, t in tensors.items() if n.startswith(SHARED)}
-            files |= shared_state.write(into, shared)[0]
             state = job.state.model_copy(update={
-                "adam_step": adam_step, "scaler": job.scaler, "fp8": job.fp8,
+                "adam_step": adam_step_of(tensors), "scaler": job.scaler, "fp8": job.fp8,
                 "optimizer": self._engine.config.optimizer.name,
             })  # fmt: skip
             files |= write_head(into, state, self._recipe())

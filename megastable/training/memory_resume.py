@@ -17,7 +17,6 @@ from megastable.checkpoint.held_points import Complete, HeldPart, PointKey, newe
 from megastable.checkpoint.lineage import HISTORY, outdated, tainted
 from megastable.checkpoint.memory_hosts import MemoryHosts
 from megastable.checkpoint.parts import write_manifest
-from megastable.checkpoint.shared_state import FILE
 from megastable.checkpoint.store import RunState
 from megastable.checkpoint.whole import WholeState, check_model, check_optimizer
 from megastable.engine.engine import Engine
@@ -139,7 +138,7 @@ class Restoring:
         """The large files that this rank reads."""
         whole, topology = WholeState(folder), self.engine.topology
         whole.check_fits(self.engine.config.model)
-        names = {FILE} & store.read_contents(folder).files.keys()
+        names = {store.SHARED} & store.read_contents(folder).files.keys()
         for f in self.engine.flat_state().fragments:
             names |= whole.files(f.name, topology.tensor_rank, topology.layout.tensor, f.start, f.numel)
         return names

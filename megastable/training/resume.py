@@ -18,6 +18,7 @@ from megastable.base.collectives import agree, first, shared
 from megastable.base.errors import CheckpointError, ConfigError, MegastableError
 from megastable.checkpoint import store
 from megastable.checkpoint.held_points import RECORDS, PointKey
+from megastable.checkpoint.measuring import ProbeSamples
 from megastable.checkpoint.memory_hosts import open_memory
 from megastable.checkpoint.vitals import Vitals
 from megastable.checkpoint.whole import policy_of, run_of
@@ -50,7 +51,6 @@ from megastable.training.data_order import DataOrder
 from megastable.training.heartbeat import Heartbeat
 from megastable.training.live_changes import LiveChanges
 from megastable.training.memory_resume import Restoring
-from megastable.training.probe_samples import ProbeSamples
 from megastable.training.startup import verify_held_out
 
 

@@ -15,8 +15,8 @@ from megastable.base import durable
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, retention, store
 from megastable.checkpoint.health import CalmSteps
-from megastable.checkpoint.quick_check import DELETING
 from megastable.checkpoint.retention import KeptCheckpoint, apply, doomed, milestones, standing
+from megastable.checkpoint.store import DELETING
 from tests.checkpoint.standins import checkpoint, names, run_with
 
 NEWEST = 10**6

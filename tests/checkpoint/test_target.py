@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megastable.base.errors import CheckpointError
-from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.new_run import refuse_existing
 
 
 def test_where_something_new_may_be(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, store
-from megastable.checkpoint.quick_check import DELETING
+from megastable.checkpoint.store import DELETING
 from megastable.convert.catalogue import CatalogueEntry, entries, sheet
 from megastable.report.sheet import as_csv, as_html, as_json
 from megastable.run.directory import RunDirectory

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megastable.checkpoint import store
-from megastable.checkpoint.shared_state import FILE
+from megastable.checkpoint.store import SHARED as FILE
 from megastable.checkpoint.whole import WholeState
 from megastable.config.tree import RunConfig
 from megastable.convert.reshaping import Sizes, reshape

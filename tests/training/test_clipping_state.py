@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megastable.checkpoint import shared_state
+from megastable.checkpoint import store
+from megastable.checkpoint.whole import WholeState
 from megastable.config.tree import RunConfig
 from megastable.run import records
 from tests.conftest import tiny
@@ -40,8 +41,8 @@ def test_resumed_bit_for_bit(clipping: dict[str, Any], zero: int, corpus: Path, 
     run_ranks(2, train, at("stopped", END, zero=zero))
     straight, stopped = (tmp_path / run / f"checkpoints/step-{END}" for run in ("straight", "stopped"))
     identical(straight, stopped)
-    assert (straight / shared_state.FILE).read_bytes() == (stopped / shared_state.FILE).read_bytes()
-    state = shared_state.read(stopped)
+    assert (straight / store.SHARED).read_bytes() == (stopped / store.SHARED).read_bytes()
+    state = WholeState(stopped).shared
     assert {name.split("/")[1] for name in state} == {clipping["kind"]}
     assert state[f"clipping/{clipping['kind']}/updates"].tolist() == [END]
     columns = [records.read(tmp_path / run / "steps").column("norm_kept") for run in ("straight", "stopped")]
@@ -57,7 +58,7 @@ def test_other_layouts_and_kinds(corpus: Path, tmp_path: Path) -> None:
         return config(corpus, tmp_path / "run", steps, clipping, **parts)
 
     def state(step: int) -> dict[str, Any]:
-        held = shared_state.read(tmp_path / f"run/checkpoints/step-{step}")
+        held = WholeState(tmp_path / f"run/checkpoints/step-{step}").shared
         return {name: value.tolist() for name, value in held.items()}
 
     run_ranks(2, train, at(2, "norm", tensor=2))

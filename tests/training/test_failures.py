@@ -341,10 +341,10 @@ def break_the_writer() -> None:
     """From now on the thread that writes ends in an error that nobody foresaw."""
     from megastable.checkpoint import saving
 
-    def write_part(*_: Any) -> Any:
+    def write_rank(*_: Any) -> Any:
         raise ValueError("nobody foresaw this")
 
-    saving.write_part = write_part
+    saving.write_rank = write_rank
 
 
 @pytest.mark.slow

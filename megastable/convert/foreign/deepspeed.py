@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megastable.base.errors import CheckpointError, ConfigError
 from megastable.base.text import visible
-from megastable.checkpoint.new_run import ADAM, write_run
-from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.new_run import ADAM, refuse_existing, write_run
 from megastable.checkpoint.whole import Described, parameters
 from megastable.config.model import ModelConfig
 from megastable.config.tree import RunConfig

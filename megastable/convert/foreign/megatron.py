@@ -28,10 +28,9 @@ from torch import Tensor
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint.files import write_file
-from megastable.checkpoint.new_run import write_run
+from megastable.checkpoint.new_run import refuse_existing, write_run
 from megastable.checkpoint.plain import find_checkpoint
 from megastable.checkpoint.store import read_state
-from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import Described, WholeState, parameters, run_of
 from megastable.config import recipe
 from megastable.config.model import ModelConfig

@@ -21,8 +21,8 @@ from megastable.base.errors import CheckpointError, DataError
 from megastable.base.text import visible
 from megastable.checkpoint import markers, store
 from megastable.checkpoint.files import TensorFile, hash_file
+from megastable.checkpoint.new_run import refuse_existing
 from megastable.checkpoint.plain import find_checkpoint
-from megastable.checkpoint.target import refuse_existing
 from megastable.checkpoint.whole import WholeState, run_of
 from megastable.config.model import ModelConfig
 from megastable.config.recipe import find

@@ -20,7 +20,7 @@ from megastable.base.durable import sync_directory
 from megastable.base.errors import CheckpointError, DataError
 from megastable.base.installation import install_command
 from megastable.base.text import visible
-from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.new_run import refuse_existing
 from megastable.config.model import ModelConfig
 from megastable.convert.huggingface.architectures import LLAMA, OLMO2, QWEN2, QWEN3, architecture_of
 from megastable.convert.huggingface.folder import HuggingFaceFolder

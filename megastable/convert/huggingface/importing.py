@@ -14,8 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megastable.base.errors import CheckpointError, ConfigError, DataError
-from megastable.checkpoint.new_run import write_run
-from megastable.checkpoint.target import refuse_existing
+from megastable.checkpoint.new_run import refuse_existing, write_run
 from megastable.checkpoint.whole import parameters
 from megastable.config import recipe
 from megastable.config.recipe import find
