@@ -81,9 +81,10 @@ def shown(point: StepPoint) -> dict[str, float]:
     return values if point.applied else {k: v for k, v in values.items() if k.startswith("speed/")}
 
 
-def apart(point: StepPoint) -> dict[str, float]:
-    """What a step adds to the curves of refused or undone ones."""
-    return {name: value for name, value in finite(point.values).items() if name in APART}
+def apart(point: StepPoint, group: str = "train") -> dict[str, float]:
+    """What a step adds to the curves of refused or undone ones; group: in place of "train"."""
+    values = finite(point.values)
+    return {f"{group}/{name.partition('/')[2]}": values[name] for name in APART if name in values}
 
 
 def by_statistic(values: Mapping[str, float]) -> dict[str, list[float]]:

@@ -11,12 +11,8 @@ from collections.abc import Callable
 
 from megastable.training.trackers.points import (
     LayersPoint,
-    NotePoint,
     Point,
     RunPoint,
-    StepPoint,
-    UndonePoint,
-    ValidationPoint,
     line_of,
 )
 from megastable.training.trackers.tracker import Setting, TrackerError
@@ -35,21 +31,11 @@ class _Lines:
     def _line(self, point: Point) -> None:
         self._write(line_of(point) + "\n")
 
-    def step(self, point: StepPoint) -> None:
-        self._line(point)
-
-    def validation(self, point: ValidationPoint) -> None:
-        self._line(point)
+    step = validation = undone = note = _line
 
     def layers(self, point: LayersPoint) -> None:
         if self._per_layer:
             self._line(point)
-
-    def undone(self, point: UndonePoint) -> None:
-        self._line(point)
-
-    def note(self, point: NotePoint) -> None:
-        self._line(point)
 
 
 class JsonlTracker(_Lines):

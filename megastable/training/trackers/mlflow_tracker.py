@@ -69,7 +69,7 @@ class MlflowTracker:
     def step(self, point: StepPoint) -> None:
         values = shown(point)
         if not point.applied:
-            values |= {f"refused/{name.partition('/')[2]}": value for name, value in apart(point).items()}
+            values |= apart(point, "refused")
         values["tokens"] = float(point.tokens)
         self._add(values, point.step, point.time)
 
@@ -86,8 +86,7 @@ class MlflowTracker:
 
     def undone(self, point: UndonePoint) -> None:
         for step in point.points:
-            values = {f"undone/{name.partition('/')[2]}": value for name, value in apart(step).items()}
-            self._add(values, step.step, step.time)
+            self._add(apart(step, "undone"), step.step, step.time)
 
     def note(self, point: NotePoint) -> None:
         self._notes.append(point)

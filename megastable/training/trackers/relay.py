@@ -6,11 +6,12 @@ import logging
 import os
 import select
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from megastable.base import durable
 from megastable.run.directory import RunDirectory, as_json, read_object
@@ -114,7 +115,7 @@ class Relay:
 
     def _keep(self, closed: bool = False) -> None:
         self._kept = time.monotonic()
-        self._write({"events": self._notes.read, "steps": self._steps.dump(), "closed": closed})
+        self._write({"events": self._notes.read, "steps": self._steps.model_dump(), "closed": closed})
 
     def _write(self, state: Mapping[str, Any]) -> None:
         try:
@@ -148,49 +149,38 @@ def relay_all(relay: Relay, given: int, rest: bytes = b"", alive: Callable[[], b
 KEPT = 2000  # accepted steps that are remembered, to be shown once they are undone
 
 
-class ToldSteps:
-    """The steps told so far. last: the newest one, 0 if there is none."""
+class ToldSteps(BaseModel):
+    """The steps told so far, to find out which were undone: those that come again. last: the newest one, 0 if there is
+    none; points: accepted ones."""
 
-    def __init__(self, last: int = 0, points: Iterable[StepPoint] = ()) -> None:
-        self.last = last
-        self._points = deque(points, maxlen=KEPT)
+    last: int = 0
+    points: list[StepPoint] = []
+
+    @classmethod
+    def load(cls, dumped: object) -> ToldSteps:
+        """Of a `model_dump`; empty if it is none."""
+        try:
+            return cls.model_validate(dumped)
+        except ValidationError:
+            return cls()
 
     def advance(self, point: StepPoint) -> UndonePoint | None:
         """Another step; what it undoes, if it is not a new one."""
         undone = self.back(point.step - 1, point.tokens, point.time)
         self.last = point.step
         if point.applied:
-            self._points.append(replace(point, values=apart(point)))
+            self.points = [*self.points[-KEPT + 1 :], replace(point, values=apart(point))]
         return undone
 
     def back(self, step: int, tokens: int, time: float) -> UndonePoint | None:
         """The run stands after `step`; tokens: an upper bound of those before the next one's end."""
         if step >= self.last:
             return None
-        points = tuple(p for p in self._points if p.step > step)
+        points = tuple(p for p in self.points if p.step > step)
         undone = UndonePoint(step + 1, self.last, min([tokens, *(p.tokens for p in points)]), time, points)
         self.last = step
-        self._points = deque((p for p in self._points if p.step <= step), maxlen=KEPT)
+        self.points = [p for p in self.points if p.step <= step]
         return undone
-
-    def dump(self) -> dict[str, Any]:
-        """As a JSON object, for `load`."""
-        points = [(p.step, p.tokens, p.time, dict(p.values)) for p in self._points]
-        return {"last": self.last, "points": points}
-
-    @classmethod
-    def load(cls, dumped: Any) -> ToldSteps:
-        """Of a `dump`; empty if it is none."""
-        try:
-            points = [
-                StepPoint(
-                    int(step), int(tokens), float(at), True, {str(k): float(v) for k, v in values.items()}
-                )
-                for step, tokens, at, values in dumped["points"]
-            ]
-            return cls(int(dumped["last"]), points)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return cls()
 
 
 # Not every refused update, checkpoint or evaluation: what a person would write on the curve.

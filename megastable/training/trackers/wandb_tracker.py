@@ -69,7 +69,7 @@ class WandbTracker:
     def step(self, point: StepPoint) -> None:
         values = shown(point)
         if not point.applied:
-            values |= {f"refused/{name.partition('/')[2]}": value for name, value in apart(point).items()}
+            values |= apart(point, "refused")
         elif "train/loss" in values:
             values["by_tokens/loss"] = values["train/loss"]
         self._row(point.step, values, point.tokens)
@@ -89,8 +89,7 @@ class WandbTracker:
 
     def undone(self, point: UndonePoint) -> None:
         for step in point.points:
-            values = {f"undone/{name.partition('/')[2]}": value for name, value in apart(step).items()}
-            self._row(step.step, values, step.tokens)
+            self._row(step.step, apart(step, "undone"), step.tokens)
 
     def note(self, point: NotePoint) -> None:
         if point.incident is None:
