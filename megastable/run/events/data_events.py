@@ -10,49 +10,41 @@ class OrderChanged(Event):
     """old, new: fingerprints of the order."""
 
     NAME = "order_changed"
+    TOLD = "the order of the data changed: positions mean other samples from here on"
     old: Text
     new: Text
-
-    def words(self) -> str:
-        return "the order of the data changed: positions mean other samples from here on"
 
 
 class ExchangesUndone(Event):
     """lines: of blends.jsonl."""
 
     NAME = "exchanges_undone"
+    TOLD = "samples that were put off are not after all{because}"
     step: Whole
     lines: Whole
     reason: Text
-
-    def words(self) -> str:
-        return f"samples that were put off are not after all{self.because()}"
 
 
 class BlendChanged(Event):
     """From `position` on. old, new: weights by corpus; skips_moved: convicted samples that have moved."""
 
     NAME = "blend_changed"
+    TOLD = "the corpora are blended by other weights from position {position} on"
     step: Whole
     position: Whole
     old: Tree
     new: Tree
     skips_moved: Whole
 
-    def words(self) -> str:
-        return f"the corpora are blended by other weights from position {self.get('position')} on"
-
 
 class MixChanged(Event):
     """The data mix changes at `step`: a new blend, or a corpus that ended. old, new: shares by corpus."""
 
     NAME = "mix_changed"
+    TOLD = "data mix changed; another level of the loss is no incident"
     step: Whole
     old: Tree
     new: Tree
-
-    def words(self) -> str:
-        return "data mix changed; another level of the loss is no incident"
 
 
 class BatchChanged(Event):
@@ -60,26 +52,22 @@ class BatchChanged(Event):
     recipe. old, new: samples."""
 
     NAME = "batch_changed"
+    TOLD = "global batch of {new} samples from here on, {old} before"
     step: Whole
     position: Whole
     old: Whole
     new: Whole
-
-    def words(self) -> str:
-        return f"global batch of {self.get('new')} samples from here on, {self.get('old')} before"
 
 
 class LengthChanged(Event):
     """Samples are cut into pieces of another length from `step` on. old, new: tokens."""
 
     NAME = "length_changed"
+    TOLD = "sequences of {new} tokens from here on, {old} before"
     step: Whole
     position: Whole
     old: Whole
     new: Whole
-
-    def words(self) -> str:
-        return f"sequences of {self.get('new')} tokens from here on, {self.get('old')} before"
 
 
 class LookedAhead(Event):
@@ -106,25 +94,21 @@ class LookAheadSpent(Event):
     """found: samples that look corrupt; left: of the budget before them; used: samples skipped so far."""
 
     NAME = "look_ahead_spent"
+    TOLD = (
+        "{found} samples to come look corrupt, and the budget of data.look_ahead.most is spent: "
+        "they are not skipped"
+    )
     found: Whole
     left: Whole
     used: Whole
     looked: Whole
     evidence: Items
 
-    def words(self) -> str:
-        return (
-            f"{self.get('found')} samples to come look corrupt, and the budget of data.look_ahead.most is spent: they "
-            "are not skipped"
-        )
-
 
 class LookAheadFailed(Event):
     NAME = "look_ahead_failed"
+    TOLD = "what looks ahead in the data has failed{because_problem}"
     problem: Text
-
-    def words(self) -> str:
-        return f"what looks ahead in the data has failed{self.because('problem')}"
 
 
 class SkipsAdded(Event):
@@ -154,30 +138,22 @@ class SkipsGivenBack(Event):
     start on. samples: how many; lines: of the skip ledger."""
 
     NAME = "skips_given_back"
+    TOLD = "{samples} samples of incident {incident} are given back{because}"
     step: Whole
     incident: Whole
     samples: Whole
     lines: Whole
     reason: Text
 
-    def words(self) -> str:
-        return (
-            f"{self.get('samples')} samples of incident {self.get('incident')} are given back{self.because()}"
-        )
-
 
 class SkipsRead(Event):
     """entries: new lines of the skip ledger, valid from `cursor` on."""
 
     NAME = "skips_read"
+    TOLD = "{entries} new lines of the skip ledger hold from position {cursor} on"
     step: Whole
     cursor: Whole
     entries: Whole
-
-    def words(self) -> str:
-        return (
-            f"{self.get('entries')} new lines of the skip ledger hold from position {self.get('cursor')} on"
-        )
 
 
 class SkipsForeign(Event):
@@ -198,8 +174,6 @@ class SkipsForeign(Event):
 
 class SkipsRefused(Event):
     NAME = "skips_refused"
+    TOLD = "a line of the skip ledger is left out{because_problem}"
     step: Whole = None
     problem: Text
-
-    def words(self) -> str:
-        return f"a line of the skip ledger is left out{self.because('problem')}"

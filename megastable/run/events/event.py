@@ -96,10 +96,12 @@ class Event:
     A new event is journaled with its fields in the order given; fields not given are not journaled. Steps count
     attempted updates, positions are those of the data order, ranges are [first, end).
 
-    NAME: in the journal.
+    NAME: in the journal. TOLD: the sentence, in which {step} is that field, and {because} or {because_problem} the end:
+    the reason or the problem, if there is one.
     """
 
     NAME: ClassVar[str] = ""
+    TOLD: ClassVar[str] = ""
     fields: Mapping[str, Any]
     __slots__ = ("fields",)
 
@@ -176,12 +178,24 @@ class Event:
         return f"step {step}: {told}" if told and isinstance(step, int) else told
 
     def words(self) -> str:
-        """The raw text of `sentence`, from fields that may hold anything."""
-        raise NotImplementedError
+        """The raw text of `sentence`, from fields that may hold anything: by default `TOLD`."""
+        return self.TOLD.format_map(_Shown(self))
 
     def because(self, key: str = "reason") -> str:
         """The end of a sentence: the reason, if there is one."""
         return f": {self[key]}" if self.get(key) else ""
+
+
+class _Shown(dict[str, Any]):
+    """The fields of an event for a sentence; those that are missing are None."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__()
+        self._event = event
+
+    def __missing__(self, name: str) -> Any:
+        begin, _, key = name.partition("_")
+        return self._event.because(key or "reason") if begin == "because" else self._event.get(name)
 
 
 _give = Event.__dict__["fields"].__set__  # bypasses __setattr__; a journal may have a million events
@@ -199,9 +213,6 @@ class OfIncident(Event):
 
 class Other(Event):
     """An event unknown to this version or, without a name, a malformed line."""
-
-    def words(self) -> str:
-        return ""
 
 
 def read_later(told: Mapping[str, Any]) -> str:

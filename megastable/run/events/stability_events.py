@@ -79,13 +79,12 @@ class SamplesDropped(_Samples):
 class OfHardware(Event):
     """What was found at or after `step`; ranks: whose it is, as far as it is known; hosts: theirs."""
 
+    TOLD = "{reason}"
+
     step: Whole
     ranks: Items
     hosts: Items
     reason: Text
-
-    def words(self) -> str:
-        return str(self.get("reason"))
 
 
 class ReplicasDiffer(OfHardware):
@@ -145,24 +144,20 @@ class Located(Event):
     field `sentence`."""
 
     NAME = "located"
+    TOLD = "{sentence}"
     step: Whole
     kind: Text
     reproduced: Flag
-
-    def words(self) -> str:
-        return str(self.get("sentence"))
 
 
 class Would(Event):
     """A decision of a dry run."""
 
     NAME = "would"
+    TOLD = "would {action}{because}"
     step: Whole
     action: Text
     reason: Text
-
-    def words(self) -> str:
-        return f"would {self.get('action')}{self.because()}"
 
 
 class IncidentEvent(Event):
@@ -233,11 +228,9 @@ class Handover(OfIncident):
     `IncidentEvent`."""
 
     NAME = "handover"
+    TOLD = "handed over to a checkpoint from before step {before}{because}"
     step: Whole = None
     before: Whole
-
-    def words(self) -> str:
-        return f"handed over to a checkpoint from before step {self.get('before')}{self.because()}"
 
 
 class IncidentLater(Event):
@@ -301,6 +294,7 @@ class BranchesTried(Event):
     """
 
     NAME = "branches_tried"
+    TOLD = "tried: {reason}"
     step: Whole
     snapshot: Whole
     steps: Whole
@@ -320,9 +314,6 @@ class BranchesTried(Event):
     reason: Text
     seconds: Real
 
-    def words(self) -> str:
-        return f"tried: {self.get('reason')}"
-
 
 class Probed(Event):
     """loss: nats per token, mean over `samples` samples that are never trained on."""
@@ -340,11 +331,9 @@ class BaselineReset(Event):
     """The detector relearns the level of the loss."""
 
     NAME = "baseline_reset"
+    TOLD = "detector baseline reset: {reason}"
     step: Whole
     reason: Text
-
-    def words(self) -> str:
-        return f"detector baseline reset: {self.get('reason')}"
 
 
 class NoSnapshots(Event):
@@ -360,24 +349,20 @@ class NoSnapshots(Event):
 
 class SnapshotRejected(Event):
     NAME = "snapshot_rejected"
+    TOLD = "snapshot passed over: it {reason}"
     step: Whole
     reason: Text
-
-    def words(self) -> str:
-        return f"snapshot passed over: it {self.get('reason')}"
 
 
 class FellBack(Event):
     """to: the precision used instead; fallbacks: how many so far."""
 
     NAME = "fell_back"
+    TOLD = "goes on without FP8, in {to}{because}"
     step: Whole
     to: Text
     reason: Text
     fallbacks: Whole
-
-    def words(self) -> str:
-        return f"goes on without FP8, in {self.get('to')}{self.because()}"
 
 
 class KernelsLeft(Event):
@@ -414,25 +399,21 @@ class Returned(Event):
     """FP8 is used again. fallbacks: how many so far."""
 
     NAME = "returned"
+    TOLD = "computes in FP8 again{because}"
     step: Whole
     to: Text
     reason: Text
     fallbacks: Whole
-
-    def words(self) -> str:
-        return f"computes in FP8 again{self.because()}"
 
 
 class RateCut(Event):
     """limits: all in force (guard/policy_state.py)."""
 
     NAME = "rate_cut"
+    TOLD = "the learning rate is limited{because}"
     step: Whole
     reason: Text
     limits: Items
-
-    def words(self) -> str:
-        return f"the learning rate is limited{self.because()}"
 
 
 class SettingsAdjusted(Event):
@@ -440,12 +421,10 @@ class SettingsAdjusted(Event):
     swiglu_clamp (for the rest of the run; engine/adjustments.py)."""
 
     NAME = "settings_adjusted"
+    TOLD = "goes on otherwise{because}"
     step: Whole
     settings: Items
     reason: Text
-
-    def words(self) -> str:
-        return f"goes on otherwise{self.because()}"
 
 
 class RateWarmup(Event):
@@ -463,8 +442,6 @@ class RateWarmup(Event):
 
 class RateLifted(Event):
     NAME = "rate_lifted"
+    TOLD = "a limit of the learning rate is lifted{because}"
     step: Whole
     reason: Text
-
-    def words(self) -> str:
-        return f"a limit of the learning rate is lifted{self.because()}"

@@ -96,12 +96,10 @@ class HostsAwaited(Event):
     each is not there."""
 
     NAME = "hosts_awaited"
+    TOLD = "{reason}"
     attempt: Whole
     hosts: Items
     reason: Text
-
-    def words(self) -> str:
-        return str(self.get("reason"))
 
 
 class HostLeftOut(Event):
@@ -173,8 +171,6 @@ class HookFailed(Event):
     """kind: of the notification."""
 
     NAME = "hook_failed"
+    TOLD = "{kind} failed{because_problem}"
     kind: Text
     problem: Text
-
-    def words(self) -> str:
-        return f"{self.get('kind')} failed{self.because('problem')}"

@@ -16,6 +16,7 @@ class Training(Event):
     recipe."""
 
     NAME = "training"
+    TOLD = "training from position {cursor} on {world} ranks"
     step: Whole
     cursor: Whole
     world: Whole
@@ -24,9 +25,6 @@ class Training(Event):
     software: Tree = NOTHING
     peak_tflops: Real = None
     peak_source: Text = None
-
-    def words(self) -> str:
-        return f"training from position {self.get('cursor')} on {self.get('world')} ranks"
 
 
 class Resumed(Event):
@@ -50,87 +48,71 @@ class MemoryResume(Event):
     before it is tried: one that fails with the process is not tried for ever."""
 
     NAME = "memory_resume"
+    TOLD = "the state is restored from the hosts' memory"
     step: Whole
     lineage: Text
     epoch: Whole
-
-    def words(self) -> str:
-        return "the state is restored from the hosts' memory"
 
 
 class MemoryRefused(Event):
     """A point in the hosts' memories is not used, newer than what is."""
 
     NAME = "memory_refused"
+    TOLD = "the copy in the hosts' memory is not used{because}"
     step: Whole
     lineage: Text
     reason: Text
-
-    def words(self) -> str:
-        return f"the copy in the hosts' memory is not used{self.because()}"
 
 
 class MemoryDropped(Event):
     """The run was rewound to `step`: points of later steps no longer count. epoch: how often it was."""
 
     NAME = "memory_dropped"
+    TOLD = "later copies in the hosts' memory no longer count"
     step: Whole
     epoch: Whole
-
-    def words(self) -> str:
-        return "later copies in the hosts' memory no longer count"
 
 
 class MemoryOff(Event):
     """There are no copies in the hosts' memories, or this one failed; reason: why."""
 
     NAME = "memory_off"
+    TOLD = "no copy in the hosts' memory{because}"
     step: Whole
     reason: Text
-
-    def words(self) -> str:
-        return f"no copy in the hosts' memory{self.because()}"
 
 
 class Reshaped(Event):
     """old, new: layouts (`LayoutState`)."""
 
     NAME = "reshaped"
+    TOLD = "the checkpoint was written by another layout: reshaped"
     old: Tree
     new: Tree
-
-    def words(self) -> str:
-        return "the checkpoint was written by another layout: reshaped"
 
 
 class MomentsAnew(Event):
     NAME = "moments_anew"
+    TOLD = "the checkpoint holds no optimizer state: the optimizer begins anew"
     step: Whole
-
-    def words(self) -> str:
-        return "the checkpoint holds no optimizer state: the optimizer begins anew"
 
 
 class ClippingAnew(Event):
     """kind: of optimizer.clipping."""
 
     NAME = "clipping_anew"
+    TOLD = "the checkpoint holds no averages of optimizer.clipping={kind}: they begin anew"
     step: Whole
     kind: Text
-
-    def words(self) -> str:
-        return f"the checkpoint holds no averages of optimizer.clipping={self.get('kind')}: they begin anew"
 
 
 class Imported(Event):
     """The first event of a run made from checkpoints. how: in words; more fields name them."""
 
     NAME = "imported"
+    TOLD = "the run begins with a checkpoint that was made outside of training ({how})"
     step: Whole
     how: Text = None
-
-    def words(self) -> str:
-        return f"the run begins with a checkpoint that was made outside of training ({self.get('how')})"
 
 
 class ConfigChanged(Event):
@@ -199,27 +181,23 @@ class TasksFailed(Event):
     """A checkpoint could not be evaluated; it is not tried again."""
 
     NAME = "tasks_failed"
+    TOLD = "WARNING: {checkpoint} could not be evaluated{because}"
     checkpoint: Text
     of_step: Whole
     manifest: Text
     reason: Text
     seconds: Real
 
-    def words(self) -> str:
-        return f"WARNING: {self.get('checkpoint')} could not be evaluated{self.because()}"
-
 
 class TasksSkipped(Event):
     """A checkpoint is not evaluated, as there is a newer one."""
 
     NAME = "tasks_skipped"
+    TOLD = "{checkpoint} is not evaluated{because}"
     checkpoint: Text
     of_step: Whole
     manifest: Text
     reason: Text
-
-    def words(self) -> str:
-        return f"{self.get('checkpoint')} is not evaluated{self.because()}"
 
 
 class CheckpointSaved(Event):
@@ -241,11 +219,9 @@ class CheckpointHealthy(Event):
     """Training went on from checkpoint `name` for long enough, at `step`, to prove it healthy."""
 
     NAME = "checkpoint_healthy"
+    TOLD = "checkpoint {name} has proved healthy"
     step: Whole
     name: Text
-
-    def words(self) -> str:
-        return f"checkpoint {self.get('name')} has proved healthy"
 
 
 class CheckpointRecovered(Event):
@@ -262,33 +238,27 @@ class CheckpointRecovered(Event):
 
 class CheckpointFailed(Event):
     NAME = "checkpoint_failed"
+    TOLD = "no checkpoint could be written{because_problem}"
     step: Whole
     problem: Text
-
-    def words(self) -> str:
-        return f"no checkpoint could be written{self.because('problem')}"
 
 
 class CheckpointRejected(Event):
     """Passed over at a start: its files or its state are damaged."""
 
     NAME = "checkpoint_rejected"
+    TOLD = "checkpoint {name} is damaged{because_problem}"
     name: Text
     problem: Text
-
-    def words(self) -> str:
-        return f"checkpoint {self.get('name')} is damaged{self.because('problem')}"
 
 
 class CheckpointSuspect(Event):
     """Put aside, as a run resumed from it would go wrong."""
 
     NAME = "checkpoint_suspect"
+    TOLD = "checkpoint {name} set aside{because}"
     name: Text
     reason: Text
-
-    def words(self) -> str:
-        return f"checkpoint {self.get('name')} set aside{self.because()}"
 
 
 class RolledBack(Event):
@@ -308,11 +278,9 @@ class RecordsLost(Event):
     """steps: how many; from_step: the first of them."""
 
     NAME = "records_lost"
+    TOLD = "the records of the last {steps} steps could not be written, and are lost"
     steps: Whole
     from_step: Whole
-
-    def words(self) -> str:
-        return f"the records of the last {self.get('steps')} steps could not be written, and are lost"
 
 
 class Warned(Event):
@@ -320,37 +288,31 @@ class Warned(Event):
     gives the next update, with the old one."""
 
     NAME = "warning"
+    TOLD = "warning: {text}"
     step: Whole
     text: Text
     sign: Text = None
     numbers: Tree = NOTHING
-
-    def words(self) -> str:
-        return f"warning: {self.get('text')}"
 
 
 class BatchFarOff(Event):
     """The batch is far above or below the gradient noise scale (warnings/noise_scale.py), both in samples: a hint."""
 
     NAME = "batch_far_off"
+    TOLD = "{text}"
     step: Whole
     scale: Real
     batch: Whole
     text: Text
-
-    def words(self) -> str:
-        return f"{self.get('text')}"
 
 
 class Stopped(Event):
     """By a signal, with a checkpoint."""
 
     NAME = "stopped"
+    TOLD = "stopped as asked"
     step: Whole
     cursor: Whole
-
-    def words(self) -> str:
-        return "stopped as asked"
 
 
 class Unstable(OfIncident):
