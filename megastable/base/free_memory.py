@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from megastable.base.host_memory import taken
+SHARE = 1 / 4  # of free memory: data loading, checkpoints and the file cache need some as well
+
+
+def taken(size: int, pinned: bool) -> int:
+    """Bytes taken by a tensor of `size` bytes: torch rounds pinned memory up to a power of two."""
+    return 1 << (size - 1).bit_length() if pinned and size else size
+
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megastable.base import free_memory
 from megastable.base.collectives import first, gathered
-from megastable.base.free_memory import GIB
-from megastable.base.host_memory import SHARE
+from megastable.base.free_memory import GIB, SHARE
 from megastable.checkpoint.files import FileRecord, hash_file
 from megastable.checkpoint.held_points import Complete, HeldPart
 from megastable.checkpoint.memory_folder import MemoryFolder, memory_of

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megastable.base.errors import ConfigError
-from megastable.base.free_memory import GIB, Demand
-from megastable.base.host_memory import SHARE
+from megastable.base.free_memory import GIB, SHARE, Demand
 from megastable.config.stability import SnapshotConfig
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from megastable.base.host_memory import taken
+from megastable.base.free_memory import taken
 from megastable.config import deepspeed_json
 from megastable.config.rules import LINEARS, caps_logits
 from megastable.config.tree import RunConfig

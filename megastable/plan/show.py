@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megastable.base.host_memory import SHARE
+from megastable.base.free_memory import SHARE
 from megastable.base.text import plural
 from megastable.checkpoint.snapshot_budget import capacity
 from megastable.config.tree import RunConfig

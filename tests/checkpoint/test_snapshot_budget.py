@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megastable.base import free_memory
 from megastable.base.errors import ConfigError
-from megastable.base.free_memory import GIB, Demand, GroupMemory, demand, free, group_limits, total
-from megastable.base.host_memory import taken
+from megastable.base.free_memory import GIB, Demand, GroupMemory, demand, free, group_limits, taken, total
 from megastable.checkpoint.snapshot_budget import plan
 from megastable.config.stability import SnapshotConfig
 

@@ -171,7 +171,7 @@ def test_batches_that_cannot_be_shared_out_are_refused() -> None:
 
 
 def test_what_is_restated_is_as_there() -> None:
-    from megastable.base import host_memory
+    from megastable.base import free_memory
     from megastable.engine import flatstate, layer_stats, patches
     from megastable.fp8 import scale_factors
     from megastable.model import blocked, chunked
@@ -185,7 +185,7 @@ def test_what_is_restated_is_as_there() -> None:
     assert activations.SCORES == layer_stats.SCORES and memory.ALIGN == blocked.ALIGN
     assert (memory.SUM_CHUNK, memory.UPDATE_CHUNK) == (patches.CHUNK, adamw.CHUNKS)
     assert all(
-        taken(n, pinned) == host_memory.taken(n, pinned) for n in range(40) for pinned in (True, False)
+        taken(n, pinned) == free_memory.taken(n, pinned) for n in range(40) for pinned in (True, False)
     )
     for length in (128, 256, 300, 1024, 8192):
         config = RunConfig.model_validate({"model": MODEL | {"sequence_length": length}})
