@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -70,18 +69,6 @@ def test_a_damaged_health_marker_counts_as_none_a_damaged_pin_as_a_pin(
     assert found is not None and found.reason == markers.UNREADABLE
     assert len(markers.problems(path)) == 2
     assert all("damaged (" in problem and "\n" not in problem for problem in markers.problems(path))
-
-
-def test_a_marker_of_a_newer_format_counts_like_a_damaged_one(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 100)
-    markers.mark_healthy(path, 150, 50)
-    markers.pin(path, "for the paper")
-    for name in (HEALTH, PINNED):
-        tree = json.loads((path / name).read_text())
-        (path / name).write_text(json.dumps(tree | {"format": 2}))
-    assert markers.healthy(path) is None
-    assert markers.pinned(path) is not None
-    assert all("format" in problem for problem in markers.problems(path)) and len(markers.problems(path)) == 2
 
 
 def test_what_lies_in_the_place_of_a_pin_is_one(tmp_path: Path) -> None:
@@ -157,15 +144,6 @@ def test_a_convicted_one_is_no_longer_healthy_until_a_person_accepts_it(tmp_path
     store.verify(path)
     with pytest.raises(CheckpointError):
         markers.convict(tmp_path / "step-7", "there is none")
-
-
-def test_a_ruling_says_nothing_of_another_checkpoint(tmp_path: Path) -> None:
-    one, other = checkpoint(tmp_path, 100), checkpoint(tmp_path, 200)
-    markers.convict(one, "bad")
-    shutil.copy(one / store.CONVICTED, other / store.CONVICTED)
-    assert markers.convicted(one) and markers.convicted(other) is None
-    [problem] = markers.problems(other)
-    assert "another checkpoint" in problem
 
 
 @pytest.mark.parametrize("text", DAMAGED)

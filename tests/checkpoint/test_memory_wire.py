@@ -202,18 +202,15 @@ def test_only_the_user_may_read_it(here: MemoryFolder) -> None:
     assert here.begin(key()).stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_is_not_of_this_user_alone_is_refused(linked: bool, tmp_path: Path) -> None:
     folder = MemoryFolder(tmp_path, tmp_path / "run")
-    folder.user.mkdir()
-    folder.user.chmod(0o777)
-    with pytest.raises(OSError, match="not a folder of this user alone"):
-        folder.open()
-
-
-def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    folder = MemoryFolder(tmp_path, tmp_path / "run")
-    folder.user.symlink_to(tmp_path / "elsewhere")
+    if linked:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.user.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.user.mkdir()
+        folder.user.chmod(0o777)
     with pytest.raises(OSError, match="not a folder of this user alone"):
         folder.open()
 

@@ -15,11 +15,10 @@ from megastable.base import durable
 from megastable.base.errors import CheckpointError
 from megastable.checkpoint import markers, retention, store
 from megastable.checkpoint.health import CalmSteps
-from megastable.checkpoint.retention import KeptCheckpoint, apply, doomed, milestones, standing
+from megastable.checkpoint.retention import KeptCheckpoint, apply, doomed, standing
 from megastable.checkpoint.store import DELETING
 from tests.checkpoint.standins import checkpoint, names, run_with
 
-NEWEST = 10**6
 folders = st.lists(
     st.builds(
         KeptCheckpoint, st.integers(0, 60), st.booleans(), st.sampled_from([False, False, False, True])
@@ -60,54 +59,6 @@ def test_what_must_stay_stays_and_nothing_else(
     assert steps(left(checkpoints, keep, keep_every)) == stay
     assert doomed(checkpoints, keep, keep_every) == sorted(steps(checkpoints) - stay)
     assert stay or not checkpoints
-
-
-@given(folders, keeps, every)
-def test_what_was_decided_stays_decided(
-    checkpoints: list[KeptCheckpoint], keep: int, keep_every: int
-) -> None:
-    assert doomed(left(checkpoints, keep, keep_every), keep, keep_every) == []
-
-
-@given(folders, keeps, every, st.integers(0, 3))
-def test_who_keeps_more_deletes_no_more(
-    checkpoints: list[KeptCheckpoint], keep: int, keep_every: int, more: int
-) -> None:
-    gone = set(doomed(checkpoints, keep, keep_every))
-    assert set(doomed(checkpoints, keep + more, keep_every)) <= gone
-    assert gone <= set(doomed(checkpoints, keep, 0))
-    for at, one in enumerate(checkpoints):
-        other = [
-            *checkpoints[:at],
-            KeptCheckpoint(one.step, one.healthy, pinned=True),
-            *checkpoints[at + 1 :],
-        ]
-        assert set(doomed(other, keep, keep_every)) == gone - {one.step}
-
-
-@given(folders, keeps, every)
-def test_a_newer_one_saves_nobody(checkpoints: list[KeptCheckpoint], keep: int, keep_every: int) -> None:
-    before = set(doomed(checkpoints, keep, keep_every))
-    assert before <= set(doomed([*checkpoints, KeptCheckpoint(NEWEST)], keep, keep_every))
-
-
-@given(folders, keeps, every, st.randoms(use_true_random=False))
-def test_their_order_does_not_matter(
-    checkpoints: list[KeptCheckpoint], keep: int, keep_every: int, random: object
-) -> None:
-    shuffled = list(checkpoints)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert doomed(shuffled, keep, keep_every) == doomed(checkpoints, keep, keep_every)
-
-
-@given(st.lists(st.integers(1, 9), max_size=40), keeps, st.sampled_from([5, 7, 10, 25]))
-def test_deleting_after_every_save_loses_no_milestone(gaps: list[int], keep: int, keep_every: int) -> None:
-    saved, folder, step = list[int](), list[KeptCheckpoint](), 0
-    for gap in gaps:
-        step += gap
-        saved.append(step)
-        folder = left([*folder, KeptCheckpoint(step)], keep, keep_every)
-    assert milestones(saved, keep_every) <= steps(folder)
 
 
 def test_a_table() -> None:
@@ -221,14 +172,6 @@ def test_a_damaged_healthy_one_does_not_count_either(tmp_path: Path) -> None:
     (folder / "step-30" / store.STATE).unlink()
     assert apply(folder, 1) == ["step-10", "step-50"]
     assert names(folder) == ["latest", "step-20", "step-30", "step-40", "step-60"]
-
-
-def test_where_all_are_damaged_nothing_goes(tmp_path: Path) -> None:
-    folder = run_with(tmp_path, 10, 20, 30)
-    for path in folder.glob("step-*"):
-        (path / store.STATE).unlink()
-    before = names(folder)
-    assert apply(folder, 1) == [] and names(folder) == before
 
 
 def test_what_latest_names_stays(tmp_path: Path) -> None:

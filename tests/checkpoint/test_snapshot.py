@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.checkpoint.snapshot import Ring
-from megastable.checkpoint.snapshot_budget import capacity
 from megastable.guard.spacing import thin
 
 
@@ -31,14 +30,6 @@ def test_thin_keeps_the_newest_and_reaches_far_back(size: int, interval: int, co
     assert age <= interval * 2 ** (size - 1)
     if size >= 4 and count > 3 * 2**size:
         assert age >= interval * 2 ** (size - 3)  # and a slow divergence finds an old one
-
-
-@pytest.mark.parametrize(
-    ("keep", "size", "budget", "fit"),
-    [(4, 100, 1e9, 4), (4, 100, 250.0, 2), (4, 100, 99.0, 0), (4, 0, 10.0, 4)],
-)
-def test_capacity(keep: int, size: int, budget: float, fit: int) -> None:
-    assert capacity(keep, size, budget) == fit
 
 
 class Counter:

@@ -137,11 +137,6 @@ def test_only_a_complete_and_finite_save_is_taken(seen: list[list[Part]], newer_
     assert save == max(saves, default=None)
 
 
-def test_parts_of_one_step_that_two_starts_wrote_are_no_checkpoint() -> None:
-    """Both verify, and are of two pasts: after a rewind the same step may follow from other data."""
-    assert newest_complete([[(10, 1.0, 0, 2, True)], [(10, 2.0, 1, 2, True)]], -1) is None
-
-
 @pytest.mark.slow
 def test_a_new_run_in_the_directory_of_an_old_one_takes_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
     run, disk = tmp_path / "run", tmp_path / "disk"

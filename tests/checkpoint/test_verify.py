@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_whole_checkpoint_verifies(checkpoint: Path) -> None:
-    verify(checkpoint)
-    assert read_contents(checkpoint).step == read_state(checkpoint).step == 10
-
-
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00001.json", STATE])
 @pytest.mark.parametrize("damage", ["missing", "cut off", "longer", "one bit", "empty"])
 def test_any_damage_to_any_file_is_named(damage: str, name: str, checkpoint: Path) -> None:
@@ -80,7 +74,13 @@ def test_the_ranks_share_the_files_out(checkpoint: Path) -> None:
     assert len(found) == 1 and "rank-00001.json" in found[0]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"step": 1}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b'{"step": 1}', b"\xff\xfe", b"[" * 100_000, b"NaN", b'{"format": true}', b'{"step": 1e999}',
+        b"9" * 9999, b'{"step": -1}', b'{"colour": "red"}',
+    ],
+)  # fmt: skip
 def test_a_damaged_manifest_or_state_is_named(content: bytes, checkpoint: Path) -> None:
     for name, read in ((MANIFEST, read_contents), (STATE, read_state)):
         (checkpoint / name).write_bytes(content)
@@ -152,13 +152,6 @@ def test_floats_of_the_state_are_exact(checkpoint: Path) -> None:
     (checkpoint / STATE).write_text(run_state(recent_losses=losses, seconds=1e-17).model_dump_json())
     again = read_state(checkpoint)
     assert again.recent_losses == losses and again.seconds == 1e-17
-
-
-def test_a_state_with_an_unknown_key_is_refused(checkpoint: Path) -> None:
-    tree = json.loads((checkpoint / STATE).read_text()) | {"colour": "red"}
-    (checkpoint / STATE).write_text(json.dumps(tree))
-    with pytest.raises(CheckpointError, match="damaged"):
-        read_state(checkpoint)
 
 
 def test_the_newest_first_and_nothing_else(tmp_path: Path) -> None:

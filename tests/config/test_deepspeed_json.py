@@ -77,14 +77,6 @@ def test_a_global_batch_that_does_not_divide() -> None:
         assert word in message
 
 
-def test_context_parallelism_takes_ranks_too() -> None:
-    c = config(parallel={"tensor": 2, "context": 2}, train={"global_batch": 16, "micro_batch": 4})
-    for word in ("6 ranks", "parallel.tensor=2", "parallel.context=2", "multiple of 4"):
-        assert word in refused(c, 6)
-    for word in ("train.global_batch=16", "train.micro_batch=4 x 3", "12 ranks / tensor 2", "/ context 2"):
-        assert word in refused(c, 12)
-
-
 # What is filled in
 
 
@@ -142,11 +134,6 @@ def test_the_stage_chooses_the_file(tmp_path: Path) -> None:
         (tmp_path / f"my{zero}.json").write_text(json.dumps(content))
         c = config(deepspeed=f"{tmp_path}/my{{zero}}.json", parallel={"zero": zero})
         assert build(c, 1)["zero_optimization"] == content["zero_optimization"]
-
-
-def test_the_project_s_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert build(config(), 1)["zero_optimization"]["stage"] == 1
 
 
 # What is refused
